@@ -1,0 +1,158 @@
+"""Bring tokens into expert order and back, with shapes that do not depend on the routing.
+
+Two plans say which row of the expert-ordered buffer each (token, expert) pair takes:
+
+* :class:`BlockPlan` loses no pair: every expert's rows are padded to whole blocks of ``R`` rows, and
+  there are as many blocks as the worst routing needs.
+* :class:`CapacityPlan` gives every expert ``C`` rows and drops the pairs that do not fit.
+
+A per-expert loop over dynamic shapes is no alternative: MindSpore 2.9 on CPU dies with SIGFPE where
+an expert gets no token.
+"""
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+
+class _ExpertRank(nn.Cell):
+    """Number the pairs of each expert in the order given (a stable counting sort)."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.one_hot = ops.OneHot()
+        self.on = Tensor(1, ms.int32)
+        self.off = Tensor(0, ms.int32)
+        self.cumsum = ops.CumSum()
+        self.own = ops.Mul()
+        self.pick = ops.ReduceSum()
+        self.sub_one = ops.Sub()
+        self.count = ops.ReduceSum()
+
+    def construct(self, expert_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(rank_N, load_E)`` int32."""
+        member_NE = self.one_hot(expert_N, self.num_experts, self.on, self.off)
+        rank_N = self.sub_one(self.pick(self.own(member_NE, self.cumsum(member_NE, 0)), 1), self.on)
+        return rank_N, self.count(member_NE, 0)
+
+
+class BlockPlan(nn.Cell):
+    """Give each pair a row so that a block of ``R`` rows belongs to one expert.
+
+    Args:
+        num_experts: ``E``.
+        block_rows: ``R``; smaller pads less, larger multiplies faster.
+    """
+
+    def __init__(self, num_experts: int, block_rows: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.block_rows = block_rows
+        self.reshape = ops.Reshape()
+        self.rank = _ExpertRank(num_experts)
+        self.add = ops.Add()
+        self.sub = ops.Sub()
+        self.mul = ops.Mul()
+        self.blocks = ops.FloorDiv()
+        self.cumsum = ops.CumSum()
+        self.start = ops.Gather()
+        self.ends_before = ops.LessEqual()
+        self.to_int = ops.Cast()
+        self.count = ops.ReduceSum()
+        self.clip = ops.Minimum()
+
+    def num_blocks(self, pairs: int) -> int:
+        """Return ``G``: the blocks that the worst routing of ``pairs`` pairs needs."""
+        return (pairs + self.num_experts * (self.block_rows - 1)) // self.block_rows
+
+    def construct(self, index_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(row_N, expert_G)``: the row of each pair, the expert of each block; int32."""
+        expert_N = self.reshape(index_TK, (-1,))
+        rank_N, load_E = self.rank(expert_N)
+        block_rows = Tensor(self.block_rows, ms.int32)
+        block_E = self.blocks(self.add(load_E, block_rows - 1), block_rows)
+        end_E = self.cumsum(block_E, 0)
+        start_E = self.mul(self.sub(end_E, block_E), block_rows)
+        row_N = self.add(self.start(start_E, expert_N, 0), rank_N)
+
+        blocks = np.arange(self.num_blocks(expert_N.shape[0]), dtype=np.int32)
+        ended_GE = self.ends_before(self.reshape(end_E, (1, -1)), Tensor(blocks[:, None]))
+        expert_G = self.count(self.to_int(ended_GE, ms.int32), 1)
+        return row_N, self.clip(expert_G, Tensor(self.num_experts - 1, ms.int32))
+
+
+class CapacityPlan(nn.Cell):
+    """Give each pair a row among its expert's ``C``, or none.
+
+    Args:
+        num_experts: ``E``.
+        policy: Which pairs stay: ``probs`` those with the highest weight, ``position`` the first.
+    """
+
+    def __init__(self, num_experts: int, policy: str) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.by_weight = policy == "probs"
+        self.reshape = ops.Reshape()
+        self.rank = _ExpertRank(num_experts)
+        self.sort = ops.Sort(descending=True)
+        self.reorder = ops.Gather()
+        self.restore = ops.ScatterNd()
+        self.fits = ops.Less()
+        self.mul = ops.Mul()
+        self.add = ops.Add()
+        self.select = ops.Select()
+
+    def construct(
+        self, index_TK: Tensor, weight_TK: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``(row_N, kept_N)``: row ``E * C`` and False for a dropped pair."""
+        expert_N = self.reshape(index_TK, (-1,))
+        pairs = expert_N.shape[0]
+        if self.by_weight:
+            _, order_N = self.sort(ops.stop_gradient(self.reshape(weight_TK, (-1,))))
+            sorted_rank_N, _ = self.rank(self.reorder(expert_N, order_N, 0))
+            rank_N = self.restore(self.reshape(order_N, (-1, 1)), sorted_rank_N, (pairs,))
+        else:
+            rank_N, _ = self.rank(expert_N)
+        kept_N = self.fits(rank_N, Tensor(capacity, ms.int32))
+        row_N = self.add(self.mul(expert_N, Tensor(capacity, ms.int32)), rank_N)
+        spare_N = ops.zeros_like(row_N) + Tensor(self.num_experts * capacity, ms.int32)
+        return self.select(kept_N, row_N, spare_N), kept_N
+
+
+class Permute(nn.Cell):
+    """Copy each token to the rows of its pairs. Rows that no pair takes hold token 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshape = ops.Reshape()
+        self.token_of_row = ops.ScatterNd()
+        self.gather = ops.Gather()
+
+    def construct(self, x_TH: Tensor, row_N: Tensor, rows: int) -> Tensor:
+        """Return ``[rows, H]``."""
+        tokens = x_TH.shape[0]
+        pairs = row_N.shape[0]
+        token_N = Tensor(np.arange(pairs, dtype=np.int32) // (pairs // tokens))
+        token_P = self.token_of_row(self.reshape(row_N, (-1, 1)), token_N, (rows,))
+        return self.gather(x_TH, token_P, 0)
+
+
+class Unpermute(nn.Cell):
+    """Add up the rows of each token, weighted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+        self.reshape = ops.Reshape()
+        self.to_rows = ops.Cast()
+        self.weighted_sum = ops.BatchMatMul()
+
+    def construct(self, y_PH: Tensor, row_N: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return ``[T, H]`` in y's data type."""
+        T, K = weight_TK.shape
+        y_TKH = self.reshape(self.gather(y_PH, row_N, 0), (T, K, -1))
+        weight_T1K = self.reshape(self.to_rows(weight_TK, y_PH.dtype), (T, 1, K))
+        return self.reshape(self.weighted_sum(weight_T1K, y_TKH), (T, -1))

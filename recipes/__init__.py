@@ -1,0 +1,1 @@
+"""The recipe files that ship with the package, in MindFormers YAML."""

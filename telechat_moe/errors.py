@@ -1,0 +1,32 @@
+"""Errors that a user can act on, and the exit code of each.
+
+Exit codes of every verb: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input. A verb that has
+more codes documents them in its ``--help``.
+"""
+
+
+class TelechatMoeError(Exception):
+    """Base of all errors that the command line prints without a traceback.
+
+    The message says what was found, where, what was expected and what to do.
+    """
+
+    exit_code = 1
+
+
+class UsageError(TelechatMoeError):
+    """A command was called in a way that cannot be carried out (exit code 2)."""
+
+    exit_code = 2
+
+
+class BadInputError(TelechatMoeError):
+    """A file or value that was read is broken or does not fit (exit code 3)."""
+
+    exit_code = 3
+
+
+class CheckFailedError(TelechatMoeError):
+    """Everything ran, and the answer is no (exit code 1)."""
+
+    exit_code = 1

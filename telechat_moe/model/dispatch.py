@@ -1,0 +1,102 @@
+"""Take tokens to their experts and bring the results back."""
+
+import math
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import Zero, initializer
+
+from telechat_moe.ops.permute import BlockPlan, CapacityPlan, Permute, Unpermute
+from telechat_moe.recipe import ModelConfig
+
+# Rows of a block in the dropless dispatch. 64 pads at most E * 63 rows; below that the products slow
+# down more than the padding saves (benchmarks/train_step.py, 19M recipe).
+BLOCK_ROWS = 64
+
+
+class DroplessDispatch(nn.Cell):
+    """Every pair reaches its expert: sort by expert, pad each expert to whole blocks.
+
+    Args:
+        num_experts: ``E``.
+        block_rows: Rows of a block.
+    """
+
+    def __init__(self, num_experts: int, block_rows: int) -> None:
+        super().__init__()
+        self.plan = BlockPlan(num_experts, block_rows)
+        self.block_rows = block_rows
+        self.permute = Permute()
+        self.reshape = ops.Reshape()
+        self.unpermute = Unpermute()
+
+    def construct(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, H]``."""
+        H = x_TH.shape[1]
+        row_N, expert_G = self.plan(index_TK)
+        G, R = expert_G.shape[0], self.block_rows
+        x_GRH = self.reshape(self.permute(x_TH, row_N, G * R), (G, R, H))
+        y_PH = self.reshape(experts(x_GRH, expert_G), (G * R, H))
+        return self.unpermute(y_PH, row_N, weight_TK)
+
+
+class CapacityDispatch(nn.Cell):
+    """Drop and pad: each expert takes at most ``C = ceil(factor * T * K / E)`` pairs.
+
+    A dropped pair adds nothing to its token; the weights of the others stay as they are.
+
+    State:
+        dropped: ``[1]`` fp32, pairs dropped since it was last cleared (training only).
+
+    Args:
+        num_experts: ``E``.
+        factor: Capacity factor.
+        policy: ``probs`` or ``position``, see :class:`telechat_moe.ops.permute.CapacityPlan`.
+
+    Source: Switch Transformer, section 2.2; Pangu Ultra MoE compares it with dropless.
+    """
+
+    def __init__(self, num_experts: int, factor: float, policy: str) -> None:
+        super().__init__()
+        self.num_experts, self.factor = num_experts, factor
+        self.plan = CapacityPlan(num_experts, policy)
+        zero = initializer(Zero(), (1,), ms.float32)
+        self.dropped = Parameter(
+            zero, name="dropped", requires_grad=False, parallel_optimizer=False
+        )
+        self.permute = Permute()
+        self.reshape = ops.Reshape()
+        self.unpermute = Unpermute()
+        self.to_float = ops.Cast()
+        self.count = ops.ReduceSum(keep_dims=True)
+        self.accumulate = ops.AssignAdd()
+        self.keep = ops.Mul()
+        self.clip = ops.Minimum()
+
+    def capacity(self, pairs: int) -> int:
+        """Return ``C`` for ``T * K`` pairs."""
+        return math.ceil(self.factor * pairs / self.num_experts)
+
+    def construct(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell) -> Tensor:
+        """Return the weighted sum of the experts that had room for the token, ``[T, H]``."""
+        T, K = index_TK.shape
+        E, H = self.num_experts, x_TH.shape[1]
+        C = self.capacity(T * K)
+        row_N, kept_N = self.plan(index_TK, weight_TK, C)
+        x_PH = self.permute(x_TH, row_N, E * C + 1)  # dropped pairs share the last row
+        y_ECH = experts(self.reshape(x_PH[: E * C], (E, C, H)))
+        kept_N = self.to_float(kept_N, ms.float32)
+        if self.training:
+            self.accumulate(self.dropped, T * K - self.count(kept_N, 0))
+        weight_TK = self.keep(weight_TK, self.reshape(kept_N, (T, K)))
+        row_N = self.clip(row_N, Tensor(E * C - 1, ms.int32))
+        return self.unpermute(self.reshape(y_ECH, (E * C, H)), row_N, weight_TK)
+
+
+def build_dispatch(config: ModelConfig) -> nn.Cell:
+    """Return the dispatch that ``moe_token_drop_policy`` names (False: dropless)."""
+    if not config.moe_token_drop_policy:
+        return DroplessDispatch(config.n_routed_experts, BLOCK_ROWS)
+    return CapacityDispatch(
+        config.n_routed_experts, config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    )

@@ -1,0 +1,70 @@
+"""Linear layer, gated MLP and weight creation."""
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.common.initializer import Zero, initializer
+
+from telechat_moe.ops.swiglu import SwiGLU
+
+DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
+
+
+def weight(shape: tuple[int, ...], std: float, name: str, dtype: ms.Type = ms.float32) -> Parameter:
+    """Return a parameter that :func:`telechat_moe.model.init.initialize` fills from N(0, std^2)."""
+    parameter = Parameter(initializer(Zero(), shape, dtype), name=name)
+    parameter.init_std = std
+    return parameter
+
+
+class Linear(nn.Cell):
+    """``y = x W^T``, no bias.
+
+    Args:
+        inputs: Width of x.
+        outputs: Width of y.
+        std: Standard deviation of the initial weight ``[outputs, inputs]``.
+        compute_dtype: Data type of the product and of y.
+        params_dtype: Data type of the weight.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        std: float,
+        compute_dtype: ms.Type,
+        params_dtype: ms.Type = ms.float32,
+    ) -> None:
+        super().__init__()
+        self.weight = weight((outputs, inputs), std, "weight", params_dtype)
+        self.compute_dtype = compute_dtype
+        self.cast = ops.Cast()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x_TI: Tensor) -> Tensor:
+        """Return ``[T, outputs]`` in ``compute_dtype``."""
+        x = self.cast(x_TI, self.compute_dtype)
+        return self.matmul(x, self.cast(self.weight, self.compute_dtype))
+
+
+class MLP(nn.Cell):
+    """SwiGLU MLP: ``down(silu(gate(x)) * up(x))``; dense layers and shared experts."""
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        std: float,
+        down_std: float,
+        compute_dtype: ms.Type,
+        params_dtype: ms.Type = ms.float32,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(hidden, width, std, compute_dtype, params_dtype)
+        self.up = Linear(hidden, width, std, compute_dtype, params_dtype)
+        self.act = SwiGLU()
+        self.down = Linear(width, hidden, down_std, compute_dtype, params_dtype)
+
+    def construct(self, x_TH: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        return self.down(self.act(self.gate(x_TH), self.up(x_TH)))

@@ -1,0 +1,1 @@
+"""Tools around a training run: accuracy alignment, planning, diagnosis."""
