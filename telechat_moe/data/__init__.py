@@ -1,0 +1,38 @@
+"""From text to batches: corpora, tokenizer, Megatron token files, packed samples, loader.
+
+::
+
+    build("output/data", vocab_size=2048, seed=1)                 # text -> token files
+    dataset = GptDataset("output/data/train", seq_length=256)     # token files -> samples
+    for batch in Loader(dataset, batch_size=8): ...               # samples -> batches
+
+Needs numpy only; building and decoding also need ``tokenizers``.
+"""
+
+from telechat_moe.data.build import BuildResult, build, verify
+from telechat_moe.data.dataset import (
+    BlendedDataset,
+    GptDataset,
+    SampleOptions,
+    open_blend,
+    open_recipe,
+)
+from telechat_moe.data.indexed import IndexedDataset, write_indexed
+from telechat_moe.data.loader import Loader
+from telechat_moe.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "BlendedDataset",
+    "BuildResult",
+    "GptDataset",
+    "IndexedDataset",
+    "Loader",
+    "SampleOptions",
+    "Tokenizer",
+    "build",
+    "load_tokenizer",
+    "open_blend",
+    "open_recipe",
+    "verify",
+    "write_indexed",
+]

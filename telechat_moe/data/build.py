@@ -1,0 +1,434 @@
+"""Turn a corpus into OUT/train.bin/.idx, OUT/valid.bin/.idx, OUT/tokenizer.json, OUT/manifest.json.
+
+The documents are read once to hash them, which decides the split and the text that the tokenizer
+learns from, and once to be tokenised, in shards of about ``scan.SHARD_BYTES`` of text. Shards, tokenizer
+and a half-done merge live in OUT/.partial until the end: a build that was killed goes on with the
+shards that are missing. The files appear in OUT by renaming, complete, the manifest last. Equal
+inputs give equal files, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.data.corpus import Corpus, open_corpus
+from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
+from telechat_moe.data.progress import Progress
+from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_corpus
+from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+SIDES = ("train", "valid")
+PARTIAL = ".partial"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did.
+
+    Attributes:
+        out: Folder of the dataset.
+        manifest: Contents of manifest.json.
+        reused: The dataset was there already and nothing was done.
+        shards: Shards of the build; 0 where it was reused.
+        resumed_shards: Shards that an earlier, interrupted build had finished.
+        skipped: Files of folders that are not text, with the reason.
+    """
+
+    out: Path
+    manifest: dict[str, Any]
+    reused: bool
+    shards: int
+    resumed_shards: int
+    skipped: dict[str, str]
+
+
+def build(
+    out: str | os.PathLike[str],
+    corpus: Sequence[str | os.PathLike[str]] = (),
+    *,
+    vocab_size: int = 2048,
+    tokenizer: str | os.PathLike[str] | None = None,
+    eod_token: str | None = None,
+    valid_fraction: float = 0.05,
+    seed: int = 1234,
+    extensions: Sequence[str] | None = None,
+    text_key: str = "text",
+    force: bool = False,
+) -> BuildResult:
+    """Build a dataset, or go on with one that was interrupted, or reuse the one that is there.
+
+    Args:
+        out: Folder to write to.
+        corpus: Files and folders; none means the Python standard library's sources.
+        vocab_size: Tokens of the tokenizer that is trained on the training documents.
+        tokenizer: A ``tokenizer.json`` to use instead of training one.
+        eod_token: End-of-document token of that tokenizer; None looks for the usual names.
+        valid_fraction: Share of the documents kept for validation, 0 to below 1; at least one
+            document unless 0.
+        seed: Of the split.
+        extensions: Take only files with these endings from folders.
+        text_key: Key of the text in ``.jsonl`` lines.
+        force: Replace a dataset in ``out`` that was made from other inputs.
+
+    Raises:
+        BadInputError: If the corpus or the tokenizer cannot be read.
+        UsageError: If ``out`` holds another dataset and ``force`` is not given.
+        TelechatMoeError: If the disk is full, or another build is writing to ``out``.
+    """
+    if not 0 <= valid_fraction < 1:
+        raise UsageError(f"valid_fraction is {valid_fraction}; expected 0 or more and below 1")
+    if tokenizer is None and vocab_size < BASE_VOCAB:
+        raise UsageError(f"vocab_size is {vocab_size}; expected {BASE_VOCAB} or more")
+    given = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
+    files = open_corpus(corpus, extensions=extensions, text_key=text_key)
+    out = Path(out)
+    with _full_disk_named(out), _locked(out), Progress() as progress:
+        scan = scan_corpus(files, progress)
+        files.warn_skipped()
+        inputs = {
+            "format": FORMAT,
+            "corpus": scan.identity,
+            "documents": len(scan.hashes),
+            "vocab_size": None if given else vocab_size,
+            "tokenizer": hashlib.sha256(given.to_json().encode()).hexdigest() if given else None,
+            "eod_token": given.eod_token if given else None,
+            "valid_fraction": valid_fraction,
+            "seed": seed,
+        }
+        job = _Job(out, files, scan, inputs, progress)
+        manifest = job.finished(force)
+        if manifest is not None:
+            return BuildResult(out, manifest, True, 0, 0, dict(files.skipped))
+        return job.run(given, vocab_size)
+
+
+class _Job:
+    """One build."""
+
+    def __init__(
+        self, out: Path, corpus: Corpus, scan: Scan, inputs: dict[str, Any], progress: Progress
+    ) -> None:
+        self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
+        self.progress = progress
+        self.partial = out / PARTIAL
+        self.valid = scan.valid(inputs["valid_fraction"], inputs["seed"])
+        self.sides = SIDES if self.valid.any() else SIDES[:1]
+
+    def finished(self, force: bool) -> dict[str, Any] | None:
+        """Return the manifest of a dataset in ``out`` that needs no work."""
+        manifest = _read_manifest(self.out)
+        if manifest is None:
+            self._refuse_foreign_files(force)
+            return None
+        found = manifest["inputs"]
+        differing = [key for key in self.inputs if found.get(key) != self.inputs[key]]
+        if differing:
+            if force:
+                return None
+            lines = (f"{key}: {found.get(key)} there, {self.inputs[key]} now" for key in differing)
+            raise UsageError(
+                f"{self.out} holds a dataset made from other inputs ({'; '.join(lines)}); "
+                "give --force to replace it, or another --out"
+            )
+        try:
+            verify(self.out)
+        except BadInputError as error:
+            logger.warning("%s; building it again", error)
+            return None
+        shutil.rmtree(self.partial, ignore_errors=True)
+        return manifest
+
+    def _refuse_foreign_files(self, force: bool) -> None:
+        names = [path.name for side in SIDES for path in _pair(self.out / side) if path.exists()]
+        if names and not force and _read_json(self.partial / "inputs.json") != self.inputs:
+            raise UsageError(
+                f"{self.out} holds {', '.join(names)} but no {MANIFEST} that belongs to them; "
+                "give --force to replace them, or another --out"
+            )
+
+    def run(self, given: Tokenizer | None, vocab_size: int) -> BuildResult:
+        """Do what is missing and put the files in place."""
+        if _read_json(self.partial / "inputs.json") != self.inputs:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self.partial.mkdir(parents=True, exist_ok=True)
+        _write_atomic(self.partial / "inputs.json", _dump(self.inputs))
+        tokenizer = self._tokenizer(given, vocab_size)
+        dtype = token_dtype(tokenizer.vocab_size)
+        shard_of = self.scan.shards()
+        count = int(shard_of[-1]) + 1
+        done = [shard for shard in range(count) if self._is_done(shard)]
+        if done:
+            logger.info("%d of %d shards were finished before; going on", len(done), count)
+        self._tokenise(tokenizer, dtype, shard_of, set(done))
+        sides = {side: self._merge(side, count, dtype) for side in self.sides}
+        manifest = self._manifest(tokenizer, dtype, sides)
+        self._publish(manifest)
+        return BuildResult(self.out, manifest, False, count, len(done), dict(self.corpus.skipped))
+
+    def _tokenizer(self, given: Tokenizer | None, vocab_size: int) -> Tokenizer:
+        path = self.partial / "tokenizer.json"
+        if not path.exists():
+            _write_atomic(path, (given or self._train(vocab_size)).to_json())
+        return load_tokenizer(path, given.eod_token if given else None)
+
+    def _train(self, vocab_size: int) -> Tokenizer:
+        learn = self.scan.learned_from(self.valid)
+        self.progress.start("learning the tokenizer", int(learn.sum()), "documents")
+
+        def texts() -> Iterator[str]:
+            for ordinal, document in enumerate(self.corpus.documents()):
+                if learn[ordinal]:
+                    yield document.text[:LEARN_BYTES_PER_DOCUMENT]
+                    self.progress.advance(1)
+
+        return train_tokenizer(texts(), vocab_size)
+
+    def _shard(self, shard: int, side: str) -> Path:
+        return self.partial / f"shard-{shard:06d}.{side}"
+
+    def _mark(self, shard: int) -> Path:
+        return self.partial / f"shard-{shard:06d}.json"
+
+    def _is_done(self, shard: int) -> bool:
+        mark = _read_json(self._mark(shard))
+        if mark is None:
+            return False
+        return all(
+            path.is_file() and _sha256(path) == mark.get(path.name)
+            for side in self.sides
+            for path in _pair(self._shard(shard, side))
+        )
+
+    def _tokenise(
+        self, tokenizer: Tokenizer, dtype: np.dtype[Any], shard_of: np.ndarray, done: set[int]
+    ) -> None:
+        """Write the shards that are not done."""
+        self.progress.start("tokenising", int(self.scan.sizes.sum()), "bytes")
+        texts: list[str] = []
+        last = len(shard_of) - 1
+        for ordinal, document in enumerate(self.corpus.documents()):
+            data = document.text.encode()
+            if ordinal > last or hash64(data) != self.scan.hashes[ordinal]:
+                raise BadInputError(
+                    f"{document.name} changed while the dataset was being built; build it again"
+                )
+            shard = int(shard_of[ordinal])
+            if shard not in done:
+                texts.append(document.text)
+                if ordinal == last or shard_of[ordinal + 1] != shard:
+                    first = ordinal + 1 - len(texts)
+                    valid = self.valid[first : ordinal + 1]
+                    self._write_shard(shard, tokenizer.encode_documents(texts), valid, dtype)
+                    texts = []
+            self.progress.advance(len(data))
+
+    def _write_shard(
+        self, shard: int, documents: list[np.ndarray], valid: np.ndarray, dtype: np.dtype[Any]
+    ) -> None:
+        """Write a shard's documents; its mark, which says that it is done, comes last."""
+        mark: dict[str, str] = {}
+        for side in self.sides:
+            mine = [
+                d
+                for d, is_valid in zip(documents, valid, strict=True)
+                if is_valid == (side == "valid")
+            ]
+            prefix = self._shard(shard, side)
+            with bin_path(prefix).open("wb") as stream:
+                for document in mine:
+                    stream.write(document.astype(dtype).tobytes())
+                _sync(stream)
+            write_index(idx_path(prefix), [len(document) for document in mine], dtype)
+            mark |= {path.name: _sha256(path) for path in _pair(prefix)}
+        _write_atomic(self._mark(shard), _dump(mark))
+
+    def _merge(self, side: str, shards: int, dtype: np.dtype[Any]) -> dict[str, Any]:
+        """Join the shards of one side in PARTIAL/SIDE.bin and .idx; return their description."""
+        prefix = self.partial / side
+        lengths: list[np.ndarray] = []
+        with bin_path(prefix).open("wb") as stream:
+            for shard in range(shards):
+                part = IndexedDataset(self._shard(shard, side))
+                stream.write(part.tokens.data)
+                lengths.append(np.array(part.sequence_lengths))
+            _sync(stream)
+        joined = np.concatenate(lengths)
+        write_index(idx_path(prefix), joined, dtype)
+        return {
+            "documents": len(joined),
+            "tokens": int(joined.sum(dtype=np.int64)),
+            "text_bytes": int(self.scan.sizes[self.valid == (side == "valid")].sum()),
+        }
+
+    def _manifest(
+        self, tokenizer: Tokenizer, dtype: np.dtype[Any], sides: dict[str, Any]
+    ) -> dict[str, Any]:
+        from tokenizers import __version__ as tokenizers_version
+
+        files = [path for side in self.sides for path in _pair(self.partial / side)]
+        files.append(self.partial / "tokenizer.json")
+        return {
+            "inputs": self.inputs,
+            "corpus": {
+                "label": self.corpus.label,
+                "files": len(self.corpus.files),
+                "skipped_files": len(self.corpus.skipped),
+                "empty_documents": self.corpus.empty,
+                "documents": len(self.scan.sizes),
+                "text_bytes": int(self.scan.sizes.sum()),
+            },
+            "tokenizer": {
+                "vocab_size": tokenizer.vocab_size,
+                "eod": tokenizer.eod,
+                "eod_token": tokenizer.eod_token,
+            },
+            "dtype": str(dtype),
+            **sides,
+            "sha256": {path.name: _sha256(path) for path in files},
+            "versions": {"python": platform.python_version(), "tokenizers": tokenizers_version},
+        }
+
+    def _publish(self, manifest: dict[str, Any]) -> None:
+        """Move the finished files to OUT; the manifest says that all are there."""
+        (self.out / MANIFEST).unlink(missing_ok=True)
+        for side in set(SIDES) - set(self.sides):
+            for path in _pair(self.out / side):
+                path.unlink(missing_ok=True)
+        # The tokenizer is copied, for a build that is killed here needs it to go on.
+        shutil.copyfile(self.partial / "tokenizer.json", self.partial / "tokenizer.copy")
+        (self.partial / "tokenizer.copy").replace(self.out / "tokenizer.json")
+        for side in self.sides:
+            for path in _pair(self.partial / side):
+                path.replace(self.out / path.name)
+        _write_atomic(self.partial / MANIFEST, _dump(manifest))
+        (self.partial / MANIFEST).replace(self.out / MANIFEST)
+        _sync_folder(self.out)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+
+def verify(out: str | os.PathLike[str]) -> dict[str, Any]:
+    """Compare the files of a dataset with the checksums in its manifest, and return the manifest.
+
+    Raises:
+        BadInputError: If a file is missing or differs; the message names it.
+    """
+    folder = Path(out)
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        raise BadInputError(f"{folder / MANIFEST}: no such file; build the dataset first")
+    for name, expected in manifest["sha256"].items():
+        path = folder / name
+        if not path.is_file():
+            raise BadInputError(f"{path}: missing, though {MANIFEST} lists it")
+        found = _sha256(path)
+        if found != expected:
+            raise BadInputError(
+                f"{path}: damaged: its sha256 is {found}, {MANIFEST} says {expected}"
+            )
+    return manifest
+
+
+def _pair(prefix: Path) -> tuple[Path, Path]:
+    return bin_path(prefix), idx_path(prefix)
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _read_manifest(out: Path) -> dict[str, Any] | None:
+    path = out / MANIFEST
+    if not path.exists():
+        return None
+    manifest = _read_json(path)
+    if not isinstance(manifest, dict) or not {"inputs", "sha256"} <= set(manifest):
+        raise BadInputError(
+            f"{path}: not a manifest of a dataset; remove it or choose another --out"
+        )
+    return manifest
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _sync(stream: Any) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_atomic(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        _sync(stream)
+    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keep other builds out of the folder; the lock goes with the process."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{out} is not a folder; give another --out") from None
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TelechatMoeError(f"another build is writing to {out}; wait for it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _full_disk_named(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TelechatMoeError(
+            f"no space left on the disk of {out} while building the dataset; free some and give "
+            "the same command again: what is finished is kept"
+        ) from None

@@ -1,0 +1,282 @@
+"""Iterate over the documents of a corpus: text files, folders, .gz, .jsonl, or the default corpus.
+
+What is a document: a text file, or one line of a ``.jsonl`` / ``.ndjson`` file (its ``text`` key);
+either may be compressed (``.gz``). A folder is read recursively in sorted order; hidden files and
+folders are left out, links to folders are not followed, and files that are not UTF-8 text are
+skipped and counted. A file that is named explicitly and is not text is an error.
+
+The default corpus is the Python standard library's own sources, real text that is on every machine
+that runs this: every ``*.py`` under ``sysconfig``'s stdlib path, without ``site-packages`` and
+``dist-packages``, without test folders (``test``, ``tests``, ``idle_test``) and without
+``_sysconfigdata*.py``, which is generated and names the machine. Python 3.11.7: 733 files, 12.1 MB.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import os
+import sys
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from telechat_moe.errors import BadInputError
+
+logger = logging.getLogger(__name__)
+
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
+TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document.
+
+    Attributes:
+        name: File (and line) that it comes from, relative to the corpus.
+        text: Its text, exactly as stored.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of a corpus.
+
+    Attributes:
+        path: Where it is.
+        name: Path relative to the corpus.
+        explicit: Named by the user, not found in a folder.
+    """
+
+    path: Path
+    name: str
+    explicit: bool
+
+    @property
+    def holds_lines(self) -> bool:
+        """Whether each line is a document."""
+        return self.path.name.lower().removesuffix(".gz").endswith(LINE_SUFFIXES)
+
+
+@dataclass
+class Corpus:
+    """A list of files whose documents can be iterated any number of times, in the same order.
+
+    Attributes:
+        label: What it is, for people and the manifest.
+        files: The files in order.
+        text_key: Key of the text in ``.jsonl`` lines.
+        skipped: Names of files found in folders that are not text, filled by ``documents``.
+        empty: Number of empty documents that the last full iteration left out.
+    """
+
+    label: str
+    files: list[SourceFile]
+    text_key: str = "text"
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
+    empty: int = 0
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents that are not empty.
+
+        Raises:
+            BadInputError: If a file cannot be read; the message names file and line or byte.
+        """
+        self.skipped.clear()
+        self.empty = 0
+        for source in self.files:
+            for document in self._read(source):
+                if document.text:
+                    yield document
+                else:
+                    self.empty += 1
+
+    def _read(self, source: SourceFile) -> Iterator[Document]:
+        if source.holds_lines:
+            yield from _read_lines(source, self.text_key)
+            return
+        data = _read_bytes(source)
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if source.explicit:
+                raise BadInputError(
+                    f"{source.path}: not UTF-8 text: byte {error.start} is "
+                    f"0x{data[error.start]:02x}; convert the file to UTF-8 or leave it out"
+                ) from None
+            self.skipped[source.name] = f"not UTF-8 at byte {error.start}"
+            return
+        if "\0" in text and not source.explicit:
+            self.skipped[source.name] = "binary"
+            return
+        yield Document(source.name, text)
+
+    def warn_skipped(self) -> None:
+        """Log how many files of folders were skipped, and the first of them."""
+        if self.skipped:
+            some = ", ".join(f"{name} ({why})" for name, why in list(self.skipped.items())[:3])
+            more = ", ..." if len(self.skipped) > 3 else ""
+            logger.warning(
+                "skipped %d file(s) that are not text: %s%s", len(self.skipped), some, more
+            )
+
+
+def open_corpus(
+    paths: Sequence[str | os.PathLike[str]] = (),
+    *,
+    extensions: Sequence[str] | None = None,
+    text_key: str = "text",
+) -> Corpus:
+    """List the files of a corpus.
+
+    Args:
+        paths: Files and folders; none means the default corpus.
+        extensions: Take only files with these endings from folders (``.gz`` may follow); None
+            takes all that are text.
+        text_key: Key of the text in ``.jsonl`` lines.
+
+    Raises:
+        BadInputError: If a path does not exist or no file is found.
+    """
+    paths = [path for path in paths if os.fspath(path)]
+    if not paths:
+        return default_corpus()
+    endings = None
+    if extensions is not None:
+        endings = tuple(f".{extension.lower().lstrip('.')}" for extension in extensions)
+    files: list[SourceFile] = []
+    seen: set[Path] = set()
+    for given in map(Path, paths):
+        if not given.exists():
+            raise BadInputError(f"{given}: no such file or folder; check --corpus")
+        for source in _list(given, endings):
+            resolved = source.path.resolve()
+            if resolved not in seen:
+                seen.add(resolved)
+                files.append(source)
+    if not files:
+        where = ", ".join(str(path) for path in paths)
+        wanted = f" ending in {', '.join(endings)}" if endings else ""
+        raise BadInputError(f"{where}: no files{wanted} found; check --corpus")
+    return Corpus(", ".join(Path(path).name or str(path) for path in paths), files, text_key)
+
+
+def default_corpus(*, include_tests: bool = False) -> Corpus:
+    """Return the corpus of the Python standard library's sources.
+
+    Args:
+        include_tests: Take the test folders too (19 MB more, where they are installed).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    left_out = PACKAGE_FOLDERS if include_tests else PACKAGE_FOLDERS | TEST_FOLDERS
+    files = [
+        source
+        for source in _list(root, (".py",))
+        if not left_out.intersection(Path(source.name).parts)
+        and not source.path.name.startswith("_sysconfigdata")
+    ]
+    if not files:
+        raise BadInputError(
+            f"{root}: the sources of Python's standard library are not installed; give --corpus"
+        )
+    return Corpus(f"Python {sys.version.split()[0]} standard library", files)
+
+
+def _list(given: Path, endings: tuple[str, ...] | None) -> list[SourceFile]:
+    """List a file or the files of a folder, sorted by relative path."""
+    if not given.is_dir():
+        return [SourceFile(given, given.name, explicit=True)]
+    found: list[tuple[tuple[str, ...], Path]] = []
+    for folder, subfolders, names in os.walk(given):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            path = Path(folder, name)
+            ends = name.lower().removesuffix(".gz")
+            wanted = endings is None or ends.endswith(endings)
+            if wanted and not name.startswith(".") and path.is_file():
+                found.append((path.relative_to(given).parts, path))
+    found.sort()
+    return [SourceFile(path, "/".join(parts), explicit=False) for parts, path in found]
+
+
+def _open(source: SourceFile) -> gzip.GzipFile | io.BufferedReader:
+    if source.path.suffix.lower() == ".gz":
+        return gzip.open(source.path, "rb")
+    return source.path.open("rb")
+
+
+def _read_error(source: SourceFile, error: Exception, at: str) -> BadInputError:
+    if isinstance(error, EOFError):
+        return BadInputError(
+            f"{source.path}: the gzip data ends {at} without its end mark; the file is truncated"
+        )
+    if isinstance(error, zlib.error | gzip.BadGzipFile):
+        return BadInputError(f"{source.path}: broken gzip data {at}: {error}")
+    reason = getattr(error, "strerror", None) or str(error)
+    return BadInputError(f"{source.path}: cannot be read {at}: {reason}")
+
+
+def _read_bytes(source: SourceFile) -> bytes:
+    done: list[bytes] = []
+    try:
+        with _open(source) as stream:
+            while block := stream.read(1 << 20):
+                done.append(block)
+    except (OSError, EOFError, zlib.error) as error:
+        raise _read_error(source, error, f"after byte {sum(map(len, done))}") from None
+    return b"".join(done)
+
+
+def _read_lines(source: SourceFile, key: str) -> Iterator[Document]:
+    number = 0
+    try:
+        stream = _open(source)
+    except OSError as error:
+        raise _read_error(source, error, "at all") from None
+    with stream:
+        while True:
+            try:
+                line = stream.readline()
+            except (OSError, EOFError, zlib.error) as error:
+                raise _read_error(source, error, f"after line {number}") from None
+            if not line:
+                return
+            number += 1
+            if line.strip():
+                text = _parse_line(f"{source.path}: line {number}", line, key)
+                yield Document(f"{source.name}:{number}", text)
+
+
+def _parse_line(where: str, line: bytes, key: str) -> str:
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"{where}: not UTF-8 text: byte {error.start} of the line") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        at = f" at column {error.colno}: {error.msg}" if isinstance(error, ValueError) else ""
+        raise BadInputError(f"{where}: not JSON{at}; each line must be one JSON object") from None
+    if not isinstance(value, dict):
+        raise BadInputError(
+            f"{where}: a JSON {type(value).__name__}, expected an object with the key {key!r}"
+        )
+    text = value.get(key)
+    if not isinstance(text, str):
+        keys = ", ".join(map(repr, list(value)[:8])) or "none"
+        what = "has no key" if key not in value else f"has {type(text).__name__}, not text, under"
+        raise BadInputError(f"{where}: {what} {key!r} (keys: {keys}); choose one with --text-key")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadInputError(
+            f"{where}: character {error.start} of the text is half a surrogate pair, not a character"
+        ) from None
+    return text

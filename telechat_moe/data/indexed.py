@@ -1,0 +1,272 @@
+r"""Megatron's token files: PREFIX.bin holds the tokens of all documents, PREFIX.idx where each one lies.
+
+Layout of PREFIX.idx, little endian, no padding::
+
+    bytes   9   b"MMIDIDX\0\0"
+    uint64      version, 1
+    uint8       code of the token type (DTYPE_CODES)
+    uint64  n   sequences
+    uint64  m   entries of the document list (documents + 1)
+    int32  [n]  tokens of each sequence
+    int64  [n]  where each sequence starts in PREFIX.bin, in bytes
+    int64  [m]  the sequence at which each document starts; the last entry is n
+
+Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py`` (the format only).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPE_CODES: dict[int, Any] = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
+HEADER = struct.Struct("<9sQBQQ")
+UINT16_LIMIT = 65500
+"""Vocabularies below this size are stored as uint16, others as int32 (Megatron's rule)."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the type in which Megatron stores tokens of a vocabulary of this size."""
+    return np.dtype(np.uint16 if vocab_size < UINT16_LIMIT else np.int32)
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return PREFIX.bin."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """Return PREFIX.idx."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+def write_index(
+    path: Path, lengths: Sequence[int] | np.ndarray, dtype: np.dtype[Any] | type
+) -> None:
+    """Write an .idx for documents of one sequence each, which lie one after another in the .bin.
+
+    Args:
+        path: File to write; it is flushed to the disk before the function returns.
+        lengths: Tokens of each document.
+        dtype: Token type of the .bin.
+
+    Raises:
+        ValueError: If a length is negative or does not fit in an int32.
+    """
+    dtype = np.dtype(dtype)
+    lengths64 = np.asarray(lengths, dtype=np.int64)
+    if lengths64.size and (lengths64.min() < 0 or lengths64.max() > np.iinfo(np.int32).max):
+        raise ValueError("a document's length must be between 0 and 2^31 - 1 tokens")
+    codes = {np.dtype(value): code for code, value in DTYPE_CODES.items()}
+    pointers = np.zeros(len(lengths64), dtype="<i8")
+    np.cumsum(lengths64[:-1] * dtype.itemsize, out=pointers[1:])
+    count = len(lengths64)
+    with path.open("wb") as stream:
+        stream.write(HEADER.pack(MAGIC, VERSION, codes[dtype], count, count + 1))
+        stream.write(lengths64.astype("<i4").tobytes())
+        stream.write(pointers.tobytes())
+        stream.write(np.arange(count + 1, dtype="<i8").tobytes())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_indexed(
+    prefix: str | os.PathLike[str],
+    documents: Iterable[Sequence[int] | np.ndarray],
+    dtype: np.dtype[Any] | type,
+) -> None:
+    """Write PREFIX.bin and PREFIX.idx from documents of token ids.
+
+    Args:
+        prefix: Path without the suffix.
+        documents: Token ids of each document, the end-of-document token included.
+        dtype: Token type.
+
+    Raises:
+        ValueError: If a token does not fit in ``dtype``.
+    """
+    dtype = np.dtype(dtype)
+    limits = np.iinfo(dtype)
+    lengths: list[int] = []
+    with bin_path(prefix).open("wb") as stream:
+        for document in documents:
+            tokens = np.asarray(document, dtype=np.int64)
+            if tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max):
+                raise ValueError(
+                    f"document {len(lengths)} has a token that does not fit in {dtype}"
+                )
+            stream.write(tokens.astype(dtype).tobytes())
+            lengths.append(tokens.size)
+        stream.flush()
+        os.fsync(stream.fileno())
+    write_index(idx_path(prefix), lengths, dtype)
+
+
+class IndexedDataset:
+    """Read PREFIX.bin and PREFIX.idx through memory maps.
+
+    Everything that the index says is checked against the files when they are opened; the tokens
+    themselves are only covered by the checksums of ``manifest.json`` (``telechat_moe.data.verify``).
+
+    Attributes:
+        prefix: Path without the suffix.
+        dtype: Token type.
+        sequence_lengths: int32, tokens of each sequence.
+        sequence_pointers: int64, start of each sequence in the .bin, in bytes.
+        document_indices: int64, the sequence at which each document starts, and their number.
+        tokens: All tokens, one array over the whole .bin.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        self._idx, self._bin = idx_path(prefix), bin_path(prefix)
+        for path in (self._idx, self._bin):
+            if not path.is_file():
+                raise BadInputError(
+                    f"{path}: no such file; a dataset is a pair PREFIX.bin + PREFIX.idx and the "
+                    f"prefix given is {self.prefix}"
+                )
+        self._read_header()
+        self._check_index()
+        self._map_tokens()
+
+    def _bad(self, path: Path, message: str) -> BadInputError:
+        return BadInputError(f"{path}: {message}; build the dataset again or copy it again")
+
+    def _read_header(self) -> None:
+        size = self._idx.stat().st_size
+        if size < HEADER.size:
+            raise self._bad(
+                self._idx, f"{size} bytes, shorter than the header of {HEADER.size} bytes"
+            )
+        buffer = np.memmap(self._idx, dtype=np.uint8, mode="r")
+        magic, version, code, sequences, entries = HEADER.unpack(bytes(buffer[: HEADER.size]))
+        if magic != MAGIC:
+            raise self._bad(self._idx, f"starts with {magic!r}, not with Megatron's {MAGIC!r}")
+        if version != VERSION:
+            raise self._bad(self._idx, f"version {version}, expected {VERSION}")
+        if code not in DTYPE_CODES:
+            raise self._bad(self._idx, f"token type code {code}, expected 1 to {max(DTYPE_CODES)}")
+        self.dtype = np.dtype(DTYPE_CODES[code])
+        if self.dtype.kind not in "iu":
+            raise self._bad(self._idx, f"tokens of type {self.dtype}, expected an integer type")
+        expected = HEADER.size + 12 * sequences + 8 * entries
+        if buffer.size == expected + sequences and sequences:
+            raise self._bad(self._idx, "has a mode for every sequence (multimodal), not supported")
+        if buffer.size != expected:
+            raise self._bad(
+                self._idx,
+                f"{buffer.size} bytes, but its header announces {sequences} sequences and "
+                f"{entries} document entries, which take {expected} bytes",
+            )
+        at = HEADER.size
+        self.sequence_lengths = np.frombuffer(buffer, "<i4", sequences, at)
+        at += 4 * sequences
+        self.sequence_pointers = np.frombuffer(buffer, "<i8", sequences, at)
+        at += 8 * sequences
+        self.document_indices = np.frombuffer(buffer, "<i8", entries, at)
+
+    def _check_index(self) -> None:
+        lengths, pointers, documents = (
+            self.sequence_lengths,
+            self.sequence_pointers,
+            self.document_indices,
+        )
+        if lengths.size and lengths.min() < 0:
+            at = int(np.argmax(lengths < 0))
+            raise self._bad(self._idx, f"sequence {at} has {lengths[at]} tokens")
+        ends = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        starts = ends - lengths.astype(np.int64) * self.dtype.itemsize
+        wrong = np.flatnonzero(starts != pointers)
+        if wrong.size:
+            at = int(wrong[0])
+            raise self._bad(
+                self._idx,
+                f"sequence {at} points to byte {pointers[at]}, but the sequences before it end "
+                f"at byte {starts[at]}",
+            )
+        count = len(lengths)
+        if (
+            documents.size == 0
+            or documents[0] != 0
+            or documents[-1] != count
+            or np.any(np.diff(documents) < 0)
+        ):
+            raise self._bad(
+                self._idx, f"the document list does not rise from 0 to {count}, the sequences"
+            )
+        self._expected_bytes = int(ends[-1]) if count else 0
+
+    def _map_tokens(self) -> None:
+        size = self._bin.stat().st_size
+        if size != self._expected_bytes:
+            raise self._bad(
+                self._bin,
+                f"{size} bytes, but {self._idx.name} describes {self._expected_bytes} bytes "
+                f"({self._expected_bytes // self.dtype.itemsize} tokens of {self.dtype})",
+            )
+        # An empty file cannot be mapped.
+        self.tokens: np.ndarray = np.empty(0, self.dtype)
+        if size:
+            self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Return the tokens of a sequence."""
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Return tokens of one sequence, without copying.
+
+        Args:
+            index: Which sequence; negative numbers count from the end.
+            offset: First token.
+            length: Number of tokens; to the end of the sequence if None.
+
+        Raises:
+            IndexError: If the sequence or the range lies outside.
+        """
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
+        total = int(self.sequence_lengths[index])
+        length = total - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > total:
+            raise IndexError(f"tokens {offset} to {offset + length} of {total} in {self.prefix}")
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the index: it tells datasets apart without reading the tokens."""
+        return hashlib.sha256(self._idx.read_bytes()).hexdigest()

@@ -1,0 +1,101 @@
+"""The first reading of a corpus: a hash and the size of every document decide all that follows.
+
+From them come the identity of the corpus, the split into training and validation, the documents
+that the tokenizer learns from and the cutting into shards, none of which need the text again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.data.corpus import Corpus
+from telechat_moe.data.progress import Progress
+from telechat_moe.errors import BadInputError
+
+SHARD_BYTES = 1 << 21
+LEARN_BYTES = 32 << 20
+"""The tokenizer learns from at most this much text, the documents of smallest hash."""
+LEARN_BYTES_PER_DOCUMENT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the first reading found.
+
+    Attributes:
+        identity: Hash of all documents in order.
+        hashes: uint64, a hash of the text of each document.
+        sizes: int64, bytes of the text of each document.
+    """
+
+    identity: str
+    hashes: np.ndarray
+    sizes: np.ndarray
+
+    def valid(self, fraction: float, seed: int) -> np.ndarray:
+        """Return which documents are for validation.
+
+        Documents of equal text go to the same side.
+        """
+        count = len(self.hashes)
+        if fraction == 0:
+            return np.zeros(count, dtype=bool)
+        keys = _mix(self.hashes, seed)
+        wanted = min(max(1, round(count * fraction)), count)
+        chosen: np.ndarray = keys <= np.partition(keys, wanted - 1)[wanted - 1]
+        if chosen.all():
+            raise BadInputError(
+                f"the corpus has {count} document(s) of different text too few to split whole "
+                "documents into train and validation; give more files or --valid-fraction 0"
+            )
+        return chosen
+
+    def learned_from(self, valid: np.ndarray) -> np.ndarray:
+        """Return which training documents the tokenizer learns from."""
+        train = np.flatnonzero(~valid)
+        order = train[np.argsort(self.hashes[train], kind="stable")]
+        taken = np.minimum(self.sizes[order], LEARN_BYTES_PER_DOCUMENT)
+        result = np.zeros(len(valid), dtype=bool)
+        result[order[np.cumsum(taken) - taken < LEARN_BYTES]] = True
+        return result
+
+    def shards(self) -> np.ndarray:
+        """Return the shard of each document, counted from 0 without gaps."""
+        starts = np.cumsum(self.sizes) - self.sizes
+        return np.unique(starts // SHARD_BYTES, return_inverse=True)[1]
+
+
+def scan_corpus(corpus: Corpus, progress: Progress) -> Scan:
+    """Read the corpus once and hash every document."""
+    progress.start("reading", None, "documents")
+    whole = hashlib.sha256()
+    hashes, sizes = bytearray(), bytearray()
+    for document in corpus.documents():
+        data = document.text.encode()
+        digest = hashlib.sha256(data).digest()
+        whole.update(digest)
+        hashes += digest[:8]
+        sizes += len(data).to_bytes(8, "little")
+        progress.advance(1)
+    if not sizes:
+        raise BadInputError(f"{corpus.label}: the corpus has no text; check --corpus")
+    return Scan(
+        whole.hexdigest(), np.frombuffer(hashes, dtype="<u8"), np.frombuffer(sizes, dtype="<i8")
+    )
+
+
+def hash64(data: bytes) -> int:
+    """Return the hash by which a document is known."""
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+
+def _mix(hashes: np.ndarray, seed: int) -> np.ndarray:
+    """Mix a seed into 64-bit hashes (one-to-one). Source: the splitmix64 generator."""
+    offset = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:8], "little")
+    x = hashes + np.uint64(offset)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,203 @@
+"""Byte-level BPE: train, load, encode and decode.
+
+Text goes to tokens and back without loss: there is no normalisation, and every byte is in the
+alphabet. A text that spells a special token (``<|eod|>`` in a source file) is encoded as the plain
+characters; only ``encode_documents`` puts real ends of documents.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError, UsageError
+
+EOD_TOKEN = "<|eod|>"
+EOD_CANDIDATES = (EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<_end>", "<eod>", "</s>", "<eos>")
+BASE_VOCAB = 257
+"""The 256 bytes and the end of document: the smallest vocabulary that can be trained."""
+PIECE_CHARACTERS = 1 << 20
+# Between these two characters the byte-level pre-tokeniser always breaks, whatever is around.
+_SAFE_BREAK = re.compile(r"(?<=\S\n)(?=\S)")
+
+
+class Tokenizer:
+    """A tokenizer with an end-of-document token.
+
+    Attributes:
+        vocab_size: One more than the largest token id.
+        eod: Id of the token that ends a document.
+        eod_token: Its name.
+        path: File that it was loaded from, if any.
+    """
+
+    def __init__(self, backend: Any, eod_token: str, path: Path | None = None) -> None:
+        self._backend = backend
+        self._backend.encode_special_tokens = True
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_token = eod_token
+        self.eod = int(vocabulary[eod_token])
+        self.path = path
+        state = json.loads(backend.to_str())
+        pre_tokenizer = state.get("pre_tokenizer") or {}
+        self._byte_level = (
+            state.get("normalizer") is None
+            and pre_tokenizer.get("type") == "ByteLevel"
+            and not pre_tokenizer.get("add_prefix_space")
+            and pre_tokenizer.get("use_regex", True)
+            and all(token["special"] for token in state.get("added_tokens", []))
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text, int32, without an end of document."""
+        return self.encode_documents([text])[0][:-1]
+
+    def encode_documents(
+        self, texts: Sequence[str], piece_characters: int = PIECE_CHARACTERS
+    ) -> list[np.ndarray]:
+        """Return the tokens of each text, int32, each with the end of document appended.
+
+        Args:
+            texts: Whole documents.
+            piece_characters: Longer texts are encoded in pieces (in parallel and with less memory)
+                where that cannot change the result.
+        """
+        pieces: list[str] = []
+        counts: list[int] = []
+        for text in texts:
+            split = list(self._split(text, piece_characters))
+            pieces += split
+            counts.append(len(split))
+        encoded = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))
+        end = np.array([self.eod], dtype=np.int32)
+        return [
+            np.concatenate([*(np.array(next(encoded).ids, dtype=np.int32) for _ in range(n)), end])
+            for n in counts
+        ]
+
+    def _split(self, text: str, size: int) -> Iterator[str]:
+        start = 0
+        while self._byte_level and len(text) - start > size:
+            found = _SAFE_BREAK.search(text, start + size)
+            if found is None:
+                break
+            yield text[start : found.start()]
+            start = found.start()
+        yield text[start:]
+
+    def decode(self, tokens: Iterable[int], *, skip_special: bool = False) -> str:
+        """Return the text of tokens; bytes that are no whole character show as U+FFFD."""
+        ids = [int(token) for token in tokens]
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
+
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        """Return the exact bytes of tokens; special tokens show as their names.
+
+        Raises:
+            UsageError: If the tokenizer is not byte-level.
+        """
+        if not self._byte_level:
+            raise UsageError("only a byte-level tokenizer can be decoded to bytes")
+        result = bytearray()
+        for token in tokens:
+            name = self._backend.id_to_token(int(token))
+            if name is None:
+                raise UsageError(f"token {token} is not in the vocabulary of {self.vocab_size}")
+            if any(character not in _BYTE_OF for character in name):
+                result += name.encode()
+            else:
+                result += bytes(_BYTE_OF[character] for character in name)
+        return bytes(result)
+
+    def to_json(self) -> str:
+        """Return the tokenizer as the text of a ``tokenizer.json``."""
+        return self._backend.to_str(pretty=True)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE; the same texts give the same tokenizer.
+
+    Args:
+        texts: What to learn from.
+        vocab_size: Tokens wanted, the end of document (id 0) and 256 bytes included. A short text
+            may give fewer.
+
+    Raises:
+        UsageError: If ``vocab_size`` is below 257.
+    """
+    if vocab_size < BASE_VOCAB:
+        raise UsageError(
+            f"vocab_size is {vocab_size}; a byte-level tokenizer needs {BASE_VOCAB} or more"
+        )
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    byte_level: Any = pre_tokenizers.ByteLevel
+    backend.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=True)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer=trainer)
+    return Tokenizer(backend, EOD_TOKEN)
+
+
+def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -> Tokenizer:
+    """Load a ``tokenizer.json``.
+
+    Args:
+        path: The file, or a folder that holds ``tokenizer.json``.
+        eod_token: Name of the end-of-document token; None looks for the usual ones.
+
+    Raises:
+        BadInputError: If the file is no tokenizer or has no end-of-document token.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "tokenizer.json"
+    if not file.is_file():
+        raise BadInputError(f"{file}: no such file; expected a tokenizer.json of `tokenizers`")
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        backend = Backend.from_file(str(file))
+    except Exception as error:
+        raise BadInputError(f"{file}: not a tokenizer.json of `tokenizers`: {error}") from None
+    names = (eod_token,) if eod_token else EOD_CANDIDATES
+    for name in names:
+        if backend.token_to_id(name) is not None:
+            return Tokenizer(backend, name, file)
+    added = sorted(token.content for token in backend.get_added_tokens_decoder().values())
+    raise BadInputError(
+        f"{file}: has no end-of-document token {' or '.join(names)}; its special tokens are "
+        f"{', '.join(added[:12]) or 'none'}; name one with --eod-token"
+    )
+
+
+def _byte_of() -> dict[str, int]:
+    """Return the byte that each character of the byte-level alphabet stands for.
+
+    Printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order.
+    Source: GPT-2, ``encoder.py``, ``bytes_to_unicode``.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF = _byte_of()
