@@ -9,16 +9,12 @@
 Needs numpy only; building and decoding also need ``tokenizers``.
 """
 
+from telechat_moe.data.blend import BlendedDataset, open_blend, open_recipe
 from telechat_moe.data.build import BuildResult, build, verify
-from telechat_moe.data.dataset import (
-    BlendedDataset,
-    GptDataset,
-    SampleOptions,
-    open_blend,
-    open_recipe,
-)
+from telechat_moe.data.dataset import GptDataset
 from telechat_moe.data.indexed import IndexedDataset, write_indexed
 from telechat_moe.data.loader import Loader
+from telechat_moe.data.sample import SampleOptions
 from telechat_moe.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [

@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from telechat_moe.data.dataset import Batch, Dataset
+from telechat_moe.data.dataset import Dataset
+from telechat_moe.data.sample import Batch
 from telechat_moe.errors import BadInputError, UsageError
 
 STATE_VERSION = 1
