@@ -1,0 +1,23 @@
+"""What a recipe means: schema, strict loader, rules, parameter and FLOP arithmetic.
+
+Nothing here imports mindspore.
+"""
+
+from telechat_moe.recipe.load import find, load, loads, shipped_names
+from telechat_moe.recipe.problems import Problem, RecipeError
+from telechat_moe.recipe.schema import OtherModelConfig, Recipe
+from telechat_moe.recipe.schema_model import ModelConfig
+from telechat_moe.recipe.schema_own import TelechatMoe
+
+__all__ = [
+    "ModelConfig",
+    "OtherModelConfig",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "TelechatMoe",
+    "find",
+    "load",
+    "loads",
+    "shipped_names",
+]

@@ -1,0 +1,324 @@
+"""Checks a tree against the dataclasses of the schema and builds them.
+
+A value with a problem is reported and left out: the object that comes back then lacks that
+attribute, so that cross-field rules can still run on everything else (``rules.py``).
+"""
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+from telechat_moe.recipe.fields import Form, Length, Range
+from telechat_moe.recipe.tree import Entry, Kind, Node
+
+INVALID: Any = type("Invalid", (), {"__repr__": lambda self: "INVALID"})()
+"""Returned instead of a value that has a problem."""
+
+Report = Callable[["Entry", str, str, str, str], None]
+"""Called with (place, dotted key, found, expected, suggestion)."""
+
+Choose = Callable[[tuple[Any, ...]], "type | None"]
+
+
+class Checker:
+    """Checks one tree; every problem goes to ``report``.
+
+    Args:
+        report: Called for every problem.
+        choose: Picks one of several sections that may stand in a place; they differ by their
+            ``type`` key if it returns None.
+    """
+
+    def __init__(self, report: Report, choose: Choose = lambda options: None) -> None:
+        self.report = report
+        self.choose = choose
+        self._done: dict[tuple[int, int], Any] = {}
+
+    def check(self, entry: Entry, kind: Any, path: str) -> Any:
+        """Return the Python value of ``entry`` as annotation ``kind`` wants it, or INVALID."""
+        node = entry.node
+        if node.kind == "broken":
+            return INVALID
+        if node.kind in ("map", "list"):
+            memo = (id(node), id(kind))  # an alias is checked once, where it was written
+            if memo not in self._done:
+                self._done[memo] = self._check(entry, kind, path)
+            return self._done[memo]
+        if node.trap:
+            self.report(entry, path, node.show(), node.trap, "")
+            return INVALID
+        return self._check(entry, kind, path)
+
+    def _check(self, entry: Entry, kind: Any, path: str) -> Any:
+        node = entry.node
+        options = _options(kind)
+        fitting = [o for o in options if node.kind in _kinds(o)]
+        if node.kind == "int" and len(fitting) > 1:  # int | float: the exact one
+            fitting = [o for o in fitting if _bare(o) is not float] or fitting
+        if len(fitting) == 1:
+            return self._one(entry, fitting[0], path)
+        if len(fitting) > 1 and all(dataclasses.is_dataclass(o) for o in fitting):
+            chosen = self.choose(tuple(fitting))
+            if chosen is not None:
+                return self.section(entry, chosen, path)
+            return self._by_type(entry, fitting, path)
+        for option in fitting:
+            problems: list[object] = []
+            trial = Checker(lambda *args, seen=problems: seen.append(args))
+            value = trial._one(entry, option, path)
+            if not problems:
+                return value
+        self.report(
+            entry, path, node.show(), f"expected {describe(kind)}", nearest_word(node, kind)
+        )
+        return INVALID
+
+    def _one(self, entry: Entry, kind: Any, path: str) -> Any:
+        node = entry.node
+        base, limits = _split(kind)
+        if dataclasses.is_dataclass(base):
+            return self.section(entry, cast(type, base), path)
+        origin = get_origin(base)
+        if origin is list:
+            return self._list(entry, kind, base, limits, path)
+        if origin is dict:
+            return self._dict(entry, get_args(base)[1], path)
+        if base is object:
+            return self._anything(entry, path)
+        value = node.value
+        if base is float and node.kind == "int":
+            value = float(node.value)
+            if value != node.value:
+                self.report(entry, path, node.show(), "a number with at most 15 digits", "")
+                return INVALID
+        bad = origin is Literal and value not in get_args(base)
+        if bad or not all(limit.allows(value) for limit in limits):
+            expected = f"expected {describe(kind)}"
+            self.report(entry, path, node.show(), expected, nearest_word(node, kind))
+            return INVALID
+        return value
+
+    def _list(self, entry: Entry, kind: Any, base: Any, limits: Any, path: str) -> Any:
+        (item,) = get_args(base)
+        if not all(limit.allows(len(entry.node.entries)) for limit in limits):
+            self.report(entry, path, entry.node.show(), f"expected {describe(kind)}", "")
+            return INVALID
+        values = [self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries]
+        return INVALID if any(v is INVALID for v in values) else values
+
+    def _dict(self, entry: Entry, item: Any, path: str) -> Any:
+        values = {e.key: self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries}
+        return INVALID if any(v is INVALID for v in values.values()) else values
+
+    def _anything(self, entry: Entry, path: str) -> Any:
+        node = entry.node
+        if node.kind == "map":
+            return self._dict(entry, object, path)
+        if node.kind == "list":
+            return self._list(entry, list[object], list[object], (), path)
+        return node.value
+
+    def _by_type(self, entry: Entry, options: list[Any], path: str) -> Any:
+        """Choose among sections by their ``type`` key (callbacks)."""
+        written = entry.node.get("type")
+        found = [o for o in options if written and written.node.value in type_names(o)]
+        if found:
+            return self.section(entry, found[0], path)
+        known = [name for o in options for name in type_names(o)]
+        if written is None:
+            self.report(entry, path, "no key 'type'", f"type is one of {', '.join(known)}", "")
+        else:
+            near = difflib.get_close_matches(str(written.node.value), known, 1)
+            expected = f"expected one of {', '.join(known)}"
+            self.report(written, f"{path}.type", written.node.show(), expected, "".join(near))
+        return INVALID
+
+    def section(self, entry: Entry, cls: type, path: str) -> Any:
+        """Check a map against a dataclass and build it; attributes with problems stay unset."""
+        plan = _plan(cls)
+        built = object.__new__(cls)
+        given: dict[str, Entry] = {}
+        for child in entry.node.entries:
+            below = f"{path}.{child.key}".lstrip(".")
+            name = plan.names.get(child.key)
+            if name is None:
+                self._unknown(child, plan, path, below)
+            elif name in given:
+                what = f"{child.key} and {given[name].key} name the same setting"
+                self.report(child, below, what, f"write only {name}", "")
+            else:
+                given[name] = child
+        for name, field in plan.fields.items():
+            if name in given:
+                below = f"{path}.{given[name].key}".lstrip(".")
+                value = self.check(given[name], field.type, below)
+            elif name in plan.required:
+                value = self._missing(entry, f"{path}.{name}".lstrip("."), field)
+            else:
+                value = _default(field)
+            if value is not INVALID:
+                object.__setattr__(built, name, value)
+        return built
+
+    def _missing(self, entry: Entry, path: str, field: dataclasses.Field[Any]) -> Any:
+        self.report(entry, path, "is missing", f"expected {describe(field.type)}", "")
+        return INVALID
+
+    def _unknown(self, child: Entry, plan: "_Plan", path: str, below: str) -> None:
+        where = f"the section {path}" if path else "a recipe"
+        near = plan.elsewhere.get(child.key) or "".join(
+            difflib.get_close_matches(child.key, plan.names, 1, 0.6)
+        )
+        suggestion = f"{path}.{near}".lstrip(".") if near else ""
+        self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    fields: dict[str, dataclasses.Field[Any]]
+    names: dict[str, str]
+    """Every key that may be written, and the field that it sets."""
+    required: frozenset[str]
+    elsewhere: dict[str, str]
+    """Names that other programs use for a field."""
+
+
+_PLANS: dict[type, _Plan] = {}
+
+
+def _plan(cls: type) -> _Plan:
+    if cls not in _PLANS:
+        fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
+        names = {name: name for name in fields}
+        for field in fields.values():
+            for other in cast("tuple[str, ...]", field.metadata.get("names", ())):
+                names[other] = field.name
+        required = frozenset(
+            f.name
+            for f in fields.values()
+            if f.metadata.get("written")
+            or (f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
+        )
+        elsewhere = {
+            name: field.name
+            for field in fields.values()
+            for name in cast("tuple[str, ...]", field.metadata.get("instead_of", ()))
+        }
+        _PLANS[cls] = _Plan(fields, names, required, elsewhere)
+    return _PLANS[cls]
+
+
+def keys_of(cls: type) -> Iterable[str]:
+    """Return every key that may be written in the section ``cls``."""
+    return _plan(cls).names
+
+
+def required_of(cls: type) -> frozenset[str]:
+    """Return the keys that must be written in the section ``cls``."""
+    return _plan(cls).required
+
+
+def canonical(cls: type, key: str) -> str:
+    """Return the field that a written key of the section ``cls`` sets."""
+    return _plan(cls).names[key]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    factory = cast(Callable[[], Any], field.default_factory)
+    return factory()
+
+
+def type_names(cls: Any) -> tuple[str, ...]:
+    """Return the values that the ``type`` key of a section may have."""
+    return get_args(_plan(cls).fields["type"].type)
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    if get_origin(kind) in (Union, types.UnionType):
+        return tuple(o for arg in get_args(kind) for o in _options(arg))
+    return (kind,)
+
+
+def _split(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    if get_origin(kind) is Annotated:
+        base, *limits = get_args(kind)
+        return base, tuple(m for m in limits if isinstance(m, Range | Form | Length))
+    return kind, ()
+
+
+def _bare(kind: Any) -> Any:
+    return _split(kind)[0]
+
+
+_SCALARS: dict[Any, tuple[Kind, ...]] = {
+    bool: ("bool",),
+    int: ("int",),
+    float: ("int", "float"),
+    str: ("str",),
+    None: ("null",),
+    type(None): ("null",),
+    object: ("map", "list", "bool", "int", "float", "str", "null"),
+}
+
+
+def _kinds(kind: Any) -> tuple[Kind, ...]:
+    base = _bare(kind)
+    if dataclasses.is_dataclass(base) or get_origin(base) is dict:
+        return ("map",)
+    if get_origin(base) is list:
+        return ("list",)
+    if get_origin(base) is Literal:
+        return tuple({k for v in get_args(base) for k in _SCALARS[type(v)] if k == _kind_of(v)})
+    return _SCALARS[base]
+
+
+def _kind_of(value: object) -> str:
+    return {bool: "bool", int: "int", str: "str", type(None): "null"}[type(value)]
+
+
+_WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "text"}
+
+
+def describe(kind: Any) -> str:
+    """Say in words what annotation ``kind`` allows."""
+    options = _options(kind)
+    if len(options) > 1:
+        if all(dataclasses.is_dataclass(o) for o in options):
+            return "a section with one of the known types"
+        return " or ".join(dict.fromkeys(describe(o) for o in options))
+    base, limits = _split(kind)
+    said = " and ".join(str(limit) for limit in limits)
+    if base is None or base is type(None):
+        return "null"
+    if dataclasses.is_dataclass(base):
+        return "a section"
+    if base is object:
+        return "anything"
+    origin, args = get_origin(base), get_args(base)
+    if origin is Literal:
+        return ("one of " if len(args) > 1 else "") + ", ".join(str(a) for a in args)
+    if origin is list:
+        text = f"a list ({said}) of" if said else "a list of"
+        return f"{text} {describe(args[0])}"
+    if origin is dict:
+        return f"a map to {describe(args[1])}"
+    if base is str and said:
+        return said
+    return f"{_WORDS[base]} {said}".rstrip()
+
+
+def nearest_word(node: Node, kind: Any) -> str:
+    """Return the allowed word that is nearest to a misspelt one; empty if none is near."""
+    if node.kind != "str":
+        return ""
+    words = [
+        str(value)
+        for option in _options(kind)
+        if get_origin(_bare(option)) is Literal
+        for value in get_args(_bare(option))
+    ]
+    return "".join(difflib.get_close_matches(node.text, words, 1))

@@ -1,0 +1,101 @@
+"""The vocabulary in which the schema states what a value may be.
+
+The schema's annotations are read three times: by the checker (``check.py``), by the generator of
+``docs/recipes.md`` (``docs.py``) and by the generator of ``recipes/schema.json``
+(``json_schema.py``). They may use bool, int, float, str, None, object (anything), ``Literal``,
+``list``, ``dict[str, ...]``, unions, the dataclasses of the schema, and ``Annotated`` with the
+classes of this module.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A number between two bounds."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    """The lower bound itself is excluded."""
+    below: bool = False
+    """The upper bound itself is excluded."""
+
+    def allows(self, value: float) -> bool:
+        """Tell whether ``value`` lies within the bounds."""
+        if self.low is not None and (value < self.low or (self.above and value == self.low)):
+            return False
+        return self.high is None or not (value > self.high or (self.below and value == self.high))
+
+    def __str__(self) -> str:
+        parts: list[str] = []
+        if self.low is not None:
+            parts.append(f"{'>' if self.above else '>='} {self.low:g}")
+        if self.high is not None:
+            parts.append(f"{'<' if self.below else '<='} {self.high:g}")
+        return " and ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Text that matches a regular expression as a whole."""
+
+    pattern: str
+    says: str
+    """The form in words, with an example."""
+
+    def allows(self, value: str) -> bool:
+        """Tell whether ``value`` has the form."""
+        return re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.says
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A list with a fixed number of items."""
+
+    low: int
+    high: int | None = None
+
+    def allows(self, count: int) -> bool:
+        """Tell whether a list of ``count`` items is long enough and not too long."""
+        return count >= self.low and (self.high is None or count <= self.high)
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return f"at least {self.low} items"
+        return f"{self.low} items" if self.low == self.high else f"{self.low} to {self.high} items"
+
+
+Positive = Annotated[int, Range(1)]
+Count = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+"""A fraction from 0 to 1."""
+NonNegative = Annotated[float, Range(0)]
+Above0 = Annotated[float, Range(0, above=True)]
+Text = Annotated[str, Form(r"(?s).+", "text that is not empty")]
+Gigabytes = Annotated[str, Form(r"[0-9]+(\.[0-9]+)?GB", 'a size such as "55.5GB"')]
+Dtype = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
+
+WRITTEN = {"written": True}
+"""Field metadata: a recipe must write this key, though the dataclass has a default.
+
+MindFormers fills such a key from a class default that belongs to another model.
+"""
+
+OWN = {"own": True}
+"""Field metadata: MindFormers does not know this key; it is written back only if it was given."""
+
+
+def names(*others: str) -> dict[str, object]:
+    """Return field metadata: further names under which MindFormers reads the same setting."""
+    return {"names": others}
+
+
+def instead_of(*others: str) -> dict[str, object]:
+    """Return field metadata: names used elsewhere, to suggest this key instead of them."""
+    return {"instead_of": others}

@@ -1,0 +1,298 @@
+"""Loads a recipe strictly: every problem of the file is reported at once, nothing is guessed.
+
+Example:
+    >>> from telechat_moe.recipe import load
+    >>> recipe = load("telechat3_moe/pretrain_tiny.yaml", ["runner_config.epochs=2"])
+    >>> recipe.model_config.hidden_size
+    128
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from telechat_moe.recipe import rules
+from telechat_moe.recipe.check import Checker, keys_of, required_of
+from telechat_moe.recipe.problems import Problem, RecipeError
+from telechat_moe.recipe.schema import OTHER_TYPES, OtherModelConfig, Recipe
+from telechat_moe.recipe.schema_model import DEEPSEEK_V3, ModelConfig
+from telechat_moe.recipe.tree import MAX_BYTES, Entry, Kind, Node, read
+
+
+def shipped_dir() -> Path:
+    """Return the folder of the recipes that come with the package."""
+    import telechat_moe.recipes as shipped
+
+    return Path(cast(str, shipped.__file__)).parent
+
+
+def shipped_names() -> list[str]:
+    """Return the names of the recipes that come with the package, ``<family>/<file>.yaml``."""
+    root = shipped_dir()
+    return sorted(p.relative_to(root).as_posix() for p in root.glob("*/*.yaml"))
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe.
+
+    Args:
+        name: Name of a shipped recipe, with or without ``.yaml``, or a path.
+
+    Raises:
+        RecipeError: If there is no such recipe.
+    """
+    text = os.fspath(name)
+    for known in shipped_names():
+        if text in (known, known.removesuffix(".yaml")):
+            return shipped_dir() / known
+    path = Path(text)
+    if path.is_file():
+        return path
+    found = "a folder" if path.is_dir() else "no such recipe or file"
+    known = shipped_names()
+    near = difflib.get_close_matches(text, known, 1, 0.4)
+    expected = "expected a path or one of: " + ", ".join(known)
+    problem = Problem(
+        file=text, line=0, key="", found=found, expected=expected, suggestion="".join(near)
+    )
+    raise RecipeError([problem])
+
+
+def load(
+    name: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    *,
+    devices: int | None = None,
+) -> Recipe:
+    """Load, check and resolve a recipe.
+
+    Args:
+        name: Name of a shipped recipe (``telechat3_moe/pretrain_tiny.yaml``) or a path.
+        overrides: Settings ``a.b=c`` that replace what the file says; ``c`` is YAML, list items
+            are named by index. An override of an anchored value also holds where the anchor is
+            used; an override of an alias holds in that place only.
+        devices: Number of devices that the recipe is meant to run on, checked if given.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        RecipeError: With every problem found.
+    """
+    path = find(name)
+    return _Loader(path).load(overrides, devices)
+
+
+def loads(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> Recipe:
+    """Load a recipe from text; see `load`."""
+    return _Loader(Path(name)).parse(text, overrides, None)
+
+
+class _Loader:
+    """Loads one file and collects its problems."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = _label(path)
+        self.problems: dict[tuple[str, int, str, str], Problem] = {}
+
+    def report(
+        self, file: str, line: int, key: str, found: str, expected: str, suggestion: str = ""
+    ) -> None:
+        problem = Problem(
+            file=file, line=line, key=key, found=found, expected=expected, suggestion=suggestion
+        )
+        self.problems.setdefault((file, line, key, found), problem)
+
+    def load(self, overrides: Sequence[str], devices: int | None) -> Recipe:
+        try:
+            data = self.path.read_bytes()
+            if len(data) > MAX_BYTES:
+                raise _UnreadableError(0, f"{len(data)} bytes", "a recipe is at most 1 MiB")
+            text = data.decode("utf-8-sig")
+        except OSError as error:
+            self.report(self.file, 0, "", f"cannot be read: {error.strerror}", "a readable file")
+        except UnicodeDecodeError as error:
+            line = data[: error.start].count(b"\n") + 1  # pyright: ignore[reportPossiblyUnbound]
+            self.report(self.file, line, "", "a byte that is not UTF-8", "save the file as UTF-8")
+        except _UnreadableError as error:
+            self.report(self.file, error.line, "", error.found, error.expected)
+        else:
+            return self.parse(text, overrides, devices)
+        raise RecipeError(list(self.problems.values()))
+
+    def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
+        root = read(text, lambda line, key, *said: self.report(self.file, line, key, *said))
+        if root is not None and root.kind != "map":
+            self.report(self.file, root.line, "", root.show(), "a recipe is a YAML map")
+            root = None
+        if root is None:
+            raise RecipeError(list(self.problems.values()))
+        for override in overrides:
+            self._override(root, override)
+        return self._resolve(root, devices)
+
+    def _resolve(self, root: Node, devices: int | None) -> Recipe:
+        model_class = _complete_model(root)
+        top = Entry("", 1, root)
+
+        def at(entry: Entry, key: str, found: str, expected: str, suggestion: str) -> None:
+            origin = entry.node.origin
+            line = 0 if origin else entry.line
+            self.report(origin or self.file, line, key, found, expected, suggestion)
+
+        def choose(options: tuple[Any, ...]) -> type | None:
+            return model_class if ModelConfig in options else None
+
+        recipe = cast(Recipe, Checker(at, choose).section(top, Recipe, ""))
+        object.__setattr__(recipe, "source", self.path)
+        object.__setattr__(recipe, "given", root.plain())
+        clean = not self.problems
+        for key, found, expected in rules.broken(recipe, devices, lenient=not clean):
+            at(_locate(top, key), key, found, expected, "")
+        if self.problems:
+            raise RecipeError(list(self.problems.values()))
+        return recipe
+
+    def _override(self, root: Node, text: str) -> None:
+        origin = f"--set {text}"
+        key, equals, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            self.report(origin, 0, "", "not of the form a.b=c", "name a key and its value")
+            return
+        node = read(
+            value if value.strip() else "null",
+            lambda _line, _key, *said: self.report(origin, 0, key, *said),
+        )
+        if node is None:
+            return
+        _mark(node, origin)
+        said = _put(root, parts, node, origin)
+        if said:
+            self.report(origin, 0, key, *said)
+
+
+class _UnreadableError(Exception):
+    def __init__(self, line: int, found: str, expected: str) -> None:
+        super().__init__(found)
+        self.line, self.found, self.expected = line, found, expected
+
+
+def _label(path: Path) -> str:
+    """Return the path as the user would type it."""
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return str(path)
+
+
+def _mark(node: Node, origin: str) -> None:
+    node.origin = origin
+    for entry in node.entries:
+        _mark(entry.node, origin)
+
+
+def _put(node: Node, parts: list[str], new: Node, origin: str) -> tuple[str, str] | None:
+    """Put a value into the tree; return (found, expected) if that is not possible."""
+    shared = False  # past an alias everything must be copied before it is changed
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        entry = node.get(part)
+        if entry is None and node.kind == "list":
+            count = len(node.entries)
+            return f"no item {part} in a list of {count}", f"an index from 0 to {count - 1}"
+        if node.kind not in ("map", "list"):
+            return f"{'.'.join(parts[:depth])} is {node.show()}", "a key of a section"
+        if entry is None:
+            fresh = new if last else Node("map", 0, origin=origin)
+            node.entries.append(Entry(part, 0, fresh))
+            node = fresh
+            continue
+        shared = shared or entry.alias
+        if shared:
+            entry.node, entry.alias = _copy(entry.node), False
+        if last:
+            entry.node.become(new)
+        node = entry.node
+    return None
+
+
+def _copy(node: Node) -> Node:
+    entries = [Entry(e.key, e.line, e.node, e.alias) for e in node.entries]
+    return Node(
+        node.kind, node.line, node.value, node.text, node.trap, entries, node.size, node.origin
+    )
+
+
+def _locate(top: Entry, key: str) -> Entry:
+    """Return the entry of a dotted key, or of the nearest section above it that is written."""
+    entry = top
+    for part in key.split(".") if key else ():
+        below = entry.node.get(part)
+        if below is None:
+            break
+        entry = below
+    return entry
+
+
+def _scalar_text(root: Node, *keys: str) -> str:
+    node: Node | None = root
+    for key in keys:
+        entry = node.get(key) if node else None
+        node = entry.node if entry else None
+    return node.value if node and node.kind == "str" else ""
+
+
+def _complete_model(root: Node) -> type:
+    """Fill in model keys that stand elsewhere; return the class that checks the section."""
+    section = _locate(Entry("", 1, root), "model.model_config")
+    kind = _scalar_text(root, "model", "model_config", "model_type")
+    folder = _scalar_text(root, "pretrained_model_dir")
+    if section.key != "model_config" or section.node.kind != "map":
+        return ModelConfig
+    if folder:
+        _fill(section.node, *_hugging_face(folder))
+        have = {e.key for e in section.node.entries}
+        if not required_of(ModelConfig) <= have:
+            return OtherModelConfig
+    elif kind == "deepseek_v3":
+        _fill(section.node, DEEPSEEK_V3, "MindFormers' default for deepseek_v3")
+    return OtherModelConfig if kind in OTHER_TYPES else ModelConfig
+
+
+def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
+    """Return what the Hugging Face configuration in ``folder`` says about known keys."""
+    path = Path(folder) / "config.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}, ""
+    known = {*keys_of(ModelConfig), *keys_of(OtherModelConfig)}
+    if not isinstance(data, dict):
+        return {}, ""
+    pairs = cast("dict[str, object]", data).items()
+    return {k: v for k, v in pairs if k in known}, str(path)
+
+
+def _fill(section: Node, values: dict[str, object], origin: str) -> None:
+    have = {e.key for e in section.entries}
+    for key, value in values.items():
+        if key not in have:
+            section.entries.append(Entry(key, 0, _node(value, origin)))
+
+
+def _node(value: object, origin: str) -> Node:
+    if isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        entries = [Entry(str(k), 0, _node(v, origin)) for k, v in pairs]
+        return Node("map", 0, entries=entries, origin=origin)
+    if isinstance(value, list):
+        items = cast("list[object]", value)
+        entries = [Entry(str(i), 0, _node(v, origin)) for i, v in enumerate(items)]
+        return Node("list", 0, entries=entries, origin=origin)
+    kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "str"}
+    return Node(kinds.get(type(value), "null"), 0, value, str(value), origin=origin)

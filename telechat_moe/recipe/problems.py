@@ -1,0 +1,60 @@
+"""What is wrong with a recipe, and the error that carries all of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from telechat_moe.errors import BadInputError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing that is wrong, in terms of the file that the user wrote."""
+
+    file: str
+    """The recipe file, or ``--set a.b=c`` if the value came from the command line."""
+
+    line: int
+    """Line in that file, from 1. 0 where lines mean nothing (``--set``, a file that is missing)."""
+
+    key: str
+    """Dotted key, list items by their index from 0; empty if the file as a whole is meant."""
+
+    found: str
+    """What stands there."""
+
+    expected: str
+    """What would be right."""
+
+    suggestion: str = ""
+    """The nearest valid key or spelling; empty if nothing is near."""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        text = f"{place}: {self.key + ': ' if self.key else ''}{self.found}; {self.expected}"
+        return f"{text}; did you mean {self.suggestion!r}?" if self.suggestion else text
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return the problem as plain data for ``--json``."""
+        return {
+            "file": self.file,
+            "line": self.line,
+            "key": self.key,
+            "found": self.found,
+            "expected": self.expected,
+            "suggestion": self.suggestion,
+        }
+
+
+class RecipeError(BadInputError):
+    """A recipe cannot be used; ``problems`` lists every reason, in the order of the file.
+
+    Args:
+        problems: All problems found, at least one.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: list[Problem] = sorted(problems, key=lambda p: (p.line == 0, p.line))
+        count = len(self.problems)
+        lines = [str(p) for p in self.problems]
+        lines.append(f"{count} problem{'s' if count != 1 else ''}; nothing was started.")
+        super().__init__("\n".join(lines))

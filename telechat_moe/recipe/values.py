@@ -1,0 +1,37 @@
+"""Turns checked sections back into plain data."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
+
+from telechat_moe.recipe.check import canonical
+
+
+def plain(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section as plain data, with the defaults of everything that has a value.
+
+    Args:
+        section: A dataclass of the schema.
+        given: The section as it was written; keys that were not written are left out if they have
+            no value, are sections, or mean nothing to MindFormers.
+    """
+    cls = cast(type, type(section))
+    written = {canonical(cls, key): value for key, value in given.items()}
+    result = {name: _value(getattr(section, name), value) for name, value in written.items()}
+    for field in dataclasses.fields(cls):
+        value = getattr(section, field.name)
+        skip = field.metadata.get("hidden") or field.metadata.get("own")
+        if field.name in result or skip or value is None or dataclasses.is_dataclass(value):
+            continue
+        if isinstance(value, list) and not value:
+            continue
+        result[field.name] = _value(value, value)
+    return result
+
+
+def _value(value: Any, written: Any) -> Any:
+    if dataclasses.is_dataclass(value) and isinstance(written, Mapping):
+        return plain(value, cast("Mapping[str, Any]", written))
+    if isinstance(value, list):
+        return [_value(v, w) for v, w in zip(cast("list[Any]", value), written, strict=True)]
+    return value
