@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 
@@ -179,11 +180,11 @@ class IndexedDataset:
                 f"{entries} document entries, which take {expected} bytes",
             )
         at = HEADER.size
-        self.sequence_lengths = np.frombuffer(buffer, "<i4", sequences, at)
+        self.sequence_lengths: NDArray[np.int32] = np.frombuffer(buffer, "<i4", sequences, at)
         at += 4 * sequences
-        self.sequence_pointers = np.frombuffer(buffer, "<i8", sequences, at)
+        self.sequence_pointers: NDArray[np.int64] = np.frombuffer(buffer, "<i8", sequences, at)
         at += 8 * sequences
-        self.document_indices = np.frombuffer(buffer, "<i8", entries, at)
+        self.document_indices: NDArray[np.int64] = np.frombuffer(buffer, "<i8", entries, at)
 
     def _check_index(self) -> None:
         lengths, pointers, documents = (
@@ -225,7 +226,7 @@ class IndexedDataset:
                 f"({self._expected_bytes // self.dtype.itemsize} tokens of {self.dtype})",
             )
         # An empty file cannot be mapped.
-        self.tokens: np.ndarray = np.empty(0, self.dtype)
+        self.tokens: NDArray[Any] = np.empty(0, self.dtype)
         if size:
             self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r").view(np.ndarray)
 

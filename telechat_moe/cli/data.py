@@ -1,0 +1,349 @@
+"""`telechat-moe data build` and `telechat-moe data show`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.errors import BadInputError, UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.data import BuildResult, IndexedDataset, Tokenizer
+    from telechat_moe.recipe import Recipe
+
+Subparsers = Any
+
+DEFAULT_OUT = "output/data"
+DEFAULT_VOCAB = 2048
+DEFAULT_SEED = 1234
+DEFAULT_VALID = 0.05
+
+BUILD_EPILOG = """\
+corpus: a text file is a document, a line of .jsonl is a document (its key `text`), both may be .gz;
+folders are read recursively, what is not UTF-8 text in them is skipped and counted. Without
+--corpus: the sources of Python's standard library (about 12 MB).
+
+writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
+OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is
+reused, an interrupted build goes on where it stopped.
+
+--json keys: out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest
+(inputs, corpus, tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).
+
+example:
+  telechat-moe data build --corpus my_texts --vocab-size 8192 --out output/my_data
+
+exit codes: 0 built or reused; 1 disk full or another build is running; 2 wrong usage, or OUT holds
+a dataset of other inputs; 3 the corpus, tokenizer or recipe cannot be used
+"""
+
+SHOW_EPILOG = """\
+PREFIX is a path without .bin/.idx, or a folder, of which all datasets are shown. Checksums are
+compared where a manifest.json lies beside the files, else they are "not judged".
+
+--json keys: datasets, a list of {prefix, dtype, documents, tokens, bytes, shortest, longest,
+mean_tokens, checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text}.
+
+example:
+  telechat-moe data show output/data/train
+
+exit codes: 0 readable; 2 wrong usage; 3 missing, damaged or no Megatron dataset
+"""
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the verb to the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = subparsers.add_parser(
+        "data",
+        help="turn text into training data, or look into such data",
+        description="Turn text into training data, or look into such data.",
+        epilog="example:\n  telechat-moe data build\n\n"
+        "exit codes: 0 ok, 1 failed, 2 wrong usage, 3 bad input; each action lists its own",
+        formatter_class=raw,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _register_build(
+        actions.add_parser(
+            "build",
+            help="tokenise text into Megatron's .bin/.idx",
+            description="Tokenise text into Megatron's .bin/.idx.",
+            epilog=BUILD_EPILOG,
+            formatter_class=raw,
+        )
+    )
+    show = actions.add_parser(
+        "show",
+        help="describe a .bin/.idx dataset",
+        description="Describe a .bin/.idx dataset.",
+        epilog=SHOW_EPILOG,
+        formatter_class=raw,
+    )
+    show.add_argument("prefix", metavar="PREFIX", help="path without .bin/.idx, or a folder")
+    show.add_argument(
+        "--tokens", type=int, default=32, metavar="N", help="tokens to decode (default 32)"
+    )
+    show.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the data, if any)"
+    )
+    _add_json(show)
+    show.set_defaults(run=run_show)
+
+
+def _register_build(build: argparse.ArgumentParser) -> None:
+    add = build.add_argument
+    add("--corpus", nargs="+", metavar="PATH", help="text files and folders (default: see below)")
+    add("--out", metavar="DIR", help=f"folder to write (default {DEFAULT_OUT})")
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help=f"tokens of the tokenizer that is trained (default {DEFAULT_VOCAB})",
+    )
+    add("--tokenizer", metavar="FILE", help="use this tokenizer.json instead of training one")
+    add("--eod-token", metavar="NAME", help="end-of-document token of --tokenizer (default: usual)")
+    add(
+        "--valid-fraction",
+        type=float,
+        metavar="F",
+        help=f"share of documents kept for validation (default {DEFAULT_VALID})",
+    )
+    add("--seed", type=int, metavar="N", help=f"seed of the split (default {DEFAULT_SEED})")
+    add("--extension", nargs="+", metavar="EXT", help="take only such files from folders")
+    add("--text-key", default="text", metavar="KEY", help="key of the text in .jsonl lines")
+    add(
+        "--recipe",
+        metavar="RECIPE",
+        help="take corpus, vocabulary, seed and folder from a recipe; other options override it",
+    )
+    add("--force", action="store_true", help="replace a dataset of other inputs")
+    _add_json(build)
+    build.set_defaults(run=run_build)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
+
+
+def run_build(args: argparse.Namespace) -> int:
+    """Build a dataset and say what it holds."""
+    from telechat_moe.data import build
+
+    if not logging.getLogger().handlers:
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    recipe = _load(args.recipe) if args.recipe else None
+    settings = _settings(args, recipe)
+    begin = time.monotonic()
+    result = build(
+        settings["out"],
+        settings["corpus"],
+        vocab_size=settings["vocab_size"],
+        tokenizer=settings["tokenizer"],
+        eod_token=args.eod_token,
+        valid_fraction=settings["valid_fraction"],
+        seed=settings["seed"],
+        extensions=args.extension,
+        text_key=args.text_key,
+        force=args.force,
+    )
+    seconds = time.monotonic() - begin
+    if recipe is not None:
+        _check_fits(recipe, result.manifest)
+    report = {
+        "out": str(result.out),
+        "reused": result.reused,
+        "shards": result.shards,
+        "resumed_shards": result.resumed_shards,
+        "seconds": round(seconds, 3),
+        "skipped_files": result.skipped,
+        "manifest": result.manifest,
+    }
+    _output(args.json, report, _describe_build(result, seconds))
+    return 0
+
+
+def _load(name: str) -> Recipe:
+    from telechat_moe.recipe import load
+
+    return load(name)
+
+
+def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
+    """Return the options given, else the recipe's, else the defaults."""
+    found: dict[str, Any] = {
+        "out": DEFAULT_OUT,
+        "corpus": [],
+        "vocab_size": DEFAULT_VOCAB,
+        "tokenizer": None,
+        "valid_fraction": DEFAULT_VALID,
+        "seed": DEFAULT_SEED,
+    }
+    if recipe is not None:
+        corpus = recipe.telechat_moe.corpus
+        found |= {
+            "corpus": corpus.paths,
+            "vocab_size": recipe.model_config.vocab_size,
+            "tokenizer": corpus.tokenizer,
+            "valid_fraction": corpus.valid_fraction,
+            "seed": recipe.seed,
+            "out": args.out or _recipe_folder(recipe),
+        }
+    found |= {key: getattr(args, key) for key in found if getattr(args, key) is not None}
+    return found
+
+
+def _recipe_folder(recipe: Recipe) -> str:
+    """Return the folder in which the recipe's training data is expected."""
+    from telechat_moe.data.blend import parse_data_path
+
+    config = recipe.train_dataset.data_loader.config
+    path = config and (config.data_path or config.train_data_path)
+    prefixes = parse_data_path(path)[0] if path else []
+    if len(prefixes) != 1 or Path(prefixes[0]).name != "train":
+        raise BadInputError(
+            f"{recipe.source}: train_dataset.data_loader.config.data_path is {path}; to build the "
+            "data of a recipe it must name one prefix that ends in /train, such as "
+            f"['1', '{DEFAULT_OUT}/train']; or give --out"
+        )
+    return str(Path(prefixes[0]).parent)
+
+
+def _check_fits(recipe: Recipe, manifest: dict[str, Any]) -> None:
+    """Refuse data that the recipe's model would misread."""
+    problems: list[str] = []
+    vocabulary = manifest["tokenizer"]["vocab_size"]
+    if vocabulary > recipe.model_config.vocab_size:
+        problems.append(
+            f"model.model_config.vocab_size is {recipe.model_config.vocab_size}, the tokenizer "
+            f"has {vocabulary} tokens"
+        )
+    config = recipe.train_dataset.data_loader.config
+    eod = manifest["tokenizer"]["eod"]
+    if config is not None and config.eod != eod:
+        problems.append(
+            f"train_dataset.data_loader.config.eod is {config.eod}, the tokenizer's is {eod}"
+        )
+    if problems:
+        raise BadInputError(
+            f"{recipe.source}: the data was built, but does not fit the recipe: "
+            f"{'; '.join(problems)}; change the recipe"
+        )
+
+
+def _describe_build(result: BuildResult, seconds: float) -> str:
+    manifest = result.manifest
+    corpus, tokenizer = manifest["corpus"], manifest["tokenizer"]
+    did = (
+        f"{result.out}: a finished dataset of the same inputs is there, reused ({seconds:.1f} s)"
+        if result.reused
+        else f"{result.out}: built in {seconds:.1f} s"
+    )
+    if result.resumed_shards:
+        did += f"; {result.resumed_shards} of {result.shards} shards were done before"
+    lines = [
+        did,
+        f"  corpus     {corpus['label']}: {corpus['documents']:,} documents, "
+        f"{corpus['text_bytes'] / 1e6:.2f} MB",
+        f"  tokenizer  {tokenizer['vocab_size']:,} tokens, end of document "
+        f"{tokenizer['eod_token']} = {tokenizer['eod']}, stored as {manifest['dtype']}",
+    ]
+    for side in ("train", "valid"):
+        if side in manifest:
+            part = manifest[side]
+            per_token = part["text_bytes"] / max(1, part["tokens"])
+            lines.append(
+                f"  {side:<9}  {part['documents']:,} documents, {part['tokens']:,} tokens "
+                f"({per_token:.2f} bytes/token)"
+            )
+    if result.skipped:
+        lines.append(f"  skipped    {len(result.skipped)} file(s) that are not text")
+    return "\n".join(lines)
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Describe one dataset or those of a folder."""
+    from telechat_moe.data import IndexedDataset
+
+    if args.tokens < 0:
+        raise UsageError(f"--tokens is {args.tokens}; expected 0 or more")
+    given = Path(args.prefix)
+    prefixes = [given.with_suffix("")] if given.suffix in (".bin", ".idx") else [given]
+    if given.is_dir():
+        prefixes = [path.with_suffix("") for path in sorted(given.glob("*.idx"))]
+        if not prefixes:
+            raise BadInputError(f"{given}: no .idx file in this folder; build a dataset first")
+    reports: list[dict[str, Any]] = []
+    for prefix in prefixes:
+        tokenizer = _tokenizer_for(prefix, args.tokenizer)
+        reports.append(_report(prefix, IndexedDataset(prefix), tokenizer, args.tokens))
+    _output(args.json, {"datasets": reports}, "\n".join(map(_describe, reports)))
+    return 0
+
+
+def _tokenizer_for(prefix: Path, given: str | None) -> Tokenizer | None:
+    from telechat_moe.data import load_tokenizer
+
+    if given is not None:
+        return load_tokenizer(given)
+    beside = prefix.with_name("tokenizer.json")
+    return load_tokenizer(beside) if beside.is_file() else None
+
+
+def _report(
+    prefix: Path, dataset: IndexedDataset, tokenizer: Tokenizer | None, count: int
+) -> dict[str, Any]:
+    from telechat_moe.data import verify
+
+    checked = "not judged"
+    if prefix.with_name("manifest.json").is_file():
+        listed = verify(prefix.parent)["sha256"]
+        checked = "ok" if f"{prefix.name}.bin" in listed else checked
+    lengths = dataset.sequence_lengths
+    first = [int(token) for token in dataset.tokens[:count]]
+    return {
+        "prefix": str(prefix),
+        "dtype": str(dataset.dtype),
+        "documents": dataset.num_documents,
+        "tokens": dataset.num_tokens,
+        "bytes": int(dataset.tokens.nbytes),
+        "shortest": int(lengths.min()) if len(lengths) else 0,
+        "longest": int(lengths.max()) if len(lengths) else 0,
+        "mean_tokens": round(dataset.num_tokens / max(1, len(lengths)), 1),
+        "checksums": checked,
+        "tokenizer": str(tokenizer.path) if tokenizer else None,
+        "first_tokens": first,
+        "first_text": tokenizer.decode(first) if tokenizer else None,
+    }
+
+
+def _describe(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['prefix']}: {report['documents']:,} documents, {report['tokens']:,} tokens of "
+        f"{report['dtype']} ({report['bytes'] / 1e6:.2f} MB)",
+        f"  tokens per document: {report['shortest']:,} to {report['longest']:,}, "
+        f"mean {report['mean_tokens']:,}",
+        f"  checksums: {report['checksums']}",
+        f"  first tokens: {' '.join(map(str, report['first_tokens']))}",
+    ]
+    if report["first_text"] is not None:
+        lines.append(f"  first text: {report['first_text']!r}")
+    return "\n".join(lines)
+
+
+def _output(target: str | None, report: dict[str, Any], text: str) -> None:
+    """Print the text, and write the JSON where asked; '-' prints the JSON alone."""
+    encoded = json.dumps(report, indent=2, ensure_ascii=False)
+    if target == "-":
+        print(encoded)
+        return
+    print(text)
+    if target:
+        try:
+            Path(target).write_text(encoded + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--json {target}: cannot be written: {error.strerror}") from None
