@@ -12,7 +12,9 @@ class GroupedMatmul(nn.Cell):
         self.weight_of_block = ops.Gather()
         self.matmul = ops.BatchMatMul()
 
-    def construct(self, x_GRI: Tensor, weight_EIO: Tensor, expert_G: Tensor | None = None) -> Tensor:
+    def construct(
+        self, x_GRI: Tensor, weight_EIO: Tensor, expert_G: Tensor | None = None
+    ) -> Tensor:
         """Return ``[G, R, O]``.
 
         Args:

@@ -42,13 +42,11 @@ class BlockPlan(nn.Cell):
 
     Args:
         num_experts: ``E``.
-        block_rows: ``R``; smaller pads less, larger multiplies faster.
     """
 
-    def __init__(self, num_experts: int, block_rows: int) -> None:
+    def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.block_rows = block_rows
         self.reshape = ops.Reshape()
         self.rank = _ExpertRank(num_experts)
         self.add = ops.Add()
@@ -62,21 +60,26 @@ class BlockPlan(nn.Cell):
         self.count = ops.ReduceSum()
         self.clip = ops.Minimum()
 
-    def num_blocks(self, pairs: int) -> int:
-        """Return ``G``: the blocks that the worst routing of ``pairs`` pairs needs."""
-        return (pairs + self.num_experts * (self.block_rows - 1)) // self.block_rows
+    def num_blocks(self, pairs: int, rows: int) -> int:
+        """Return ``G``: the blocks of ``rows`` that the worst routing of ``pairs`` pairs needs."""
+        return (pairs + self.num_experts * (rows - 1)) // rows
 
-    def construct(self, index_TK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ``(row_N, expert_G)``: the row of each pair, the expert of each block; int32."""
+    def construct(self, index_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return ``(row_N, expert_G)``: the row of each pair, the expert of each block; int32.
+
+        Args:
+            index_TK: Chosen experts.
+            rows: Rows ``R`` of a block; fewer pad less, more multiply faster.
+        """
         expert_N = self.reshape(index_TK, (-1,))
         rank_N, load_E = self.rank(expert_N)
-        block_rows = Tensor(self.block_rows, ms.int32)
+        block_rows = Tensor(rows, ms.int32)
         block_E = self.blocks(self.add(load_E, block_rows - 1), block_rows)
         end_E = self.cumsum(block_E, 0)
         start_E = self.mul(self.sub(end_E, block_E), block_rows)
         row_N = self.add(self.start(start_E, expert_N, 0), rank_N)
 
-        blocks = np.arange(self.num_blocks(expert_N.shape[0]), dtype=np.int32)
+        blocks = np.arange(self.num_blocks(expert_N.shape[0], rows), dtype=np.int32)
         ended_GE = self.ends_before(self.reshape(end_E, (1, -1)), Tensor(blocks[:, None]))
         expert_G = self.count(self.to_int(ended_GE, ms.int32), 1)
         return row_N, self.clip(expert_G, Tensor(self.num_experts - 1, ms.int32))

@@ -100,7 +100,7 @@ class MultiLatentAttention(nn.Cell):
         k = self.concat_key((k_nope, k_rope))
 
         order = (0, 2, 1, 3)
-        o_BNSD = self.core(
+        o_BNSD, _ = self.core(
             self.heads_first(q, order),
             self.heads_first(k, order),
             self.heads_first(v, order),
@@ -108,5 +108,3 @@ class MultiLatentAttention(nn.Cell):
         )
         o_TD = self.reshape(self.tokens_first(o_BNSD, order), (B * S, N * self.v_width))
         return self.out(o_TD)
-
-

@@ -25,7 +25,6 @@ class BalanceLoss(nn.Cell):
         self.kind = config.moe_router_load_balancing_type
         self.active = bool(config.moe_aux_loss_coeff) and self.kind != "none"
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
-        self.normalize = config.scoring_func == "sigmoid"
         self.coefficient = config.moe_aux_loss_coeff
         self.zero = Tensor([0.0], ms.float32)
         self.reshape = ops.Reshape()
@@ -45,11 +44,12 @@ class BalanceLoss(nn.Cell):
             return self.zero
         E = self.num_experts
         groups = batch if self.kind == "seq_aux_loss" else 1
-        if self.normalize:
-            score_TE = self.divide(score_TE, self.add_eps(self.sum_experts(score_TE, -1), self.eps))
+        score_TE = self.divide(score_TE, self.add_eps(self.sum_experts(score_TE, -1), self.eps))
         fraction_gE = self.fraction(self.reshape(chosen_TKE, (groups, -1, E)), 1)
         score_gE = self.mean_score(self.reshape(score_TE, (groups, -1, E)), 1)
-        total = self.reshape(self.total(self.product(ops.stop_gradient(fraction_gE), score_gE)), (1,))
+        total = self.reshape(
+            self.total(self.product(ops.stop_gradient(fraction_gE), score_gE)), (1,)
+        )
         return self.scale(total, Tensor(self.coefficient * E / groups, ms.float32))
 
 

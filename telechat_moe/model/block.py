@@ -29,16 +29,17 @@ class MoE(nn.Cell):
 
     Args:
         config: Model section of the recipe.
+        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
         super().__init__()
         self.router = Router(config)
-        self.dispatch = build_dispatch(config)
+        self.dispatch = build_dispatch(config, block_rows)
         self.experts = Experts(config)
-        self.has_shared = config.n_shared_experts > 0
+        self.has_shared = config.shared_width > 0
         if self.has_shared:
-            self.shared = _mlp(config, config.moe_shared_expert_intermediate_size)
+            self.shared = _mlp(config, config.shared_width)
         self.add_shared = ops.Add()
 
     def construct(self, x_TH: Tensor, batch: int) -> tuple[Tensor, Tensor]:
@@ -58,9 +59,10 @@ class Block(nn.Cell):
     Args:
         config: Model section of the recipe.
         is_moe: Mixture of experts, or dense MLP.
+        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
     """
 
-    def __init__(self, config: ModelConfig, is_moe: bool) -> None:
+    def __init__(self, config: ModelConfig, is_moe: bool, block_rows: int | None = None) -> None:
         super().__init__()
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
         self.is_moe = is_moe
@@ -68,7 +70,7 @@ class Block(nn.Cell):
         self.attention = MultiLatentAttention(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_dtype)
         if is_moe:
-            self.moe = MoE(config)
+            self.moe = MoE(config, block_rows)
         else:
             self.ffn = _mlp(config, config.intermediate_size)
         self.to_residual = ops.Cast()

@@ -3,6 +3,7 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.model.block import Block
 from telechat_moe.model.linear import DTYPES, Linear, weight
 from telechat_moe.model.mtp import MTPLayer, ShiftLeft
@@ -11,6 +12,30 @@ from telechat_moe.ops.cross_entropy import CrossEntropy
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import rope_table
 from telechat_moe.recipe import ModelConfig
+
+
+def check_supported(config: ModelConfig) -> None:
+    """Refuse settings that a recipe may hold for MindFormers but that this model would ignore.
+
+    Raises:
+        BadInputError: Naming each such key, its value and what this model has.
+    """
+    balance = config.moe_router_load_balancing_type
+    balance_fits = balance in ("seq_aux_loss", "aux_loss", "none") or not config.moe_aux_loss_coeff
+    wanted = (
+        ("moe_router_load_balancing_type", balance_fits, "'seq_aux_loss', 'aux_loss' or 'none'"),
+        ("hidden_dropout", config.hidden_dropout == 0, "0.0"),
+        ("attention_dropout", config.attention_dropout == 0, "0.0"),
+        ("position_embedding_type", config.position_embedding_type == "rope", "'rope'"),
+        ("partial_rotary_factor", config.partial_rotary_factor == 1, "1.0"),
+    )
+    problems = [
+        f"model.model_config.{key}: found {getattr(config, key)!r}, this model has only {has}"
+        for key, fits, has in wanted
+        if not fits
+    ]
+    if problems:
+        raise BadInputError("\n".join(problems))
 
 
 class Embedding(nn.Cell):
@@ -62,16 +87,24 @@ class CausalLM(nn.Cell):
 
     Args:
         config: Model section of the recipe.
+        block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
+
+    Raises:
+        BadInputError: The section asks for something that this model does not have.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
         super().__init__()
+        check_supported(config)
         self.config = config
         self.embedding = Embedding(config)
         self.rope = RopeTable(config)
         self.mask = AttentionMask(config.num_attention_heads)
         self.layers = nn.CellList(
-            [Block(config, i >= config.first_k_dense_replace) for i in range(config.num_hidden_layers)]
+            [
+                Block(config, i >= config.first_k_dense_replace, block_rows)
+                for i in range(config.num_hidden_layers)
+            ]
         )
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_dtype)
@@ -92,10 +125,10 @@ class CausalLM(nn.Cell):
         self.loss = CrossEntropy()
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
-            self.mtp = nn.CellList([MTPLayer(config) for _ in range(self.mtp_depth)])
+            self.mtp = nn.CellList([MTPLayer(config, block_rows) for _ in range(self.mtp_depth)])
             self.mtp_loss = CrossEntropy()
             self.shift = ShiftLeft()
-            self.mtp_scale = Tensor([config.mtp_loss_factor / self.mtp_depth], ms.float32)
+            self.mtp_scale = Tensor([(config.mtp_loss_factor or 0.0) / self.mtp_depth], ms.float32)
         self.reshape = ops.Reshape()
         self.add_aux = ops.Add()
         self.add_mtp = ops.Add()
@@ -168,12 +201,10 @@ class Logits(nn.Cell):
     """Next-token logits of a model, without losses: ``[B, S]`` ids to ``[B * S, V]``."""
 
     def __init__(self, model: CausalLM) -> None:
-        super().__init__()
+        super().__init__(auto_prefix=False)  # the parameters keep the names that they have in model
         self.model = model
 
     def construct(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return ``[T, V]``."""
         hidden, _, _ = self.model.hidden(input_ids, position_ids, None)
         return self.model.logits(hidden)
-
-

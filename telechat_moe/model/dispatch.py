@@ -9,32 +9,41 @@ from mindspore.common.initializer import Zero, initializer
 from telechat_moe.ops.permute import BlockPlan, CapacityPlan, Permute, Unpermute
 from telechat_moe.recipe import ModelConfig
 
-# Rows of a block in the dropless dispatch. 64 pads at most E * 63 rows; below that the products slow
-# down more than the padding saves (benchmarks/train_step.py, 19M recipe).
-BLOCK_ROWS = 64
-
 
 class DroplessDispatch(nn.Cell):
     """Every pair reaches its expert: sort by expert, pad each expert to whole blocks.
 
     Args:
         num_experts: ``E``.
-        block_rows: Rows of a block.
+        block_rows: Rows of a block; None = an eighth of the mean load, as a power of two between 8
+            and 128: on average half a block an expert is padding, and larger products run faster.
     """
 
-    def __init__(self, num_experts: int, block_rows: int) -> None:
+    def __init__(self, num_experts: int, block_rows: int | None = None) -> None:
         super().__init__()
-        self.plan = BlockPlan(num_experts, block_rows)
-        self.block_rows = block_rows
+        self.num_experts, self.block_rows = num_experts, block_rows
+        self.plan = BlockPlan(num_experts)
         self.permute = Permute()
         self.reshape = ops.Reshape()
         self.unpermute = Unpermute()
 
-    def construct(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell) -> Tensor:
+    def rows(self, pairs: int) -> int:
+        """Return the rows ``R`` of a block for ``T * K`` pairs."""
+        if self.block_rows is not None:
+            return self.block_rows
+        rows = 8
+        while rows < 128 and rows * 16 <= pairs // self.num_experts:
+            rows *= 2
+        return rows
+
+    def construct(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
+    ) -> Tensor:
         """Return the weighted sum of each token's experts, ``[T, H]``."""
-        H = x_TH.shape[1]
-        row_N, expert_G = self.plan(index_TK)
-        G, R = expert_G.shape[0], self.block_rows
+        T, K = index_TK.shape
+        H, R = x_TH.shape[1], self.rows(T * K)
+        row_N, expert_G = self.plan(index_TK, R)
+        G = expert_G.shape[0]
         x_GRH = self.reshape(self.permute(x_TH, row_N, G * R), (G, R, H))
         y_PH = self.reshape(experts(x_GRH, expert_G), (G * R, H))
         return self.unpermute(y_PH, row_N, weight_TK)
@@ -77,7 +86,9 @@ class CapacityDispatch(nn.Cell):
         """Return ``C`` for ``T * K`` pairs."""
         return math.ceil(self.factor * pairs / self.num_experts)
 
-    def construct(self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell) -> Tensor:
+    def construct(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
+    ) -> Tensor:
         """Return the weighted sum of the experts that had room for the token, ``[T, H]``."""
         T, K = index_TK.shape
         E, H = self.num_experts, x_TH.shape[1]
@@ -93,10 +104,9 @@ class CapacityDispatch(nn.Cell):
         return self.unpermute(self.reshape(y_ECH, (E * C, H)), row_N, weight_TK)
 
 
-def build_dispatch(config: ModelConfig) -> nn.Cell:
-    """Return the dispatch that ``moe_token_drop_policy`` names (False: dropless)."""
-    if not config.moe_token_drop_policy:
-        return DroplessDispatch(config.n_routed_experts, BLOCK_ROWS)
-    return CapacityDispatch(
-        config.n_routed_experts, config.moe_expert_capacity_factor, config.moe_token_drop_policy
-    )
+def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cell:
+    """Return the dispatch that the recipe asks for: dropless without policy or capacity factor."""
+    policy, factor = config.moe_token_drop_policy, config.moe_expert_capacity_factor
+    if not policy or factor is None:
+        return DroplessDispatch(config.n_routed_experts, block_rows)
+    return CapacityDispatch(config.n_routed_experts, factor, policy)

@@ -42,5 +42,3 @@ def initialize(model: nn.Cell, seed: int) -> None:
 def count_parameters(model: nn.Cell) -> int:
     """Return the number of trainable values."""
     return sum(math.prod(p.shape) for p in model.trainable_params())
-
-

@@ -16,9 +16,10 @@ class MTPLayer(nn.Cell):
 
     Args:
         config: Model section of the recipe.
+        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
@@ -34,7 +35,7 @@ class MTPLayer(nn.Cell):
         )
         self.to_residual = ops.Cast()
         is_moe = config.num_hidden_layers > config.first_k_dense_replace
-        self.block = Block(config, is_moe)
+        self.block = Block(config, is_moe, block_rows)
         self.norm = RMSNorm(H, eps, norm_dtype)
 
     def construct(

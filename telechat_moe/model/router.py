@@ -51,7 +51,7 @@ class GroupLimit(nn.Cell):
 class Router(nn.Cell):
     """Choose ``K`` experts for each token and weigh them.
 
-    ``s = sigmoid(W h)`` (or softmax). The ``K`` highest ``s + bias`` are chosen; the weights are
+    ``s = sigmoid(W h)``. The ``K`` highest ``s + bias`` are chosen; the weights are
     ``s`` without the bias, divided by their sum (``norm_topk_prob``) and scaled. The bias is no
     gradient parameter: :class:`telechat_moe.train.step.TrainStep` moves it after each step.
 
@@ -79,7 +79,7 @@ class Router(nn.Cell):
         self.to_router = ops.Cast()
         self.gate = ops.MatMul(transpose_b=True)
         self.to_float = ops.Cast()
-        self.score = ops.Sigmoid() if config.scoring_func == "sigmoid" else ops.Softmax(-1)
+        self.score = ops.Sigmoid()
         self.add_bias = ops.Add()
         self.limit = GroupLimit(config) if config.n_group > 1 else None
         self.top = ops.TopK(sorted=True)
@@ -98,7 +98,7 @@ class Router(nn.Cell):
         self.count = ops.ReduceSum()
         self.accumulate_load = ops.AssignAdd()
         self.balance = BalanceLoss(config)
-        self.z_loss = ZLoss(config.moe_z_loss_coeff)
+        self.z_loss = ZLoss(config.moe_z_loss_coeff or 0.0)
 
     def _state(self, name: str) -> Parameter:
         zeros = initializer(Zero(), (self.num_experts,), ms.float32)
@@ -132,7 +132,9 @@ class Router(nn.Cell):
         score_T1E = self.reshape(score_TE, (score_TE.shape[0], 1, self.num_experts))
         weight_TK = self.sum_experts(self.pick(chosen_TKE, score_T1E), -1)
         if self.normalize:
-            weight_TK = self.divide(weight_TK, self.add_eps(self.sum_chosen(weight_TK, -1), self.eps))
+            weight_TK = self.divide(
+                weight_TK, self.add_eps(self.sum_chosen(weight_TK, -1), self.eps)
+            )
         weight_TK = self.scale(weight_TK, self.scaling_factor)
         if self.training:
             self.accumulate_load(self.expert_load, self.count(chosen_TKE, (0, 1)))

@@ -1,0 +1,74 @@
+"""AdamW with decoupled weight decay and fp32 states."""
+
+import math
+import re
+from collections.abc import Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+
+class AdamW(nn.Cell):
+    """AdamW; the learning rate and the bias correction come in from the host.
+
+    MindSpore's ``AdamWeightDecay`` kernel has no bias correction: it computes
+    ``w -= a (m / (sqrt(v) + e) + d w)``. With ``c1 = 1 - beta1^t`` and ``c2 = 1 - beta2^t``, AdamW is
+    that with ``a = lr sqrt(c2) / c1``, ``e = eps sqrt(c2)`` and ``d = decay lr / a``; these three are
+    computed in float64 by :meth:`scalars`.
+
+    Args:
+        params: Parameters to update.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay.
+        no_decay: Regular expressions; a parameter whose name one of them finds is not decayed.
+
+    Source: Loshchilov and Hutter 2019, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        no_decay: Sequence[str] = (),
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.params = ParameterTuple(params)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.moment1 = self.params.clone(prefix="adam_m", init="zeros")
+        self.moment2 = self.params.clone(prefix="adam_v", init="zeros")
+        patterns = [re.compile(pattern) for pattern in no_decay]
+        self.decayed = tuple(not any(p.search(w.name) for p in patterns) for w in self.params)
+        self.beta1 = Tensor(betas[0], ms.float32)
+        self.beta2 = Tensor(betas[1], ms.float32)
+        self.no_decay = Tensor(0.0, ms.float32)
+        self.update = ops.AdamWeightDecay()
+
+    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(a, e, d)`` of update number ``step`` (from 1), fp32 scalars."""
+        c1 = 1 - self.betas[0] ** step
+        root = math.sqrt(1 - self.betas[1] ** step)
+        rate = learning_rate * root / c1
+        decay = self.weight_decay * c1 / root
+        return tuple(Tensor(np.float32(x)) for x in (rate, self.eps * root, decay))
+
+    def construct(
+        self, gradients: tuple[Tensor, ...], rate: Tensor, epsilon: Tensor, decay: Tensor
+    ) -> Tensor:
+        """Update parameters and moments in place; return True."""
+        for i in range(len(self.params)):
+            self.update(
+                self.params[i],
+                self.moment1[i],
+                self.moment2[i],
+                rate,
+                self.beta1,
+                self.beta2,
+                epsilon,
+                decay if self.decayed[i] else self.no_decay,
+                gradients[i],
+            )
+        return Tensor(True)

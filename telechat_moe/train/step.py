@@ -1,0 +1,205 @@
+"""One training step as one graph: forward, backward, clipping, AdamW, expert bias."""
+
+from typing import NamedTuple
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.common.initializer import Zero, initializer
+
+from telechat_moe.model.balance import BiasUpdate
+from telechat_moe.model.dispatch import CapacityDispatch
+from telechat_moe.model.router import Router
+from telechat_moe.train.optimizer import AdamW
+
+
+class StepOutput(NamedTuple):
+    """What a step returns.
+
+    Attributes:
+        losses: ``[3]`` fp32: next-token, MTP, balance and z-loss; means over micro-batches.
+        norm: Global norm of the gradient before clipping.
+        square_sums: ``[parameters]``, to name the one that is not finite.
+        applied: False when the step was skipped because loss or gradient is not finite.
+        load_LE: Tokens each expert of each MoE layer got.
+        dropped: Pairs dropped, all layers (capacity dispatch; else 0).
+    """
+
+    losses: Tensor
+    norm: Tensor
+    square_sums: Tensor
+    applied: Tensor
+    load_LE: Tensor  # noqa: N815
+    dropped: Tensor
+
+
+class GlobalNorm(nn.Cell):
+    """Square sums of all gradients and the root of their sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = ops.Square()
+        self.sum = ops.ReduceSum()
+        self.reshape = ops.Reshape()
+        self.concat = ops.Concat(0)
+        self.add = ops.AddN()
+        self.sqrt = ops.Sqrt()
+
+    def construct(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return ``(norm, square_sums)``: scalar and ``[parameters]``, fp32."""
+        squares = ()
+        for gradient in gradients:
+            squares += (self.reshape(self.sum(self.square(gradient)), (1,)),)
+        return self.sqrt(self.reshape(self.add(squares), ())), self.concat(squares)
+
+
+class ForwardBackward(nn.Cell):
+    """Losses and gradients of one micro-batch.
+
+    Args:
+        model: Cell that returns ``(lm, mtp, aux)``, each ``(1,)``.
+        params: What to differentiate by.
+    """
+
+    def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+        def loss(*batch):
+            lm, mtp, aux = model(*batch)
+            return lm + mtp + aux, ops.concat((lm, mtp, aux))
+
+        self.gradient = ms.value_and_grad(loss, None, params, has_aux=True)
+
+    def construct(self, *batch: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return ``(losses, gradients)``."""
+        (_, losses), gradients = self.gradient(*batch)
+        return losses, gradients
+
+
+class Accumulate(nn.Cell):
+    """Add the gradient and losses of a micro-batch to the sums that :class:`TrainStep` takes up."""
+
+    def __init__(self, forward_backward: ForwardBackward, params: ParameterTuple) -> None:
+        super().__init__(auto_prefix=False)
+        self.forward_backward = forward_backward
+        self.gradients = params.clone(prefix="accumulated", init="zeros")
+        zeros = initializer(Zero(), (3,), ms.float32)
+        self.losses = Parameter(zeros, name="accumulated_losses", requires_grad=False)
+        self.add = ops.AssignAdd()
+        self.assign = ops.Assign()
+        self.plus = ops.Add()
+        self.scale = ops.Mul()
+
+    def construct(self, *batch: Tensor) -> Tensor:
+        """Process one micro-batch; return its losses."""
+        losses, gradients = self.forward_backward(*batch)
+        for i in range(len(self.gradients)):
+            self.add(self.gradients[i], gradients[i])
+        self.add(self.losses, losses)
+        return losses
+
+    def take(
+        self, losses: Tensor, gradients: tuple[Tensor, ...], share: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the means over all micro-batches, this last one included, and clear the sums."""
+        means = ()
+        for i in range(len(self.gradients)):
+            means += (self.scale(self.plus(self.gradients[i], gradients[i]), share),)
+            self.assign(self.gradients[i], ops.zeros_like(gradients[i]))
+        losses = self.scale(self.plus(self.losses, losses), share)
+        self.assign(self.losses, ops.zeros_like(losses))
+        return losses, means
+
+
+class TrainStep(nn.Cell):
+    """Train on one batch, or on the last micro-batch of one.
+
+    A step whose loss or gradient is not finite changes nothing.
+
+    Args:
+        model: See :class:`ForwardBackward`; its routers and capacity dispatches are found in it.
+        optimizer: Updates the model's parameters.
+        max_grad_norm: Clip the global gradient norm to this; None = no clipping.
+        micro_batches: Micro-batches of a step; all but the last go through :attr:`accumulate`.
+        bias_rate: Rate of the expert bias; 0 = no update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        optimizer: AdamW,
+        max_grad_norm: float | None = 1.0,
+        micro_batches: int = 1,
+        bias_rate: float = 0.0,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.forward_backward = ForwardBackward(model, optimizer.params)
+        self.optimizer = optimizer
+        self.accumulate = None
+        if micro_batches > 1:
+            self.accumulate = Accumulate(self.forward_backward, optimizer.params)
+            self.share = Tensor(1.0 / micro_batches, ms.float32)
+        self.norm = GlobalNorm()
+        self.clip = max_grad_norm is not None
+        self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
+        self.at_least = ops.Maximum()
+        self.divide = ops.RealDiv()
+        self.scale = ops.Mul()
+        self.is_finite = ops.IsFinite()
+        self.sum = ops.ReduceSum()
+        cells = [cell for _, cell in model.cells_and_names()]
+        self.routers = nn.CellList([cell for cell in cells if isinstance(cell, Router)])
+        self.droppers = nn.CellList([cell for cell in cells if isinstance(cell, CapacityDispatch)])
+        self.update_bias = bias_rate > 0
+        self.bias_update = BiasUpdate(bias_rate)
+        self.stack = ops.Stack(0)
+        self.add = ops.AddN()
+        self.assign_add = ops.AssignAdd()
+        self.assign = ops.Assign()
+        self.zero = Tensor([0.0], ms.float32)
+
+    def apply(
+        self,
+        gradients: tuple[Tensor, ...],
+        norm: Tensor,
+        loads: tuple[Tensor, ...],
+        scalars: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Clip, update the parameters, move the expert biases."""
+        if self.clip:
+            factor = self.divide(self.max_norm, self.at_least(norm, self.max_norm))
+            clipped = ()
+            for gradient in gradients:
+                clipped += (self.scale(gradient, factor),)
+            gradients = clipped
+        done = self.optimizer(gradients, *scalars)
+        if self.update_bias:
+            for i in range(len(self.routers)):
+                self.assign_add(self.routers[i].expert_bias, self.bias_update(loads[i]))
+        return done
+
+    def take_loads(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return what routers and dispatches counted, and clear the counters."""
+        loads, dropped = (), self.zero
+        for router in self.routers:
+            loads += (router.expert_load + 0.0,)
+        for dispatch in self.droppers:
+            dropped = dropped + dispatch.dropped
+        for router in self.routers:
+            self.assign(router.expert_load, ops.zeros_like(router.expert_load))
+        for dispatch in self.droppers:
+            self.assign(dispatch.dropped, self.zero)
+        return loads, dropped
+
+    def construct(self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor) -> StepOutput:
+        """Run the step; the first three arguments come from ``optimizer.scalars``."""
+        losses, gradients = self.forward_backward(*batch)
+        if self.accumulate is not None:
+            losses, gradients = self.accumulate.take(losses, gradients, self.share)
+        norm, square_sums = self.norm(gradients)
+        applied = self.is_finite(norm + self.sum(losses))
+        loads, dropped = self.take_loads()
+        if applied:
+            self.apply(gradients, norm, loads, (rate, epsilon, decay))
+        load_LE = self.stack(loads) if loads else self.zero
+        return losses, norm, square_sums, applied, load_LE, dropped
