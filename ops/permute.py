@@ -130,15 +130,21 @@ class Permute(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
+        self.to_int = ops.Cast()
+        self.keep = ops.Mul()
         self.reshape = ops.Reshape()
         self.token_of_row = ops.ScatterNd()
         self.gather = ops.Gather()
 
-    def construct(self, x_TH: Tensor, row_N: Tensor, rows: int) -> Tensor:
-        """Return ``[rows, H]``."""
+    def construct(
+        self, x_TH: Tensor, row_N: Tensor, rows: int, kept_N: Tensor | None = None
+    ) -> Tensor:
+        """Return ``[rows, H]``; a row that only pairs with ``kept_N`` False take holds token 0."""
         tokens = x_TH.shape[0]
         pairs = row_N.shape[0]
         token_N = Tensor(np.arange(pairs, dtype=np.int32) // (pairs // tokens))
+        if kept_N is not None:  # dropped pairs share a row, and ScatterNd adds up
+            token_N = self.keep(token_N, self.to_int(kept_N, ms.int32))
         token_P = self.token_of_row(self.reshape(row_N, (-1, 1)), token_N, (rows,))
         return self.gather(x_TH, token_P, 0)
 

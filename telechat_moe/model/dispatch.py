@@ -94,7 +94,7 @@ class CapacityDispatch(nn.Cell):
         E, H = self.num_experts, x_TH.shape[1]
         C = self.capacity(T * K)
         row_N, kept_N = self.plan(index_TK, weight_TK, C)
-        x_PH = self.permute(x_TH, row_N, E * C + 1)  # dropped pairs share the last row
+        x_PH = self.permute(x_TH, row_N, E * C + 1, kept_N)  # dropped pairs share the last row
         y_ECH = experts(self.reshape(x_PH[: E * C], (E, C, H)))
         kept_N = self.to_float(kept_N, ms.float32)
         if self.training:
