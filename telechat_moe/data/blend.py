@@ -236,7 +236,8 @@ def split_range(split: str, phase: str, documents: int) -> tuple[int, int]:
     """Return the range of documents that a split string such as "99, 1, 0" gives to a phase."""
     parts = [_number(part) for part in split.split(",") if part.strip()]
     shares = [part for part in parts if part is not None]
-    if len(shares) != len(parts) or len(shares) > len(PHASES) or min(shares, default=-1) < 0:
+    understood = len(shares) == len(parts) and 0 < len(shares) <= len(PHASES)
+    if not understood or min(shares) < 0 or not 0 < sum(shares) < math.inf:
         raise BadInputError(f"split is {split!r}; expected three shares such as '98, 2, 0'")
     shares = _normalised(shares + [0.0] * (len(PHASES) - len(shares)))
     which = PHASES.index(phase)

@@ -180,9 +180,8 @@ def default_corpus(*, include_tests: bool = False) -> Corpus:
     left_out = PACKAGE_FOLDERS if include_tests else PACKAGE_FOLDERS | TEST_FOLDERS
     files = [
         source
-        for source in _list(root, (".py",))
-        if not left_out.intersection(Path(source.name).parts)
-        and not source.path.name.startswith("_sysconfigdata")
+        for source in _list(root, (".py",), left_out)
+        if not source.path.name.startswith("_sysconfigdata")
     ]
     if not files:
         raise BadInputError(
@@ -191,13 +190,17 @@ def default_corpus(*, include_tests: bool = False) -> Corpus:
     return Corpus(f"Python {sys.version.split()[0]} standard library", files)
 
 
-def _list(given: Path, endings: tuple[str, ...] | None) -> list[SourceFile]:
-    """List a file or the files of a folder, sorted by relative path."""
+def _list(
+    given: Path, endings: tuple[str, ...] | None, left_out: frozenset[str] = frozenset()
+) -> list[SourceFile]:
+    """List a file or the files of a folder, sorted by relative path; some folders are left out."""
     if not given.is_dir():
         return [SourceFile(given, given.name, explicit=True)]
     found: list[tuple[tuple[str, ...], Path]] = []
     for folder, subfolders, names in os.walk(given):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith(".") and name not in left_out
+        ]
         for name in names:
             path = Path(folder, name)
             ends = name.lower().removesuffix(".gz")

@@ -1,0 +1,317 @@
+"""Building datasets: what is in them, determinism, interruption, faults."""
+
+import contextlib
+import filecmp
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telechat_moe.data import IndexedDataset, build, load_tokenizer, scan, verify
+from telechat_moe.data import build as build_function
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+DRIVER = Path(__file__).with_name("kill_driver.py")
+FILES = [
+    "manifest.json",
+    "tokenizer.json",
+    "train.bin",
+    "train.idx",
+    "valid.bin",
+    "valid.idx",
+]
+
+
+def same_files(first: Path, second: Path) -> bool:
+    assert sorted(path.name for path in first.iterdir()) == FILES
+    _, differing, missing = filecmp.cmpfiles(first, second, FILES, shallow=False)
+    return not differing and not missing
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset that was built without interruption, in many shards."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    with small_shards():
+        result = build(out, [corpus], vocab_size=400, seed=3)
+    assert result.shards > 5
+    return out
+
+
+@contextlib.contextmanager
+def small_shards() -> Iterator[None]:
+    before = scan.SHARD_BYTES
+    scan.SHARD_BYTES = 8000
+    try:
+        yield
+    finally:
+        scan.SHARD_BYTES = before
+
+
+def test_dataset_holds_the_corpus(corpus: Path, whole: Path) -> None:
+    """Every document is on one side, whole, in order, exact, and ends with EoD."""
+    tokenizer = load_tokenizer(whole)
+    expected = [path.read_bytes() for path in sorted(corpus.rglob("*.txt"))]
+    manifest = json.loads((whole / "manifest.json").read_text())
+    found: dict[str, list[bytes]] = {}
+    for side in ("train", "valid"):
+        dataset = IndexedDataset(whole / side)
+        assert dataset.dtype == np.uint16
+        documents = [dataset[index] for index in range(len(dataset))]
+        assert all(tokens[-1] == tokenizer.eod for tokens in documents)
+        assert not any((tokens[:-1] == tokenizer.eod).any() for tokens in documents)
+        found[side] = [tokenizer.decode_bytes(tokens[:-1]) for tokens in documents]
+        assert manifest[side]["documents"] == len(documents)
+        assert manifest[side]["tokens"] == sum(map(len, documents))
+        assert manifest[side]["text_bytes"] == sum(map(len, found[side]))
+    assert [text for text in expected if text in found["train"]] == found["train"]
+    assert [text for text in expected if text in found["valid"]] == found["valid"]
+    assert sorted(found["train"] + found["valid"]) == sorted(expected)
+    assert len(found["valid"]) == round(0.05 * len(expected))
+    assert manifest["corpus"]["text_bytes"] == sum(map(len, expected))
+    assert verify(whole) == manifest
+
+
+def test_two_builds_are_equal(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    """Also where the shards are cut elsewhere, and where the corpus lies elsewhere."""
+    moved = tmp_path / "moved" / corpus.name
+    moved.parent.mkdir()
+    moved.symlink_to(corpus)
+    build(tmp_path / "out", [moved], vocab_size=400, seed=3)
+    assert same_files(tmp_path / "out", whole)
+
+
+def test_seed_moves_the_split_only(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    sides = []
+    for seed in (3, 4, 5):
+        result = build(tmp_path / str(seed), [corpus], vocab_size=400, seed=seed)
+        sides.append(IndexedDataset(result.out / "valid").tokens.tolist())
+    assert len({tuple(side) for side in sides}) == 3
+    assert (tmp_path / "3" / "valid.bin").read_bytes() == (whole / "valid.bin").read_bytes()
+
+
+def test_equal_documents_stay_on_one_side(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"text number {number % 8} " * 5)
+    result = build(tmp_path / "out", [folder], vocab_size=300, valid_fraction=0.3)
+    tokenizer = load_tokenizer(result.out)
+    texts = []
+    for side in ("train", "valid"):
+        dataset = IndexedDataset(result.out / side)
+        texts.append({tokenizer.decode(dataset[i]) for i in range(len(dataset))})
+    assert len(texts[0]) + len(texts[1]) == 8
+    assert not texts[0] & texts[1]
+
+
+def test_split_of_too_few_documents(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("only one document " * 20)
+    with pytest.raises(BadInputError, match=r"has 1 document.* too few .* --valid-fraction 0"):
+        build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300)
+    result = build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300, valid_fraction=0)
+    assert "valid" not in result.manifest
+    assert not (result.out / "valid.bin").exists()
+
+
+def test_given_tokenizer(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    result = build(tmp_path / "out", [corpus], tokenizer=whole / "tokenizer.json", seed=3)
+    assert (result.out / "train.bin").read_bytes() == (whole / "train.bin").read_bytes()
+    assert result.manifest["inputs"]["vocab_size"] is None
+
+
+def test_reuse_refuse_replace(corpus: Path, tmp_path: Path, caplog) -> None:
+    out = tmp_path / "out"
+    first = build(out, [corpus], vocab_size=300)
+    assert not first.reused
+    times = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert build(out, [corpus], vocab_size=300).reused
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
+    with pytest.raises(UsageError, match=r"vocab_size: 300 there, 310 now.*--force"):
+        build(out, [corpus], vocab_size=310)
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == times
+    forced = build(out, [corpus], vocab_size=310, valid_fraction=0, force=True)
+    assert forced.manifest["tokenizer"]["vocab_size"] == 310
+    assert not (out / "valid.bin").exists()
+    # A damaged file is noticed, said, and made again.
+    raw = bytearray((out / "train.bin").read_bytes())
+    raw[100] ^= 1
+    (out / "train.bin").write_bytes(raw)
+    with pytest.raises(BadInputError, match=r"train\.bin: damaged"):
+        verify(out)
+    again = build(out, [corpus], vocab_size=310, valid_fraction=0)
+    assert not again.reused
+    assert "train.bin: damaged" in caplog.text
+    assert verify(out) == forced.manifest
+
+
+def test_foreign_files_are_not_overwritten(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.bin").write_bytes(b"precious")
+    with pytest.raises(UsageError, match=r"holds train\.bin but no manifest\.json"):
+        build(tmp_path, [corpus], vocab_size=300)
+    assert (tmp_path / "train.bin").read_bytes() == b"precious"
+    with pytest.raises(UsageError, match="is not a folder"):
+        build(tmp_path / "train.bin", [corpus], vocab_size=300)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(BadInputError, match=r"manifest\.json: not a manifest"):
+        build(tmp_path, [corpus], vocab_size=300)
+
+
+def test_bad_arguments(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"valid_fraction is 1\.0"):
+        build(tmp_path, [corpus], valid_fraction=1.0)
+    with pytest.raises(UsageError, match="vocab_size is 10"):
+        build(tmp_path, [corpus], vocab_size=10)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(BadInputError, match="the corpus has no text"):
+        build(tmp_path / "out", [tmp_path / "empty.txt"])
+
+
+def test_finished_shards_are_not_done_again(
+    corpus: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[build_function.__module__]
+    write = module._Job._write_shard
+    written: list[int] = []
+
+    def write_four(self, shard, *rest) -> None:
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        written.append(shard)
+        write(self, shard, *rest)
+
+    monkeypatch.setattr(module._Job, "_write_shard", write_four)
+    out = tmp_path / "out"
+    with small_shards():
+        with pytest.raises(KeyboardInterrupt):
+            build(out, [corpus], vocab_size=400, seed=3)
+        assert [path.name for path in out.iterdir()] == [".partial"]
+        # One of the four is damaged: it alone is done again.
+        victim = out / ".partial" / "shard-000002.train.bin"
+        victim.write_bytes(victim.read_bytes()[:-1])
+        written.clear()
+        monkeypatch.setattr(
+            module._Job, "_write_shard", lambda *a: written.append(a[1]) or write(*a)
+        )
+        result = build(out, [corpus], vocab_size=400, seed=3)
+    assert result.resumed_shards == 3
+    assert written == [2, *range(4, result.shards)]
+    assert same_files(out, whole)
+
+
+def drive(corpus: Path, out: Path, *how: str) -> tuple[int, dict]:
+    done = subprocess.run(
+        [sys.executable, str(DRIVER), str(corpus), str(out), *how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {}
+
+
+def assert_sound(out: Path, whole: Path) -> None:
+    """Whatever is visible in OUT is one of the complete files."""
+    for path in out.iterdir() if out.exists() else ():
+        if path.name != ".partial":
+            assert path.read_bytes() == (whole / path.name).read_bytes()
+
+
+def test_killed_at_chosen_and_random_moments(corpus: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL before file operations spread over the build, one after another, then finish."""
+    _, counted = drive(corpus, tmp_path / "count", "count")
+    operations = counted["operations"]
+    generator = random.Random(1)
+    # The last 0.4 of the operations remove the finished work; before them the files are published.
+    moments = generator.sample(range(1, operations // 2), 5)
+    moments += [int(share * operations) for share in (0.54, 0.57, 0.6)]
+    for moment in moments:
+        out = tmp_path / f"at{moment}"
+        code, _ = drive(corpus, out, "event", str(moment))
+        assert code == -signal.SIGKILL
+        assert_sound(out, whole)
+        code, result = drive(corpus, out, "count")
+        assert code == 0
+        assert result["reused"] or result["resumed"] > 0 or moment < 20
+        assert same_files(out, whole)
+    # One build killed again and again, by the clock.
+    out = tmp_path / "again"
+    for share in (0.3, 0.6, 0.9):
+        drive(corpus, out, "time", str(share * counted["seconds"]))
+        assert_sound(out, whole)
+    drive(corpus, out, "count")
+    assert same_files(out, whole)
+
+
+def test_two_builds_at_once(corpus: Path, tmp_path: Path) -> None:
+    import fcntl
+
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with pytest.raises(TelechatMoeError, match="another build is writing to"):
+            build(tmp_path, [corpus], vocab_size=300)
+    finally:
+        os.close(descriptor)
+
+
+def test_corpus_that_changes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(9):
+        (folder / f"{number}.txt").write_text(f"text number {number} " * 50)
+    module = sys.modules[build_function.__module__]
+    train = module._Job._train
+
+    def change_then_train(self, vocab_size):
+        tokenizer = train(self, vocab_size)
+        (folder / "5.txt").write_text("changed")
+        return tokenizer
+
+    monkeypatch.setattr(module._Job, "_train", change_then_train)
+    with pytest.raises(BadInputError, match=r"5\.txt changed while the dataset was being built"):
+        build(tmp_path / "out", [folder], vocab_size=300)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 160 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=160k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount command")
+    if done.returncode:
+        pytest.skip(f"cannot mount a small tmpfs (needs root): {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(corpus: Path, whole: Path, small_disk: Path) -> None:
+    """The build stops with a clear error, shows nothing half-written, and can go on."""
+    out = small_disk / "out"
+    with small_shards():
+        with pytest.raises(TelechatMoeError, match=r"no space left on .*/out") as caught:
+            build(out, [corpus], vocab_size=400, seed=3)
+        assert caught.value.exit_code == 1
+        assert [path.name for path in out.iterdir()] == [".partial"]
+        done = len(list((out / ".partial").glob("shard-*.json")))
+        assert done > 0
+        subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+        result = build(out, [corpus], vocab_size=400, seed=3)
+    assert result.resumed_shards == done
+    assert same_files(out, whole)

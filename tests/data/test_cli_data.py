@@ -1,0 +1,132 @@
+"""`telechat-moe data`: what it prints, its JSON, its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telechat_moe.cli import main
+from telechat_moe.data import IndexedDataset, load_tokenizer
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+
+@pytest.fixture(scope="module")
+def built(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cli") / "out"
+    assert main(["data", "build", "--corpus", str(corpus), "--out", str(out)]) == 0
+    return out
+
+
+def test_build_prints_and_writes_json(corpus: Path, tmp_path: Path, capsys) -> None:
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    command = ["data", "build", "--corpus", str(corpus), "--out", str(out), "--vocab-size", "300"]
+    assert main([*command, "--json", str(report)]) == 0
+    printed = capsys.readouterr()
+    assert "built in" in printed.out
+    assert "300 tokens, end of document <|eod|> = 0, stored as uint16" in printed.out
+    found = json.loads(report.read_text())
+    assert set(found) == {
+        "out",
+        "reused",
+        "shards",
+        "resumed_shards",
+        "seconds",
+        "skipped_files",
+        "manifest",
+    }
+    assert found["manifest"] == json.loads((out / "manifest.json").read_text())
+    assert main([*command, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["reused"] is True
+
+
+def test_show(built: Path, capsys) -> None:
+    assert main(["data", "show", str(built), "--tokens", "5", "--json", "-"]) == 0
+    train, valid = json.loads(capsys.readouterr().out)["datasets"]
+    dataset = IndexedDataset(built / "train")
+    first = dataset.tokens[:5].tolist()
+    assert train["first_tokens"] == first
+    assert train["first_text"] == load_tokenizer(built).decode(first)
+    assert train["documents"] == len(dataset)
+    assert train["tokens"] == int(dataset.sequence_lengths.sum())
+    assert (train["checksums"], valid["prefix"]) == ("ok", str(built / "valid"))
+    for given in ("train", "train.bin", "train.idx"):
+        assert main(["data", "show", str(built / given)]) == 0
+        assert "checksums: ok" in capsys.readouterr().out
+
+
+def test_show_without_manifest_is_not_judged(built: Path, tmp_path: Path, capsys) -> None:
+    for suffix in ("bin", "idx"):
+        (tmp_path / f"d.{suffix}").write_bytes((built / f"train.{suffix}").read_bytes())
+    assert main(["data", "show", str(tmp_path / "d")]) == 0
+    printed = capsys.readouterr().out
+    assert "checksums: not judged" in printed
+    assert "first text" not in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["build", "--corpus", "nowhere"], 3, "nowhere: no such file or folder"),
+        (["build", "--vocab-size", "5"], 2, "vocab_size is 5"),
+        (["build", "--valid-fraction", "2"], 2, "valid_fraction is 2.0"),
+        (["build", "--tokenizer", "nowhere.json"], 3, "nowhere.json: no such file"),
+        (["show", "nowhere"], 3, "nowhere.idx: no such file"),
+        (["show", "."], 3, "no .idx file in this folder"),
+        (["show", "x", "--tokens", "-1"], 2, "--tokens is -1"),
+    ],
+)
+def test_errors(
+    arguments: list[str],
+    code: int,
+    message: str,
+    capsys,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", *arguments]) == code
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert printed.out == ""
+    assert list(tmp_path.glob("*/*.bin")) == []
+
+
+def test_damaged_file_is_shown_as_such(built: Path, tmp_path: Path, capsys) -> None:
+    for path in built.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    raw = bytearray((tmp_path / "valid.bin").read_bytes())
+    raw[-1] ^= 0x80
+    (tmp_path / "valid.bin").write_bytes(raw)
+    assert main(["data", "show", str(tmp_path)]) == 3
+    assert f"{tmp_path / 'valid.bin'}: damaged" in capsys.readouterr().err
+
+
+def test_imports_are_light() -> None:
+    """Without mindspore, in under 0.3 s; the verb is registered without numpy."""
+    code = (
+        "import sys, time; begin = time.perf_counter(); import {module}\n"
+        "seconds = time.perf_counter() - begin\n"
+        "heavy = [m for m in {heavy} if m in sys.modules]\n"
+        "print(seconds, heavy)\n"
+    )
+    checks = {
+        "telechat_moe.data": ["mindspore", "mindformers", "tokenizers", "torch", "rich", "yaml"],
+        "telechat_moe.cli.data": ["mindspore", "tokenizers", "numpy", "rich", "telechat_moe.data"],
+    }
+    for module, heavy in checks.items():
+        seconds = []
+        for _ in range(3):
+            done = subprocess.run(
+                [sys.executable, "-c", code.format(module=module, heavy=heavy)],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            time, found = done.stdout.split(maxsplit=1)
+            assert found.strip() == "[]"
+            seconds.append(float(time))
+        assert min(seconds) < 0.3

@@ -1,0 +1,227 @@
+"""The loader: order, ranks, resume, and a thread that never hangs or hides an error."""
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telechat_moe.data import GptDataset, Loader, open_blend
+from telechat_moe.errors import BadInputError, UsageError
+
+
+class Numbers:
+    """A dataset whose n-th sample is the number n."""
+
+    def __init__(self, count: int, fail_at: int | None = None, delay: float = 0.0) -> None:
+        self.count, self.fail_at, self.delay = count, fail_at, delay
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batch(self, indices) -> dict[str, np.ndarray]:
+        time.sleep(self.delay)
+        if self.fail_at is not None and self.fail_at in np.asarray(indices):
+            raise BadInputError(f"sample {self.fail_at} is broken")
+        return {"n": np.array(indices)}
+
+    def fingerprint(self) -> str:
+        return f"numbers {self.count}"
+
+
+def threads() -> int:
+    return sum(thread.name == "telechat-moe-data" for thread in threading.enumerate())
+
+
+def served(loader: Loader) -> list[list[int]]:
+    return [batch["n"].tolist() for batch in loader]
+
+
+@given(
+    count=st.integers(1, 60),
+    batch=st.integers(1, 7),
+    ranks=st.integers(1, 4),
+    slicing=st.sampled_from(["interleaved", "contiguous"]),
+    epochs=st.integers(1, 3),
+)
+@settings(max_examples=100, deadline=None)
+def test_ranks_partition_every_epoch(
+    count: int, batch: int, ranks: int, slicing: str, epochs: int
+) -> None:
+    if count < batch * ranks:
+        return
+    per_rank = [
+        served(
+            Loader(
+                Numbers(count),
+                batch,
+                dp_rank=rank,
+                dp_size=ranks,
+                slicing=slicing,
+                epochs=epochs,
+                prefetch=0,
+            )
+        )
+        for rank in range(ranks)
+    ]
+    whole = count // (batch * ranks) * batch * ranks
+    steps = list(zip(*per_rank, strict=True))
+    assert len(steps) == epochs * whole // (batch * ranks)
+    for number, step in enumerate(steps):
+        together = sorted(sample for rank in step for sample in rank)
+        first = number * batch * ranks % whole
+        assert together == list(range(first, first + batch * ranks))
+        if slicing == "contiguous":
+            assert [sample for rank in step for sample in rank] == together
+
+
+@given(
+    count=st.integers(8, 60),
+    batch=st.integers(1, 7),
+    start=st.integers(0, 130),
+    prefetch=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_resume_at_any_sample(count: int, batch: int, start: int, prefetch: int) -> None:
+    """From any sample on the stream is the uninterrupted one."""
+    stream = [n for _ in range(2) for n in range(count // batch * batch)]
+    with Loader(Numbers(count), batch, start, prefetch, epochs=2) as loader:
+        expected = [stream[at : at + batch] for at in range(start, len(stream), batch)]
+        expected = [rows for rows in expected if len(rows) == batch]
+        assert len(loader) == len(expected)
+        assert served(loader) == expected
+        assert len(loader) == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_state_counts_what_was_taken(prefetch: int) -> None:
+    whole = served(Loader(Numbers(40), 4, prefetch=prefetch))
+    for taken in range(len(whole) + 1):
+        with Loader(Numbers(40), 4, prefetch=prefetch) as loader:
+            head = [next(loader)["n"].tolist() for _ in range(taken)]
+            time.sleep(0.002)  # let the thread run ahead
+            state = json.loads(json.dumps(loader.state()))
+        assert state["next_sample"] == 4 * taken
+        with Loader(Numbers(40), 4, prefetch=prefetch) as other:
+            other.load_state(state)
+            assert head + served(other) == whole
+
+
+def test_state_with_another_batch_size_or_ranks() -> None:
+    loader = Loader(Numbers(40), 4)
+    next(loader)
+    state = loader.state()
+    loader.close()
+    ranks = [Loader(Numbers(40), 3, dp_rank=rank, dp_size=2, prefetch=0) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state(state)
+    both = [
+        sorted(sample for batch in step for sample in batch["n"].tolist())
+        for step in zip(*ranks, strict=True)
+    ]
+    assert list(itertools.chain.from_iterable(both)) == list(range(4, 34))
+
+
+def test_state_of_other_data_is_refused(prefixes: dict[str, str]) -> None:
+    first = Loader(GptDataset(prefixes["long"], 16, 40, seed=1), 2)
+    second = Loader(GptDataset(prefixes["long"], 16, 40, seed=2), 2)
+    with pytest.raises(BadInputError, match="made with other training data"):
+        second.load_state(first.state())
+    for wrong in ({}, {"version": 2, "next_sample": 0, "dataset": "x"}):
+        with pytest.raises(BadInputError, match="cannot be read"):
+            first.load_state(wrong)
+
+
+def test_batches_equal_single_samples(prefixes: dict[str, str]) -> None:
+    dataset = open_blend(
+        ["2", prefixes["long"], "1", prefixes["short"]], seq_length=16, size=60, seed=1
+    )
+    number = 0
+    for batch in Loader(dataset, 5):
+        for row in range(5):
+            for name, values in dataset[number].items():
+                np.testing.assert_array_equal(batch[name][row], values)
+            number += 1
+    assert number == len(dataset) // 5 * 5
+
+
+def test_error_in_the_thread_reaches_the_consumer() -> None:
+    loader = Loader(Numbers(40, fail_at=9), 4)
+    assert next(loader)["n"].tolist() == [0, 1, 2, 3]
+    assert next(loader)["n"].tolist() == [4, 5, 6, 7]
+    with pytest.raises(BadInputError, match="sample 9 is broken"):
+        next(loader)
+    assert threads() == 0
+    # The position has not moved: the same error again, not a skipped batch.
+    with pytest.raises(BadInputError, match="sample 9 is broken"):
+        next(loader)
+
+
+def test_threads_end() -> None:
+    loader = Loader(Numbers(4000), 4)
+    next(loader)
+    assert threads() == 1
+    loader.close()
+    assert threads() == 0
+    assert next(loader)["n"].tolist() == [4, 5, 6, 7]  # usable on
+    del loader
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == 0
+    exhausted = Loader(Numbers(12), 4)
+    assert len(served(exhausted)) == 3
+    assert threads() == 0
+    with pytest.raises(StopIteration):
+        next(exhausted)
+
+
+def test_prefetch_hides_the_work() -> None:
+    """While the consumer works, the thread prepares the next batches."""
+    with Loader(Numbers(400, delay=0.02), 4, prefetch=2) as loader:
+        next(loader)
+        waited = 0.0
+        for _ in range(5):
+            time.sleep(0.05)
+            begin = time.perf_counter()
+            next(loader)
+            waited += time.perf_counter() - begin
+    assert waited < 0.05  # 0.1 s without prefetch
+
+
+def test_process_exits_with_a_running_thread(prefixes: dict[str, str]) -> None:
+    code = (
+        "import sys; from telechat_moe.data import GptDataset, Loader\n"
+        "loader = Loader(GptDataset(sys.argv[1], 16, 4000), 2)\n"
+        "next(loader); print('taken')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, prefixes["long"]],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "taken\n", "")
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(BadInputError, match=r"7 samples do not fill one batch of 4 x 2"):
+        Loader(Numbers(7), 4, dp_size=2)
+    for wrong in ({"batch_size": 0}, {"dp_rank": 2, "dp_size": 2}, {"prefetch": -1}):
+        with pytest.raises(UsageError):
+            Loader(Numbers(40), **({"batch_size": 4} | wrong))
+    with pytest.raises(UsageError):
+        Loader(Numbers(40), 4, start_sample=-1)
+    endless = Loader(Numbers(8), 4, epochs=None, epoch_samples=4, prefetch=0)
+    assert [next(endless)["n"].tolist() for _ in range(3)] == [[0, 1, 2, 3]] * 3
+    with pytest.raises(TypeError):
+        len(endless)

@@ -1,0 +1,112 @@
+"""The tokenizer gives every text and every byte back."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telechat_moe.data import Tokenizer, load_tokenizer
+from telechat_moe.data.tokenizer import EOD_TOKEN, train_tokenizer
+from telechat_moe.errors import BadInputError, UsageError
+
+pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+
+
+@pytest.fixture(scope="module")
+def texts(corpus: Path) -> list[str]:
+    return [path.read_bytes().decode() for path in sorted(corpus.rglob("*.txt"))]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts: list[str]) -> Tokenizer:
+    return train_tokenizer(texts, 500)
+
+
+any_text = st.one_of(
+    st.text(),
+    st.text(alphabet="ab \n\t\r'<|eod|>ſ\u2028\x1c\x85", max_size=60),
+    st.lists(st.sampled_from([EOD_TOKEN, "self", " ", "\n", "汉", "🙂", "'s"])).map("".join),
+)
+
+
+@given(text=any_text)
+@settings(max_examples=300, deadline=None)
+def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype == np.int32
+    assert tokenizer.eod not in tokens
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode_bytes(tokens) == text.encode()
+
+
+@given(text=any_text, size=st.integers(1, 12))
+@settings(max_examples=300, deadline=None)
+def test_pieces_give_the_same_tokens(tokenizer: Tokenizer, text: str, size: int) -> None:
+    whole = tokenizer.encode_documents([text])[0]
+    assert tokenizer.encode_documents([text], size)[0].tolist() == whole.tolist()
+
+
+def test_pieces_of_real_text(tokenizer: Tokenizer) -> None:
+    text = Path(json.__file__).read_text(encoding="utf-8")
+    whole = tokenizer.encode_documents([text, "x"])
+    for size in (1, 10, 100, 1000):
+        pieces = tokenizer.encode_documents([text, "x"], size)
+        assert [p.tolist() for p in pieces] == [w.tolist() for w in whole]
+    assert whole[1].tolist() == [*tokenizer.encode("x").tolist(), tokenizer.eod]
+
+
+def test_all_bytes_are_in_the_alphabet(tokenizer: Tokenizer) -> None:
+    seen = {tokenizer.decode_bytes([token]) for token in range(tokenizer.vocab_size)}
+    assert {bytes([value]) for value in range(256)} <= seen
+    assert tokenizer.vocab_size == 500
+    assert (tokenizer.eod, tokenizer.decode([0])) == (0, EOD_TOKEN)
+    assert tokenizer.decode([0], skip_special=True) == ""
+    with pytest.raises(UsageError, match="token 500 is not in the vocabulary"):
+        tokenizer.decode_bytes([500])
+
+
+def test_saved_and_loaded(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert loaded.to_json() == tokenizer.to_json()
+        assert loaded.eod == 0
+        text = texts[0] + EOD_TOKEN
+        assert loaded.encode(text).tolist() == tokenizer.encode(text).tolist()
+
+
+def test_training_is_deterministic_across_processes(corpus: Path, tokenizer: Tokenizer) -> None:
+    code = (
+        "import sys, pathlib; from telechat_moe.data.tokenizer import train_tokenizer\n"
+        "texts = [p.read_bytes().decode() for p in sorted(pathlib.Path(sys.argv[1]).rglob('*.txt'))]\n"
+        "sys.stdout.buffer.write(train_tokenizer(texts, 500).to_json().encode())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(corpus)], capture_output=True, check=True
+    )
+    assert done.stdout.decode() == tokenizer.to_json()
+
+
+def test_bad_tokenizers(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    with pytest.raises(UsageError, match=r"vocab_size is 256; .* needs 257 or more"):
+        train_tokenizer(["x"], 256)
+    with pytest.raises(BadInputError, match="no such file"):
+        load_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(BadInputError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        load_tokenizer(path)
+    Backend(models.BPE({"a": 0, "<end>": 1}, [])).save(str(path))
+    with pytest.raises(BadInputError, match="has no end-of-document token"):
+        load_tokenizer(path)
+    assert load_tokenizer(path, "<end>").eod == 1
+    with pytest.raises(UsageError, match="only a byte-level tokenizer"):
+        load_tokenizer(path, "<end>").decode_bytes([0])
