@@ -3,7 +3,7 @@
 Nothing here imports mindspore.
 """
 
-from telechat_moe.recipe.load import find, load, loads, shipped_names
+from telechat_moe.recipe.load import find, load, loads, schema_file, shipped_names
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import OtherModelConfig, Recipe
 from telechat_moe.recipe.schema_model import ModelConfig
@@ -19,5 +19,6 @@ __all__ = [
     "find",
     "load",
     "loads",
+    "schema_file",
     "shipped_names",
 ]

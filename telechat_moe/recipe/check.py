@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 from telechat_moe.recipe.fields import Form, Length, Range
 from telechat_moe.recipe.tree import Entry, Kind, Node
 
-INVALID: Any = type("Invalid", (), {"__repr__": lambda self: "INVALID"})()
+INVALID: Any = object()
 """Returned instead of a value that has a problem."""
 
 Report = Callable[["Entry", str, str, str, str], None]
@@ -65,10 +65,9 @@ class Checker:
                 return self.section(entry, chosen, path)
             return self._by_type(entry, fitting, path)
         for option in fitting:
-            problems: list[object] = []
-            trial = Checker(lambda *args, seen=problems: seen.append(args))
-            value = trial._one(entry, option, path)
-            if not problems:
+            trial = _Trial()
+            value = Checker(trial.report)._one(entry, option, path)
+            if not trial.problems:
                 return value
         self.report(
             entry, path, node.show(), f"expected {describe(kind)}", nearest_word(node, kind)
@@ -138,7 +137,7 @@ class Checker:
     def section(self, entry: Entry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
         plan = _plan(cls)
-        built = object.__new__(cls)
+        built = cast(Any, object.__new__)(cls)
         given: dict[str, Entry] = {}
         for child in entry.node.entries:
             below = f"{path}.{child.key}".lstrip(".")
@@ -173,6 +172,15 @@ class Checker:
         )
         suggestion = f"{path}.{near}".lstrip(".") if near else ""
         self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
+
+
+class _Trial:
+    """Counts problems without telling anybody."""
+
+    problems = 0
+
+    def report(self, place: Entry, key: str, found: str, expected: str, near: str) -> None:
+        self.problems += 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -277,7 +285,8 @@ def _kinds(kind: Any) -> tuple[Kind, ...]:
 
 
 def _kind_of(value: object) -> str:
-    return {bool: "bool", int: "int", str: "str", type(None): "null"}[type(value)]
+    names: dict[type, str] = {bool: "bool", int: "int", str: "str", type(None): "null"}
+    return names[type(value)]
 
 
 _WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "text"}

@@ -8,6 +8,7 @@ Example:
 """
 
 import difflib
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -19,14 +20,18 @@ from telechat_moe.recipe.check import Checker, keys_of, required_of
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import OTHER_TYPES, OtherModelConfig, Recipe
 from telechat_moe.recipe.schema_model import DEEPSEEK_V3, ModelConfig
-from telechat_moe.recipe.tree import MAX_BYTES, Entry, Kind, Node, read
+from telechat_moe.recipe.tree import Entry, Kind, Node, read
 
 
 def shipped_dir() -> Path:
     """Return the folder of the recipes that come with the package."""
-    import telechat_moe.recipes as shipped
-
+    shipped = importlib.import_module("telechat_moe.recipes")
     return Path(cast(str, shipped.__file__)).parent
+
+
+def schema_file() -> Path:
+    """Return the published JSON schema of recipes."""
+    return shipped_dir() / "schema.json"
 
 
 def shipped_names() -> list[str]:
@@ -108,24 +113,24 @@ class _Loader:
         self.problems.setdefault((file, line, key, found), problem)
 
     def load(self, overrides: Sequence[str], devices: int | None) -> Recipe:
+        data = b""
         try:
             data = self.path.read_bytes()
-            if len(data) > MAX_BYTES:
-                raise _UnreadableError(0, f"{len(data)} bytes", "a recipe is at most 1 MiB")
             text = data.decode("utf-8-sig")
         except OSError as error:
             self.report(self.file, 0, "", f"cannot be read: {error.strerror}", "a readable file")
         except UnicodeDecodeError as error:
-            line = data[: error.start].count(b"\n") + 1  # pyright: ignore[reportPossiblyUnbound]
+            line = data[: error.start].count(b"\n") + 1
             self.report(self.file, line, "", "a byte that is not UTF-8", "save the file as UTF-8")
-        except _UnreadableError as error:
-            self.report(self.file, error.line, "", error.found, error.expected)
         else:
             return self.parse(text, overrides, devices)
         raise RecipeError(list(self.problems.values()))
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
-        root = read(text, lambda line, key, *said: self.report(self.file, line, key, *said))
+        def in_file(line: int, key: str, found: str, expected: str) -> None:
+            self.report(self.file, line, key, found, expected)
+
+        root = read(text, in_file)
         if root is not None and root.kind != "map":
             self.report(self.file, root.line, "", root.show(), "a recipe is a YAML map")
             root = None
@@ -164,22 +169,17 @@ class _Loader:
         if not equals or not all(parts):
             self.report(origin, 0, "", "not of the form a.b=c", "name a key and its value")
             return
-        node = read(
-            value if value.strip() else "null",
-            lambda _line, _key, *said: self.report(origin, 0, key, *said),
-        )
+
+        def in_value(line: int, below: str, found: str, expected: str) -> None:
+            self.report(origin, 0, key, found, expected)
+
+        node = read(value if value.strip() else "null", in_value)
         if node is None:
             return
         _mark(node, origin)
         said = _put(root, parts, node, origin)
         if said:
             self.report(origin, 0, key, *said)
-
-
-class _UnreadableError(Exception):
-    def __init__(self, line: int, found: str, expected: str) -> None:
-        super().__init__(found)
-        self.line, self.found, self.expected = line, found, expected
 
 
 def _label(path: Path) -> str:

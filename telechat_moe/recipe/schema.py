@@ -272,7 +272,7 @@ class Recipe:
     run_mode: Literal["train", "finetune", "predict", "eval", "predict_with_train_model"]
     """What MindFormers does with the recipe."""
 
-    use_legacy: bool = False
+    use_legacy: Literal[False] = field(default=False, metadata={"written": True})
     """MindFormers' old networks. Must be False, and written: MindFormers' default is True."""
 
     use_parallel: bool = False

@@ -21,7 +21,7 @@ except ImportError:  # pragma: no cover - PyYAML built without libyaml
 
 MAX_DEPTH = 50
 MAX_VALUES = 100_000
-MAX_BYTES = 1 << 20
+MAX_CHARACTERS = 1_000_000
 
 Kind = Literal["map", "list", "bool", "int", "float", "str", "null", "broken"]
 Report = Callable[[int, str, str, str], None]
@@ -234,7 +234,7 @@ class _Builder:
             if isinstance(event, yaml.SequenceEndEvent):
                 break
             index = str(len(node.entries))
-            at = cast(Any, event).start_mark.line + 1
+            at = event.start_mark.line + 1
             entry = self._entry(event, index, at, depth, f"{path}.{index}".lstrip("."))
             node.entries.append(entry)
             node.size += entry.node.size
@@ -310,8 +310,11 @@ def read(text: str, report: Report) -> Node | None:
     Returns:
         The tree, or None if the text is not one YAML document.
     """
+    if len(text) > MAX_CHARACTERS:
+        report(1, "", f"{len(text)} characters", f"a recipe has at most {MAX_CHARACTERS}")
+        return None
     try:
-        events = cast(Iterator[Any], iter(yaml.parse(text, Loader=_Loader)))
+        events = cast(Iterator[Any], cast(Any, yaml).parse(text, Loader=_Loader))
         builder, root = _Builder(events, report), None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):

@@ -15,7 +15,7 @@ def plain(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         given: The section as it was written; keys that were not written are left out if they have
             no value, are sections, or mean nothing to MindFormers.
     """
-    cls = cast(type, type(section))
+    cls = cast("type[Any]", type(section))
     written = {canonical(cls, key): value for key, value in given.items()}
     result = {name: _value(getattr(section, name), value) for name, value in written.items()}
     for field in dataclasses.fields(cls):

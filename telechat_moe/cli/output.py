@@ -1,0 +1,75 @@
+"""How verbs print: tables for people, JSON for programs."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import UsageError
+
+
+def write_json(target: str | None, report: Any) -> bool:
+    """Write a report where ``--json`` says.
+
+    Args:
+        target: The option's value: a file, ``-`` for stdout, or None.
+        report: Plain data.
+
+    Returns:
+        Whether stdout is taken, so that nothing else may be printed there.
+    """
+    if target is None:
+        return False
+    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return True
+    try:
+        Path(target).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {target}: cannot be written: {error.strerror}") from None
+    return False
+
+
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], prefix: str = "") -> None:
+    """Print a table: with rich on a terminal, else in plain columns.
+
+    Args:
+        headers: Column titles; a title that ends in a space aligns its column to the right.
+        rows: Cells, as many in each row as there are titles.
+        prefix: Put before each plain line, such as ``# `` inside YAML.
+    """
+    if sys.stdout.isatty():
+        _rich_table(headers, rows)
+        return
+    titles = [h.strip() for h in headers]
+    widths = [max(len(r[i]) for r in [titles, *rows]) for i in range(len(titles))]
+    for row in [titles, *rows]:
+        cells = [
+            cell.rjust(width) if title.endswith(" ") else cell.ljust(width)
+            for cell, width, title in zip(row, widths, headers, strict=True)
+        ]
+        print((prefix + "  ".join(cells)).rstrip())
+
+
+def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for header in headers:
+        table.add_column(header.strip(), justify="right" if header.endswith(" ") else "left")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+def human(count: float) -> str:
+    """Write a large number with three or four digits: 104576167936 is 104.6B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= limit:
+            value = count / limit
+            return f"{value:.1f}{unit}" if value >= 100 else f"{value:.2f}{unit}"
+    return f"{count:g}"

@@ -1,0 +1,348 @@
+"""`telechat-moe ls`, `show`, `check` and `cp`: the recipe files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.cli.output import human, show_table, write_json
+from telechat_moe.errors import UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import ModelConfig, Problem, Recipe
+
+Subparsers = Any
+SCHEMA_COMMENT = b"# yaml-language-server: $schema=../schema.json"
+
+LS_EPILOG = """\
+--json keys: recipes, a list of {name, model_type, total, total_without_mtp, active,
+active_without_mtp (parameters), devices, description}.
+
+example:
+  telechat-moe ls
+
+exit codes: 0 ok; 2 wrong usage; 3 a shipped recipe is broken
+"""
+
+SHOW_EPILOG = """\
+prints the resolved recipe (defaults, aliases and --set applied) as YAML that MindFormers reads,
+and after it, as comments, what follows from it.
+
+--json keys: source, recipe (resolved), devices, global_batch, train_steps, and null for a model
+type that this package only checks: parameters {total, total_without_mtp, active,
+active_without_mtp, parts [{name, count, each, total, active}]}, flops_per_token {forward,
+training, convention}, state_bytes {parameters, gradients, optimizer, total}.
+
+example:
+  telechat-moe show telechat3_moe/pretrain_105b_a4b_4k.yaml --set parallel_config.data_parallel=8
+
+exit codes: 0 ok; 2 wrong usage; 3 the recipe has problems
+"""
+
+CHECK_EPILOG = """\
+prints every problem of every recipe as file:line: key: found; expected.
+
+--json keys: recipes, a list of {name, ok, problems [{file, line, key, found, expected,
+suggestion}]}; problems, their number.
+
+example:
+  telechat-moe check my_recipe.yaml --devices 256
+
+exit codes: 0 no problems; 1 at least one recipe has problems; 2 wrong usage; 3 a recipe does not
+exist or cannot be read
+"""
+
+CP_EPILOG = """\
+--json keys: source, destination.
+
+example:
+  telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml
+
+exit codes: 0 ok; 2 wrong usage, or DEST exists; 3 no such recipe
+"""
+
+CONVENTION = (
+    "matrix products only, 2 per multiply-add; causal attention, (S + 1) / 2 keys per token; "
+    "training = 3 x forward; MTP included; recomputation not"
+)
+
+
+def register(subparsers: Subparsers) -> None:
+    """Add the verbs to the command line."""
+    ls = _add(subparsers, "ls", "list the recipes that come with the package", LS_EPILOG)
+    ls.set_defaults(run=run_ls)
+    show = _add(subparsers, "show", "print a resolved recipe and what follows from it", SHOW_EPILOG)
+    show.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a file")
+    _add_settings(show)
+    show.set_defaults(run=run_show)
+    check = _add(subparsers, "check", "check recipes and print every problem", CHECK_EPILOG)
+    check.add_argument("recipes", metavar="RECIPE", nargs="+", help="shipped recipes or files")
+    _add_settings(check)
+    check.set_defaults(run=run_check)
+    copy = _add(subparsers, "cp", "copy a recipe to a file of your own", CP_EPILOG)
+    copy.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a file")
+    copy.add_argument("dest", metavar="DEST", help="file or folder to write")
+    copy.add_argument("--force", action="store_true", help="replace DEST if it exists")
+    copy.set_defaults(run=run_cp)
+
+
+def _add(subparsers: Subparsers, name: str, says: str, epilog: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=says,
+        description=says[0].upper() + says[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="replace a setting; may be repeated (values are YAML, list items by index)",
+    )
+    parser.add_argument("--devices", type=int, metavar="N", help="devices that there are")
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    """List the shipped recipes."""
+    from telechat_moe.recipe import load, shipped_names
+
+    report = [_entry(name, load(name)) for name in shipped_names()]
+    if not write_json(args.json, {"recipes": report}):
+        rows = [
+            [
+                e["name"],
+                human(e["total_without_mtp"]),
+                human(e["active_without_mtp"]),
+                f"{e['devices']:,}",
+                e["description"],
+            ]
+            for e in report
+        ]
+        show_table(["recipe", "total ", "active ", "devices ", "what"], rows)
+    return 0
+
+
+def _entry(name: str, recipe: Recipe) -> dict[str, Any]:
+    from telechat_moe.recipe.arithmetic import parameters
+
+    counts = parameters(recipe.model_config)
+    return {
+        "name": name,
+        "model_type": recipe.model_config.model_type,
+        "total": counts.total,
+        "total_without_mtp": counts.total_without_mtp,
+        "active": counts.active,
+        "active_without_mtp": counts.active_without_mtp,
+        "devices": recipe.devices,
+        "description": describe(recipe.source.read_text(encoding="utf-8")),
+    }
+
+
+def describe(text: str) -> str:
+    """Return the first sentence of the ``What:`` entry in a recipe's header comment."""
+    words: list[str] = []
+    for line in text.splitlines():
+        said = line.removeprefix("#").strip()
+        if words and (not said or not line.startswith("#   ")):
+            break
+        if words:
+            words.append(said)
+        elif said.startswith("What:"):
+            words.append(said.removeprefix("What:").strip())
+    sentence, _, _ = " ".join(words).partition(". ")
+    for end in (";", ":"):
+        sentence = sentence.partition(end + " ")[0]
+    return sentence.rstrip(".")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    """Print a resolved recipe and what follows from it."""
+    from telechat_moe.recipe import ModelConfig, load
+
+    recipe = load(args.recipe, args.set, devices=args.devices)
+    config = recipe.model.model_config
+    model = config if isinstance(config, ModelConfig) else None
+    report: dict[str, Any] = {
+        "source": str(recipe.source),
+        "recipe": recipe.to_dict(),
+        "devices": recipe.devices,
+        "global_batch": recipe.global_batch,
+        "train_steps": recipe.train_steps,
+        "parameters": None,
+        "flops_per_token": None,
+        "state_bytes": None,
+    }
+    if model is not None:
+        report |= _derived(model)
+    if not write_json(args.json, report):
+        _print_show(report, config.model_type)
+    return 0
+
+
+def _derived(model: ModelConfig) -> dict[str, Any]:
+    from telechat_moe.recipe.arithmetic import flops_per_token, parameters, state_bytes
+
+    counts, flops, state = parameters(model), flops_per_token(model), state_bytes(model)
+    return {
+        "parameters": {
+            "total": counts.total,
+            "total_without_mtp": counts.total_without_mtp,
+            "active": counts.active,
+            "active_without_mtp": counts.active_without_mtp,
+            "parts": [
+                {
+                    "name": part.name,
+                    "count": part.count,
+                    "each": part.each,
+                    "total": part.total,
+                    "active": part.total_active,
+                }
+                for part in counts.parts
+            ],
+        },
+        "flops_per_token": {
+            "forward": flops.forward,
+            "training": flops.training,
+            "convention": CONVENTION,
+        },
+        "state_bytes": {
+            "parameters": state.parameters,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
+            "total": state.total,
+        },
+    }
+
+
+def _print_show(report: dict[str, Any], model_type: str | None) -> None:
+    print(to_yaml(report["recipe"]), end="")
+    lines = [
+        f"devices:         {report['devices']:,}",
+        f"batch:           {report['global_batch']:,} samples per update",
+        f"steps:           {report['train_steps']:,}",
+    ]
+    counts = report["parameters"]
+    if counts is None:
+        lines.append(f"parameters:      not counted for model type {model_type}")
+        print("\n".join(f"# {line}" for line in lines))
+        return
+    flops, state = report["flops_per_token"], report["state_bytes"]
+    lines += [
+        f"parameters:      {human(counts['total_without_mtp'])} without MTP, "
+        f"{human(counts['total'])} with",
+        f"active:          {human(counts['active_without_mtp'])} without MTP, "
+        f"{human(counts['active'])} with, per token, embedding and head included",
+        f"FLOPs per token: {human(flops['forward'])} forward, {human(flops['training'])} training",
+        f"                 ({flops['convention']})",
+        f"states:          {state['total'] / 2**30:,.2f} GiB over all devices: parameters, "
+        "gradients, two float32 moments",
+    ]
+    print("\n".join(f"# {line}" for line in lines))
+    total, active = counts["total"], counts["active"]
+    rows = [
+        [
+            part["name"],
+            f"{part['count']}",
+            f"{part['each']:,}",
+            f"{part['total']:,}",
+            f"{part['total'] / total:.1%}",
+            f"{part['active']:,}",
+            f"{part['active'] / active:.1%}",
+        ]
+        for part in counts["parts"]
+    ]
+    titles = ["part", "count ", "parameters each ", "total ", "share ", "active ", "share "]
+    show_table(titles, rows, prefix="# ")
+
+
+def to_yaml(data: dict[str, Any]) -> str:
+    """Write plain data as YAML without aliases, in the order of the data."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    return str(yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100))
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Check recipes and print every problem."""
+    report: list[dict[str, Any]] = []
+    lines: list[str] = []
+    missing = False
+    for name in args.recipes:
+        found, problems = _problems(name, args)
+        missing = missing or not found
+        lines += [str(problem) for problem in problems] or [f"{name}: ok"]
+        entries = [problem.to_dict() for problem in problems]
+        report.append({"name": name, "ok": not problems, "problems": entries})
+    count = sum(len(entry["problems"]) for entry in report)
+    if not write_json(args.json, {"recipes": report, "problems": count}):
+        print("\n".join(lines))
+        broken = sum(not entry["ok"] for entry in report)
+        if broken:
+            print(f"problems: {count}, in {broken} of {len(report)} recipes")
+    return 3 if missing else int(count > 0)
+
+
+def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]:
+    """Return whether the recipe exists, and what is wrong with it."""
+    from telechat_moe.recipe import RecipeError, find, load
+
+    try:
+        find(name)
+    except RecipeError as error:
+        return False, error.problems
+    try:
+        load(name, args.set, devices=args.devices)
+    except RecipeError as error:
+        return True, error.problems
+    return True, []
+
+
+def run_cp(args: argparse.Namespace) -> int:
+    """Copy a recipe to a file of the user's own."""
+    from telechat_moe.recipe import find, schema_file
+
+    source, dest = find(args.recipe), Path(args.dest)
+    if dest.is_dir():
+        dest = dest / source.name
+    data = source.read_bytes()
+    if data.startswith(SCHEMA_COMMENT):  # the editor's hint must still find the schema
+        hint = f"# yaml-language-server: $schema={schema_file()}".encode()
+        data = hint + data.removeprefix(SCHEMA_COMMENT)
+    try:
+        _write(dest, data, replace=args.force)
+    except FileExistsError:
+        raise UsageError(f"{dest} exists; choose another name or give --force") from None
+    except OSError as error:
+        raise UsageError(f"{dest}: cannot be written: {error.strerror}") from None
+    if not write_json(args.json, {"source": str(source), "destination": str(dest)}):
+        print(f"{source.name} -> {dest}")
+    return 0
+
+
+def _write(dest: Path, data: bytes, *, replace: bool) -> None:
+    """Write a file whole or not at all; without ``replace`` an existing file is an error."""
+    with tempfile.NamedTemporaryFile(dir=dest.parent, prefix=".cp-", delete=False) as file:
+        file.write(data)
+    temporary = Path(file.name)
+    temporary.chmod(0o644)
+    try:
+        if replace:
+            temporary.replace(dest)
+        else:
+            os.link(temporary, dest)
+    finally:
+        temporary.unlink(missing_ok=True)
