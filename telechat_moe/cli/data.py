@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telechat_moe.cli.output import write_json
 from telechat_moe.errors import BadInputError, UsageError
 
 if TYPE_CHECKING:
@@ -163,7 +163,8 @@ def run_build(args: argparse.Namespace) -> int:
         "skipped_files": result.skipped,
         "manifest": result.manifest,
     }
-    _output(args.json, report, _describe_build(result, seconds))
+    if not write_json(args.json, report):
+        print(_describe_build(result, seconds))
     return 0
 
 
@@ -281,7 +282,8 @@ def run_show(args: argparse.Namespace) -> int:
     for prefix in prefixes:
         tokenizer = _tokenizer_for(prefix, args.tokenizer)
         reports.append(_report(prefix, IndexedDataset(prefix), tokenizer, args.tokens))
-    _output(args.json, {"datasets": reports}, "\n".join(map(_describe, reports)))
+    if not write_json(args.json, {"datasets": reports}):
+        print("\n".join(map(_describe, reports)))
     return 0
 
 
@@ -333,17 +335,3 @@ def _describe(report: dict[str, Any]) -> str:
     if report["first_text"] is not None:
         lines.append(f"  first text: {report['first_text']!r}")
     return "\n".join(lines)
-
-
-def _output(target: str | None, report: dict[str, Any], text: str) -> None:
-    """Print the text, and write the JSON where asked; '-' prints the JSON alone."""
-    encoded = json.dumps(report, indent=2, ensure_ascii=False)
-    if target == "-":
-        print(encoded)
-        return
-    print(text)
-    if target:
-        try:
-            Path(target).write_text(encoded + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--json {target}: cannot be written: {error.strerror}") from None

@@ -23,6 +23,9 @@ from telechat_moe.data.pack import build_indices
 from telechat_moe.data.sample import Batch, SampleOptions, collate
 from telechat_moe.errors import BadInputError
 
+FEW_PIECES = 16
+"""Up to so many documents are copied one by one; more, all tokens at once."""
+
 
 class Dataset(Protocol):
     """What the loader needs of a dataset."""
@@ -137,10 +140,7 @@ class GptDataset:
             lengths[-1] = end + extra
             lengths[0] -= begin
             starts[0] += begin
-            ends = np.cumsum(lengths)
-            # Token j of the sample lies at shift + j, shift constant over each document.
-            places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
-            window[sample, : len(places)] = self.source.tokens[places]
+            _gather(self.source.tokens, starts, lengths, window[sample])
         self._check_vocabulary(window, wanted)
         return window
 
@@ -166,6 +166,20 @@ class GptDataset:
                 "options": asdict(self.options) | {"vocab_size": None},
             }
         )
+
+
+def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
+    """Copy pieces of ``tokens`` one after another to the front of ``out``."""
+    ends = np.cumsum(lengths)
+    if len(lengths) <= FEW_PIECES:
+        for start, length, end in zip(
+            starts.tolist(), lengths.tolist(), ends.tolist(), strict=True
+        ):
+            out[end - length : end] = tokens[start : start + length]
+        return
+    # The j-th token lies at j plus a shift that is constant over each piece.
+    places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+    out[: len(places)] = tokens[places]
 
 
 def check_range(wanted: np.ndarray, count: int) -> None:

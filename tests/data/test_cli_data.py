@@ -1,6 +1,7 @@
 """`telechat-moe data`: what it prints, its JSON, its exit codes."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.data import IndexedDataset, load_tokenizer
+from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe
+from telechat_moe.recipe import find, load
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -103,6 +105,47 @@ def test_damaged_file_is_shown_as_such(built: Path, tmp_path: Path, capsys) -> N
     (tmp_path / "valid.bin").write_bytes(raw)
     assert main(["data", "show", str(tmp_path)]) == 3
     assert f"{tmp_path / 'valid.bin'}: damaged" in capsys.readouterr().err
+
+
+RECIPE = "telechat3_moe/pretrain_tiny.yaml"
+
+
+def test_recipe_builds_what_it_trains_on(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = load(RECIPE)
+    assert main(["data", "build", "--recipe", RECIPE, "--corpus", str(corpus), "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["manifest"]["inputs"]["seed"] == recipe.seed
+    assert report["manifest"]["inputs"]["vocab_size"] == recipe.model_config.vocab_size
+    train, valid = open_recipe(recipe), open_recipe(recipe, "valid")
+    config = recipe.train_dataset.data_loader.config
+    samples = recipe.train_dataset.data_loader.sizes[0]
+    assert len(train) == math.ceil(samples * 1.005)
+    assert train[0]["input_ids"].shape == (config.seq_length,)
+    assert "attention_mask" not in train[0]
+    (source,) = (dataset.source for dataset in train.datasets)
+    assert source.num_documents == report["manifest"]["train"]["documents"]
+    assert valid.source.num_documents == report["manifest"]["valid"]["documents"]
+    assert len(valid) == (valid.source.num_tokens - 1) // config.seq_length
+    batch = next(Loader(train, recipe.runner_config.batch_size))
+    assert batch["labels"].max() < recipe.model_config.vocab_size
+
+
+def test_recipe_that_does_not_fit_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = find(RECIPE).read_text(encoding="utf-8")
+    build = ["data", "build", "--corpus", str(corpus), "--recipe", "mine.yaml"]
+    Path("mine.yaml").write_text(text.replace("eod: 0", "eod: 7"), encoding="utf-8")
+    assert main(build) == 3
+    assert "config.eod is 7, the tokenizer's is 0" in capsys.readouterr().err
+    Path("mine.yaml").write_text(text.replace("data/train'", "data/text'"), encoding="utf-8")
+    assert main(build) == 3
+    assert "must name one prefix that ends in /train" in capsys.readouterr().err
+    assert main([*build, "--out", "elsewhere"]) == 0
 
 
 def test_imports_are_light() -> None:
