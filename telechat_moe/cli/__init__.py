@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from telechat_moe import __version__
-from telechat_moe.cli import data, recipes
+from telechat_moe.cli import data, recipes, train
 from telechat_moe.errors import TelechatMoeError
 
-VERBS = (recipes, data)
+VERBS = (recipes, data, train)
 
 EPILOG = """\
 example:

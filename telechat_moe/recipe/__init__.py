@@ -5,8 +5,9 @@ Nothing here imports mindspore.
 
 from telechat_moe.recipe.load import find, load, loads, schema_file, shipped_names
 from telechat_moe.recipe.problems import Problem, RecipeError
-from telechat_moe.recipe.schema import OtherModelConfig, Recipe
+from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema_model import ModelConfig
+from telechat_moe.recipe.schema_other import OtherModelConfig
 from telechat_moe.recipe.schema_own import TelechatMoe
 
 __all__ = [

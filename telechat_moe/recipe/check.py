@@ -53,7 +53,7 @@ class Checker:
 
     def _check(self, entry: Entry, kind: Any, path: str) -> Any:
         node = entry.node
-        options = _options(kind)
+        options = options_of(kind)
         fitting = [o for o in options if node.kind in _kinds(o)]
         if node.kind == "int" and len(fitting) > 1:  # int | float: the exact one
             fitting = [o for o in fitting if _bare(o) is not float] or fitting
@@ -76,7 +76,7 @@ class Checker:
 
     def _one(self, entry: Entry, kind: Any, path: str) -> Any:
         node = entry.node
-        base, limits = _split(kind)
+        base, limits = split_annotation(kind)
         if dataclasses.is_dataclass(base):
             return self.section(entry, cast(type, base), path)
         origin = get_origin(base)
@@ -245,21 +245,35 @@ def type_names(cls: Any) -> tuple[str, ...]:
     return get_args(_plan(cls).fields["type"].type)
 
 
-def _options(kind: Any) -> tuple[Any, ...]:
+def options_of(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, nested ones too; the annotation itself if it is none."""
     if get_origin(kind) in (Union, types.UnionType):
-        return tuple(o for arg in get_args(kind) for o in _options(arg))
+        return tuple(o for arg in get_args(kind) for o in options_of(arg))
     return (kind,)
 
 
-def _split(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def split_annotation(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return an annotation without its limits, and the limits."""
     if get_origin(kind) is Annotated:
         base, *limits = get_args(kind)
         return base, tuple(m for m in limits if isinstance(m, Range | Form | Length))
     return kind, ()
 
 
+def parts_of(kind: Any) -> list[tuple[type, bool]]:
+    """Return the sections that an annotation names, and whether each stands in a list."""
+    found: list[tuple[type, bool]] = []
+    for option in options_of(kind):
+        base, _ = split_annotation(option)
+        if dataclasses.is_dataclass(base):
+            found.append((cast(type, base), False))
+        elif get_origin(base) is list:
+            found += [(inner, True) for inner, _ in parts_of(get_args(base)[0])]
+    return found
+
+
 def _bare(kind: Any) -> Any:
-    return _split(kind)[0]
+    return split_annotation(kind)[0]
 
 
 _SCALARS: dict[Any, tuple[Kind, ...]] = {
@@ -294,12 +308,12 @@ _WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "tex
 
 def describe(kind: Any) -> str:
     """Say in words what annotation ``kind`` allows."""
-    options = _options(kind)
+    options = options_of(kind)
     if len(options) > 1:
         if all(dataclasses.is_dataclass(o) for o in options):
             return "a section with one of the known types"
         return " or ".join(dict.fromkeys(describe(o) for o in options))
-    base, limits = _split(kind)
+    base, limits = split_annotation(kind)
     said = " and ".join(str(limit) for limit in limits)
     if base is None or base is type(None):
         return "null"
@@ -311,8 +325,7 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(str(a) for a in args)
     if origin is list:
-        text = f"a list ({said}) of" if said else "a list of"
-        return f"{text} {describe(args[0])}"
+        return f"a list of {said + ' x ' if said else ''}{describe(args[0])}"
     if origin is dict:
         return f"a map to {describe(args[1])}"
     if base is str and said:
@@ -326,7 +339,7 @@ def nearest_word(node: Node, kind: Any) -> str:
         return ""
     words = [
         str(value)
-        for option in _options(kind)
+        for option in options_of(kind)
         if get_origin(_bare(option)) is Literal
         for value in get_args(_bare(option))
     ]

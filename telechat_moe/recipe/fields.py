@@ -67,8 +67,8 @@ class Length:
 
     def __str__(self) -> str:
         if self.high is None:
-            return f"at least {self.low} items"
-        return f"{self.low} items" if self.low == self.high else f"{self.low} to {self.high} items"
+            return f"{self.low} or more"
+        return f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
 
 
 Positive = Annotated[int, Range(1)]

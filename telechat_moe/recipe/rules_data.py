@@ -220,3 +220,4 @@ RULES = (
     batching,
     evaluation,
 )
+DOCUMENTED = RULES

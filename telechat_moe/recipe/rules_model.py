@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from telechat_moe.recipe.schema import OtherModelConfig, Recipe
+from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema_model import ModelConfig
+from telechat_moe.recipe.schema_other import OtherModelConfig
 
 Broken = tuple[str, str, str]
 AnyModel = ModelConfig | OtherModelConfig
@@ -152,7 +153,7 @@ def token_ids(m: AnyModel) -> Iterator[Broken]:
             yield AT + key, str(value), f"below vocab_size ({m.vocab_size})"
 
 
-_MODEL_RULES: tuple[Callable[[AnyModel], Iterator[Broken]], ...] = (
+MODEL_RULES: tuple[Callable[[AnyModel], Iterator[Broken]], ...] = (
     groups,
     top_k,
     rotary,
@@ -183,4 +184,5 @@ def model_batch(r: Recipe) -> Iterator[Broken]:
         yield AT + "batch_size", str(size), expected
 
 
-RULES = (*(_of_recipe(rule) for rule in _MODEL_RULES), model_batch)
+RULES = (*(_of_recipe(rule) for rule in MODEL_RULES), model_batch)
+DOCUMENTED = (*MODEL_RULES, model_batch)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from telechat_moe.recipe.schema import OtherModelConfig, Recipe
+from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema_model import ModelConfig
+from telechat_moe.recipe.schema_other import OtherModelConfig
 from telechat_moe.recipe.schema_train import TrainDataset
 
 Broken = tuple[str, str, str]
@@ -364,3 +365,4 @@ RULES = (
     dataset_strategy,
     recompute,
 )
+DOCUMENTED = (device_count, *RULES)

@@ -12,7 +12,7 @@ from telechat_moe.recipe.schema_callbacks import (
     TopkBiasBalanceCallback,
 )
 from telechat_moe.recipe.schema_model import ModelConfig
-from telechat_moe.recipe.schema_train import LrSchedule
+from telechat_moe.recipe.schema_optimizer import LrSchedule
 
 Broken = tuple[str, str, str]
 TRAINING = ("train", "finetune")
@@ -214,12 +214,6 @@ def sections(r: Recipe) -> Iterator[Broken]:
     if r.model.arch is not None:
         found = "a section of MindFormers' old networks"
         yield "model.arch", found, "model.model_config.architectures instead"
-    if r.resume_training and not r.load_checkpoint:
-        yield (
-            "resume_training",
-            f"{r.resume_training} without load_checkpoint",
-            "a checkpoint to load",
-        )
     if r.runner_config.sink_size == 0:
         yield "runner_config.sink_size", "0", "-1 for an epoch, or at least 1"
     if r.parallel.auto_pipeline:
@@ -238,3 +232,4 @@ RULES = (
     profiling,
     sections,
 )
+DOCUMENTED = RULES

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text
+from telechat_moe.recipe.fields import Count, Length, NonNegative, Positive, Range, Text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,12 @@ class Sample:
 
     max_new_tokens: Positive = 64
     """Tokens to write for each."""
+
+    temperature: NonNegative = 0.8
+    """Divides the logits before drawing. 0: always the most probable token."""
+
+    top_k: Positive = 40
+    """Most probable tokens to draw from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -249,7 +249,7 @@ class _Builder:
             below = f"{path}.{key}".lstrip(".")
             value = self._entry(next(self.events), key, at, depth, below)
             node.size += value.node.size
-            if key == "<<" and cast(Any, event).implicit[0]:
+            if key == "<<" and event.implicit[0]:
                 merged += self._merge(value, path)
             elif key in seen:
                 what = f"a second time, first on line {seen[key]}"

@@ -1,0 +1,147 @@
+"""Writes `docs/recipes.md` from the docstrings of the schema.
+
+python -m telechat_moe.recipe.docs > docs/recipes.md
+"""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import itertools
+import re
+import sys
+from typing import Any, cast
+
+from telechat_moe.recipe.check import describe, parts_of
+from telechat_moe.recipe.schema import Recipe
+
+INTRO = """\
+# Recipes
+
+<!-- Written by `python -m telechat_moe.recipe.docs > docs/recipes.md`; do not edit. -->
+
+A recipe is one YAML file in the format of MindFormers' `run_mindformer.py --config`, and one more
+section, `telechat_moe`, with settings that MindFormers lacks (it drops that section with a
+warning). `telechat-moe ls` lists the recipes that come with the package, `telechat-moe cp` copies
+one, `telechat-moe check` reports every problem of a file at once, `telechat-moe show` prints it
+resolved, with what follows from it.
+
+The loader refuses what MindFormers takes silently: unknown keys at any depth, keys written twice,
+values of another type (`1e-5` is text in YAML, write `1.e-5`; `no` is a boolean, `010` is eight),
+and settings that are right alone and wrong together. It never guesses.
+
+`--set a.b=c` replaces a setting; `c` is YAML, list items are named by index from 0
+(`--set callbacks.0.per_print_times=10`). Replacing a value that has an anchor (`&dp 4`) also
+changes every alias of it (`*dp`); replacing an alias changes that place only.
+
+In the tables below *written* means that a recipe must write the key: MindFormers' own default
+belongs to another model.
+"""
+
+RULES_INTRO = """\
+## Rules across sections
+
+Checked after each value is right alone. The text says what goes wrong otherwise, or why.
+
+| rule | |
+|---|---|
+"""
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstring under each field of a dataclass, base classes included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        body = cast(ast.ClassDef, ast.parse(inspect.getsource(base)).body[0]).body
+        for statement, following in itertools.pairwise(body):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):
+                continue
+            if isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant):
+                text = str(following.value.value)
+                found[statement.target.id] = " ".join(text.split())
+    return found
+
+
+def sections() -> list[tuple[str, type]]:
+    """Return every section of a recipe with its dotted path, a section before those inside it."""
+    found: list[tuple[str, type]] = []
+    seen: set[type] = set()
+
+    def visit(path: str, cls: type) -> None:
+        if cls in seen:
+            return
+        seen.add(cls)
+        found.append((path, cls))
+        for field in dataclasses.fields(cls):
+            if field.metadata.get("hidden"):
+                continue
+            for inner, is_list in parts_of(field.type):
+                below = f"{path}.{field.name}".lstrip(".") + ("[]" if is_list else "")
+                visit(below, inner)
+
+    visit("", Recipe)
+    return found
+
+
+def default_text(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default for the table."""
+    if field.metadata.get("written"):
+        return "*written*"
+    if field.default is not dataclasses.MISSING:
+        return f"`{field.default!r}`" if isinstance(field.default, str) else f"`{field.default}`"
+    if field.default_factory is dataclasses.MISSING:
+        return "*written*"
+    value = field.default_factory()
+    return "as below" if dataclasses.is_dataclass(value) else f"`{value}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def section_table(cls: type) -> str:
+    """Return the Markdown table of one section."""
+    docs = field_docs(cls)
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for field in sorted(dataclasses.fields(cls), key=lambda f: _rank(cls, f.name)):
+        if field.metadata.get("hidden"):
+            continue
+        others = cast("tuple[str, ...]", field.metadata.get("names", ()))
+        also = f" Also `{'`, `'.join(others)}`." if others else ""
+        cells = [f"`{field.name}`", describe(field.type), default_text(field)]
+        cells.append(docs[field.name] + also)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rank(cls: type, name: str) -> int:
+    """Sort a class's own fields before those that it inherits."""
+    return 0 if name in inspect.get_annotations(cls) else 1
+
+
+def rules_table() -> str:
+    """Return the Markdown table of the cross-field rules."""
+    lines: list[str] = []
+    for name in ("rules_model", "rules_parallel", "rules_data", "rules_train"):
+        module = importlib.import_module(f"telechat_moe.recipe.{name}")
+        for rule in module.DOCUMENTED:
+            says = " ".join((rule.__doc__ or "").split())
+            lines.append(f"| `{rule.__name__}` | {_cell(says)} |")
+    return RULES_INTRO + "\n".join(lines) + "\n"
+
+
+def markdown() -> str:
+    """Return the whole page."""
+    parts = [INTRO]
+    for path, cls in sections():
+        says = re.sub(r"\n +", "\n", inspect.getdoc(cls) or "")
+        title = f"`{path}`" if path else "The file"
+        if path.startswith("callbacks[]") or path == "model.model_config":
+            title += f": {cls.__name__}"
+        parts.append(f"## {title}\n\n{says}\n\n{section_table(cls)}")
+    parts.append(rules_table())
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())
