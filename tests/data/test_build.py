@@ -208,6 +208,49 @@ def test_finished_shards_are_not_done_again(
     assert same_files(out, whole)
 
 
+def test_files_appear_by_renaming(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OUT never holds a file that is being written."""
+    out = tmp_path / "out"
+    replace = Path.replace
+    renamed: set[str] = set()
+
+    def record(self, target):
+        assert {path.name for path in out.iterdir()} - {".partial"} == renamed
+        if Path(target).parent == out:
+            renamed.add(Path(target).name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", record)
+    build(out, [corpus], vocab_size=300)
+    assert sorted(renamed) == FILES
+
+
+def test_replacement_that_is_interrupted(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old and new files are never under one manifest."""
+    out = tmp_path / "out"
+    build(out, [corpus], vocab_size=300)
+    replace = Path.replace
+
+    def stop_halfway(self, target):
+        if Path(target) == out / "train.idx":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", stop_halfway)
+        with pytest.raises(KeyboardInterrupt):
+            build(out, [corpus], vocab_size=310, force=True)
+    assert not (out / "manifest.json").exists()
+    with pytest.raises(UsageError, match="but no manifest"):
+        build(out, [corpus], vocab_size=300)
+    assert build(out, [corpus], vocab_size=310).resumed_shards == 1
+    verify(out)
+
+
 def drive(corpus: Path, out: Path, *how: str) -> tuple[int, dict]:
     done = subprocess.run(
         [sys.executable, str(DRIVER), str(corpus), str(out), *how],

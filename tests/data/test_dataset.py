@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.data import GptDataset, IndexedDataset, SampleOptions, open_blend, write_indexed
+from telechat_moe.data import dataset as dataset_module
 from telechat_moe.data.blend import parse_data_path, split_range, valid_prefix
 from telechat_moe.errors import BadInputError
 
@@ -20,12 +21,18 @@ documents_of = st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, m
     seq_length=st.integers(1, 9),
     epochs=st.integers(1, 3),
     seed=st.integers(0, 99),
+    few_pieces=st.sampled_from([0, dataset_module.FEW_PIECES]),
 )
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_every_token_once_per_epoch(
-    tmp_path: Path, bodies: list[list[int]], seq_length: int, epochs: int, seed: int
+    tmp_path: Path,
+    bodies: list[list[int]],
+    seq_length: int,
+    epochs: int,
+    seed: int,
+    few_pieces: int,
 ) -> None:
     """The samples, in the order of their cuts, are the row of documents less a short tail."""
     documents = [[*body, 0] for body in bodies]
@@ -35,7 +42,9 @@ def test_every_token_once_per_epoch(
     if (total - 1) // seq_length < 1 or wanted < 1:
         return
     dataset = GptDataset(tmp_path / "d", seq_length, wanted, seed)
-    windows = dataset.windows(np.arange(len(dataset)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dataset_module, "FEW_PIECES", few_pieces)
+        windows = dataset.windows(np.arange(len(dataset)))
     in_order = windows[np.argsort(dataset.indices.shuffle)]
 
     row = [token for place in dataset.indices.documents.tolist() for token in documents[place]]

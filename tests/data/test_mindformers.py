@@ -129,6 +129,20 @@ def test_samples_equal_mindformers(
             assert_same_samples(mine, theirs)
 
 
+def test_where_we_differ_from_mindformers(reference, prefixes, tmp_path: Path) -> None:
+    """With a ``pad`` that occurs and no mask option, MindFormers keeps earlier samples' masks."""
+    common = {"seq_length": 16, "seed": 1, "split": "1, 0, 0"}
+    theirs = reference([prefixes["long"]], [100, 0, 0], tmp_path, pad=5, **common)[0]
+    mine = open_blend([prefixes["long"]], size=100, options=SampleOptions(eod=0, pad=5), **common)
+    batch = mine.batch(np.arange(len(mine)))
+    leaked = np.stack([theirs[index][2] for index in range(len(theirs))])
+    assert (leaked[-1] == 0).sum() > (batch["loss_mask"][-1] == 0).sum()
+    for index in range(len(mine)):
+        theirs.masks_and_position_ids_are_cached = False
+        for name, expected in zip(batch, theirs[index], strict=True):
+            np.testing.assert_array_equal(batch[name][index], expected)
+
+
 @pytest.mark.parametrize("extra", [True, False])
 def test_short_last_sample_equals_mindformers(reference, prefixes, tmp_path, extra: bool) -> None:
     options = {"eod_mask_loss": True, "add_extra_token_to_sequence": extra}

@@ -51,6 +51,15 @@ def test_pieces_give_the_same_tokens(tokenizer: Tokenizer, text: str, size: int)
     assert tokenizer.encode_documents([text], size)[0].tolist() == whole.tolist()
 
 
+def test_pieces_are_not_cut_in_white_space() -> None:
+    """A run of line ends is one token at the end of a text, and is not before a word."""
+    tokenizer = train_tokenizer(["a\n\n", "b\n\n\n"] * 50, 270)
+    assert len(tokenizer.encode("\n\n")) < len(tokenizer.encode("\n\nb")) - 1
+    for text in ("a\n\nb", "a\nb\n\n\na\nb", "\n\nb"):
+        whole = tokenizer.encode_documents([text])[0].tolist()
+        assert tokenizer.encode_documents([text], 1)[0].tolist() == whole
+
+
 def test_pieces_of_real_text(tokenizer: Tokenizer) -> None:
     text = Path(json.__file__).read_text(encoding="utf-8")
     whole = tokenizer.encode_documents([text, "x"])
