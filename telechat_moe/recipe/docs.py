@@ -5,7 +5,6 @@ python -m telechat_moe.recipe.docs > docs/recipes.md
 
 import ast
 import dataclasses
-import importlib
 import inspect
 import itertools
 import re
@@ -13,6 +12,7 @@ import sys
 from typing import Any, cast
 
 from telechat_moe.recipe.check import describe, parts_of
+from telechat_moe.recipe.rules import documented
 from telechat_moe.recipe.schema import Recipe
 
 INTRO = """\
@@ -121,12 +121,10 @@ def _rank(cls: type, name: str) -> int:
 
 def rules_table() -> str:
     """Return the Markdown table of the cross-field rules."""
-    lines: list[str] = []
-    for name in ("rules_model", "rules_parallel", "rules_data", "rules_train"):
-        module = importlib.import_module(f"telechat_moe.recipe.{name}")
-        for rule in module.DOCUMENTED:
-            says = " ".join((rule.__doc__ or "").split())
-            lines.append(f"| `{rule.__name__}` | {_cell(says)} |")
+    lines = [
+        f"| `{rule.__name__}` | {_cell(' '.join((rule.__doc__ or '').split()))} |"
+        for rule in documented()
+    ]
     return RULES_INTRO + "\n".join(lines) + "\n"
 
 

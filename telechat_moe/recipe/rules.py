@@ -21,6 +21,16 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def documented() -> tuple[Callable[..., Iterator[Broken]], ...]:
+    """Return every rule in the form that has a name and a docstring."""
+    return (
+        *rules_model.DOCUMENTED,
+        *rules_parallel.DOCUMENTED,
+        *rules_data.DOCUMENTED,
+        *rules_train.DOCUMENTED,
+    )
+
+
 def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Broken]:
     """Yield (key, found, expected) for each rule that the recipe breaks.
 

@@ -285,11 +285,11 @@ class Recipe:
         config = self.model.model_config
         if isinstance(config, ModelConfig):
             return config
-        found = config.model_type or "no dimensions; pretrained_model_dir has them"
-        key, expected = (
-            "model.model_config.model_type",
-            "this package trains telechat3_moe and deepseek_v3",
-        )
+        key, found = "model.model_config.model_type", str(config.model_type)
+        expected = "this package trains telechat3_moe and deepseek_v3"
+        if self.pretrained_model_dir:
+            key, found = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
+            expected = "the folder that has the model's dimensions"
         raise RecipeError(
             [Problem(file=str(self.source), line=0, key=key, found=found, expected=expected)]
         )

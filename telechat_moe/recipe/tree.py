@@ -185,6 +185,7 @@ class _Builder:
         self.anchors: dict[str, Node | None] = {}
 
     def node(self, event: Any, depth: int, path: str) -> Node:
+        """Read one value and everything inside it."""
         line = event.start_mark.line + 1
         if depth > MAX_DEPTH:
             raise _TooDeepError(line)
@@ -213,7 +214,8 @@ class _Builder:
             return self._list(line, depth, path)
         return self._map(line, depth, path)
 
-    def _entry(self, event: Any, key: str, line: int, depth: int, path: str) -> Entry:
+    def place(self, event: Any, key: str, line: int, depth: int, path: str) -> Entry:
+        """Read one value, or the alias that stands for it."""
         if isinstance(event, yaml.AliasEvent):
             return Entry(key, line, self._alias(event, path), alias=True)
         return Entry(key, line, self.node(event, depth + 1, path))
@@ -235,7 +237,7 @@ class _Builder:
                 break
             index = str(len(node.entries))
             at = event.start_mark.line + 1
-            entry = self._entry(event, index, at, depth, f"{path}.{index}".lstrip("."))
+            entry = self.place(event, index, at, depth, f"{path}.{index}".lstrip("."))
             node.entries.append(entry)
             node.size += entry.node.size
         return node
@@ -247,7 +249,7 @@ class _Builder:
                 break
             key, at = self._key(event, path)
             below = f"{path}.{key}".lstrip(".")
-            value = self._entry(next(self.events), key, at, depth, below)
+            value = self.place(next(self.events), key, at, depth, below)
             node.size += value.node.size
             if key == "<<" and event.implicit[0]:
                 merged += self._merge(value, path)
@@ -322,7 +324,7 @@ def read(text: str, report: Report) -> Node | None:
                     line = cast(Any, event).start_mark.line + 1
                     report(line, "", "a second document", "a recipe is one YAML document")
                     return None
-                root = builder.node(next(events), 0, "")
+                root = builder.place(next(events), "", 1, -1, "").node
         if root is None:
             report(1, "", "an empty file", "a recipe is a YAML map")
         return root
