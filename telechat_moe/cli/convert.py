@@ -1,0 +1,140 @@
+"""`telechat-moe convert`: weights between this package and Hugging Face."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.cli.output import human, write_json
+from telechat_moe.errors import UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.interop.hf import Conversion
+
+EPILOG = """\
+SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with
+--to hf, the folder of a training checkpoint (output/.../checkpoints/step-00000123; its checksums
+are verified, its optimizer state and counters are left out).
+
+DST is a folder that does not exist yet, or a name that ends in .safetensors for a single file. It
+appears only when it is complete. With --to hf the folder also holds config.json, so that
+transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
+in the published DeepSeek-V3 checkpoints.
+
+Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. Tensors
+that are unknown, missing, or of another shape or type than the recipe's model has are listed, and
+nothing is written.
+
+--json keys: source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of
+tensors by type), ignored (tensors of SRC that are no weights), notes (where transformers computes
+something else with these weights), seconds.
+
+example:
+  telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
+      --recipe telechat3_moe/pretrain_tiny.yaml --to hf
+
+exit codes: 0 converted; 1 writing failed (disk full); 2 wrong usage; 3 the recipe or SRC cannot be
+used, or DST exists
+"""
+
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
+
+
+def register(subparsers: Any) -> None:
+    """Add the verb to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "convert",
+        help="convert weights to and from Hugging Face's format",
+        description="Convert weights to and from Hugging Face's format, bit for bit.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("src", metavar="SRC", help="weights to read")
+    parser.add_argument("dst", metavar="DST", help="folder or .safetensors file to make")
+    parser.add_argument(
+        "--recipe", required=True, metavar="RECIPE", help="recipe whose model the weights are of"
+    )
+    parser.add_argument(
+        "--to", required=True, choices=("hf", "telechat"), help="format and names to write"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
+    )
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest file, in bytes or as 500MB, 5GB, 2GiB (default 5GB)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert and say what was written."""
+    shard_bytes = _size(args.shard_size)
+    from telechat_moe.interop.hf import convert
+    from telechat_moe.recipe import load
+
+    config = load(args.recipe, overrides=args.overrides).model_config
+    begin = time.monotonic()
+    with _progress() as progress:
+        result = convert(args.src, args.dst, config, args.to, shard_bytes, progress)
+    seconds = time.monotonic() - begin
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not write_json(args.json, {**result.to_dict(), "seconds": round(seconds, 3)}):
+        print(_describe(result, seconds))
+    return 0
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
+    count = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if count < 1:
+        raise UsageError(f"--shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return count
+
+
+def _describe(result: Conversion, seconds: float) -> str:
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in result.dtypes.items())
+    weights = [f for f in result.files if f.endswith(".safetensors")]
+    lines = [
+        f"{result.destination}: {human(result.parameters)} parameters in {result.tensors} tensors "
+        f"({dtypes})",
+        f"  {len(weights)} file(s), {result.total_bytes / 1e6:.1f} MB, {seconds:.1f} s",
+    ]
+    if result.ignored:
+        lines.append(f"  left out, no weights: {len(result.ignored)} ({result.ignored[0]}, ...)")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _progress() -> Generator[Callable[[int, int], None] | None, None, None]:
+    """Yield a function that moves a progress bar; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("convert")
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,438 @@
+"""Convert weights between this package and Hugging Face's DeepseekV3ForCausalLM, bit for bit.
+
+``telechat-moe convert SRC DST --recipe RECIPE --to hf`` runs :func:`convert`. Tensors stream from
+file to file; the most that is in memory at once is one matrix of one expert, twice, or 16 MiB. What
+is transposed, renamed or written twice is said in :mod:`telechat_moe.interop.names`.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.interop import tensor_files
+from telechat_moe.interop.names import HF_STATE, OUR_STATE, Pair, empty_shared_experts, pairs
+from telechat_moe.interop.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.recipe import ModelConfig
+
+Format = Literal["hf", "telechat"]
+
+SHARD_BYTES = 5_000_000_000
+_SAME_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "routed_scaling_factor",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "qk_nope_head_dim",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "scoring_func",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_interleave",
+    "num_nextn_predict_layers",
+)
+_LABELS = {"hf": "pt", "telechat": "telechat-moe"}  # transformers reads files labelled "pt"
+_TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LATENT_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
+
+
+class WeightsError(BadInputError):
+    """A checkpoint does not hold the tensors of the recipe's model (exit code 3).
+
+    Attributes:
+        problems: One line for each tensor that is unknown, missing or not as expected.
+    """
+
+    def __init__(self, source: Path, problems: list[str], hint: str = "") -> None:
+        self.problems = problems
+        text = f"{source}: {len(problems)} problem(s), nothing was written:\n  "
+        super().__init__(text + "\n  ".join(problems) + hint)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was converted.
+
+    Attributes:
+        source: Where the weights came from.
+        destination: File or folder that was written.
+        to: Format of the destination.
+        files: Names of the files written.
+        tensors: Number of tensors written.
+        parameters: Number of weights of the model, each counted once.
+        total_bytes: Size of all tensors written.
+        dtypes: Number of tensors written of each data type.
+        ignored: Tensors of the source that are no weights.
+        notes: Where Hugging Face's model computes something else than ours with these weights.
+    """
+
+    source: str
+    destination: str
+    to: Format
+    files: list[str]
+    tensors: int
+    parameters: int
+    total_bytes: int
+    dtypes: dict[str, int]
+    ignored: list[str]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON types."""
+        return asdict(self)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    model_config: ModelConfig,
+    to: Format,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Conversion:
+    """Write the weights of ``src`` in the other format to ``dst``.
+
+    Args:
+        src: Safetensors file, folder with one or with an index, or folder of a training checkpoint.
+        dst: Folder, or a name that ends in ``.safetensors`` for one file without config.json. Must
+            not exist; appears only when it is complete.
+        model_config: Model section of the recipe whose weights these are.
+        to: ``hf``: ``src`` has our names; ``telechat``: ``src`` has Hugging Face's.
+        shard_bytes: Largest file in a folder, in bytes of tensors; a larger tensor gets its own file.
+        progress: Called with the bytes written so far and in all.
+
+    Raises:
+        WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
+        BadInputError: If ``src`` cannot be read, ``dst`` exists, or Hugging Face's model cannot
+            compute what the recipe says.
+        TelechatMoeError: If writing failed; ``dst`` was not made.
+    """
+    src, dst = Path(src), Path(dst)
+    if dst.exists() or dst.is_symlink():
+        raise BadInputError(f"{dst} exists; remove it or name another destination")
+    if shard_bytes < 1:
+        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
+    _check_expressible(model_config)
+    entries = tensor_files.read_entries(src)
+    table = pairs(model_config)
+    ignored = _check(src, entries, table, model_config, to)
+    extra: dict[str, dict[str, Any]] = {}
+    if to == "hf":
+        outputs = list(_to_hf(table, entries))
+        dtype = _main_dtype(outputs)
+        extra["config.json"] = hf_config(model_config, _TORCH_DTYPES[dtype])
+        empty = empty_shared_experts(model_config)
+        outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
+    else:
+        outputs = list(_to_ours(table, entries))
+    files = _write(dst, outputs, extra, _LABELS[to], shard_bytes, progress)
+    return Conversion(
+        source=str(src),
+        destination=str(dst),
+        to=to,
+        files=files,
+        tensors=len(outputs),
+        parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in table if not p.is_bias),
+        total_bytes=sum(o.nbytes for o in outputs),
+        dtypes=dict(Counter(o.dtype for o in outputs)),
+        ignored=ignored,
+        notes=_notes(model_config),
+    )
+
+
+def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """Return the config.json of transformers' DeepseekV3ForCausalLM for a model section.
+
+    Args:
+        config: Model section of the recipe.
+        dtype: Data type of the weights, as PyTorch names it.
+    """
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **{key: getattr(config, key) for key in _SAME_KEYS},
+        "num_key_value_heads": config.num_attention_heads,
+        "q_lora_rank": config.q_lora_rank or None,
+        "n_shared_experts": config.shared_width // config.moe_intermediate_size,
+        "n_group": max(1, config.n_group),
+        "topk_group": max(1, config.topk_group),
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "rope_scaling": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": dtype,
+    }
+
+
+# ---------------------------------------------------------------------------------------- checking
+
+
+def _check_expressible(config: ModelConfig) -> None:
+    problems: list[str] = []
+    if not config.qk_layernorm:
+        problems.append("qk_layernorm is False, but there the latents always have an RMSNorm")
+    if config.scoring_func != "sigmoid":
+        problems.append(f"scoring_func is {config.scoring_func}, but there it is always sigmoid")
+    width, unit = config.shared_width, config.moe_intermediate_size
+    if width % unit:
+        problems.append(
+            f"moe_shared_expert_intermediate_size ({width}) must be a multiple of "
+            f"moe_intermediate_size ({unit})"
+        )
+    if config.n_group > 1 and config.n_routed_experts // config.n_group < 2:
+        problems.append("a group has 1 expert, but there it needs at least 2")
+    if problems:
+        raise BadInputError(
+            "Hugging Face's DeepseekV3ForCausalLM cannot hold the recipe's model:\n  "
+            + "\n  ".join(problems)
+        )
+
+
+def _notes(config: ModelConfig) -> list[str]:
+    notes: list[str] = []
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        notes.append(
+            "with one expert per token transformers sets its weight to 1, here it is the score"
+        )
+    if config.rms_norm_eps != _LATENT_EPS:
+        notes.append(
+            f"transformers normalises the query and key/value latents with eps {_LATENT_EPS:g}, "
+            f"this recipe with rms_norm_eps {config.rms_norm_eps:g}; logits differ slightly"
+        )
+    if config.n_group > 1:
+        best = max(1, config.num_experts_per_tok // config.topk_group)
+        if best != 2:
+            notes.append(
+                f"transformers ranks a group of experts by its best 2, this recipe by its best "
+                f"{best} (num_experts_per_tok / topk_group); some tokens choose other experts"
+            )
+        notes.append(
+            "transformers masks the experts of dropped groups with 0, here with -inf; they differ "
+            "where a kept expert's biased score is negative"
+        )
+    if config.num_nextn_predict_layers:
+        notes.append("transformers ignores the MTP layers, and warns of unexpected tensors")
+    return notes
+
+
+def _check(
+    source: Path, entries: dict[str, Entry], table: list[Pair], config: ModelConfig, to: Format
+) -> list[str]:
+    """Compare the source with what the recipe needs; return the names that are no weights."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    optional: dict[str, tuple[int, ...]] = {}
+    for p in table:
+        if to == "hf":
+            wanted[p.ours] = p.shape
+        else:
+            wanted |= dict.fromkeys(p.hf, p.hf_shape)
+            optional |= dict.fromkeys((*p.copies, *p.spare), p.hf_shape)
+    state = OUR_STATE if to == "hf" else HF_STATE
+    ignored = {n for n in entries if state.fullmatch(n)}
+    if to == "telechat":
+        ignored |= {
+            n for n in empty_shared_experts(config) if n in entries and not entries[n].nbytes
+        }
+    unknown = [n for n in entries if n not in wanted and n not in optional and n not in ignored]
+    missing = [n for n in wanted if n not in entries]
+    problems = [f"unknown tensor {n}" for n in _folded(unknown)]
+    problems += [f"missing tensor {n}" for n in _folded(missing)]
+    for name, shape in (wanted | optional).items():
+        if name in entries:
+            problems += _mismatch(name, entries[name], shape)
+    problems = problems or _differences(entries, table, config, to)
+    if problems:
+        other = {name for p in table for name in ((p.ours,) if to == "telechat" else p.hf)}
+        hint = ""
+        if missing and unknown and other <= entries.keys():
+            hint = f"\nThe source already has the names of format {to!r}."
+        raise WeightsError(source, problems, hint)
+    return sorted(ignored)
+
+
+def _folded(names: list[str]) -> list[str]:
+    """Return names, those that differ only in the expert in one line with the experts listed."""
+    experts: dict[str, list[int]] = {}
+    for name in names:
+        match = re.search(r"\.experts\.(\d+)\.", name)
+        key = name if match is None else name.replace(match[0], ".experts.*.", 1)
+        experts.setdefault(key, []).extend([] if match is None else [int(match[1])])
+    lines: list[str] = []
+    for key, found in experts.items():
+        if len(found) == 1:
+            lines.append(key.replace(".*.", f".{found[0]}."))
+        else:
+            lines.append(f"{key} (* = {_ranges(sorted(found))})" if found else key)
+    return lines
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _mismatch(name: str, entry: Entry, shape: tuple[int, ...]) -> list[str]:
+    problems: list[str] = []
+    if entry.shape != shape:
+        problems.append(f"{name} has shape {list(entry.shape)}, the recipe needs {list(shape)}")
+    if entry.dtype not in BYTES_OF_DTYPE:
+        known = ", ".join(BYTES_OF_DTYPE)
+        problems.append(f"{name} has type {entry.dtype}; weights must be one of {known}")
+    return problems
+
+
+def _differences(
+    entries: dict[str, Entry], table: list[Pair], config: ModelConfig, to: Format
+) -> list[str]:
+    """Return what is wrong with contents; names, shapes and types are right already."""
+    problems: list[str] = []
+    for p in table:
+        if p.is_bias and not config.moe_router_enable_expert_bias:
+            name = p.ours if to == "hf" else p.hf[0]
+            if entries[name].read().any():
+                problems.append(f"{name} is not 0, but moe_router_enable_expert_bias is False")
+        if to == "hf":
+            continue
+        dtypes = Counter(entries[n].dtype for n in p.hf)
+        if len(dtypes) > 1:
+            kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
+            problems.append(f"{_folded(list(p.hf))[0]} are of different types: {kinds}")
+        for copy in (*p.copies, *p.spare):
+            if copy in entries and not _equal(entries[copy], entries[p.hf[0]]):
+                problems.append(f"{copy} differs from {p.hf[0]}; this model shares the two")
+    return problems
+
+
+def _equal(a: Entry, b: Entry) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    return all(np.array_equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True))
+
+
+# ------------------------------------------------------------------------------------- converting
+
+
+def _to_hf(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
+    for p in table:
+        entry = entries[p.ours]
+        if not p.stacked:
+            for name in (*p.hf, *p.copies):
+                yield Output(name, entry.dtype, p.hf_shape, entry.pieces)
+            continue
+        _, rows, columns = p.shape
+        size = entry.nbytes // p.shape[0]
+        for j, name in enumerate(p.hf):
+            yield Output(
+                name,
+                entry.dtype,
+                p.hf_shape,
+                lambda e=entry, at=j * size, n=size, r=rows, c=columns: [
+                    _transposed(e.read(at, n), r, c)
+                ],
+            )
+
+
+def _to_ours(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
+    for p in table:
+        parts = [entries[name] for name in p.hf]
+        if p.stacked:
+            rows, columns = p.hf_shape
+            yield Output(
+                p.ours,
+                parts[0].dtype,
+                p.shape,
+                lambda parts=parts, r=rows, c=columns: (_transposed(e.read(), r, c) for e in parts),
+            )
+        else:
+            yield Output(p.ours, parts[0].dtype, p.shape, parts[0].pieces)
+
+
+def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:
+    """Return the bytes of a ``[rows, columns]`` matrix transposed."""
+    matrix = raw.view(f"u{raw.nbytes // (rows * columns)}").reshape(rows, columns)
+    return np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
+
+
+def _main_dtype(outputs: list[Output]) -> str:
+    size: Counter[str] = Counter()
+    for output in outputs:
+        size[output.dtype] += output.nbytes
+    return size.most_common(1)[0][0]
+
+
+def _write(
+    dst: Path,
+    outputs: list[Output],
+    extra: dict[str, dict[str, Any]],
+    label: str,
+    shard_bytes: int,
+    progress: Callable[[int, int], None] | None,
+) -> list[str]:
+    """Write the destination under a hidden name and rename it; return the names of its files."""
+    as_file = dst.suffix == ".safetensors"
+    shards = [outputs] if as_file else tensor_files.plan_shards(outputs, shard_bytes)
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [dst.name if as_file else tensor_files.SINGLE]
+        shards = tensor_files.plan_shards(outputs, 1 << 62)
+    else:
+        extra = {**extra, tensor_files.INDEX: tensor_files.index_of(shards, names)}
+    total = sum(o.nbytes for o in outputs)
+    written = 0
+
+    def advance(count: int) -> None:
+        nonlocal written
+        written += count
+        if progress is not None:
+            progress(written, total)
+
+    hidden = dst.parent / f".{dst.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        hidden.mkdir(parents=True)
+        for name, shard in zip(names, shards, strict=True):
+            tensor_files.write_file(hidden / name, shard, label, advance)
+        if as_file:
+            (hidden / names[0]).rename(dst)
+            hidden.rmdir()
+            return names
+        for name, content in extra.items():
+            tensor_files.write_json(hidden / name, content)
+        hidden.rename(dst)
+    except OSError as error:
+        where = error.filename or hidden
+        raise TelechatMoeError(
+            f"cannot write {dst}: {error.strerror or error} ({where}); {total:,} bytes are needed. "
+            "Nothing was left behind."
+        ) from error
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+    return sorted([*names, *extra])
