@@ -1,0 +1,148 @@
+"""Routing corner cases of one MoE layer, and the bias update, against `float64.py`."""
+
+import math
+
+import pytest
+
+pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]')")
+
+import float64
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from tiny_models import random_batch, random_weights, tiny_config
+
+from telechat_moe.model import CausalLM, Logits
+from telechat_moe.model.balance import BiasUpdate
+from telechat_moe.model.block import MoE
+
+pytestmark = pytest.mark.mindspore
+
+B, S = 2, 24
+
+
+class Layer:
+    """A compiled MoE layer whose selection bias changes from call to call."""
+
+    def __init__(self, block_rows=None, **changes):
+        self.config = tiny_config(**changes)
+        self.cell = MoE(self.config, block_rows).set_train()
+        self.weights = {f"moe.{n}": w for n, w in random_weights(self.cell, seed=1).items()}
+        self.x = np.random.default_rng(2).standard_normal((B, S, 48)).astype(np.float32)
+
+    def run(self, bias):
+        """Return output and load of ours, and output and counts of the formulas."""
+        bias = np.asarray(bias, np.float32)
+        router = self.cell.router
+        router.expert_bias.set_data(Tensor(bias))
+        router.expert_load.set_data(Tensor(np.zeros_like(bias)))
+        y, _ = self.cell(Tensor(self.x.reshape(B * S, -1)), B)
+        counts = float64.Counts()
+        weights = {n: w.astype(np.float64) for n, w in self.weights.items()}
+        weights["moe.router.expert_bias"] = bias.astype(np.float64)
+        expected, _ = float64.moe(self.config, weights, "moe", self.x.astype(np.float64), counts)
+        load = router.expert_load.asnumpy().copy()
+        return y.asnumpy(), load, expected.reshape(B * S, -1), counts.load["moe"]
+
+    def check(self, bias):
+        """Compare output and load; return the load."""
+        y, load, expected, expected_load = self.run(bias)
+        np.testing.assert_array_equal(load, expected_load)
+        np.testing.assert_allclose(y, expected, atol=2e-5 * np.abs(expected).max())
+        return load
+
+
+@pytest.mark.parametrize("block_rows", [None, 5, 128])
+def test_dropless_with_empty_and_with_full_experts(block_rows):
+    layer = Layer(block_rows, num_experts_per_tok=2)
+    pairs = 2 * B * S
+    rng = np.random.default_rng(3)
+    for _ in range(5):
+        layer.check(0.3 * rng.standard_normal(8))
+    two = layer.check([9, 0, 0, 9, 0, 0, 0, 0])
+    assert two.tolist() == [pairs / 2, 0, 0, pairs / 2, 0, 0, 0, 0]
+    one_full = layer.check([0, 0, 0, 0, 0, 0, 0, 9])
+    assert one_full[7] == pairs / 2
+    one_empty = layer.check([0, -9, 0, 0, 0, 0, 0, 0])
+    assert one_empty[1] == 0
+
+
+def test_dropless_with_all_tokens_on_one_expert():
+    layer = Layer(num_experts_per_tok=1)
+    for expert in (0, 3, 7):
+        assert layer.check(9.0 * np.eye(8)[expert])[expert] == B * S
+
+
+@pytest.mark.parametrize(
+    ("groups", "kept", "k"), [(4, 2, 4), (4, 1, 2), (2, 1, 3), (8, 3, 3), (4, 3, 2)]
+)
+def test_experts_of_dropped_groups_never_win(groups, kept, k):
+    """Also where all biased scores are negative, where a mask of 0 instead of -inf would win."""
+    layer = Layer(
+        n_group=groups, topk_group=kept, num_experts_per_tok=k, n_shared_experts=0,
+        moe_intermediate_size=4,
+    )  # fmt: skip
+    rng = np.random.default_rng(4)
+    for mean in (0.0, -0.6, -3.0):
+        for _ in range(4):
+            layer.check(mean + 0.3 * rng.standard_normal(8))
+
+
+def test_bias_is_for_selection_only():
+    """A bias that chooses the same experts changes nothing."""
+    layer = Layer(num_experts_per_tok=8)
+    y, _, _, _ = layer.run(np.zeros(8))
+    moved, _, _, _ = layer.run(np.full(8, 5.0))
+    np.testing.assert_allclose(moved, y, atol=1e-6)
+
+
+def test_bias_update():
+    """Sign rule: up by the rate below the mean load, down above it, unchanged at it."""
+    update = BiasUpdate(0.001)
+    for load in ([3, 1, 2, 2], [0, 0, 0, 8], [5, 5, 5, 5], [1, 2, 3, 10]):
+        mean = sum(load) / 4
+        expected = [0.001 if n < mean else -0.001 if n > mean else 0.0 for n in load]
+        found = update(Tensor(np.array(load, np.float32))).asnumpy()
+        np.testing.assert_array_equal(found, np.array(expected, np.float32))
+
+
+def test_loads_are_counted_in_training_only():
+    layer = Layer()
+    layer.cell.set_train(False)
+    _, load, _, _ = layer.run(np.zeros(8))
+    assert not load.any()
+    layer.cell.set_train(True)
+    _, load, _, _ = layer.run(np.zeros(8))
+    assert load.sum() == 2 * B * S
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("factor", [0.3, 1.0, 8.0])
+def test_drop_and_pad(policy, factor):
+    """Loads from even to all on one expert; with room for all, nothing is dropped."""
+    layer = Layer(moe_token_drop_policy=policy, moe_expert_capacity_factor=factor)
+    for scale in (0.0, 0.3, 9.0):
+        dropped = layer.cell.dispatch.dropped
+        dropped.set_data(Tensor(np.zeros(1, np.float32)))
+        load = layer.check(scale * np.arange(8) / 8)
+        capacity = math.ceil(factor * 2 * B * S / 8)
+        assert dropped.asnumpy()[0] == np.maximum(load - capacity, 0).sum()
+        assert (dropped.asnumpy()[0] == 0) == (factor == 8.0 or load.max() <= capacity)
+
+
+@pytest.mark.parametrize("fp32_residual", [True, False])
+def test_residual_stream_dtype(fp32_residual):
+    """The stream between blocks is float32, or what the layers compute in."""
+    config = tiny_config(compute_dtype="float16", fp32_residual_connection=fp32_residual)
+    model = CausalLM(config)
+    weights = random_weights(model, seed=5)
+    batch = random_batch(config, seed=6)
+    ids, position = Tensor(batch.input_ids), Tensor(batch.position_ids)
+    x = model.embedding(ids)
+    assert x.dtype == (ms.float32 if fp32_residual else ms.float16)
+    cos, sin = model.rope(position)
+    y, _ = model.layers[0](x, cos, sin, model.mask(2, 16, None))
+    assert y.dtype == x.dtype
+    expected = float64.forward(config, weights, batch).logits
+    error = Logits(model)(ids, position).asnumpy() - expected
+    assert 1e-5 < np.abs(error).max() / np.abs(expected).max() < 1e-2
