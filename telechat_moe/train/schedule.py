@@ -1,48 +1,116 @@
-"""Learning-rate schedules: pure functions of the step."""
+"""Learning-rate schedules: pure functions of the step, equal to MindFormers' classes of that name."""
 
 import math
 from collections.abc import Callable
 
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import Recipe
+
 Schedule = Callable[[int], float]
 
 
-def warm_up(step: int, peak: float, warmup_steps: int) -> float:
-    """Return the linear ramp ``peak * (step + 1) / warmup_steps``, for ``step < warmup_steps``."""
-    return peak * (step + 1) / warmup_steps
+def constant(peak: float, warmup_steps: int, start: float = 0.0) -> Schedule:
+    """Rise linearly from ``start`` to ``peak``, then stay (``ConstantWarmUpLR``).
 
-
-def constant(peak: float, warmup_steps: int) -> Schedule:
-    """Ramp up, then stay at ``peak``."""
-    return lambda step: warm_up(step, peak, warmup_steps) if step < warmup_steps else peak
-
-
-def cosine(peak: float, end: float, warmup_steps: int, total_steps: int) -> Schedule:
-    """Ramp up, then fall from ``peak`` to ``end`` along half a cosine; stay there afterwards.
-
-    Source: Loshchilov and Hutter 2017, equation 5.
+    Step 0 has the rate ``start``; step ``warmup_steps`` is the first at ``peak``.
     """
 
     def at(step: int) -> float:
         if step < warmup_steps:
-            return warm_up(step, peak, warmup_steps)
-        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        return end + 0.5 * (peak - end) * (1 + math.cos(math.pi * done))
+            return start + (peak - start) * step / warmup_steps
+        return peak
+
+    return at
+
+
+def cosine(
+    peak: float,
+    end: float,
+    warmup_steps: int,
+    total_steps: int,
+    start: float = 0.0,
+    decay_steps: int | None = None,
+    cycles: float = 0.5,
+) -> Schedule:
+    """Warm up, then follow a cosine from ``peak`` to ``end`` (``CosineWithWarmUpLR``).
+
+    The cosine is stretched over ``total_steps - warmup_steps``; from ``decay_steps`` on (default
+    ``total_steps``) the rate is ``end``.
+
+    Source: Loshchilov and Hutter 2017, equation 5.
+    """
+    rise = constant(peak, warmup_steps, start)
+    last = total_steps if decay_steps is None else decay_steps
+
+    def at(step: int) -> float:
+        if step >= max(1, last):
+            return end
+        if step < warmup_steps:
+            return rise(step)
+        done = (step - warmup_steps) / max(1, total_steps - warmup_steps)
+        return end + (peak - end) * max(0.0, 0.5 * (1 + math.cos(2 * math.pi * cycles * done)))
 
     return at
 
 
 def warmup_stable_decay(
-    peak: float, end: float, warmup_steps: int, decay_start: int, total_steps: int
+    peak: float,
+    end: float,
+    warmup_steps: int,
+    decay_start: int,
+    total_steps: int,
+    start: float = 0.0,
 ) -> Schedule:
-    """Ramp up, stay at ``peak`` until ``decay_start``, then fall linearly to ``end`` (WSD).
+    """Warm up, stay at ``peak`` until ``decay_start``, fall linearly to ``end`` at ``total_steps``.
+
+    MindFormers' ``WarmUpStableDecayLR`` (WSD) goes on falling afterwards; here the rate stays.
 
     Source: Hu et al. 2024, "MiniCPM", section 4.2.
     """
+    rise = constant(peak, warmup_steps, start)
 
     def at(step: int) -> float:
-        if step < warmup_steps:
-            return warm_up(step, peak, warmup_steps)
+        if step < decay_start:
+            return rise(step)
         done = (step - decay_start) / max(1, total_steps - decay_start)
-        return peak + (end - peak) * min(1.0, max(0.0, done))
+        return peak + (end - peak) * min(1.0, done)
 
     return at
+
+
+def from_recipe(recipe: Recipe) -> Schedule:
+    """Return the schedule of ``lr_schedule``.
+
+    Raises:
+        BadInputError: The recipe has another type, or ``grouped_lr_schedule``.
+    """
+    section = recipe.lr_schedule
+    if section is None or section.learning_rate is None:
+        raise BadInputError(
+            f"{recipe.source}: `telechat-moe train` needs lr_schedule with a learning_rate "
+            "(grouped_lr_schedule is read by MindFormers only)"
+        )
+    total = recipe.train_steps
+    if section.total_steps is not None and section.total_steps > 0:
+        total = section.total_steps
+
+    def steps(count: int | None, ratio: float | None, default: int) -> int:
+        if ratio is not None:
+            return int(total * ratio)
+        return default if count is None or count < 0 else count
+
+    peak, end = section.learning_rate, section.lr_end or 0.0
+    start = section.warmup_lr_init or 0.0
+    warmup = steps(section.warmup_steps, section.warmup_ratio, 0)
+    if section.type == "ConstantWarmUpLR":
+        return constant(peak, warmup, start)
+    if section.type == "CosineWithWarmUpLR":
+        last = steps(section.decay_steps, section.decay_ratio, total)
+        return cosine(peak, end, warmup, total, start, last, section.num_cycles or 0.5)
+    if section.type == "WarmUpStableDecayLR":
+        decay_start = steps(section.decay_start_steps, section.decay_start_ratio, total)
+        return warmup_stable_decay(peak, end, warmup, decay_start, total, start)
+    raise BadInputError(
+        f"{recipe.source}: lr_schedule.type {section.type!r} is read by MindFormers only; "
+        "`telechat-moe train` has ConstantWarmUpLR, CosineWithWarmUpLR and WarmUpStableDecayLR"
+    )

@@ -148,8 +148,12 @@ class TrainStep(nn.Cell):
         self.is_finite = ops.IsFinite()
         self.sum = ops.ReduceSum()
         cells = [cell for _, cell in model.cells_and_names()]
-        self.routers = nn.CellList([cell for cell in cells if isinstance(cell, Router)])
-        self.droppers = nn.CellList([cell for cell in cells if isinstance(cell, CapacityDispatch)])
+        self.routers = nn.CellList(
+            [cell for cell in cells if isinstance(cell, Router)], auto_prefix=False
+        )
+        self.droppers = nn.CellList(
+            [cell for cell in cells if isinstance(cell, CapacityDispatch)], auto_prefix=False
+        )
         self.update_bias = bias_rate > 0
         self.bias_update = BiasUpdate(bias_rate)
         self.stack = ops.Stack(0)
@@ -203,3 +207,15 @@ class TrainStep(nn.Cell):
             self.apply(gradients, norm, loads, (rate, epsilon, decay))
         load_LE = self.stack(loads) if loads else self.zero
         return losses, norm, square_sums, applied, load_LE, dropped
+
+
+class Evaluate(nn.Cell):
+    """Next-token loss of a batch, no gradient; set its training flag to False before use."""
+
+    def __init__(self, model: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+
+    def construct(self, *batch: Tensor) -> Tensor:
+        """Return the loss, ``(1,)``."""
+        return self.model(*batch)[0]

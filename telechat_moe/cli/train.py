@@ -1,0 +1,86 @@
+"""`telechat-moe train`: train the model of a recipe on this machine."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+example:
+  telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
+  telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
+
+Writes into the recipe's output_dir: metrics.jsonl, loss.png, tensorboard/, sample.txt,
+summary.json, recipe.json and checkpoints/.
+
+exit codes: 0 trained, 1 stopped (not finite, disk full), 2 usage, 3 bad recipe, data or checkpoint,
+130 interrupted (Ctrl-C or SIGTERM; the step is saved, go on with --resume)
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "train",
+        help="train the model of a recipe on this machine",
+        description="Train the model of a recipe on this machine, in MindSpore graph mode.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a value, for example optimizer.weight_decay=0.05",
+    )
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
+    )
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove the checkpoints of output_dir and start anew",
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="print plain lines, also on a terminal"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the summary as JSON ('-': standard output)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; return the exit code."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    from telechat_moe.recipe import load
+
+    recipe = load(args.recipe, overrides=args.overrides)
+    from telechat_moe.train.trainer import Trainer
+
+    trainer = Trainer(
+        recipe,
+        resume=(args.resume or bool(recipe.resume_training)) and not args.overwrite,
+        overwrite=args.overwrite,
+        plain=args.plain,
+    )
+    summary = trainer.run()
+    if args.json:
+        text = json.dumps(asdict(summary), indent=2) + "\n"
+        if args.json == "-":
+            sys.stdout.write(text)
+        else:
+            Path(args.json).write_text(text, encoding="utf-8")
+    if not summary.finished:
+        return 130
+    print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
+    return 0

@@ -1,0 +1,78 @@
+"""Let the model write: continue prompts token by token."""
+
+from collections.abc import Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from telechat_moe.data import Tokenizer
+from telechat_moe.model import CausalLM, Logits
+
+
+def continue_prompts(
+    model: CausalLM,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+) -> list[str]:
+    """Return a continuation of each prompt.
+
+    All prompts go through the model together in a window of fixed length, so one graph is compiled;
+    what lies behind a prompt's last token is hidden from it by the causal mask.
+
+    Args:
+        model: Its training flag is cleared for the run and put back.
+        tokenizer: The model's.
+        prompts: Beginnings; an empty one starts at the end-of-document token.
+        max_new_tokens: Tokens to add to each, at most.
+        temperature: 0 takes the most probable token.
+        top_k: Candidates to draw from.
+        seed: Seed of the draws.
+    """
+    rows = [tokenizer.encode(prompt).tolist() or [tokenizer.eod] for prompt in prompts]
+    limit = model.config.max_position_embeddings
+    length = min(limit, max(len(row) for row in rows) + max_new_tokens)
+    rows = [row[: length - 1] for row in rows]
+    position = Tensor(np.tile(np.arange(length, dtype=np.int32), (len(rows), 1)))
+    generator = np.random.default_rng(seed)
+    training = model.training
+    model.set_train(False)
+    logits_cell = Logits(model)
+    logits_cell.set_train(False)
+    done = [False] * len(rows)
+    starts = [len(row) for row in rows]
+    while not all(done):
+        ids = np.zeros((len(rows), length), np.int32)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = row
+        logits_TV = logits_cell(Tensor(ids, ms.int32), position).asnumpy()
+        logits_BSV = logits_TV.reshape(len(rows), length, -1)
+        for i, row in enumerate(rows):
+            if done[i]:
+                continue
+            token = draw(logits_BSV[i, len(row) - 1], temperature, top_k, generator)
+            row.append(token)
+            full = len(row) >= length or len(row) - starts[i] >= max_new_tokens
+            done[i] = full or token == tokenizer.eod
+    model.set_train(training)
+    return [
+        tokenizer.decode(row[start:], skip_special=True)
+        for row, start in zip(rows, starts, strict=True)
+    ]
+
+
+def draw(
+    logits_V: np.ndarray, temperature: float, top_k: int, generator: np.random.Generator
+) -> int:
+    """Draw one token among the ``top_k`` most probable, from ``softmax(logits / temperature)``."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    best = np.argsort(-logits_V, kind="stable")[:top_k]
+    x = logits_V[best].astype(np.float64) / temperature
+    weight = np.exp(x - x.max())
+    return int(generator.choice(best, p=weight / weight.sum()))

@@ -1,0 +1,256 @@
+"""The training loop on the mini recipe: what it writes, how it resumes, how it fails."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+from telechat_moe.cli import main
+from telechat_moe.train import checkpoint
+import mini_recipe as mini
+
+
+def losses(output: Path) -> list[tuple[int, float, float]]:
+    """Return (step, loss, gradient norm) of every step, as written."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in records if r["event"] == "step"]
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=120)
+    return process.returncode, text
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """An uninterrupted run of the mini recipe."""
+    output = tmp_path_factory.mktemp("reference") / "run"
+    assert main([*mini.arguments(data, output), "--json", str(output.parent / "s.json")]) == 0
+    return output
+
+
+def test_a_run_writes_what_it_promises(reference: Path) -> None:
+    names = {path.name for path in reference.iterdir()}
+    assert {"metrics.jsonl", "loss.png", "summary.json", "recipe.json", "checkpoints"} <= names
+    assert [step for step, _, _ in losses(reference)] == list(range(1, mini.STEPS + 1))
+    summary = json.loads((reference / "summary.json").read_text())
+    assert summary == json.loads((reference.parent / "s.json").read_text())
+    assert summary["finished"] is True
+    assert summary["steps"] == mini.STEPS
+    assert summary["checkpoint"] == "checkpoints/step-00000012"
+    kept = [path.name for path in checkpoint.list_checkpoints(reference / "checkpoints")]
+    assert kept == ["step-00000012", "step-00000009", "step-00000006"]
+
+
+def test_the_loss_falls_to_what_the_data_allow(tmp_path: Path, data: Path) -> None:
+    # The documents count upwards: after two tokens of one the next is certain.
+    output = tmp_path / "run"
+    changes = {
+        "train_dataset__data_loader__sizes": "[1200,0,0]",
+        "callbacks__2__save_checkpoint_steps": 300,
+    }
+    assert main(mini.arguments(data, output, **changes)) == 0
+    lm = [loss for _, loss, _ in losses(output)]
+    assert lm[0] == pytest.approx(np.log(64), rel=0.03)
+    assert np.mean(lm[-10:]) < 1.0
+
+
+def test_evaluation_leaves_the_training_as_it_is(
+    tmp_path: Path, data: Path, reference: Path
+) -> None:
+    output = tmp_path / "run"
+    assert main(mini.arguments(data, output, telechat_moe__evaluation__interval=4)) == 0
+    assert losses(output) == losses(reference)
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [r["step"] for r in records if r["event"] == "evaluation"]
+    assert evaluated == [4, 8, 12]
+
+
+def test_micro_batches_add_up_to_the_batch(tmp_path: Path, data: Path, reference: Path) -> None:
+    # Without the balance loss a step is linear in the tokens, so only rounding may differ.
+    plain = {"model__model_config__moe_aux_loss_coeff": 0.0}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(mini.arguments(data, whole, **plain)) == 0
+    halves = {"runner_config__batch_size": 2, "runner_config__gradient_accumulation_steps": 2}
+    halves |= {
+        "model__model_config__batch_size": 2,
+        "callbacks__1__gradient_accumulation_steps": 2,
+    }
+    assert main(mini.arguments(data, parts, **plain, **halves)) == 0
+    assert len(losses(parts)) == mini.STEPS
+    np.testing.assert_allclose(losses(parts), losses(whole), rtol=2e-5)
+
+
+def test_ctrl_c_saves_and_resume_goes_on_bitwise(tmp_path: Path, start, reference: Path) -> None:
+    output = tmp_path / "run"
+    process = start(output)
+    wait_for_step(output, 2, process)
+    process.send_signal(signal.SIGINT)
+    code, text = finish(process)
+    assert code == 130, text
+    assert "Traceback" not in text
+    done = len(losses(output))
+    assert done < mini.STEPS, "the signal came too late to interrupt anything"
+    newest = checkpoint.list_checkpoints(output / "checkpoints")[0]
+    assert newest.name == f"step-{done:08d}"
+    code, text = finish(start(output, "--resume"))
+    assert code == 0, text
+    assert losses(output) == losses(reference)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+    """Wait until a step is in metrics.jsonl."""
+    metrics = output / "metrics.jsonl"
+    for _ in range(6000):
+        if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} after a minute")
+
+
+@pytest.mark.parametrize(
+    "kills", [3, pytest.param(20, marks=pytest.mark.slow(reason="four minutes"))]
+)
+def test_killed_at_any_moment_a_run_resumes_to_the_same_losses(
+    tmp_path: Path, start, kills: int
+) -> None:
+    # Saving after every step: about half of the time after the first step is spent in saves.
+    changes = {
+        "callbacks__2__save_checkpoint_steps": 1,
+        "train_dataset__data_loader__sizes": f"[{4 * 8 * (kills + 1)},0,0]",
+    }
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    code, text = finish(start(whole, **changes))
+    assert code == 0, text
+    dice = random.Random(kills)
+    killed = 0
+    while killed < kills:
+        before = output / "metrics.jsonl"
+        seen = before.read_bytes().count(b"\n") if before.exists() else 0
+        process = start(output, "--resume", **changes)
+        if dice.random() < 0.9:
+            changed = before.stat().st_mtime_ns if before.exists() else 0
+            while process.poll() is None and (
+                not before.exists()
+                or before.stat().st_mtime_ns == changed
+                or before.read_bytes().count(b"\n") == 0
+            ):
+                time.sleep(0.005)
+            time.sleep(dice.uniform(0, 0.4))
+        else:
+            time.sleep(dice.uniform(0, 3))
+        if process.poll() is not None:
+            assert process.returncode == 0, process.communicate()[0]
+            break
+        process.kill()
+        process.wait()
+        killed += 1
+        assert seen <= len(losses(whole))
+    assert killed > 0
+    code, text = finish(start(output, "--resume", **changes))
+    assert code == 0, text
+    assert losses(output) == losses(whole)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    assert main(mini.arguments(data, output)) == 0
+    newest = output / "checkpoints" / "step-00000012"
+    shard = next(newest.glob("model-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    capfd.readouterr()
+    assert main([*mini.arguments(data, output), "--resume"]) == 0
+    message = capfd.readouterr().err
+    assert shard.name in message
+    assert "step-00000009" in message
+    assert losses(output) == losses(reference)
+
+
+def test_a_changed_model_section_is_refused_with_the_difference(
+    data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(path for path in reference.rglob("*"))
+    changed = mini.arguments(data, reference, model__model_config__routed_scaling_factor=2.0)
+    assert main([*changed, "--resume"]) == 3
+    message = capfd.readouterr().err
+    assert re.search(r"routed_scaling_factor: 1\.5 -> 2\.0", message), message
+    assert sorted(path for path in reference.rglob("*")) == before
+
+
+def test_other_data_are_refused(
+    data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changed = mini.arguments(data, reference, train_dataset__data_loader__config__seed=7)
+    assert main([*changed, "--resume"]) == 3
+    assert "other training data" in capfd.readouterr().err
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(
+    data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(mini.arguments(data, reference)) == 2
+    assert "--resume" in capfd.readouterr().err
+    assert len(checkpoint.list_checkpoints(reference / "checkpoints")) == 3
+
+
+def test_a_recipe_for_many_devices_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "telechat3_moe/pretrain_105b_a4b_4k.yaml"]) == 3
+    assert "256 devices" in capfd.readouterr().err
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
+    tmp_path: Path, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A learning rate of 1e38 throws the weights to infinity in the first update.
+    output = tmp_path / "run"
+    changes = {
+        "lr_schedule__learning_rate": "1.e+38",
+        "lr_schedule__warmup_steps": 0,
+        "telechat_moe__max_skipped_steps": 3,
+        "callbacks__2__save_checkpoint_steps": 1,
+    }
+    assert main(mini.arguments(data, output, **changes)) == 1
+    message = capfd.readouterr().err
+    assert "4 steps in a row" in message
+    assert re.search(r"(weight|gradient) (of )?\S*(embedding|layers|norm|head)\S* ", message), (
+        message
+    )
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [r["skipped"] for r in records] == [False, True, True, True, True]
+    saved = [checkpoint.load(path) for path in checkpoint.list_checkpoints(output / "checkpoints")]
+    assert [c.state["updates"] for c in saved] == [1, 1, 1]
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
+    tmp_path: Path, data: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1400k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs needs root")
+    try:
+        output = disk / "run"
+        code = main(mini.arguments(data, output, callbacks__2__save_checkpoint_steps=1))
+        message = capfd.readouterr().err
+        newest = checkpoint.latest(output / "checkpoints")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert code == 1, message
+    assert "space" in message
+    assert newest is not None
+    assert 0 < newest.step < mini.STEPS
