@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 
 EOD_TOKEN = "<|eod|>"
 EOD_CANDIDATES = (EOD_TOKEN, "<|endoftext|>", "<|end_of_text|>", "<_end>", "<eod>", "</s>", "<eos>")
@@ -138,14 +138,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         raise UsageError(
             f"vocab_size is {vocab_size}; a byte-level tokenizer needs {BASE_VOCAB} or more"
         )
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    backend = Backend(models.BPE())
-    byte_level: Any = pre_tokenizers.ByteLevel
-    backend.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=True)  # type: ignore[assignment]
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
+    library = _library()
+    backend = library.Tokenizer(library.models.BPE())
+    byte_level = library.pre_tokenizers.ByteLevel
+    backend.pre_tokenizer = byte_level(add_prefix_space=False, use_regex=True)
+    backend.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[EOD_TOKEN],
         initial_alphabet=sorted(byte_level.alphabet()),
@@ -170,10 +168,9 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
         file = file / "tokenizer.json"
     if not file.is_file():
         raise BadInputError(f"{file}: no such file; expected a tokenizer.json of `tokenizers`")
-    from tokenizers import Tokenizer as Backend
-
+    library = _library()
     try:
-        backend = Backend.from_file(str(file))
+        backend = library.Tokenizer.from_file(str(file))
     except Exception as error:
         raise BadInputError(f"{file}: not a tokenizer.json of `tokenizers`: {error}") from None
     names = (eod_token,) if eod_token else EOD_CANDIDATES
@@ -185,6 +182,21 @@ def load_tokenizer(path: str | os.PathLike[str], eod_token: str | None = None) -
         f"{file}: has no end-of-document token {' or '.join(names)}; its special tokens are "
         f"{', '.join(added[:12]) or 'none'}; name one with --eod-token"
     )
+
+
+def _library() -> Any:
+    """Import `tokenizers`, which the base install lacks."""
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise TelechatMoeError(
+            f"text needs the package `tokenizers` ({error}); pip install 'telechat-moe[train]'"
+        ) from None
+    return tokenizers
 
 
 def _byte_of() -> dict[str, int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.data import Tokenizer, load_tokenizer
 from telechat_moe.data.tokenizer import EOD_TOKEN, train_tokenizer
-from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 
 pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 
@@ -119,3 +119,11 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     assert load_tokenizer(path, "<end>").eod == 1
     with pytest.raises(UsageError, match="only a byte-level tokenizer"):
         load_tokenizer(path, "<end>").decode_bytes([0])
+
+
+def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for call in (lambda: train_tokenizer(["x"], 300), lambda: load_tokenizer(tmp_path)):
+        with pytest.raises(TelechatMoeError, match=r"pip install 'telechat-moe\[train\]'"):
+            call()
