@@ -502,10 +502,10 @@ def test_kill_at_every_file_operation(tmp_path: Path, step: int) -> None:
         warnings: list[str] = []
         assert assert_made(checkpoint.latest(root, warn=warnings.append), 3) in (2, step)
         assert not warnings
-        checkpoint.save(root, 4, make(4, 3), {"step": 4}, keep_last=3)
+        checkpoint.save(root, 4, make(4, 3), {"step": 4}, keep_last=10)
         assert not [name for name in names_in(root) if name.startswith(".")]
-        assert all(assert_made(checkpoint.load(p), 3) for p in checkpoint.list_checkpoints(root))
-        assert len(checkpoint.list_checkpoints(root)) >= 2
+        left = {assert_made(checkpoint.load(p), 3) for p in checkpoint.list_checkpoints(root)}
+        assert left >= ({1, 2, 4} if step == 2 else {2, 4})
         shutil.rmtree(root)
         if finished:
             break
@@ -593,9 +593,10 @@ def assert_refused(root: Path, save: Callable[[], object]) -> str:
     return message
 
 
-def test_full_disk_is_seen_before_writing(mount: Mount) -> None:
+def test_full_disk_is_seen_before_writing(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     root = mount("size=2m") / "root"
     checkpoint.save(root, 1, big(1, 1_000_000), {})
+    monkeypatch.setattr(shards, "write", None)  # must not be called
     message = assert_refused(root, lambda: checkpoint.save(root, 2, big(2, 1_500_000), {}))
     assert "No space left on device" in message
     free = shutil.disk_usage(root).free
