@@ -80,7 +80,7 @@ class Parameters:
 def attention_parameters(c: ModelConfig) -> int:
     """Return the parameters of one MLA layer, its latent norms included."""
     heads = c.num_attention_heads
-    queries = heads * c.qk_head_dim
+    queries = heads * c.query_width
     norms = (c.q_lora_rank or 0) + c.kv_lora_rank if c.qk_layernorm else 0
     q = c.q_lora_rank * (c.hidden_size + queries) if c.q_lora_rank else c.hidden_size * queries
     kv_down = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim)
@@ -167,7 +167,7 @@ def flops_per_token(c: ModelConfig, seq_length: int | None = None, *, mtp: bool 
         + (1 + depth) * c.vocab_size * h
     )
     keys = (length + 1) / 2
-    scores = 2 * layers * c.num_attention_heads * (c.qk_head_dim + c.v_head_dim) * keys
+    scores = 2 * layers * c.num_attention_heads * (c.query_width + c.v_head_dim) * keys
     return Flops(products=2 * weights, attention=scores)
 
 

@@ -184,5 +184,25 @@ def model_batch(r: Recipe) -> Iterator[Broken]:
         yield AT + "batch_size", str(size), expected
 
 
-RULES = (*(_of_recipe(rule) for rule in MODEL_RULES), model_batch)
-DOCUMENTED = (*MODEL_RULES, model_batch)
+def converter_names(r: Recipe) -> Iterator[Broken]:
+    """Keys that MindFormers' converter of the model type ignores, and then takes its default."""
+    m = r.model.model_config
+    for key, other, default in (
+        ("qk_nope_head_dim", "qk_head_dim", 128),
+        ("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    ):
+        width, copy = getattr(m, key), getattr(m, other)
+        if copy is not None and width is not None and copy != width:
+            yield AT + other, f"{copy}, but {key} is {width}", f"{width}"
+        elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
+            found = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
+            yield AT + key, found, f"{other} {width} beside it (or MindFormers trains {default})"
+    dtype, written = m.router_dense_type, r.given["model"]["model_config"]
+    ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
+    if ignored and dtype not in ("float32", "fp32", None):
+        found = f"{dtype}; MindFormers ignores this key for deepseek_v3"
+        yield AT + "router_dense_type", found, "the key moe_router_dtype instead"
+
+
+RULES = (*(_of_recipe(rule) for rule in MODEL_RULES), model_batch, converter_names)
+DOCUMENTED = (*MODEL_RULES, model_batch, converter_names)

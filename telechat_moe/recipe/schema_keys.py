@@ -148,6 +148,14 @@ class MindFormersModelKeys:
     print_separate_loss: bool | None = None
     """Log main, balance and MTP loss apart."""
 
+    qk_head_dim: Positive | None = None
+    """The name that MindFormers 1.9.0 reads for `telechat3_moe` instead of `qk_nope_head_dim`, which
+    it ignores there (and takes 128). Equal to it; needed when it is not 128."""
+
+    qk_pos_emb_head_dim: Positive | None = None
+    """The name that MindFormers 1.9.0 reads for `telechat3_moe` instead of `qk_rope_head_dim`, which
+    it ignores there (and takes 64). Equal to it; needed when it is not 64."""
+
     rotary_interleaved: bool | None = None
     """MindFormers refuses it with MLA."""
 

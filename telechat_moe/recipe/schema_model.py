@@ -67,10 +67,10 @@ class ModelConfig(MindFormersModelKeys):
     kv_lora_rank: Positive = field(default=512, metadata=WRITTEN)
     """Width of the key/value latent."""
 
-    qk_nope_head_dim: Positive = field(default=128, metadata=written("qk_head_dim"))
+    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN)
     """Width of a query/key head without position."""
 
-    qk_rope_head_dim: Positive = field(default=64, metadata=written("qk_pos_emb_head_dim"))
+    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN)
     """Width of the rotated part of a query/key head; the key part is shared by all heads. Even."""
 
     v_head_dim: Positive = field(default=128, metadata=WRITTEN)
@@ -120,7 +120,8 @@ class ModelConfig(MindFormersModelKeys):
     """Type of the rotary tables."""
 
     router_dense_type: Dtype = field(default="float32", metadata=names("moe_router_dtype"))
-    """Type of the router's matrix product and scores."""
+    """Type of the router's matrix product and scores. MindFormers reads `deepseek_v3`'s under the
+    name `moe_router_dtype` only."""
 
     first_k_dense_replace: Count = field(default=1, metadata=WRITTEN)
     """The first k layers are dense, all others MoE. At most `num_hidden_layers`."""
@@ -261,7 +262,7 @@ class ModelConfig(MindFormersModelKeys):
         return max(0, self.num_hidden_layers - self.first_k_dense_replace)
 
     @property
-    def qk_head_dim(self) -> int:
+    def query_width(self) -> int:
         """Width of a whole query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 

@@ -48,7 +48,11 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         ),
     ],
     "rotary": [
-        (TINY, {M + "qk_rope_head_dim": "15"}, M + "qk_rope_head_dim"),
+        (
+            TINY,
+            {M + "qk_rope_head_dim": "15", M + "qk_pos_emb_head_dim": "15"},
+            M + "qk_rope_head_dim",
+        ),
         (TINY, {M + "rotary_interleaved": "True"}, M + "rotary_interleaved"),
         (TINY, {M + "apply_rope_fusion": "True"}, M + "apply_rope_fusion"),
     ],
@@ -95,6 +99,13 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (TINY, {C + "pad": "2048"}, C + "pad"),
     ],
     "model_batch": [(TINY, {M + "batch_size": "4"}, M + "batch_size")],
+    "converter_names": [
+        (LARGE, {M + "qk_nope_head_dim": "64"}, M + "qk_nope_head_dim"),
+        (LARGE, {M + "qk_rope_head_dim": "32"}, M + "qk_rope_head_dim"),
+        (LARGE, {M + "qk_head_dim": "64"}, M + "qk_head_dim"),
+        (VPP, {M + "qk_pos_emb_head_dim": "32"}, M + "qk_pos_emb_head_dim"),
+        (VPP, {M + "router_dense_type": "bfloat16"}, M + "router_dense_type"),
+    ],
     "use_parallel": [
         (TINY, {P + "data_parallel": "2"}, "use_parallel"),
         (LARGE, {"use_parallel": "False"}, f"{P}expert_parallel use_parallel"),
@@ -489,6 +500,9 @@ FINE: list[tuple[str, dict[str, str | None]]] = [
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "0"}),
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"}),
     (LARGE, {P + "expert_parallel": "32"}),
+    (VPP, {M + "qk_nope_head_dim": "64"}),
+    (VPP, {M + "router_dense_type": None, M + "moe_router_dtype": "bfloat16"}),
+    (LARGE, {M + "router_dense_type": "bfloat16"}),
 ]  # fmt: skip
 
 
