@@ -1,0 +1,144 @@
+"""metrics.jsonl: one JSON object a line, for people with grep and for programs.
+
+Every line has ``event`` and ``step``. Events and their other keys:
+
+``step``
+    ``loss`` (total), ``lm_loss``, ``mtp_loss``, ``aux_loss`` (the parts of the total, in nats),
+    ``grad_norm``, ``learning_rate``, ``seconds``, ``tokens`` (of this step), ``tokens_per_second``,
+    ``skipped`` (true: the weights were left as they are, because of a NaN or Inf), and if given
+    ``data_seconds`` (waiting for data), ``expert_load_max_over_mean`` (1.0 is perfect balance),
+    ``expert_load_by_layer`` (that ratio for each MoE layer), ``drop_rate`` and what else the trainer
+    passes.
+``evaluation``
+    ``loss``: mean next-token loss on the validation set, in nats.
+
+Floats are written so that reading gives the same bits. JSON has no NaN: such a value is null, and
+``not_finite`` says what it was, for example ``{"loss": "nan", "grad_norm": "inf"}``.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+
+FILE = "metrics.jsonl"
+
+
+def encode(event: str, step: int, values: Mapping[str, Any]) -> bytes:
+    """Return one line of metrics.jsonl."""
+    record: dict[str, Any] = {"event": event, "step": step}
+    not_finite: dict[str, str] = {}
+    for key, value in values.items():
+        record[key] = _finite(value, key, not_finite)
+    if not_finite:
+        record["not_finite"] = not_finite
+    return json.dumps(record, allow_nan=False, ensure_ascii=False).encode() + b"\n"
+
+
+def _finite(value: Any, key: str, not_finite: dict[str, str]) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_finite(item, f"{key}[{i}]", not_finite) for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        not_finite[key] = str(value)
+        return None
+    return value
+
+
+def decode(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None if it is not one (torn by a kill, or damaged)."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if isinstance(record, dict) and isinstance(record.get("step"), int) and "event" in record:
+        return record
+    return None
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """Read all records of a metrics.jsonl; a torn last line is left out.
+
+    Raises:
+        BadInputError: If the file cannot be read or another line is no record; names the line.
+    """
+    try:
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise BadInputError(f"cannot read the metrics {path}: {error.strerror}") from error
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        record = decode(line)
+        if record is not None:
+            records.append(record)
+        elif number < len(lines) or line.endswith(b"\n"):
+            raise BadInputError(f"{path}:{number}: expected a JSON object with event and step")
+    return records
+
+
+class MetricsFile:
+    """Appends to a metrics.jsonl; every line is in the file when `write` returns.
+
+    Args:
+        path: The file. On resume it is rewritten (atomically) without the lines after
+            ``resume_step`` and without lines that are no records.
+        resume_step: Step that the run goes on from. With 0 an existing file is another run's: it
+            is kept as ``metrics.previous.jsonl``.
+    """
+
+    def __init__(self, path: Path, resume_step: int = 0) -> None:
+        self.path = path
+        self.dropped = 0
+        """Number of lines that were removed on resume because they come after the resumed step."""
+        self.damaged = 0
+        """Number of lines that were removed on resume because they were no records."""
+        self.skipped = 0
+        """Number of skipped steps in the lines that were kept on resume."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                self._continue(resume_step)
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _continue(self, resume_step: int) -> None:
+        if resume_step == 0:
+            self.path.replace(self.path.with_name("metrics.previous.jsonl"))
+            return
+        kept: list[bytes] = []
+        for line in self.path.read_bytes().splitlines(keepends=True):
+            record = decode(line)
+            if record is None:
+                self.damaged += 1
+            elif record["step"] > resume_step:
+                self.dropped += 1
+            else:
+                self.skipped += bool(record.get("skipped"))
+                kept.append(line if line.endswith(b"\n") else line + b"\n")
+        hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        with hidden.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.replace(self.path)
+
+    def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one record."""
+        line = encode(event, step, values)
+        try:
+            written = self._file.write(line)
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> TelechatMoeError:
+        return TelechatMoeError(f"cannot write the metrics {self.path}: {error.strerror}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

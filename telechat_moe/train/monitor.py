@@ -1,0 +1,317 @@
+"""What the user sees of a run: a progress line, metrics.jsonl, TensorBoard events and loss.png.
+
+On a terminal, one line that is redrawn in place; elsewhere (a pipe, a log file, msrun) one line of
+``key=value`` for every few steps, without escape codes, fit for grep. All of it goes to stderr.
+"""
+
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from telechat_moe.errors import TelechatMoeError
+from telechat_moe.train import metrics
+
+_RECENT_STEPS = 20  # speed and ETA come from the median of so many steps
+_REDRAWS_PER_S = 10.0
+
+
+class Monitor:
+    """Receives what happens in a run and shows it. Use it in a ``with`` statement, or call `close`.
+
+    Args:
+        output_dir: Folder for ``metrics.jsonl``, ``loss.png`` and ``tensorboard/``; made if missing.
+        total_steps: Steps of the whole run, those before a resume included.
+        tokens_per_step: Tokens that one optimizer step learns from (global batch x sequence length).
+        resume_step: Finished steps of the checkpoint that the run goes on from; later lines are
+            removed from metrics.jsonl, so that no step appears twice. 0 begins a new file.
+        quiet: None: live line on a terminal, plain lines elsewhere. True: plain lines always.
+            False: live line always.
+        log_every: Steps between two plain lines; the first and the last step are always printed.
+        tensorboard: Write TensorBoard events (if tensorboardX is installed).
+        stream: Where to print; stderr by default.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        total_steps: int,
+        tokens_per_step: int,
+        resume_step: int = 0,
+        quiet: bool | None = None,
+        *,
+        log_every: int = 10,
+        tensorboard: bool = True,
+        stream: IO[str] | None = None,
+    ) -> None:
+        self.output_dir = Path(output_dir)
+        self.total_steps = total_steps
+        self.tokens_per_step = tokens_per_step
+        self.log_every = log_every
+        self._resume_step = resume_step
+        self._stream = stream or sys.stderr
+        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._steps_seen = 0
+        self._closed = False
+        self._drawn_at = -math.inf
+        self._last: dict[str, Any] = {}
+        self._last_validation: float | None = None
+        self._metrics = metrics.MetricsFile(self.output_dir / metrics.FILE, resume_step)
+        self._skipped = self._metrics.skipped
+        self._live = self._start_live(quiet)
+        self._tensorboard = self._start_tensorboard() if tensorboard else None
+        if self._metrics.damaged:
+            self.message(f"removed {self._metrics.damaged} damaged line(s) of {metrics.FILE}")
+
+    def _start_live(self, quiet: bool | None) -> Live | None:
+        console = Console(file=self._stream, force_terminal=True if quiet is False else None)
+        if quiet or not console.is_terminal or console.is_dumb_terminal:
+            return None
+        live = Live(console=console, auto_refresh=False, redirect_stdout=False)
+        live.start()
+        return live
+
+    def _start_tensorboard(self) -> Any:
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            self.message("no TensorBoard events: tensorboardX is not installed")
+            return None
+        # purge_step hides what a killed run wrote after the checkpoint
+        folder = str(self.output_dir / "tensorboard")
+        return SummaryWriter(folder, purge_step=self._resume_step + 1, flush_secs=10)
+
+    def __enter__(self) -> "Monitor":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        lm_loss: float,
+        mtp_loss: float,
+        aux_loss: float,
+        grad_norm: float,
+        learning_rate: float,
+        seconds: float,
+        skipped: bool = False,
+        data_seconds: float | None = None,
+        expert_load_max_over_mean: float | None = None,
+        expert_load_by_layer: Sequence[float] | None = None,
+        drop_rate: float | None = None,
+        **extra: float,
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            step: Number of the step, counted from 1.
+            loss: Total loss, the sum of the next three, in nats.
+            lm_loss: Next-token loss.
+            mtp_loss: Loss of multi-token prediction, with its factor.
+            aux_loss: Balance and z losses, with their factors.
+            grad_norm: Global norm of the gradient before clipping.
+            learning_rate: Learning rate of this step.
+            seconds: Wall time of the step.
+            skipped: Whether the weights were left as they are because of a NaN or Inf.
+            data_seconds: The part of ``seconds`` that was spent waiting for data.
+            expert_load_max_over_mean: Tokens of the busiest expert over the mean, worst layer.
+            expert_load_by_layer: The same ratio for each MoE layer.
+            drop_rate: Share of token-expert pairs that exceeded the capacity, 0..1.
+            **extra: More numbers for metrics.jsonl and TensorBoard.
+        """
+        values: dict[str, Any] = {
+            "loss": float(loss),
+            "lm_loss": float(lm_loss),
+            "mtp_loss": float(mtp_loss),
+            "aux_loss": float(aux_loss),
+            "grad_norm": float(grad_norm),
+            "learning_rate": float(learning_rate),
+            "seconds": float(seconds),
+            "tokens": self.tokens_per_step,
+            "tokens_per_second": self.tokens_per_step / seconds if seconds > 0 else 0.0,
+            "skipped": bool(skipped),
+        }
+        optional = {
+            "data_seconds": data_seconds,
+            "expert_load_max_over_mean": expert_load_max_over_mean,
+            "drop_rate": drop_rate,
+            **extra,
+        }
+        values |= {key: float(value) for key, value in optional.items() if value is not None}
+        if expert_load_by_layer is not None:
+            values["expert_load_by_layer"] = [float(x) for x in expert_load_by_layer]
+        self._skipped += bool(skipped)
+        self._metrics.write("step", step, values)
+        self._write_scalars(step, values)
+        self._steps_seen += 1
+        if self._steps_seen == 2:
+            self._recent.clear()  # the first step includes compiling the graph
+        self._recent.append(float(seconds))
+        self._last = {"step": step, **values}
+        first, last = self._steps_seen == 1, step >= self.total_steps
+        if self._live is not None:
+            self._draw(force=first or last)
+        elif first or last or step % self.log_every == 0:
+            self._print(self._plain_line())
+
+    def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._tensorboard is None:
+            return
+        for key, value in values.items():
+            if isinstance(value, (int, float)) and key != "tokens":
+                self._tensorboard.add_scalar(f"train/{key}", value, step)
+        for layer, value in enumerate(values.get("expert_load_by_layer", ())):
+            self._tensorboard.add_scalar(f"expert_load/moe_layer_{layer}", value, step)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Record the mean next-token loss on the validation set after a step, in nats."""
+        loss = float(loss)
+        self._last_validation = loss
+        self._metrics.write("evaluation", step, {"loss": loss})
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("validation/loss", loss, step)
+        if self._live is not None:
+            self._draw(force=True)
+        else:
+            self._print(f"evaluation step={step} validation_loss={loss:.4f}")
+
+    def message(self, text: str) -> None:
+        """Print a line of text (above the live line, if there is one)."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(Text(text), soft_wrap=True)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    # ------------------------------------------------------------------------------------- lines
+
+    def _speed(self) -> tuple[float, float]:
+        """Return tokens per second and seconds to go."""
+        seconds = statistics.median(self._recent)
+        left = max(0, self.total_steps - self._last["step"])
+        return (self.tokens_per_step / seconds if seconds > 0 else 0.0), seconds * left
+
+    def _plain_line(self) -> str:
+        v = self._last
+        tokens_per_s, eta_s = self._speed()
+        balance = "".join(
+            f"{key}={v[key]:.4g} " for key in ("expert_load_max_over_mean", "drop_rate") if key in v
+        )
+        return (
+            f"step={v['step']} total_steps={self.total_steps} loss={v['loss']:.4f} "
+            f"lm_loss={v['lm_loss']:.4f} mtp_loss={v['mtp_loss']:.4f} "
+            f"aux_loss={v['aux_loss']:.5f} grad_norm={v['grad_norm']:.3f} "
+            f"learning_rate={v['learning_rate']:.3e} "
+            f"step_ms={v['seconds'] * 1e3:.0f} tokens_per_s={tokens_per_s:.0f} "
+            f"{balance}skipped_steps={self._skipped} eta_s={eta_s:.0f}"
+        )
+
+    def _segments(self) -> list[tuple[int, str, str]]:
+        """Return (rank, text, style) of the live line's parts; low ranks come first if it is short."""
+        v = self._last
+        tokens_per_s, eta_s = self._speed()
+        done = v["step"] / self.total_steps if self.total_steps else 1.0
+        parts = f"(lm {v['lm_loss']:.3f} mtp {v['mtp_loss']:.3f} aux {v['aux_loss']:.4f})"
+        segments = [
+            (0, f"step {v['step']}/{self.total_steps}", "bold"),
+            (9, _bar(done, 12), "cyan"),
+            (1, f"loss {v['loss']:.3f}", "bold green"),
+            (8, parts, "dim"),
+            (6, f"grad {v['grad_norm']:.2f}", ""),
+            (7, f"lr {v['learning_rate']:.1e}", ""),
+            (3, f"{_short(tokens_per_s)} tok/s", ""),
+            (2, f"ETA {_clock(eta_s)}", "yellow"),
+        ]
+        if self._last_validation is not None:
+            segments.insert(4, (4, f"val {self._last_validation:.3f}", "green"))
+        if "expert_load_max_over_mean" in v:
+            segments.insert(-1, (5, f"load {v['expert_load_max_over_mean']:.2f}x", "magenta"))
+        if v.get("drop_rate"):
+            segments.insert(-1, (8, f"drop {v['drop_rate']:.1%}", "magenta"))
+        if self._skipped:
+            segments.insert(3, (1, f"skipped {self._skipped}", "bold red"))
+        return segments
+
+    def _draw(self, *, force: bool) -> None:
+        now = time.monotonic()
+        if self._live is None or not self._last:
+            return
+        if not force and now - self._drawn_at < 1 / _REDRAWS_PER_S:
+            return
+        self._drawn_at = now
+        room = self._live.console.width + 1  # a part takes two columns more than its text
+        segments = self._segments()
+        shown = set[str]()
+        for _, text, _ in sorted(segments):
+            if len(text) + 2 <= room:
+                shown.add(text)
+                room -= len(text) + 2
+        line = Text("  ", no_wrap=True, overflow="crop", end="").join(
+            Text(text, style=style) for _, text, style in segments if text in shown
+        )
+        self._live.update(line, refresh=True)
+
+    # --------------------------------------------------------------------------------------- end
+
+    def close(self) -> Path | None:
+        """Finish the line and the files and draw loss.png; later calls do nothing.
+
+        Returns:
+            The picture, or None if there is none; why is printed.
+        """
+        if self._closed:
+            return None
+        self._closed = True
+        if self._live is not None:
+            self._draw(force=True)
+            self._live.stop()
+            self._live = None
+        self._metrics.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        try:
+            from telechat_moe.train.plot import plot
+
+            return plot(self._metrics.path, self.output_dir / "loss.png")
+        except ImportError:
+            self.message("no loss.png: matplotlib is not installed")
+        except TelechatMoeError as error:  # the run is over; do not hide how it ended
+            self.message(f"no loss.png: {error}")
+        return None
+
+
+def _bar(done: float, width: int) -> str:
+    full = round(min(1.0, max(0.0, done)) * width)
+    return "━" * full + "╌" * (width - full)
+
+
+def _short(number: float) -> str:
+    if number < 1000:
+        return f"{number:.0f}"
+    return f"{number / 1e3:.1f}k" if number < 1e6 else f"{number / 1e6:.1f}M"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"
