@@ -11,6 +11,8 @@ from telechat_moe.interop.hf import convert
 from telechat_moe.interop.names import pairs
 from telechat_moe.recipe import ModelConfig
 
+torch.set_num_threads(1)  # these models are too small for more, and spinning threads slow others down
+
 
 def through_convert(
     folder: Path, config: ModelConfig, weights: Arrays

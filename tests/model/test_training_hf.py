@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_losses_and_norms(name, tmp_path, record_property):
+def test_losses_and_norms(name, tmp_path):
     config = tiny_config(**CONFIGS[name])
     model = CausalLM(config)
     weights = random_weights(model, seed=1)
@@ -45,7 +45,6 @@ def test_losses_and_norms(name, tmp_path, record_property):
     losses, norms, bias = _ours(model, batches)
     expected_losses, expected_norms, expected_bias = _torch(reference, batches)
     errors = np.abs(losses / expected_losses - 1)
-    record_property("worst loss", f"{errors.max():.1e} at step {errors.argmax()}")
     assert expected_losses[-1] < 0.6 * expected_losses[0]
     assert (expected_norms > MAX_NORM).any()
     assert errors.max() < 1e-3, f"step {errors.argmax()}: {errors.max():.1e}"
