@@ -11,7 +11,7 @@ from telechat_moe.interop.hf import convert
 from telechat_moe.interop.names import pairs
 from telechat_moe.recipe import ModelConfig
 
-torch.set_num_threads(1)  # these models are too small for more, and spinning threads slow others down
+torch.set_num_threads(1)  # more would only spin, the models are so small
 
 
 def through_convert(
