@@ -126,6 +126,8 @@ class Checker:
         if found:
             return self.section(entry, found[0], path)
         known = [name for o in options for name in type_names(o)]
+        if written is not None and written.node.kind == "broken":
+            return INVALID  # reported where the text was read
         if written is None:
             self.report(entry, path, "no key 'type'", f"type is one of {', '.join(known)}", "")
         else:

@@ -1,0 +1,223 @@
+"""`telechat-moe ls`, `show`, `check`, `cp`, through main and as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from yaml_edit import RECIPES, recipe_text
+
+from telechat_moe import __version__
+from telechat_moe.cli import main
+from telechat_moe.cli.recipes import describe
+from telechat_moe.recipe import load, loads
+
+TINY = "telechat3_moe/pretrain_tiny.yaml"
+LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+NAMES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*/*.yaml"))
+Capture = pytest.CaptureFixture[str]
+
+
+def run_json(capsys: Capture, *args: str) -> tuple[int, Any]:
+    capsys.readouterr()
+    code = main([*args, "--json", "-"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_version_and_usage(capsys: Capture) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"telechat-moe {__version__}\n"
+    assert main([]) == 2
+    assert main(["fly"]) == 2
+    assert main(["check"]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "check", "cp", "data", "train"])
+def test_help_ends_with_example_and_exit_codes(verb: str, capsys: Capture) -> None:
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "example:" in text
+    assert "exit codes" in text
+
+
+def test_ls_lists_every_file(capsys: Capture) -> None:
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == NAMES
+    (large,) = [line for line in lines if LARGE in line]
+    assert "102.3B" in large
+    assert "4.68B" in large
+    assert "256" in large
+
+
+def test_ls_json(capsys: Capture) -> None:
+    code, report = run_json(capsys, "ls")
+    assert code == 0
+    assert [e["name"] for e in report["recipes"]] == NAMES
+    for entry in report["recipes"]:
+        assert set(entry) == {
+            "name", "model_type", "total", "total_without_mtp", "active", "active_without_mtp",
+            "devices", "description",
+        }  # fmt: skip
+        assert entry["description"]
+
+
+def test_description_is_the_first_sentence() -> None:
+    text = "# schema\n#\n# What:   a small\n#         model: really. And more.\n# Devices: 2\n"
+    assert describe(text) == "a small model"
+    assert describe("seed: 1\n") == ""
+
+
+def test_show_is_yaml_that_loads_to_the_same(capsys: Capture) -> None:
+    assert main(["show", TINY, "--set", "seed=9"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["seed"] == 9
+    again = loads(text)
+    assert again.model_config == load(TINY).model_config
+    assert again.seed == 9
+
+
+def test_show_105b(capsys: Capture) -> None:
+    assert main(["show", LARGE, "--devices", "256"]) == 0
+    text = capsys.readouterr().out
+    assert "# parameters:      102.3B without MTP, 104.6B with" in text
+    assert "# active:          4.68B without MTP" in text
+    assert "# devices:         256" in text
+    assert "FLOPs per token" in text
+    code, report = run_json(capsys, "show", LARGE)
+    assert code == 0
+    counts = report["parameters"]
+    assert round(counts["total_without_mtp"] / 1e9, 1) == 102.3
+    assert round(counts["total"] / 1e9, 1) == 104.6
+    assert sum(part["total"] for part in counts["parts"]) == counts["total"]
+    assert report["recipe"] == load(LARGE).to_dict()
+    flops = report["flops_per_token"]
+    assert flops["training"] == 3 * flops["forward"]
+    assert "causal" in flops["convention"]
+    assert report["state_bytes"]["total"] == 16 * counts["total"]
+    assert (report["devices"], report["global_batch"], report["train_steps"]) == (256, 32, 250)
+
+
+def test_show_of_a_model_type_that_is_only_checked(tmp_path: Path, capsys: Capture) -> None:
+    text = recipe_text(TINY).replace('"telechat3_moe"\n    arch', '"qwen3_moe"\n    arch')
+    path = tmp_path / "other.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["show", str(path)]) == 0
+    assert "not counted for model type qwen3_moe" in capsys.readouterr().out
+    assert run_json(capsys, "show", str(path))[1]["parameters"] is None
+
+
+def test_show_refuses_a_broken_recipe(capsys: Capture) -> None:
+    assert main(["show", TINY, "--set", "optimizer.eps=1e-8"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: --set optimizer.eps=1e-8: optimizer.eps: ")
+    assert "Traceback" not in captured.err
+
+
+def test_check_exit_codes_and_all_problems(tmp_path: Path, capsys: Capture) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(
+        recipe_text(TINY).replace("eps: 1.e-8", "eps: 1e-8").replace("seed: 42", "sead: 42"),
+        encoding="utf-8",
+    )
+    assert main(["check", TINY, LARGE]) == 0
+    assert capsys.readouterr().out == f"{TINY}: ok\n{LARGE}: ok\n"
+    assert main(["check", TINY, str(broken)]) == 1
+    out = capsys.readouterr().out
+    assert f"{TINY}: ok" in out
+    assert f"{broken}:" in out
+    assert "sead" in out
+    assert "optimizer.eps" in out
+    assert "problems: 2, in 1 of 2 recipes" in out
+    assert main(["check", str(tmp_path / "absent.yaml"), str(broken)]) == 3
+    assert "no such recipe" in capsys.readouterr().out
+    assert main(["check", LARGE, "--devices", "128"]) == 1
+    assert "128 devices" in capsys.readouterr().out
+
+
+def test_check_json(tmp_path: Path, capsys: Capture) -> None:
+    code, report = run_json(capsys, "check", TINY, "--set", "seed=-1")
+    assert code == 1
+    assert report["problems"] == 1
+    (entry,) = report["recipes"]
+    assert entry["ok"] is False
+    assert set(entry["problems"][0]) == {"file", "line", "key", "found", "expected", "suggestion"}
+    target = tmp_path / "report.json"
+    assert main(["check", TINY, "--json", str(target)]) == 0
+    assert json.loads(target.read_text(encoding="utf-8"))["problems"] == 0
+    assert main(["check", TINY, "--json", str(tmp_path / "no" / "report.json")]) == 2
+
+
+def test_cp(tmp_path: Path, capsys: Capture) -> None:
+    dest = tmp_path / "mine.yaml"
+    assert main(["cp", TINY, str(dest)]) == 0
+    assert load(dest).model_config == load(TINY).model_config
+    first, rest = dest.read_text(encoding="utf-8").split("\n", 1)
+    assert rest == recipe_text(TINY).split("\n", 1)[1]
+    assert Path(first.partition("$schema=")[2]).is_file()
+    dest.write_text("seed: 1\n", encoding="utf-8")
+    assert main(["cp", TINY, str(dest)]) == 2
+    assert dest.read_text(encoding="utf-8") == "seed: 1\n"
+    assert "--force" in capsys.readouterr().err
+    assert main(["cp", TINY, str(dest), "--force"]) == 0
+    assert load(dest).seed == 42
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code, report = run_json(capsys, "cp", TINY, str(folder))
+    assert code == 0
+    assert report["destination"] == str(folder / "pretrain_tiny.yaml")
+    assert main(["cp", TINY, str(tmp_path / "no" / "x.yaml")]) == 2
+    assert main(["cp", "nothing", str(tmp_path / "x.yaml")]) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "mine.yaml"]
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = (
+        f"{sys.executable} -m telechat_moe.cli show {LARGE} | head -1; echo ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def best_of(runs: int, code: str) -> float:
+    """Seconds that ``code`` reports, the least of several processes."""
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    times = []
+    for _ in range(runs):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+        )
+        times.append(float(done.stdout.splitlines()[-1]))
+    return min(times)
+
+
+def test_import_is_fast_and_without_mindspore() -> None:
+    code = (
+        "import time, sys; t = time.perf_counter(); import telechat_moe.recipe; "
+        "t = time.perf_counter() - t; "
+        "assert not {'mindspore', 'numpy', 'torch', 'rich'} & set(sys.modules); print(t)"
+    )
+    assert best_of(5, code) < 0.3
+
+
+def test_help_is_fast() -> None:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "telechat_moe.cli", "--help"], capture_output=True, text=True
+        )
+        times.append(time.perf_counter() - begin)
+        assert done.returncode == 0
+        assert "telechat-moe" in done.stdout
+    assert min(times) < 0.5
