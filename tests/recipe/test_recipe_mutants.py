@@ -10,6 +10,8 @@ from collections import Counter
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from recipe_mutants import Mutator, assert_meaning, assert_same, has_duplicates
 from yaml_edit import recipe_text
 
@@ -55,6 +57,13 @@ def test_2000_mutants() -> None:
 @pytest.mark.parametrize("seed", range(2, 7))
 def test_10000_mutants(seed: int) -> None:
     run(seed, count=2000)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.binary().map(lambda b: b.decode("latin-1"))))
+def test_any_text(text: str) -> None:
+    with pytest.raises(RecipeError):
+        loads(text)
 
 
 def test_random_overrides() -> None:
