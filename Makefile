@@ -1,0 +1,47 @@
+# Two commands do everything, set-up included:
+#   make train   trains the tiny recipe on real text and draws output/loss.png
+#   make test    runs the tests
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
+VENV   ?= .venv
+RECIPE ?= telechat3_moe/pretrain_tiny.yaml
+BIN    := $(VENV)/bin
+
+# Without `make clean`, set-up is skipped until a file that decides it changes.
+TRAIN_READY := $(VENV)/.ready-train
+TEST_READY  := $(VENV)/.ready-test
+
+.PHONY: train test test-slow lint docs clean
+
+train: $(TRAIN_READY)
+	$(BIN)/telechat-moe data build --recipe $(RECIPE)
+	$(BIN)/telechat-moe train $(RECIPE) --resume
+
+test: $(TEST_READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(TEST_READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(TEST_READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+docs: $(TEST_READY)
+	$(BIN)/python -m telechat_moe.recipe.docs
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11)) else f"Python 3.10 or 3.11 is needed (MindSpore 2.9.0 has no wheel for {v[0]}.{v[1]}); set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
+	touch $@
+
+$(TEST_READY): $(TRAIN_READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,mindformers,test,dev]'
+	touch $@

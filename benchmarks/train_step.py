@@ -1,0 +1,422 @@
+"""Our training step beside Hugging Face's DeepseekV3 in torch eager, same weights and batches.
+
+    python benchmarks/train_step.py [--steps 7] [--recipe telechat3_moe/pretrain_19m.yaml] [--json FILE]
+
+MTP, balance losses and the expert bias are off on both sides (transformers has none of them). Peers
+run in processes of their own, two threads each, and take turns step by step; torch once as users run
+it and once with malloc tuned (a third of its time is page faults otherwise). A step is forward,
+backward, clipping and AdamW. The first losses must agree within 1e-5, all within 1e-3.
+
+Needs the extras `train` and `test`, and torch.
+
+--json keys: machine, recipe, parameters, tokens_per_step, matmul_gflops (mindspore, torch: fp32, 1024
+cubed), peers (list of {name, seconds_min, seconds_median, tokens_per_second, peak_memory_gib,
+first_step_seconds, losses}), ratio_to_torch, ratio_to_torch_tuned (tokens per second, minima),
+ratio_..._median, breakdown ({part: {milliseconds, percent}} of our step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+THREADS = 2
+LEARNING_RATE = 3e-4
+OVERRIDES = [
+    "model.model_config.num_nextn_predict_layers=0",
+    "model.model_config.moe_aux_loss_coeff=0.0",
+    "model.model_config.rms_norm_eps=1.0e-6",  # transformers' latent norms always have this one
+]
+TUNED_MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+PARTS = (  # first match names the part of an operator, by the scope of its cell
+    ("optimizer", ("optimizer-AdamW", "AdamWeightDecay", "norm-GlobalNorm")),
+    ("router + dispatch", ("router-Router", "dispatch-DroplessDispatch")),
+    ("experts", ("experts-Experts", "shared-MLP")),
+    ("attention", ("attention-MultiLatentAttention", "mask-AttentionMask", "rope-RopeTable")),
+    ("dense MLP", ("ffn-MLP",)),
+    ("norms", ("norm-RMSNorm",)),
+    ("head + loss", ("head-Linear", "loss-CrossEntropy")),
+    ("embedding", ("embedding-Embedding",)),
+)
+
+
+def batches(vocab_size: int, batch: int, length: int) -> Any:
+    """Yield token windows ``[B, S + 1]`` with a pattern that can be learned."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    while True:
+        start = generator.integers(0, vocab_size, (batch, 1))
+        stride = generator.integers(1, 8, (batch, 1))
+        yield ((start + stride * np.arange(length + 1)) % vocab_size).astype(np.int32)
+
+
+class Ours:
+    """Our step."""
+
+    def __init__(self, folder: Path, recipe: Any) -> None:
+        import mindspore as ms
+
+        from telechat_moe.model import CausalLM, initialize
+        from telechat_moe.train.optimizer import AdamW
+        from telechat_moe.train.step import TrainStep
+
+        ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+        self.model = CausalLM(recipe.model_config)
+        initialize(self.model, recipe.seed)
+        self.model.set_train()
+        params = self.model.trainable_params()
+        self.optimizer = AdamW(params, (0.9, 0.95), 1e-8, 0.1)
+        self.step_cell = TrainStep(self.model, self.optimizer, 1.0)
+        self.step_cell.set_train()
+        self.updates = 0
+
+    def save(self, path: Path) -> None:
+        """Write the weights."""
+        from safetensors.numpy import save_file
+
+        params = self.model.get_parameters()
+        tensors = {p.name: p.asnumpy().copy() for p in params if "expert_load" not in p.name}
+        save_file(tensors, path)
+
+    def step(self, window: Any) -> float:
+        """Train on one window; return the loss."""
+        import numpy as np
+        from mindspore import Tensor
+
+        ids, labels = window[:, :-1], window[:, 1:]
+        position = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+        mask = np.ones(ids.shape, np.float32)
+        self.updates += 1
+        scalars = self.optimizer.scalars(self.updates, LEARNING_RATE)
+        arrays = (ids.copy(), labels.copy(), mask, position)
+        losses, norm, *_ = self.step_cell(*scalars, *[Tensor(a) for a in arrays])
+        norm.asnumpy()
+        return float(losses.asnumpy()[0])
+
+    def matmul_gflops(self) -> float:
+        """Return the speed of a chain of fp32 products, 1024 cubed."""
+        import numpy as np
+        from mindspore import Tensor
+
+        from benchmarks.matmul_chain import Chain
+
+        x = Tensor(np.random.default_rng(0).standard_normal((1024, 1024), np.float32) / 32)
+        chain = Chain(8)
+        return best_gflops(lambda: chain(x, x).asnumpy())
+
+    def profile(self, windows: Any, folder: Path) -> dict[str, float]:
+        """Return the seconds of a step by part, from MindSpore's operator times."""
+        import mindspore as ms
+        from mindspore import profiler
+
+        activity = profiler.ProfilerActivity.CPU
+        handler = profiler.tensorboard_trace_handler(str(folder))
+        with profiler.profile(
+            activities=[activity],
+            schedule=profiler.schedule(wait=0, warmup=0, active=3),
+            on_trace_ready=handler,
+        ) as recorder:
+            began = time.perf_counter()
+            for _ in range(3):
+                self.step(next(windows))
+                recorder.step()
+            wall = time.perf_counter() - began
+        del ms, wall
+        (table,) = [p for p in folder.rglob("cpu_op_detail_info_0.csv") if p.stat().st_size > 1000]
+        seconds: dict[str, float] = defaultdict(float)
+        with table.open() as stream:
+            for row in csv.DictReader(stream):
+                name = row["full_op_name"] + row["op_type"]
+                part = next((p for p, keys in PARTS if any(k in name for k in keys)), "other")
+                seconds[part] += float(row["op_avg_time(ms)"]) / 1e3
+        return dict(seconds)
+
+
+class Torch:
+    """transformers' DeepseekV3ForCausalLM, eager, sdpa attention."""
+
+    def __init__(self, folder: Path, recipe: Any) -> None:
+        import torch
+        from transformers import DeepseekV3ForCausalLM
+
+        torch.set_num_threads(THREADS)
+        self.model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), LEARNING_RATE, (0.9, 0.95), 1e-8, weight_decay=0.1
+        )
+
+    def step(self, window: Any) -> float:
+        """Train on one window; return the loss."""
+        import torch
+
+        ids = torch.from_numpy(window[:, :-1].astype("int64"))
+        labels = torch.from_numpy(window[:, 1:].astype("int64"))
+        loss = self.model(input_ids=ids, labels=labels, shift_labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def matmul_gflops(self) -> float:
+        """Return the speed of a chain of fp32 products, 1024 cubed."""
+        import torch
+
+        x = torch.randn(1024, 1024) / 32
+
+        def chain() -> None:
+            y = x
+            for _ in range(8):
+                y = y @ x
+
+        return best_gflops(chain)
+
+
+def best_gflops(chain: Any) -> float:
+    """Return the best speed of a chain of eight products, 1024 cubed."""
+    best = min(_timed(chain) for _ in range(12))
+    return 8 * 2 * 1024**3 / best / 1e9
+
+
+def _timed(call: Any) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def worker(kind: str, folder: Path, recipe_name: str) -> None:
+    """Serve requests, one JSON line each, until told to stop."""
+    from telechat_moe.recipe import load
+
+    recipe = load(recipe_name, overrides=OVERRIDES)
+    config, batch = recipe.model_config, recipe.runner_config.batch_size
+    windows = batches(config.vocab_size, batch, config.seq_length)
+    peer = (Ours if kind == "ours" else Torch)(folder, recipe)
+    if kind == "ours":
+        peer.save(folder / "weights.safetensors")
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    print(json.dumps({"ready": True}), file=reply, flush=True)
+    for request in sys.stdin:
+        answer: dict[str, Any] = {}
+        if request.strip() == "step":
+            window = next(windows)
+            began = time.perf_counter()
+            answer["loss"] = peer.step(window)
+            answer["seconds"] = time.perf_counter() - began
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            answer["peak_gib"] = peak / 2**20
+        elif request.strip() == "matmul":
+            answer["gflops"] = peer.matmul_gflops()
+        elif request.strip() == "profile":
+            with tempfile.TemporaryDirectory() as temporary:
+                answer["parts"] = peer.profile(windows, Path(temporary))
+        print(json.dumps(answer), file=reply, flush=True)
+
+
+class Peer:
+    """A worker process."""
+
+    def __init__(
+        self, name: str, kind: str, folder: Path, recipe: str, env: dict[str, str]
+    ) -> None:
+        self.name = name
+        threads = {"OMP_NUM_THREADS": str(THREADS), "GLOG_v": "3", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", kind, str(folder), "--recipe", recipe],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **threads, **env, "PYTHONPATH": str(Path(__file__).parents[1])},
+            cwd=folder,
+        )
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.peak_gib = 0.0
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} died, exit code {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Send a request and wait for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(request + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def step(self) -> None:
+        """Run a step and note its time, loss and memory."""
+        answer = self.ask("step")
+        self.seconds.append(answer["seconds"])
+        self.losses.append(answer["loss"])
+        self.peak_gib = answer["peak_gib"]
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def check_losses(ours: list[float], theirs: list[float], name: str) -> None:
+    """Stop unless both sides computed the same losses."""
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        bound = 1e-5 if i == 0 else 1e-3
+        if abs(a - b) > bound * abs(b):
+            raise SystemExit(
+                f"step {i + 1}: our loss {a}, {name} {b}; differs by more than {bound}"
+            )
+
+
+def compare(recipe_name: str, steps: int) -> dict[str, Any]:
+    """Run all peers in turns and return the numbers."""
+    from telechat_moe.interop.hf import convert
+    from telechat_moe.recipe import load
+
+    recipe = load(recipe_name, overrides=OVERRIDES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        ours = Peer("telechat-moe", "ours", folder, recipe_name, {})
+        hf = folder / "hf"
+        convert(folder / "weights.safetensors", hf, recipe.model_config, to="hf")
+        peers = [
+            ours,
+            Peer("torch eager", "torch", hf, recipe_name, {}),
+            Peer("torch eager, malloc tuned", "torch", hf, recipe_name, TUNED_MALLOC),
+        ]
+        for i in range(steps + 2):  # two to warm up
+            for peer in peers:
+                peer.step()
+            print(f"round {i + 1}/{steps + 2}", *[f"{p.seconds[-1]:.3f}s" for p in peers])
+        for peer in peers[1:]:
+            check_losses(ours.losses, peer.losses, peer.name)
+        gflops = {
+            "mindspore": ours.ask("matmul")["gflops"],
+            "torch": peers[1].ask("matmul")["gflops"],
+        }
+        parts = ours.ask("profile")["parts"]
+        for peer in peers:
+            peer.stop()
+    config = recipe.model_config
+    return report(peers, gflops, parts, recipe.runner_config.batch_size * config.seq_length) | {
+        "recipe": recipe_name,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def report(
+    peers: list[Peer], gflops: dict[str, float], parts: dict[str, float], tokens: int
+) -> dict[str, Any]:
+    """Return the numbers of a comparison under their documented keys."""
+    rows = [
+        {
+            "name": p.name,
+            "seconds_min": min(p.seconds[2:]),
+            "seconds_median": statistics.median(p.seconds[2:]),
+            "tokens_per_second": tokens / min(p.seconds[2:]),
+            "peak_memory_gib": p.peak_gib,
+            "first_step_seconds": p.seconds[0],
+            "losses": p.losses,
+        }
+        for p in peers
+    ]
+    ours, torch, tuned = rows
+    # Operators may overlap, and what Python and the graph's executor add is no operator: the parts
+    # are scaled to add up to the profiled operators' time, "host" is the rest of the step.
+    operators = sum(parts.values())
+    host = max(0.0, ours["seconds_median"] - operators)
+    whole = operators + host
+    breakdown = {
+        part: {"milliseconds": seconds * 1e3, "percent": 100 * seconds / whole}
+        for part, seconds in sorted({**parts, "host": host}.items(), key=lambda x: -x[1])
+    }
+    return {
+        "peers": rows,
+        "tokens_per_step": tokens,
+        "matmul_gflops": gflops,
+        "ratio_to_torch": torch["seconds_min"] / ours["seconds_min"],
+        "ratio_to_torch_tuned": tuned["seconds_min"] / ours["seconds_min"],
+        "ratio_to_torch_median": torch["seconds_median"] / ours["seconds_median"],
+        "ratio_to_torch_tuned_median": tuned["seconds_median"] / ours["seconds_median"],
+        "breakdown": breakdown,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
+    for name in ("", "min s", "median s", "tokens/s", "ours is", "peak GiB", "first step s"):
+        table.add_column(name, justify="right" if name else "left")
+    ours = result["peers"][0]
+    for row in result["peers"]:
+        ratio = row["seconds_min"] / ours["seconds_min"]
+        table.add_row(
+            row["name"],
+            f"{row['seconds_min']:.3f}",
+            f"{row['seconds_median']:.3f}",
+            f"{row['tokens_per_second']:.0f}",
+            "" if row is ours else f"{ratio:.2f}x",
+            f"{row['peak_memory_gib']:.2f}",
+            f"{row['first_step_seconds']:.1f}",
+        )
+    console.print(table)
+    parts = Table(title="where our step goes")
+    for name in ("part", "ms", "%"):
+        parts.add_column(name, justify="left" if name == "part" else "right")
+    for part, values in result["breakdown"].items():
+        parts.add_row(part, f"{values['milliseconds']:.0f}", f"{values['percent']:.1f}")
+    console.print(parts)
+    gflops = result["matmul_gflops"]
+    print(
+        f"fp32 matmul roofline: mindspore {gflops['mindspore']:.0f}, torch {gflops['torch']:.0f} "
+        f"GFLOP/s; {result['machine']}"
+    )
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=7, help="timed rounds")
+    parser.add_argument("--recipe", default="telechat3_moe/pretrain_19m.yaml")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", nargs=2, metavar=("KIND", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], Path(args.worker[1]), args.recipe)
+        return
+    result = compare(args.recipe, args.steps)
+    show(result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
