@@ -40,7 +40,7 @@ def test_version_and_usage(capsys: Capture) -> None:
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "check", "cp", "data", "train"])
+@pytest.mark.parametrize("verb", ["ls", "show", "check", "cp", "data", "train", "convert"])
 def test_help_ends_with_example_and_exit_codes(verb: str, capsys: Capture) -> None:
     assert main([verb, "--help"]) == 0
     text = capsys.readouterr().out
