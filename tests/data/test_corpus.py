@@ -113,6 +113,7 @@ def test_default_corpus() -> None:
     assert {"json/decoder.py", "ast.py"} <= set(names)
     parts = {part for name in names for part in name.split("/")}
     assert not parts & {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+    assert not parts & {"encodings", "pydoc_data"}
     assert not any(name.startswith("_sysconfigdata") or not name.endswith(".py") for name in names)
     assert set(names) <= {source.name for source in default_corpus(include_tests=True).files}
     assert 4e6 < sum(source.path.stat().st_size for source in corpus.files) < 40e6

@@ -72,7 +72,7 @@ def test_evaluation_leaves_the_training_as_it_is(
     assert losses(output) == losses(reference)
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     evaluated = [r["step"] for r in records if r["event"] == "evaluation"]
-    assert evaluated == [4, 8, 12]
+    assert evaluated == [0, 4, 8, 12]
 
 
 def test_micro_batches_add_up_to_the_batch(tmp_path: Path, data: Path, reference: Path) -> None:
