@@ -38,13 +38,14 @@ class MultiLatentAttention(nn.Cell):
         hidden, std = config.hidden_size, config.initializer_range
         q_width = self.num_heads * (self.nope + self.rotary)
 
-        self.compress_query = bool(config.q_lora_rank)
+        q_rank = config.q_lora_rank or 0
+        self.compress_query = q_rank > 0
         self.norm_latents = config.qk_layernorm
         if self.compress_query:
-            self.q_down = Linear(hidden, config.q_lora_rank, std, compute, params)
+            self.q_down = Linear(hidden, q_rank, std, compute, params)
             if self.norm_latents:
-                self.q_norm = RMSNorm(config.q_lora_rank, config.rms_norm_eps, norm_dtype)
-            self.q_up = Linear(config.q_lora_rank, q_width, std, compute, params)
+                self.q_norm = RMSNorm(q_rank, config.rms_norm_eps, norm_dtype)
+            self.q_up = Linear(q_rank, q_width, std, compute, params)
         else:
             self.q_proj = Linear(hidden, q_width, std, compute, params)
         self.kv_down = Linear(hidden, self.kv_rank + self.rotary, std, compute, params)

@@ -3,39 +3,15 @@
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from telechat_moe.errors import BadInputError
 from telechat_moe.model.block import Block
 from telechat_moe.model.linear import DTYPES, Linear, weight
 from telechat_moe.model.mtp import MTPLayer, ShiftLeft
+from telechat_moe.model.support import check_supported
 from telechat_moe.ops.attention import AttentionMask
 from telechat_moe.ops.cross_entropy import CrossEntropy
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import rope_table
 from telechat_moe.recipe import ModelConfig
-
-
-def check_supported(config: ModelConfig) -> None:
-    """Refuse settings that a recipe may hold for MindFormers but that this model would ignore.
-
-    Raises:
-        BadInputError: Naming each such key, its value and what this model has.
-    """
-    balance = config.moe_router_load_balancing_type
-    balance_fits = balance in ("seq_aux_loss", "aux_loss", "none") or not config.moe_aux_loss_coeff
-    wanted = (
-        ("moe_router_load_balancing_type", balance_fits, "'seq_aux_loss', 'aux_loss' or 'none'"),
-        ("hidden_dropout", config.hidden_dropout == 0, "0.0"),
-        ("attention_dropout", config.attention_dropout == 0, "0.0"),
-        ("position_embedding_type", config.position_embedding_type == "rope", "'rope'"),
-        ("partial_rotary_factor", config.partial_rotary_factor == 1, "1.0"),
-    )
-    problems = [
-        f"model.model_config.{key}: found {getattr(config, key)!r}, this model has only {has}"
-        for key, fits, has in wanted
-        if not fits
-    ]
-    if problems:
-        raise BadInputError("\n".join(problems))
 
 
 class Embedding(nn.Cell):

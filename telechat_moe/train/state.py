@@ -1,9 +1,10 @@
 """What a run needs to go on, between MindSpore's parameters and a checkpoint."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.train.checkpoint import Checkpoint
@@ -15,7 +16,7 @@ TRANSIENT = ("expert_load", "dropped")
 Groups = dict[str, dict[str, np.ndarray]]
 
 
-def _parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, object]]:
+def _parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
     kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
     moments = [*optimizer.moment1, *optimizer.moment2]
     return {"model": kept, "optimizer": {p.name: p for p in moments}}
@@ -52,7 +53,7 @@ def restore(model: nn.Cell, optimizer: AdamW, checkpoint: Checkpoint) -> None:
 
 
 def _differences(
-    group: str, parameters: Mapping[str, object], saved: Mapping[str, np.ndarray]
+    group: str, parameters: Mapping[str, Parameter], saved: Mapping[str, np.ndarray]
 ) -> list[str]:
     found = [f"{group}: {name} is missing" for name in parameters.keys() - saved.keys()]
     found += [f"{group}: {name} is unknown" for name in saved.keys() - parameters.keys()]
@@ -64,3 +65,44 @@ def _differences(
                 f"the model has {now.dtype}{list(now.shape)}"
             )
     return sorted(found)
+
+
+def load_weights(model: nn.Cell, source: str | Path) -> None:
+    """Put the weights of a file or folder into a model; all fit or nothing is changed.
+
+    Args:
+        model: Built model.
+        source: Safetensors file, folder with an index, or training checkpoint, in this package's names
+            (``telechat-moe convert`` brings Hugging Face's into them). F16 and BF16 are widened.
+
+    Raises:
+        BadInputError: Nothing readable is there, or tensors are missing, unknown or of another shape.
+    """
+    from telechat_moe.interop.tensor_files import read_entries
+
+    entries = {
+        name: entry
+        for name, entry in read_entries(Path(source)).items()
+        if name.split(".")[-1] not in TRANSIENT
+    }
+    arrays = {
+        name: _widen(entry.dtype, entry.shape, entry.read()) for name, entry in entries.items()
+    }
+    kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
+    problems = _differences("weights", kept, arrays)
+    if problems:
+        raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
+    for name, parameter in kept.items():
+        parameter.set_data(Tensor(arrays[name]))
+
+
+def _widen(dtype: str, shape: tuple[int, ...], data: bytes | memoryview | np.ndarray) -> np.ndarray:
+    """Return the values as float32, another data type as it is."""
+    if dtype == "BF16":
+        bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(shape)
+    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(dtype)
+    if kind is None:
+        raise BadInputError(f"found {dtype} weights; F32, F16 or BF16 can be loaded")
+    values = np.frombuffer(data, kind).reshape(shape)
+    return values.astype(np.float32) if kind is np.float16 else values

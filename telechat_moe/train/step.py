@@ -199,8 +199,14 @@ class TrainStep(nn.Cell):
             self.assign(dispatch.dropped, self.zero)
         return loads, dropped
 
-    def construct(self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor) -> StepOutput:
-        """Run the step; the first three arguments come from ``optimizer.scalars``."""
+    def construct(
+        self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Run the step; the first three arguments come from ``optimizer.scalars``.
+
+        Returns:
+            The fields of :class:`StepOutput` in order.
+        """
         losses, gradients = self.forward_backward(*batch)
         if self.accumulate is not None:
             losses, gradients = self.accumulate.take(losses, gradients, self.share)

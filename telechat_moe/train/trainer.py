@@ -105,7 +105,7 @@ class Trainer:
             self.data,
             recipe.runner_config.batch_size,
             epochs=None,
-            epoch_samples=recipe.train_dataset.data_loader.sizes[0],
+            epoch_samples=recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch,
         )
         self.schedule = schedule.from_recipe(recipe)
         self.step = 0
@@ -113,6 +113,19 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.skipped = 0
         self.interrupted = False
+        self._build(recipe)
+        self.notes: list[str] = []
+        saved = checkpoints.latest(self.root, warn=self.notes.append) if resume else None
+        if saved is not None:
+            self._restore(saved)
+        elif recipe.load_checkpoint:
+            state.load_weights(self.model, recipe.load_checkpoint)
+            self.notes.append(f"weights from {recipe.load_checkpoint}")
+        else:
+            initialize(self.model, recipe.seed)
+
+    def _build(self, recipe: Recipe) -> None:
+        """Build model, optimizer and the cells of a step."""
         ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
         ms.set_seed(recipe.seed)
         own = recipe.telechat_moe
@@ -137,12 +150,6 @@ class Trainer:
         )
         self.train_step.set_train()
         self.evaluate_cell = Evaluate(self.model)
-        self.notes: list[str] = []
-        saved = checkpoints.latest(self.root, warn=self.notes.append) if resume else None
-        if saved is None:
-            initialize(self.model, recipe.seed)
-        else:
-            self._restore(saved)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -335,15 +342,13 @@ class _Run:
         trainer = self.trainer
         rate = trainer.schedule(trainer.updates)
         began = time.perf_counter()
-        waited = 0.0
-        for micro in range(trainer.micro_batches):
-            asked = time.perf_counter()
-            batch = trainer.tensors(next(trainer.loader))
-            waited += time.perf_counter() - asked
-            if micro < trainer.micro_batches - 1:
+        batches = [trainer.tensors(next(trainer.loader)) for _ in range(trainer.micro_batches)]
+        waited = time.perf_counter() - began
+        if trainer.train_step.accumulate is not None:
+            for batch in batches[:-1]:
                 trainer.train_step.accumulate(*batch)
         scalars = trainer.optimizer.scalars(trainer.updates + 1, rate)
-        output = StepOutput(*trainer.train_step(*scalars, *batch))
+        output = StepOutput(*trainer.train_step(*scalars, *batches[-1]))
         lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
         applied = bool(output.applied.asnumpy())
         seconds = time.perf_counter() - began
@@ -444,7 +449,8 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
 def _tokenizer_path(recipe: Recipe) -> Path | None:
     """Return the tokenizer beside the training data, if it is there."""
     config = recipe.train_dataset.data_loader.config
-    prefixes = [x for x in (config.data_path or []) if not x.replace(".", "").isdigit()]
+    given = config.data_path if config else None
+    prefixes = [item for item in given or [] if not item.replace(".", "").isdigit()]
     path = Path(prefixes[0]).parent / "tokenizer.json" if prefixes else None
     return path if path and path.exists() else None
 

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
+import mini_recipe as mini
+
 from telechat_moe.cli import main
 from telechat_moe.train import checkpoint
-import mini_recipe as mini
 
 
 def losses(output: Path) -> list[tuple[int, float, float]]:
@@ -254,3 +255,28 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
     assert "space" in message
     assert newest is not None
     assert 0 < newest.step < mini.STEPS
+
+
+def test_a_run_can_start_from_the_weights_of_another(
+    tmp_path: Path, data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    newest = reference / "checkpoints" / "step-00000012"
+    changes = {
+        "load_checkpoint": str(newest),
+        "train_dataset__data_loader__sizes": "[8,0,0]",
+        "callbacks__2__save_checkpoint_steps": 1,
+    }
+    output = tmp_path / "run"
+    assert main(mini.arguments(data, output, **changes)) == 0
+    # The rate of step 0 is 0, so the first step leaves the weights as they were loaded.
+    saved = checkpoint.load(output / "checkpoints" / "step-00000001")
+    given = checkpoint.load(newest)
+    for name, value in given.tensors["model"].items():
+        if not name.endswith("expert_bias"):
+            np.testing.assert_array_equal(saved.tensors["model"][name], value, err_msg=name)
+    capfd.readouterr()
+    wider = {**changes, "model__model_config__moe_intermediate_size": 24}
+    wider["model__model_config__moe_shared_expert_intermediate_size"] = 24
+    assert main(mini.arguments(data, tmp_path / "other", **wider)) == 3
+    message = capfd.readouterr().err
+    assert "experts.gate is float32[8, 32, 16], the model has float32[8, 32, 24]" in message

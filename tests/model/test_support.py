@@ -1,0 +1,60 @@
+"""Settings that the model would ignore are refused."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+from tiny_models import tiny_config
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.model import CausalLM
+from telechat_moe.model.support import ONLY, check_supported
+
+OTHER = {
+    "nope_layer_interval": 4,
+    "window_size": 128,
+    "rotary_percent": 0.5,
+    "rotary_scaling_factor": 2.0,
+    "rotary_seq_len_interpolation_factor": 2.0,
+    "softmax_scale": 0.5,
+    "position_embedding_type": "yarn",
+    "topk_method": "greedy",
+    "param_init_std_rules": [{"target": "x", "init_method_std": 0.1}],
+}
+
+
+@pytest.mark.parametrize("key", sorted(ONLY))
+def test_each_is_refused_by_name(key: str) -> None:
+    other = OTHER.get(key, 0.5 if isinstance(ONLY[key][0], float) else True)
+    config = dataclasses.replace(tiny_config(), **{key: other})
+    with pytest.raises(BadInputError, match=rf"model_config\.{key}: found"):
+        CausalLM(config)
+
+
+def test_all_at_once() -> None:
+    config = dataclasses.replace(
+        tiny_config(),
+        sandwich_norm=True,
+        hidden_dropout=0.1,
+        moe_aux_loss_coeff=0.1,
+        moe_router_load_balancing_type="gbs_aux_loss",
+    )
+    with pytest.raises(BadInputError) as error:
+        check_supported(config)
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0].split(".")[-1] for line in lines] == [
+        "hidden_dropout",
+        "sandwich_norm",
+        "moe_router_load_balancing_type",
+    ]
+
+
+def test_a_balance_loss_that_is_off_may_have_any_name() -> None:
+    check_supported(
+        dataclasses.replace(
+            tiny_config(), moe_aux_loss_coeff=0.0, moe_router_load_balancing_type="gbs_aux_loss"
+        )
+    )
