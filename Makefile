@@ -29,7 +29,8 @@ lint: $(TEST_READY)
 	$(BIN)/pyright
 
 docs: $(TEST_READY)
-	$(BIN)/python -m telechat_moe.recipe.docs
+	$(BIN)/python -m telechat_moe.recipe.docs > docs/recipes.md
+	$(BIN)/python -m telechat_moe.recipe.json_schema > recipes/schema.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info

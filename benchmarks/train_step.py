@@ -9,7 +9,7 @@ backward, clipping and AdamW. The first losses must agree within 1e-5, all withi
 
 Needs the extras `train` and `test`, and torch.
 
---json keys: machine, recipe, parameters, tokens_per_step, matmul_gflops (mindspore, torch: fp32, 1024
+--json keys: machine, recipe, tokens_per_step, matmul_gflops (mindspore, torch: fp32, 1024
 cubed), peers (list of {name, seconds_min, seconds_median, tokens_per_second, peak_memory_gib,
 first_step_seconds, losses}), ratio_to_torch, ratio_to_torch_tuned (tokens per second, minima),
 ratio_..._median, breakdown ({part: {milliseconds, percent}} of our step).
@@ -18,7 +18,6 @@ ratio_..._median, breakdown ({part: {milliseconds, percent}} of our step).
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import platform
@@ -28,11 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 THREADS = 2
+WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
 LEARNING_RATE = 3e-4
 OVERRIDES = [
     "model.model_config.num_nextn_predict_layers=0",
@@ -44,16 +43,6 @@ TUNED_MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "8589934592",
     "MALLOC_TOP_PAD_": "268435456",
 }
-PARTS = (  # first match names the part of an operator, by the scope of its cell
-    ("optimizer", ("optimizer-AdamW", "AdamWeightDecay", "norm-GlobalNorm")),
-    ("router + dispatch", ("router-Router", "dispatch-DroplessDispatch")),
-    ("experts", ("experts-Experts", "shared-MLP")),
-    ("attention", ("attention-MultiLatentAttention", "mask-AttentionMask", "rope-RopeTable")),
-    ("dense MLP", ("ffn-MLP",)),
-    ("norms", ("norm-RMSNorm",)),
-    ("head + loss", ("head-Linear", "loss-CrossEntropy")),
-    ("embedding", ("embedding-Embedding",)),
-)
 
 
 def batches(vocab_size: int, batch: int, length: int) -> Any:
@@ -86,6 +75,7 @@ class Ours:
         self.step_cell = TrainStep(self.model, self.optimizer, 1.0)
         self.step_cell.set_train()
         self.updates = 0
+        self.batch = recipe.runner_config.batch_size
 
     def save(self, path: Path) -> None:
         """Write the weights."""
@@ -121,32 +111,11 @@ class Ours:
         chain = Chain(8)
         return best_gflops(lambda: chain(x, x).asnumpy())
 
-    def profile(self, windows: Any, folder: Path) -> dict[str, float]:
-        """Return the seconds of a step by part, from MindSpore's operator times."""
-        import mindspore as ms
-        from mindspore import profiler
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part of a step, run alone."""
+        from benchmarks.step_parts import measure
 
-        activity = profiler.ProfilerActivity.CPU
-        handler = profiler.tensorboard_trace_handler(str(folder))
-        with profiler.profile(
-            activities=[activity],
-            schedule=profiler.schedule(wait=0, warmup=0, active=3),
-            on_trace_ready=handler,
-        ) as recorder:
-            began = time.perf_counter()
-            for _ in range(3):
-                self.step(next(windows))
-                recorder.step()
-            wall = time.perf_counter() - began
-        del ms, wall
-        (table,) = [p for p in folder.rglob("cpu_op_detail_info_0.csv") if p.stat().st_size > 1000]
-        seconds: dict[str, float] = defaultdict(float)
-        with table.open() as stream:
-            for row in csv.DictReader(stream):
-                name = row["full_op_name"] + row["op_type"]
-                part = next((p for p, keys in PARTS if any(k in name for k in keys)), "other")
-                seconds[part] += float(row["op_avg_time(ms)"]) / 1e3
-        return dict(seconds)
+        return measure(self.step_cell, self.model, self.batch)
 
 
 class Torch:
@@ -226,9 +195,8 @@ def worker(kind: str, folder: Path, recipe_name: str) -> None:
             answer["peak_gib"] = peak / 2**20
         elif request.strip() == "matmul":
             answer["gflops"] = peer.matmul_gflops()
-        elif request.strip() == "profile":
-            with tempfile.TemporaryDirectory() as temporary:
-                answer["parts"] = peer.profile(windows, Path(temporary))
+        elif request.strip() == "parts":
+            answer["parts"] = peer.parts()
         print(json.dumps(answer), file=reply, flush=True)
 
 
@@ -306,19 +274,19 @@ def compare(recipe_name: str, steps: int) -> dict[str, Any]:
         peers = [
             ours,
             Peer("torch eager", "torch", hf, recipe_name, {}),
-            Peer("torch eager, malloc tuned", "torch", hf, recipe_name, TUNED_MALLOC),
+            Peer("torch, malloc tuned", "torch", hf, recipe_name, TUNED_MALLOC),
         ]
-        for i in range(steps + 2):  # two to warm up
+        for i in range(steps + WARM_UP):
             for peer in peers:
                 peer.step()
-            print(f"round {i + 1}/{steps + 2}", *[f"{p.seconds[-1]:.3f}s" for p in peers])
+            print(f"round {i + 1}/{steps + WARM_UP}", *[f"{p.seconds[-1]:.3f}s" for p in peers])
         for peer in peers[1:]:
             check_losses(ours.losses, peer.losses, peer.name)
         gflops = {
             "mindspore": ours.ask("matmul")["gflops"],
             "torch": peers[1].ask("matmul")["gflops"],
         }
-        parts = ours.ask("profile")["parts"]
+        parts = ours.ask("parts")["parts"]
         for peer in peers:
             peer.stop()
     config = recipe.model_config
@@ -335,9 +303,9 @@ def report(
     rows = [
         {
             "name": p.name,
-            "seconds_min": min(p.seconds[2:]),
-            "seconds_median": statistics.median(p.seconds[2:]),
-            "tokens_per_second": tokens / min(p.seconds[2:]),
+            "seconds_min": min(p.seconds[WARM_UP:]),
+            "seconds_median": statistics.median(p.seconds[WARM_UP:]),
+            "tokens_per_second": tokens / min(p.seconds[WARM_UP:]),
             "peak_memory_gib": p.peak_gib,
             "first_step_seconds": p.seconds[0],
             "losses": p.losses,
@@ -345,14 +313,13 @@ def report(
         for p in peers
     ]
     ours, torch, tuned = rows
-    # Operators may overlap, and what Python and the graph's executor add is no operator: the parts
-    # are scaled to add up to the profiled operators' time, "host" is the rest of the step.
-    operators = sum(parts.values())
-    host = max(0.0, ours["seconds_median"] - operators)
-    whole = operators + host
+    # The parts are run alone; what they leave of a whole step is the host, residual additions, and
+    # what running alone changes.
+    whole = ours["seconds_median"]
+    parts = {**parts, "host and rest": whole - sum(parts.values())}
     breakdown = {
         part: {"milliseconds": seconds * 1e3, "percent": 100 * seconds / whole}
-        for part, seconds in sorted({**parts, "host": host}.items(), key=lambda x: -x[1])
+        for part, seconds in sorted(parts.items(), key=lambda x: -x[1])
     }
     return {
         "peers": rows,
@@ -374,7 +341,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     table = Table(title=f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
     for name in ("", "min s", "median s", "tokens/s", "ours is", "peak GiB", "first step s"):
-        table.add_column(name, justify="right" if name else "left")
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     ours = result["peers"][0]
     for row in result["peers"]:
         ratio = row["seconds_min"] / ours["seconds_min"]

@@ -1,0 +1,64 @@
+"""Every command of the README runs: here, or in .ci/run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+from telechat_moe.cli import main
+
+ROOT = Path(__file__).parents[1]
+STEPS = 2
+SHORT = [  # appended to `train`: the README's run in seconds instead of minutes
+    "--set",
+    f"train_dataset.data_loader.sizes=[{4 * STEPS},0,0]",
+    "--set",
+    "lr_schedule.warmup_steps=0",
+    "--set",
+    "telechat_moe.evaluation.interval=0",
+]
+
+
+def commands(page: str) -> list[str]:
+    """Return the lines of all ``sh`` blocks of a page, comments cut off."""
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def test_the_verbs_run_in_the_order_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verbs = [line for line in commands("README.md") if line.startswith("telechat-moe")]
+    assert len(verbs) >= 9
+    for line in verbs:
+        arguments = shlex.split(line.replace("step-00001000", f"step-{STEPS:08d}"))[1:]
+        if arguments[0] == "train":
+            arguments += SHORT
+        assert main(arguments) == 0, line
+    assert (tmp_path / "weights-hf" / "config.json").exists()
+
+
+def test_the_other_commands_run_in_ci() -> None:
+    others = [line for line in commands("README.md") if not line.startswith("telechat-moe")]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert others == ["make train", "make test"]
+    for line in others:
+        assert f"\n{line}\n" in script
+
+
+def test_the_error_of_the_readme_is_what_a_user_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["cp", "telechat3_moe/pretrain_tiny.yaml", "mine.yaml"]) == 0
+    path = tmp_path / "mine.yaml"
+    path.write_text(path.read_text().replace("pipeline_stage:", "pipline_stage:"))
+    assert main(["train", "mine.yaml"]) == 3
+    message = capsys.readouterr().err.strip()
+    assert message in (ROOT / "README.md").read_text(encoding="utf-8")
