@@ -181,6 +181,8 @@ def has_mindformers() -> bool:
     except ImportError:
         print("mindformers is not installed: only our own numbers", file=sys.stderr)
         return False
+    # its Makefile asks the python3 on the PATH for pybind11
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     compile_helpers()
     return True
 

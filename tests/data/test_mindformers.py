@@ -54,6 +54,8 @@ def reference():
         BlendedMegatronDatasetBuilder,
     )
 
+    # MindFormers' Makefile asks the python3 on the PATH for pybind11; ours may run unactivated.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     utils.compile_helpers()
 
     def open_reference(data_path, sizes, cache, *, seq_length, seed, split, **options):

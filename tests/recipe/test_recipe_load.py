@@ -73,10 +73,10 @@ def test_values_are_the_files() -> None:
 def test_batch_arithmetic() -> None:
     tiny = load(TINY, ["runner_config.gradient_accumulation_steps=2",
                        "callbacks.1.gradient_accumulation_steps=2"])  # fmt: skip
-    assert (tiny.devices, tiny.global_batch) == (1, 16)
+    assert (tiny.devices, tiny.global_batch) == (1, 8)
     sizes = tiny.train_dataset.data_loader.sizes
     assert sizes is not None
-    assert tiny.train_steps == sizes[0] // 16
+    assert tiny.train_steps == sizes[0] // 8
     large = load("telechat3_moe/pretrain_105b_a4b_4k.yaml")
     assert (large.devices, large.global_batch) == (256, 1 * 4 * 8)
     assert large.train_steps == 8000 // 32
@@ -116,7 +116,7 @@ def test_all_problems_at_once_in_the_order_of_the_file() -> None:
     text = text.replace("eps: 1.e-8", "eps: 1e-8")
     text = text.replace("weight_decay: 0.1", "weight_decay: -0.1")
     text = text.replace("parallel_config:\n", "parallel_config:\n  data_parallel: 2\n")
-    text = text.replace("warmup_steps: 40", "warmup_steps: 100000")
+    text = text.replace("warmup_steps: 100", "warmup_steps: 100000")
     found = problems(text)
     keys = [p.key for p in found]
     assert keys == [
