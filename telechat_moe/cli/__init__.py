@@ -57,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TelechatMoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError) as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 3
     except BrokenPipeError:  # the reader of a pipe is gone; nothing more to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

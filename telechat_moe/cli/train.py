@@ -1,12 +1,11 @@
 """`telechat-moe train`: train the model of a recipe on this machine."""
 
 import argparse
-import json
 import os
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
+
+from telechat_moe.cli.output import write_json
 
 EPILOG = """\
 example:
@@ -74,13 +73,9 @@ def run(args: argparse.Namespace) -> int:
         plain=args.plain,
     )
     summary = trainer.run()
-    if args.json:
-        text = json.dumps(asdict(summary), indent=2) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(args.json).write_text(text, encoding="utf-8")
+    stdout_is_taken = write_json(args.json, asdict(summary))
     if not summary.finished:
         return 130
-    print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
+    if not stdout_is_taken:
+        print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
     return 0

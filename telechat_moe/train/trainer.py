@@ -6,6 +6,7 @@ Run by ``telechat-moe train RECIPE``.
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -204,7 +205,17 @@ class Trainer:
     # ------------------------------------------------------------------ the loop
 
     def run(self) -> Summary:
-        """Train to the last step of the recipe, or until interrupted."""
+        """Train to the last step of the recipe, or until interrupted.
+
+        A run whose steps are all done is left as it is.
+        """
+        done = self.output / "summary.json"
+        if self.step >= self.steps and done.exists():
+            sys.stderr.write(
+                f"all {self.steps} steps are done (checkpoint of step {self.step}); "
+                "train from the start with --overwrite\n"
+            )
+            return Summary(**json.loads(done.read_text(encoding="utf-8")))
         self.output.mkdir(parents=True, exist_ok=True)
         if self.overwrite:
             shutil.rmtree(self.root, ignore_errors=True)

@@ -192,6 +192,26 @@ def test_a_changed_model_section_is_refused_with_the_difference(
     assert sorted(path for path in reference.rglob("*")) == before
 
 
+def test_a_finished_run_is_left_as_it_is(
+    data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+    assert main([*mini.arguments(data, reference), "--resume"]) == 0
+    assert "all 12 steps are done" in capfd.readouterr().err
+    after = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+    assert after == before
+
+
+def test_an_output_folder_that_cannot_be_made_is_named(
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(mini.arguments(data, tmp_path / "file" / "run")) == 3
+    message = capfd.readouterr().err
+    assert f"{tmp_path}/file" in message
+    assert "Traceback" not in message
+
+
 def test_other_data_are_refused(
     data: Path, reference: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
