@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from telechat_moe.cli.output import write_json
+from telechat_moe.errors import UsageError
 
 EPILOG = """\
 example:
@@ -64,7 +65,12 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
 
     recipe = load(args.recipe, overrides=args.overrides)
-    from telechat_moe.train.trainer import Trainer
+    try:
+        from telechat_moe.train.trainer import Trainer
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"training needs the package {error.name}; pip install 'telechat-moe[train]'"
+        ) from error
 
     trainer = Trainer(
         recipe,
