@@ -119,16 +119,12 @@ def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> No
     raise AssertionError(f"no step {step} after a minute")
 
 
-@pytest.mark.parametrize(
-    "kills", [3, pytest.param(20, marks=pytest.mark.slow(reason="four minutes"))]
-)
-def test_killed_at_any_moment_a_run_resumes_to_the_same_losses(
-    tmp_path: Path, start, kills: int
-) -> None:
+def test_killed_at_twenty_moments_a_run_resumes_to_the_same_losses(tmp_path: Path, start) -> None:
+    kills = 20
     # Saving after every step: about half of the time after the first step is spent in saves.
     changes = {
         "callbacks__2__save_checkpoint_steps": 1,
-        "train_dataset__data_loader__sizes": f"[{4 * 8 * (kills + 1)},0,0]",
+        "train_dataset__data_loader__sizes": f"[{4 * 20 * (kills + 1)},0,0]",
     }
     whole, output = tmp_path / "whole", tmp_path / "run"
     code, text = finish(start(whole, **changes))
@@ -150,14 +146,11 @@ def test_killed_at_any_moment_a_run_resumes_to_the_same_losses(
             time.sleep(dice.uniform(0, 0.4))
         else:
             time.sleep(dice.uniform(0, 3))
-        if process.poll() is not None:
-            assert process.returncode == 0, process.communicate()[0]
-            break
+        assert process.poll() is None, process.communicate()[0]  # long enough for all kills
         process.kill()
         process.wait()
         killed += 1
         assert seen <= len(losses(whole))
-    assert killed > 0
     code, text = finish(start(output, "--resume", **changes))
     assert code == 0, text
     assert losses(output) == losses(whole)
