@@ -1,8 +1,14 @@
-"""Maps the folders ops/, tools/ and recipes/ of the repository into the package telechat_moe."""
+"""Maps ops/, tools/ and recipes/ into the package telechat_moe, and compiles the native operators."""
 
-from setuptools import find_packages, setup
+import runpy
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOTS = ("ops", "tools", "recipes")
+HERE = Path(__file__).resolve().parent
 
 packages = find_packages(include=["telechat_moe", "telechat_moe.*"])
 package_dir = {}
@@ -11,9 +17,41 @@ for root in ROOTS:
     packages.append(f"telechat_moe.{root}")
     packages += [f"telechat_moe.{root}.{p}" for p in find_packages(root)]
 
+
+class BuildNative(build_py):
+    """Compile ops/csrc with g++ where the package goes.
+
+    Without a compiler everything but the native operators is installed, and their first use says what to do.
+    """
+
+    def run(self) -> None:  # noqa: D102
+        super().run()
+        builder = runpy.run_path(str(HERE / "ops" / "build.py"))
+        where = HERE / "ops" if self.editable_mode else Path(self.build_lib, "telechat_moe", "ops")
+        try:
+            builder["compiler"]()
+        except builder["BuildError"] as error:
+            sys.stderr.write(f"warning: {error}\n")
+            return
+        builder["build"](where / builder["LIBRARY"].name)
+
+
+class NativeDistribution(Distribution):
+    """Its wheel is tagged with the platform: it holds a shared library."""
+
+    def has_ext_modules(self) -> bool:  # noqa: D102
+        return True
+
+
 setup(
     version="0.1.0",
     packages=packages,
     package_dir=package_dir,
-    package_data={"telechat_moe": ["py.typed"], "telechat_moe.recipes": ["*/*.yaml", "*.json"]},
+    package_data={
+        "telechat_moe": ["py.typed"],
+        "telechat_moe.recipes": ["*/*.yaml", "*.json"],
+        "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
+    },
+    cmdclass={"build_py": BuildNative},
+    distclass=NativeDistribution,
 )

@@ -1,0 +1,152 @@
+"""Compile ``ops/csrc`` into one shared library, with g++ and nothing else.
+
+    python -m telechat_moe.ops.build [--checked | --sanitize] [--out FILE]
+
+``pip install`` runs the same code. ``--checked`` turns on bounds checks and poisons scratch memory,
+``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are
+compiled once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+LIBRARY = Path(__file__).resolve().parent / "libtelechat_ops.so"
+
+# MindSpore's wheels use the old string ABI, and std::string crosses the border (csrc/aot.h).
+FLAGS = [
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=default",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-D_GLIBCXX_USE_CXX11_ABI=0",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+]
+OPTIMIZE = ["-O3"]
+CHECKED = ["-O1", "-g", "-DTELECHAT_CHECKED"]
+SANITIZE = [*CHECKED, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+INSTRUCTION_SETS = {
+    "x86_64": {
+        "scalar": [],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": [
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512dq",
+            "-mavx512vl",
+            "-mfma",
+            "-mf16c",
+            "-mprefer-vector-width=512",
+        ],
+    },
+    "aarch64": {"scalar": [], "neon": []},
+}
+
+
+class BuildError(RuntimeError):
+    """The library could not be compiled."""
+
+
+def compiler() -> str:
+    """Return the C++ compiler: ``CXX`` or g++.
+
+    Raises:
+        BuildError: There is none.
+    """
+    name = os.environ.get("CXX", "g++")
+    found = shutil.which(name)
+    if found is None:
+        raise BuildError(
+            f"telechat-moe compiles its operators with {name}, which is not on the PATH; install it "
+            "(Debian, Ubuntu: apt install g++; Red Hat: dnf install gcc-c++) and install again"
+        )
+    return found
+
+
+def is_stale(library: Path = LIBRARY) -> bool:
+    """Tell whether a source is newer than the library."""
+    if not library.exists():
+        return True
+    made = library.stat().st_mtime
+    return any(f.stat().st_mtime > made for f in SOURCES.rglob("*") if f.suffix in (".cc", ".h"))
+
+
+def build(library: Path = LIBRARY, mode: list[str] | None = None) -> Path:
+    """Compile and link; the library appears whole or not at all.
+
+    Args:
+        library: File to write.
+        mode: ``OPTIMIZE`` (default), ``CHECKED`` or ``SANITIZE``.
+
+    Raises:
+        BuildError: No compiler, or it failed; carries its output.
+    """
+    mode = OPTIMIZE if mode is None else mode
+    cxx = compiler()
+    sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
+    jobs: list[tuple[Path, str, list[str]]] = []
+    for source in sorted(SOURCES.rglob("*.cc")):
+        name = "_".join(source.relative_to(SOURCES).with_suffix("").parts)
+        if source.name.endswith(".simd.cc"):
+            jobs += [
+                (source, f"{name}.{isa}", [*flags, f"-DSIMD_NS={isa}"])
+                for isa, flags in sets.items()
+            ]
+        else:
+            jobs.append((source, name, []))
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in jobs]
+
+        def compile_one(i: int) -> None:
+            source, _, flags = jobs[i]
+            command = [cxx, *FLAGS, *mode, *flags, f"-I{SOURCES}", "-c", str(source), "-o"]
+            _run([*command, objects[i]])
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(compile_one, range(len(jobs))))
+        partial = library.with_name(f".{library.name}.{os.getpid()}")
+        link = [flag for flag in mode if flag.startswith("-fsanitize")]
+        _run([cxx, "-shared", "-pthread", *link, *objects, "-ldl", "-o", str(partial)])
+        partial.replace(library)
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def main() -> int:
+    """Build as the arguments say."""
+    parser = argparse.ArgumentParser(description="Compile the native operators.")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--checked", action="store_true", help="bounds checks, poisoned scratch")
+    mode.add_argument("--sanitize", action="store_true", help="AddressSanitizer and UBSan as well")
+    parser.add_argument("--out", type=Path, default=LIBRARY)
+    args = parser.parse_args()
+    flags = SANITIZE if args.sanitize else CHECKED if args.checked else OPTIMIZE
+    try:
+        sys.stdout.write(f"{build(args.out, flags)}\n")
+    except BuildError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

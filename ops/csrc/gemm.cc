@@ -1,0 +1,83 @@
+#include "gemm.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+
+#include "error.h"
+
+namespace telechat {
+namespace {
+
+using Sgemm = int (*)(char, char, int64_t, int64_t, int64_t, float, const float*, int64_t, const float*, int64_t, float,
+                      float*, int64_t, void*);
+using Bgemm = int (*)(char, char, int64_t, int64_t, int64_t, float, const uint16_t*, int64_t, const uint16_t*, int64_t,
+                      float, float*, int64_t, void*);
+
+struct Version {
+  int major, minor, patch;
+  const char* hash;
+  unsigned cpu_runtime;
+};
+constexpr unsigned kThreadpool = 8;  // built for a thread pool of the caller's: without one it stays on this thread
+
+struct OneDnn {
+  Sgemm sgemm = nullptr;
+  Bgemm bgemm = nullptr;
+
+  bool open(void* library) {
+    if (!library) return false;
+    auto version = reinterpret_cast<const Version* (*)()>(dlsym(library, "dnnl_version"));
+    if (!version || version()->cpu_runtime != kThreadpool) return false;
+    sgemm = reinterpret_cast<Sgemm>(dlsym(library, "dnnl_threadpool_interop_sgemm"));
+    bgemm = reinterpret_cast<Bgemm>(dlsym(library, "dnnl_threadpool_interop_gemm_bf16bf16f32"));
+    return sgemm && bgemm;
+  }
+};
+
+// The copy that MindSpore has loaded, found by its name; telechat_use_onednn gives another path.
+OneDnn& onednn() {
+  static OneDnn found = [] {
+    OneDnn x;
+    x.open(dlopen("libdnnl.so.3", RTLD_NOW | RTLD_NOLOAD));
+    return x;
+  }();
+  return found;
+}
+
+void scale(int64_t m, int64_t n, float beta, float* c, int64_t ldc) {
+  for (int64_t i = 0; i < m; i++) {
+    for (int64_t j = 0; j < n; j++) c[i * ldc + j] = beta == 0 ? 0 : beta * c[i * ldc + j];
+  }
+}
+
+}  // namespace
+
+void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b,
+          int64_t ldb, float beta, float* c, int64_t ldc) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) return scale(m, n, beta, c, ldc);
+  check(onednn().sgemm, "no matrix library");
+  int rc = onednn().sgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
+  check(rc == 0, "oneDNN sgemm returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
+}
+
+void gemm_bf16(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const uint16_t* a, int64_t lda,
+               const uint16_t* b, int64_t ldb, float beta, float* c, int64_t ldc) {
+  if (m == 0 || n == 0) return;
+  if (k == 0) return scale(m, n, beta, c, ldc);
+  check(onednn().bgemm, "no matrix library");
+  int rc = onednn().bgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
+  check(rc == 0, "oneDNN gemm_bf16bf16f32 returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
+}
+
+const char* gemm_backend() { return onednn().sgemm ? "onednn" : "own"; }
+
+}  // namespace telechat
+
+extern "C" const char* telechat_gemm_backend() { return telechat::gemm_backend(); }
+
+// Outside MindSpore: load oneDNN from this path. Returns 0, or 1 where it cannot be used.
+extern "C" int telechat_use_onednn(const char* path) {
+  return telechat::onednn().sgemm || telechat::onednn().open(dlopen(path, RTLD_NOW | RTLD_LOCAL)) ? 0 : 1;
+}

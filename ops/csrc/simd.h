@@ -1,0 +1,211 @@
+// Vectors of fp32 of whatever width the instruction set has; include only in *.simd.cc files.
+//
+// All arithmetic is written on whole vectors; a row's tail is loaded with zeros behind it and stored in part, so an
+// element's result does not depend on where it stands.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#ifndef SIMD_NS
+#error "compile *.simd.cc files through ops/build.py"
+#endif
+
+namespace telechat::SIMD_NS {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float V __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));
+typedef uint16_t VH __attribute__((vector_size(W * 2)));
+
+static inline V splat(float x) { return V{} + x; }
+static inline VI splat_i(int32_t x) { return VI{} + x; }
+
+static inline V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+static inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+// n in [0, W]: the first n lanes, zeros behind.
+static inline V load_n(const float* p, int n) {
+#if defined(__AVX512F__)
+  return (V)_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+#else
+  V v = {};
+  __builtin_memcpy(&v, p, static_cast<size_t>(n) * 4);
+  return v;
+#endif
+}
+static inline void store_n(float* p, V v, int n) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), (__m512)v);
+#else
+  __builtin_memcpy(p, &v, static_cast<size_t>(n) * 4);
+#endif
+}
+
+static inline V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+  return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+static inline V select(VI mask, V yes, V no) { return (V)(((VI)yes & mask) | ((VI)no & ~mask)); }
+// As NumPy: a NaN on either side gives NaN.
+static inline V max_nan(V a, V b) { return select((a >= b) | (a != a), a, b); }
+static inline V min_nan(V a, V b) { return select((a <= b) | (a != a), a, b); }
+// Not for NaN.
+static inline V max_fast(V a, V b) {
+#if defined(__AVX512F__)
+  return (V)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (V)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+static inline V sqrt_v(V a) {
+#if defined(__AVX512F__)
+  return (V)_mm512_sqrt_ps((__m512)a);
+#elif defined(__AVX2__)
+  return (V)_mm256_sqrt_ps((__m256)a);
+#else
+  V r;
+  for (int i = 0; i < W; i++) r[i] = __builtin_sqrtf(a[i]);
+  return r;
+#endif
+}
+
+// Pairwise in a fixed order.
+static inline float sum_lanes(V v) {
+  float x[W];
+  std::memcpy(x, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  }
+  return x[0];
+}
+static inline float max_lanes(V v) {
+  float x[W];
+  std::memcpy(x, &v, sizeof v);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) x[i] = x[i] >= x[i + half] || x[i] != x[i] ? x[i] : x[i + half];
+  }
+  return x[0];
+}
+
+static inline V round_even(V x) {  // |x| < 2^22
+  V magic = splat(12582912.0f);
+  V y = x + magic;
+#if defined(__x86_64__)  // keep the pair of additions
+  asm("" : "+x"(y));
+#elif defined(__aarch64__)
+  asm("" : "+w"(y));
+#endif
+  return y - magic;
+}
+
+// e^x, at most 1.5 ulp off; below -103.97 zero, above 88.72 infinity, NaN stays.
+static inline V exp_v(V x) {
+  V clamped = select(x > splat(89.0f), splat(89.0f), x);
+  clamped = select(clamped < splat(-105.0f), splat(-105.0f), clamped);
+  V n = round_even(clamped * splat(1.44269504088896341f));
+  V r = fma(n, splat(-0.693359375f), clamped);
+  r = fma(n, splat(2.12194440e-4f), r);
+  V p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.0f);
+  // 2^n in two factors, so that results below the normal range come out right.
+  VI i = __builtin_convertvector(select(x == x, n, splat(0.0f)), VI);
+  VI half = i >> 1;
+  V a = (V)((half + 127) << 23);
+  V b = (V)((i - half + 127) << 23);
+  V y = p * a * b;
+  y = select(x > splat(88.7228394f), splat(__builtin_inff()), y);
+  y = select(x < splat(-103.972084f), splat(0.0f), y);
+  return select(x == x, y, x);
+}
+
+// ln x, at most 2 ulp off; 0 gives -infinity, negative NaN, denormals are handled.
+static inline V log_v(V x) {
+  V tiny = splat(1.17549435e-38f);
+  VI small = x < tiny;
+  V scaled = select(small, x * splat(8388608.0f), x);
+  VI bits = (VI)scaled;
+  VI e = ((bits >> 23) & 0xff) - 126;
+  V m = (V)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
+  VI low = m < splat(0.707106781f);
+  m = select(low, m + m, m) - splat(1.0f);
+  V fe = __builtin_convertvector(e, V) - select(low, splat(1.0f), splat(0.0f)) - select(small, splat(23.0f), splat(0.0f));
+  V z = m * m;
+  V p = splat(7.0376836292e-2f);
+  p = fma(p, m, splat(-1.1514610310e-1f));
+  p = fma(p, m, splat(1.1676998740e-1f));
+  p = fma(p, m, splat(-1.2420140846e-1f));
+  p = fma(p, m, splat(1.4249322787e-1f));
+  p = fma(p, m, splat(-1.6668057665e-1f));
+  p = fma(p, m, splat(2.0000714765e-1f));
+  p = fma(p, m, splat(-2.4999993993e-1f));
+  p = fma(p, m, splat(3.3333331174e-1f));
+  V y = p * m * z;
+  y = fma(fe, splat(-2.12194440e-4f), y);
+  y = fma(z, splat(-0.5f), y);
+  V r = m + y;
+  r = fma(fe, splat(0.693359375f), r);
+  r = select(x == splat(__builtin_inff()), x, r);
+  r = select(x == splat(0.0f), splat(-__builtin_inff()), r);
+  return select((x < splat(0.0f)) | (x != x), splat(__builtin_nanf("")), r);
+}
+
+static inline V sigmoid_v(V x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }
+
+// bfloat16, round to nearest even; NaN stays NaN.
+static inline V from_bf16(VH h) { return (V)(__builtin_convertvector(h, VU) << 16); }
+static inline VU bf16_bits(V v) {
+  VU u = (VU)v;
+  VU rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  VU nan = (u & 0x7fffffffu) > 0x7f800000u ? (u | 0x00400000u) : rounded;
+  return nan >> 16;
+}
+static inline VH to_bf16(V v) { return __builtin_convertvector(bf16_bits(v), VH); }
+static inline V round_bf16(V v) { return (V)(bf16_bits(v) << 16); }
+static inline V load_bf16(const uint16_t* p) {
+  VH h;
+  std::memcpy(&h, p, sizeof h);
+  return from_bf16(h);
+}
+static inline V load_bf16_n(const uint16_t* p, int n) {
+  VH h = {};
+  __builtin_memcpy(&h, p, static_cast<size_t>(n) * 2);
+  return from_bf16(h);
+}
+static inline void store_bf16(uint16_t* p, V v) {
+  VH h = to_bf16(v);
+  std::memcpy(p, &h, sizeof h);
+}
+static inline void store_bf16_n(uint16_t* p, V v, int n) {
+  VH h = to_bf16(v);
+  __builtin_memcpy(p, &h, static_cast<size_t>(n) * 2);
+}
+
+}  // namespace telechat::SIMD_NS

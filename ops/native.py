@@ -1,0 +1,197 @@
+"""The native library: loading it, its errors, and calling its operators on NumPy arrays.
+
+Works without mindspore; there the operators use oneDNN where it can be found, else their own matrix product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from telechat_moe.ops.build import LIBRARY
+
+from telechat_moe.errors import TelechatMoeError
+
+Attribute = bool | int | float | Sequence[int]
+
+
+class NativeError(TelechatMoeError):
+    """The native library is missing, or one of its operators refused its input."""
+
+
+@functools.cache
+def path() -> Path:
+    """Return the library's file: the installed one, or the one ``TELECHAT_OPS_LIBRARY`` names.
+
+    Raises:
+        NativeError: There is none; says what to do.
+    """
+    chosen = Path(os.environ.get("TELECHAT_OPS_LIBRARY", LIBRARY))  # tests point at checked builds
+    if not chosen.exists():
+        raise NativeError(
+            f"the native operators are not built ({chosen} is missing): g++ was not found when "
+            "telechat-moe was installed; install g++ and run `python -m telechat_moe.ops.build`"
+        )
+    return chosen
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library once, and oneDNN beside it where mindspore has brought one.
+
+    Raises:
+        NativeError: It is missing or cannot be loaded.
+    """
+    try:
+        library = ctypes.CDLL(str(path()))
+    except OSError as error:
+        raise NativeError(f"{path()} cannot be loaded: {error}") from error
+    library.telechat_isa.restype = ctypes.c_char_p
+    library.telechat_gemm_backend.restype = ctypes.c_char_p
+    library.telechat_attributes_new.restype = ctypes.c_void_p
+    library.telechat_attributes_workspace.restype = ctypes.c_int64
+    library.telechat_attributes_workspace.argtypes = [ctypes.c_void_p]
+    library.telechat_attributes_free.argtypes = [ctypes.c_void_p]
+    library.telechat_attributes_number.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_double,
+    ]
+    library.telechat_attributes_list.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_char_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    ]
+    library.telechat_infer.restype = ctypes.c_int64
+    found = importlib.util.find_spec("mindspore")
+    if found and found.submodule_search_locations:
+        onednn = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
+        if onednn.exists():
+            library.telechat_use_onednn(str(onednn).encode())
+    return library
+
+
+def last_error() -> str:
+    """Return what the last operator that failed said."""
+    text = ctypes.create_string_buffer(1024)
+    load().telechat_last_error(text, ctypes.c_int64(1024))
+    return text.value.decode(errors="replace")
+
+
+def isa() -> str:
+    """Return the instruction set in use: avx512, avx2, neon or scalar."""
+    return load().telechat_isa().decode()
+
+
+def gemm_backend() -> str:
+    """Return what computes matrix products: ``onednn`` or ``own``."""
+    return load().telechat_gemm_backend().decode()
+
+
+def threads() -> int:
+    """Return the number of threads that operators use."""
+    return load().telechat_threads()
+
+
+def set_threads(count: int) -> None:
+    """Use ``count`` threads from now on; results do not change."""
+    load().telechat_set_threads(count)
+
+
+def dtype_name(array: np.ndarray) -> str:
+    """Return the name that the library knows a NumPy array's type by."""
+    return array.dtype.name
+
+
+class Kernel:
+    """One operator of the library with its attributes, callable on NumPy arrays.
+
+    Args:
+        name: C name of the operator.
+        attributes: As for :func:`telechat_moe.ops.custom.custom_op`.
+
+    Raises:
+        NativeError: No such operator, or its Init refused the attributes.
+    """
+
+    def __init__(self, name: str, attributes: Mapping[str, Attribute] | None = None) -> None:
+        self.name = name
+        self._library = load()
+        try:
+            self._run = getattr(self._library, name)
+        except AttributeError as error:
+            raise NativeError(f"{path()} has no operator {name}") from error
+        self._extra = ctypes.c_void_p(self._library.telechat_attributes_new())
+        for key, value in (attributes or {}).items():
+            if isinstance(value, (bool, int, float)):
+                self._library.telechat_attributes_number(self._extra, key.encode(), float(value))
+            else:
+                ints = np.asarray(value, np.int64)
+                self._library.telechat_attributes_list(
+                    self._extra, key.encode(), ints.ctypes.data, ints.size
+                )
+        if hasattr(self._library, f"{name}Init"):
+            init = getattr(self._library, f"{name}Init")
+            if init(None, None, None, self._extra):
+                raise NativeError(last_error())
+
+    def __del__(self) -> None:
+        if getattr(self, "_extra", None):
+            self._library.telechat_attributes_free(self._extra)
+
+    def shapes(self, inputs: Sequence[np.ndarray], outputs: int = 1) -> list[tuple[int, ...]]:
+        """Return the shapes of the results, as MindSpore would be told."""
+        ranks, shapes, _ = _describe(inputs)
+        result = np.zeros(256, np.int64)
+        infer = getattr(self._library, f"{self.name}InferShape")
+        length = self._library.telechat_infer(
+            ctypes.cast(infer, ctypes.c_void_p),
+            ctypes.c_int64(outputs == 1),
+            ranks,
+            shapes,
+            self._extra,
+            ctypes.c_void_p(result.ctypes.data),
+            ctypes.c_int64(result.size),
+        )
+        if length < 0:
+            raise NativeError(last_error())
+        found, at = [], 1
+        for _ in range(int(result[0])):
+            rank = int(result[at])
+            found.append(tuple(int(x) for x in result[at + 1 : at + 1 + rank]))
+            at += 1 + rank
+        return found
+
+    def __call__(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Fill ``outputs``; all arrays must be C-contiguous.
+
+        Raises:
+            NativeError: The operator refused its input; carries its sentence.
+        """
+        arrays = [*inputs, *outputs]
+        workspace = self._library.telechat_attributes_workspace(self._extra)
+        if workspace:
+            arrays.append(np.empty(workspace, np.uint8))
+        for array in arrays:
+            if not array.flags.c_contiguous:
+                raise NativeError(f"{self.name}: an array of shape {array.shape} is not contiguous")
+        ranks, shapes, keep = _describe(arrays)
+        data = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
+        types = (ctypes.c_char_p * len(arrays))(*[dtype_name(a).encode() for a in arrays])
+        if self._run(len(arrays), data, ranks, shapes, types, None, self._extra):
+            raise NativeError(last_error())
+        del keep
+
+
+def _describe(arrays: Sequence[np.ndarray]) -> tuple[Any, Any, Any]:
+    extents = [(ctypes.c_int64 * max(a.ndim, 1))(*a.shape) for a in arrays]
+    pointers = [ctypes.cast(x, ctypes.POINTER(ctypes.c_int64)) for x in extents]
+    ranks = (ctypes.c_int * len(arrays))(*[a.ndim for a in arrays])
+    return ranks, (ctypes.POINTER(ctypes.c_int64) * len(arrays))(*pointers), extents
