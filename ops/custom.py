@@ -42,3 +42,8 @@ def custom_op(
     for key, value in attributes.items():
         op.add_prim_attr(key, list(value) if isinstance(value, (list, tuple)) else value)
     return op
+
+
+def reason(error: BaseException) -> str | None:
+    """Return what the native operator said that made MindSpore raise ``error``; None if none did."""
+    return native.last_error() if "CPU AOT kernel" in str(error) else None

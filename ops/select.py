@@ -1,6 +1,6 @@
 """Which face of an operator serves: our CPU kernel, MindSpore's primitives, or the Ascend primitive.
 
-    python -m telechat_moe.ops.select
+    python -m telechat_moe.ops.select [RECIPE]
 
 A cell of ``telechat_moe.ops`` asks :func:`face` once, while it is built. ``fused`` is the native CPU kernel, ``plain``
 the same arithmetic in MindSpore's elementary primitives, ``ascend`` the primitive that Ascend has for it.
@@ -8,14 +8,16 @@ the same arithmetic in MindSpore's elementary primitives, ``ascend`` the primiti
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import NamedTuple
 
 from telechat_moe.ops import native
 
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, TelechatMoeError
 
 FACES = ("fused", "plain", "ascend")
 
@@ -57,7 +59,7 @@ class _Selection(NamedTuple):
     each: Mapping[str, str]
 
 
-_selection: ContextVar[_Selection] = ContextVar("faces", default=_Selection("CPU", "auto", {}))
+_selection: ContextVar[_Selection | None] = ContextVar("faces", default=None)
 
 
 @contextlib.contextmanager
@@ -96,7 +98,7 @@ def choose(operator: str) -> Choice:
     Raises:
         BadInputError: The face asked for is not there.
     """
-    selection = _selection.get()
+    selection = _selection.get() or _Selection("CPU", "auto", {})
     faces = OPERATORS[operator]
     wanted = selection.each.get(operator, selection.default)
     if wanted == "auto":
@@ -115,7 +117,7 @@ def _automatic(operator: str, faces: Mapping[str, str], target: str) -> Choice:
     if target == "Ascend":
         if "ascend" in faces:
             return Choice(operator, "ascend", "target Ascend")
-        return Choice(operator, "plain", "Ascend has no primitive for it")
+        return Choice(operator, "plain", "MindSpore's primitives serve Ascend too")
     if "fused" not in faces:
         return Choice(operator, "plain", "no CPU kernel for it")
     try:
@@ -133,3 +135,45 @@ def face(operator: str) -> str:
 def table() -> list[Choice]:
     """Return the choice for every operator."""
     return [choose(operator) for operator in sorted(OPERATORS)]
+
+
+def summary() -> str:
+    """Return the faces in use in a few words: the most common one, then the others with reasons."""
+    rows = table()
+    faces = [row.face for row in rows]
+    usual = max(FACES, key=faces.count)
+    others = [f"{row.operator} {row.face} ({row.reason})" for row in rows if row.face != usual]
+    reasons = {row.reason for row in rows if row.face == usual}
+    return ", ".join([f"{usual} ({'; '.join(sorted(reasons))})", *others])
+
+
+def main() -> None:
+    """Print which face serves each operator and why, for a recipe if one is named."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from telechat_moe.recipe import load
+
+    parser = argparse.ArgumentParser(description="Which face serves each operator, and why.")
+    parser.add_argument("recipe", nargs="?", help="a recipe (default: faces chosen for this CPU)")
+    args = parser.parse_args()
+    try:
+        choices = contextlib.nullcontext()
+        if args.recipe:
+            recipe = load(args.recipe)
+            own = recipe.telechat_moe.operators
+            choices = using(own.default, own.faces(), recipe.context.device_target)
+        with choices:
+            grid = Table(box=None)
+            for name in ("operator", "face", "what it is", "why"):
+                grid.add_column(name)
+            for row in table():
+                grid.add_row(row.operator, row.face, OPERATORS[row.operator][row.face], row.reason)
+            Console().print(grid)
+    except TelechatMoeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -62,15 +62,26 @@ def parallel_mode(r: Recipe) -> Iterator[Broken]:
 
 
 def cpu(r: Recipe) -> Iterator[Broken]:
-    """MindSpore on CPU: no device queue, no bfloat16 products, data parallelism only."""
+    """MindSpore on CPU: no device queue, bfloat16 only in fused products, data parallelism only."""
     if r.context.device_target != "CPU":
         return
     if r.runner_config.sink_mode and r.run_mode in TRAINING:
         yield "runner_config.sink_mode", "True on CPU", "False: CPU has no device queue"
     m = r.model.model_config
-    for key in ("compute_dtype", "params_dtype"):
-        if getattr(m, key) not in ("float32", "fp32", None):
-            yield AT + key, f"{getattr(m, key)} on CPU", "float32"
+    if m.params_dtype not in ("float32", "fp32", None):
+        yield AT + "params_dtype", f"{m.params_dtype} on CPU", "float32: master weights are fp32"
+    if m.compute_dtype in ("float16", "fp16"):
+        yield AT + "compute_dtype", f"{m.compute_dtype} on CPU", "float32 or bfloat16"
+    elif m.compute_dtype in ("bfloat16", "bf16"):
+        faces = r.telechat_moe.operators
+        for name in ("matmul", "grouped_matmul", "attention"):
+            if (getattr(faces, name) or faces.default) == "plain":
+                found = f"{m.compute_dtype} with plain {name} on CPU"
+                yield (
+                    AT + "compute_dtype",
+                    found,
+                    "float32: MindSpore has no bfloat16 products there",
+                )
     p = r.parallel_config
     for key in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel"):
         if getattr(p, key) > 1:

@@ -1,7 +1,7 @@
 """The section `telechat_moe`: settings of this package that MindFormers lacks."""
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal
 
 from telechat_moe.recipe.fields import Count, Length, NonNegative, Positive, Range, Text
 
@@ -52,6 +52,62 @@ class Sample:
     """Most probable tokens to draw from."""
 
 
+Face = Literal["auto", "fused", "plain"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operators:
+    """`telechat_moe.operators`: what computes each operator (`telechat_moe.ops.select`).
+
+    `fused`: our native CPU kernels. `plain`: MindSpore's elementary primitives. `auto`: on Ascend its
+    own primitive, on CPU fused where the native library is there, else plain.
+    """
+
+    default: Face = "auto"
+    """For all operators that are not named below."""
+
+    fuse_plain: bool = False
+    """Let the fuser replace regions of plain operators by programs of the virtual machine."""
+
+    adamw: Face | None = None
+    """AdamW, clipping and the gradient norm."""
+
+    attention: Face | None = None
+    """Attention; plain holds the scores in memory."""
+
+    cross_entropy: Face | None = None
+    """Cross-entropy from logits."""
+
+    grouped_matmul: Face | None = None
+    """Products of the routed experts."""
+
+    matmul: Face | None = None
+    """Linear layers; `compute_dtype: bfloat16` on CPU needs fused."""
+
+    permute: Face | None = None
+    """Bringing tokens to their experts and back."""
+
+    rms_norm: Face | None = None
+    """RMSNorm."""
+
+    rope: Face | None = None
+    """Rotary positions."""
+
+    routing: Face | None = None
+    """Scores, top-k and weights of the router."""
+
+    softmax: Face | None = None
+    """Softmax outside attention."""
+
+    swiglu: Face | None = None
+    """SwiGLU of dense layers and shared experts."""
+
+    def faces(self) -> dict[str, str]:
+        """Return the operators that are named, and their faces."""
+        named = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
+        return {name: face for name, face in named.items() if face is not None}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
@@ -73,3 +129,6 @@ class TelechatMoe:
 
     moe_block_rows: Positive | None = None
     """Rows per block of the dropless experts on plain operators. None: chosen from the batch."""
+
+    operators: Operators = field(default_factory=Operators)
+    """What computes each operator."""

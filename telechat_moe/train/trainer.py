@@ -23,6 +23,8 @@ from telechat_moe.data import Loader, load_tokenizer, open_recipe
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.model import CausalLM, initialize
 from telechat_moe.model.init import count_parameters
+from telechat_moe.ops import select
+from telechat_moe.ops.custom import reason
 from telechat_moe.recipe import Recipe
 from telechat_moe.train import checkpoint as checkpoints
 from telechat_moe.train import schedule, state
@@ -130,7 +132,14 @@ class Trainer:
         ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
         ms.set_seed(recipe.seed)
         own = recipe.telechat_moe
-        self.model = CausalLM(recipe.model_config, own.moe_block_rows)
+        faces = own.operators
+        with select.using(faces.default, faces.faces(), recipe.context.device_target):
+            self.model = CausalLM(recipe.model_config, own.moe_block_rows)
+            self._build_step(recipe)
+            self.operators = select.summary()
+
+    def _build_step(self, recipe: Recipe) -> None:
+        own = recipe.telechat_moe
         self.model.set_train()
         optimizer = recipe.optimizer
         self.optimizer = AdamW(
@@ -235,9 +244,14 @@ class Trainer:
                     f"{count_parameters(self.model) / 1e6:.2f}M parameters, {self.steps} steps of "
                     f"{tokens} tokens; compiling the graph of a step (10 to 30 s)"
                 )
+                monitor.message(f"operators: {self.operators}")
                 run.loop()
                 if not self.interrupted:
                     self._sample(monitor)
+        except RuntimeError as error:
+            if said := reason(error):
+                raise BadInputError(f"step {self.step + 1}: {said}") from error
+            raise
         finally:
             monitor.close()
         summary = run.summary()

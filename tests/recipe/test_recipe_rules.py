@@ -116,12 +116,17 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
     ],
     "cpu": [
         (TINY, {"runner_config.sink_mode": "True"}, "runner_config.sink_mode"),
-        (TINY, {M + "compute_dtype": "bfloat16"}, M + "compute_dtype"),
+        (
+            TINY,
+            {M + "compute_dtype": "bfloat16", "telechat_moe.operators.matmul": "plain"},
+            M + "compute_dtype",
+        ),
+        (TINY, {M + "compute_dtype": "float16"}, M + "compute_dtype"),
+        (TINY, {M + "params_dtype": "bfloat16"}, M + "params_dtype"),
         (
             LARGE,
             {"context.device_target": "CPU"},
-            f"runner_config.sink_mode {M}compute_dtype {P}model_parallel {P}pipeline_stage "
-            f"{P}expert_parallel",
+            f"runner_config.sink_mode {P}model_parallel {P}pipeline_stage {P}expert_parallel",
         ),
     ],
     "tensor_parallel": [
