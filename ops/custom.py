@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mindspore import ops
+
 from telechat_moe.ops import native
 from telechat_moe.ops.native import Attribute
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from telechat_moe.ops.build import LIBRARY
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.ops.build import LIBRARY
 
 Attribute = bool | int | float | Sequence[int]
 

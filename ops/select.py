@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from telechat_moe.ops import native
-
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.ops import native
 
 FACES = ("fused", "plain", "ascend")
 

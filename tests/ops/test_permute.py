@@ -12,6 +12,7 @@ from gradients import Gradient, close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
+
 from telechat_moe.ops.permute import BlockPlan, CapacityPlan, Permute, Unpermute
 
 pytestmark = pytest.mark.mindspore

@@ -8,6 +8,7 @@ import mindspore as ms
 import numpy as np
 from gradients import Gradient, close, finite_differences
 from mindspore import Tensor, nn
+
 from telechat_moe.ops.attention import AttentionMask, SoftmaxAttention, attention_reference
 from telechat_moe.ops.cross_entropy import CrossEntropy, cross_entropy_reference
 from telechat_moe.ops.grouped_matmul import GroupedMatmul, grouped_matmul_reference
