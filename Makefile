@@ -11,16 +11,18 @@ BIN    := $(VENV)/bin
 TRAIN_READY := $(VENV)/.ready-train
 TEST_READY  := $(VENV)/.ready-test
 
+LIBRARY := ops/libtelechat_ops.so
+
 .PHONY: train test test-slow lint docs clean
 
-train: $(TRAIN_READY)
+train: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
 	$(BIN)/telechat-moe train $(RECIPE) --resume
 
-test: $(TEST_READY)
+test: $(TEST_READY) $(LIBRARY)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(TEST_READY)
+test-slow: $(TEST_READY) $(LIBRARY)
 	$(BIN)/python -m pytest -m slow
 
 lint: $(TEST_READY)
@@ -42,6 +44,10 @@ $(BIN)/python:
 $(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
 	touch $@
+
+# The install has built it; this is for sources that changed since.
+$(LIBRARY): $(wildcard ops/csrc/*.* ops/csrc/*/*.*) | $(TRAIN_READY)
+	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,mindformers,test,dev]'

@@ -76,14 +76,6 @@ def compiler() -> str:
     return found
 
 
-def is_stale(library: Path = LIBRARY) -> bool:
-    """Tell whether a source is newer than the library."""
-    if not library.exists():
-        return True
-    made = library.stat().st_mtime
-    return any(f.stat().st_mtime > made for f in SOURCES.rglob("*") if f.suffix in (".cc", ".h"))
-
-
 def build(library: Path = LIBRARY, mode: list[str] | None = None) -> Path:
     """Compile and link; the library appears whole or not at all.
 
