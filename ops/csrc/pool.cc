@@ -7,6 +7,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <new>
@@ -200,15 +201,25 @@ void parallel(int64_t count, Task task, void* context) {
 void* scratch_bytes(int slot, size_t bytes) {
   thread_local Buffer buffers[8];
   Buffer& buffer = buffers[slot];
-  if (buffer.size < bytes) {
+#ifdef TELECHAT_CHECKED  // a buffer of its own for each use, so that a sanitizer sees its end; full of NaN
+  const bool grow = true;
+  const size_t step = 64;
+#else
+  const bool grow = buffer.size < bytes;
+  const size_t step = 1 << 16;
+#endif
+  if (grow) {
     std::free(buffer.data);
-    buffer.size = (bytes + (1 << 16) - 1) & ~static_cast<size_t>((1 << 16) - 1);
+    buffer.size = (bytes + step - 1) / step * step;
     buffer.data = std::aligned_alloc(64, buffer.size);
     if (!buffer.data) {
       buffer.size = 0;
       throw std::bad_alloc();
     }
   }
+#ifdef TELECHAT_CHECKED
+  std::memset(buffer.data, 0xff, buffer.size);
+#endif
   return buffer.data;
 }
 
