@@ -4,16 +4,21 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.select import face
+
 
 class CrossEntropy(nn.Cell):
     """Mean negative log-likelihood over the tokens that the mask keeps, in fp32.
 
-    A batch whose mask is all zero has loss 0.
+    A batch whose mask is all zero has loss 0. The fused face reads the logits once forward and once
+    backward and keeps one number a row; on Ascend the elementary primitives serve.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.to_float = ops.Cast()
+        self.fused = FusedCrossEntropy() if face("cross_entropy") == "fused" else None
         self.log_softmax = ops.LogSoftmax(-1)
         self.pick = ops.GatherD()
         self.reshape = ops.Reshape()
@@ -32,6 +37,8 @@ class CrossEntropy(nn.Cell):
             label_T: int32 in ``[0, V)``, also where the mask is 0.
             mask_T: fp32 weights, usually 0 or 1.
         """
+        if self.fused is not None:
+            return self.fused(self.to_float(logits_TV, ms.float32), label_T, mask_T)[0]
         log_p = self.log_softmax(self.to_float(logits_TV, ms.float32))
         picked = self.reshape(self.pick(log_p, 1, self.reshape(label_T, (-1, 1))), (-1,))
         total = self.sum(self.weigh(picked, mask_T), 0)
@@ -39,12 +46,45 @@ class CrossEntropy(nn.Cell):
         return self.reshape(loss, (1,))
 
 
+class FusedCrossEntropy(nn.Cell):
+    """The fused face, with the z-loss of PaLM if asked for.
+
+    Args:
+        z_loss: Coefficient of the mean squared log-sum-exp.
+    """
+
+    def __init__(self, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.forward = custom_op("CrossEntropy", lambda x, label, mask: (x, x), 2, z_loss=z_loss)
+        self.backward = custom_op(
+            "CrossEntropyGrad", lambda x, label, mask, lse, dloss: x, z_loss=z_loss
+        )
+
+    def construct(
+        self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss ``(1,)`` and the log-sum-exp of each row ``[T]``; logits are fp32."""
+        return self.forward(logits_TV, label_T, mask_T)
+
+    def bprop(
+        self,
+        logits_TV: Tensor,
+        label_T: Tensor,
+        mask_T: Tensor,
+        out: tuple[Tensor, Tensor],
+        dout: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of the logits; label, mask and the log-sum-exp have none."""
+        dx = self.backward(logits_TV, label_T, mask_T, out[1], dout[0])
+        return dx, ops.zeros_like(label_T), ops.zeros_like(mask_T)
+
+
 def cross_entropy_reference(
-    logits_TV: np.ndarray, label_T: np.ndarray, mask_T: np.ndarray
+    logits_TV: np.ndarray, label_T: np.ndarray, mask_T: np.ndarray, z_loss: float = 0.0
 ) -> np.ndarray:
     """Define :class:`CrossEntropy` in float64."""
     x = logits_TV.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    log_p = x - np.log(np.exp(x).sum(-1, keepdims=True))
-    picked = np.take_along_axis(log_p, label_T[:, None], 1)[:, 0]
-    return -(picked * mask_T).sum() / (mask_T.sum() + 1e-8)
+    top = x.max(-1, keepdims=True)
+    lse = (top + np.log(np.exp(x - top).sum(-1, keepdims=True)))[:, 0]
+    loss = lse - np.take_along_axis(x, label_T[:, None], 1)[:, 0] + z_loss * lse**2
+    return (loss * mask_T).sum() / (mask_T.sum() + 1e-8)

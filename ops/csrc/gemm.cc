@@ -2,9 +2,13 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
+#include <algorithm>
+#include <cstring>
 
+#include "cast.h"
 #include "error.h"
+#include "gemm_own.h"
+#include "pool.h"
 
 namespace telechat {
 namespace {
@@ -45,6 +49,17 @@ OneDnn& onednn() {
   return found;
 }
 
+bool use_own = false;
+
+bool has_bf16_instructions() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 void scale(int64_t m, int64_t n, float beta, float* c, int64_t ldc) {
   for (int64_t i = 0; i < m; i++) {
     for (int64_t j = 0; j < n; j++) c[i * ldc + j] = beta == 0 ? 0 : beta * c[i * ldc + j];
@@ -57,7 +72,7 @@ void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const 
           int64_t ldb, float beta, float* c, int64_t ldc) {
   if (m == 0 || n == 0) return;
   if (k == 0) return scale(m, n, beta, c, ldc);
-  check(onednn().sgemm, "no matrix library");
+  if (use_own || !onednn().sgemm) return own_gemm().run(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
   int rc = onednn().sgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
   check(rc == 0, "oneDNN sgemm returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
 }
@@ -66,14 +81,49 @@ void gemm_bf16(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, c
                const uint16_t* b, int64_t ldb, float beta, float* c, int64_t ldc) {
   if (m == 0 || n == 0) return;
   if (k == 0) return scale(m, n, beta, c, ldc);
-  check(onednn().bgemm, "no matrix library");
+  check(onednn().bgemm, "no library multiplies bfloat16 here");
   int rc = onednn().bgemm(ta ? 'T' : 'N', tb ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta, c, ldc, nullptr);
   check(rc == 0, "oneDNN gemm_bf16bf16f32 returned %d for %ldx%ldx%ld", rc, long(m), long(n), long(k));
 }
 
-const char* gemm_backend() { return onednn().sgemm ? "onednn" : "own"; }
+const char* gemm_backend() { return onednn().sgemm && !use_own ? "onednn" : "own"; }
+
+bool multiplies_bf16() {
+  static const bool has = has_bf16_instructions();
+  return has && !use_own && onednn().bgemm;
+}
+
+Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot) {
+  if (!bf16) return {x, nullptr, width};
+  const int64_t count = rows * width, block = 1 << 15;
+  const bool native = multiplies_bf16();
+  auto* half = native ? scratch<uint16_t>(slot, count) : nullptr;
+  auto* single = native ? nullptr : scratch<float>(slot, count);
+  parallel_for((count + block - 1) / block, [&](int64_t i) {
+    const int64_t begin = i * block, n = std::min(block, count - begin);
+    if (native) {
+      casts().to_bf16(x + begin, half + begin, n);
+    } else {
+      casts().round_bf16(x + begin, single + begin, n);
+    }
+  });
+  return {single, half, width};
+}
+
+void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,
+              int64_t ldc) {
+  if (a.half) {
+    gemm_bf16(ta, tb, m, n, k, alpha, a.half, a.ld, b.half, b.ld, beta, c, ldc);
+  } else {
+    gemm(ta, tb, m, n, k, alpha, a.single, a.ld, b.single, b.ld, beta, c, ldc);
+  }
+}
 
 }  // namespace telechat
+
+// For tests and benchmarks: "own" leaves oneDNN aside, anything else takes it where it is.
+extern "C" void telechat_use_gemm(const char* name) { telechat::use_own = std::strcmp(name, "own") == 0; }
+extern "C" int telechat_multiplies_bf16() { return telechat::multiplies_bf16(); }
 
 extern "C" const char* telechat_gemm_backend() { return telechat::gemm_backend(); }
 

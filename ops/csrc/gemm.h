@@ -13,6 +13,27 @@ void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const 
 void gemm_bf16(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const uint16_t* a, int64_t lda,
                const uint16_t* b, int64_t ldb, float beta, float* c, int64_t ldc);
 
+// An operand in the precision that a product asks for: fp32, or bfloat16 where the processor multiplies it, or fp32
+// rounded to bfloat16 elsewhere (the same products, added up in another order).
+struct Operand {
+  const float* single = nullptr;
+  const uint16_t* half = nullptr;
+  int64_t ld = 0;
+
+  Operand at(int64_t row, int64_t column) const {
+    int64_t offset = row * ld + column;
+    return {single ? single + offset : nullptr, half ? half + offset : nullptr, ld};
+  }
+};
+
+// `x` [rows, width] as an operand; with `bf16` a rounded copy in scratch memory of this thread, made by all threads.
+Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot);
+
+// gemm or gemm_bf16, whichever the operands (of one kind) need.
+void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,
+              int64_t ldc);
+
+bool multiplies_bf16();      // the processor and the library do
 const char* gemm_backend();  // "onednn" or "own"
 
 }  // namespace telechat

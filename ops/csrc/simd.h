@@ -28,7 +28,7 @@ typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef uint32_t VU __attribute__((vector_size(W * 4)));
 typedef uint16_t VH __attribute__((vector_size(W * 2)));
 
-static inline V splat(float x) { return V{} + x; }
+static inline V splat(float x) { return x - V{}; }  // not 0 + x: that is an addition, and -0 becomes 0
 static inline VI splat_i(int32_t x) { return VI{} + x; }
 
 static inline V load(const float* p) {

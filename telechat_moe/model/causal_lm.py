@@ -9,6 +9,7 @@ from telechat_moe.model.mtp import MTPLayer, ShiftLeft
 from telechat_moe.model.support import check_supported
 from telechat_moe.ops.attention import AttentionMask
 from telechat_moe.ops.cross_entropy import CrossEntropy
+from telechat_moe.ops.matmul import carried, matmul
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import rope_table
 from telechat_moe.recipe import ModelConfig
@@ -23,7 +24,7 @@ class Embedding(nn.Cell):
         params = DTYPES[config.params_dtype]
         self.weight = weight(shape, config.initializer_range, "weight", params)
         residual_fp32 = config.fp32_residual_connection
-        self.dtype = ms.float32 if residual_fp32 else DTYPES[config.compute_dtype]
+        self.dtype = ms.float32 if residual_fp32 else carried(DTYPES[config.compute_dtype])
         self.reshape = ops.Reshape()
         self.gather = ops.Gather()
         self.to_residual = ops.Cast()
@@ -87,9 +88,9 @@ class CausalLM(nn.Cell):
         self.tied = config.tie_word_embeddings
         compute = DTYPES[config.compute_dtype]
         if self.tied:
-            self.compute_dtype = compute
+            self.carried = carried(compute)
             self.head_cast = ops.Cast()
-            self.head_matmul = ops.MatMul(transpose_b=True)
+            self.head_matmul = matmul(compute)
         else:
             self.head = Linear(
                 config.hidden_size,
@@ -126,8 +127,8 @@ class CausalLM(nn.Cell):
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return ``[T, V]``."""
         if self.tied:
-            table = self.head_cast(self.embedding.weight, self.compute_dtype)
-            return self.head_matmul(self.head_cast(hidden_TH, self.compute_dtype), table)
+            table = self.head_cast(self.embedding.weight, self.carried)
+            return self.head_matmul(self.head_cast(hidden_TH, self.carried), table)
         return self.head(hidden_TH)
 
     def construct(

@@ -4,6 +4,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
+from telechat_moe.ops.matmul import MatmulIntoMainGrad, carried, matmul
 from telechat_moe.ops.swiglu import SwiGLU
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -23,7 +24,8 @@ class Linear(nn.Cell):
         inputs: Width of x.
         outputs: Width of y.
         std: Standard deviation of the initial weight ``[outputs, inputs]``.
-        compute_dtype: Data type of the product and of y.
+        compute_dtype: Data type of the product's operands; y travels in
+            :func:`telechat_moe.ops.matmul.carried` of it.
         params_dtype: Data type of the weight.
     """
 
@@ -38,13 +40,23 @@ class Linear(nn.Cell):
         super().__init__()
         self.weight = weight((outputs, inputs), std, "weight", params_dtype)
         self.compute_dtype = compute_dtype
+        self.carried = carried(compute_dtype)
         self.cast = ops.Cast()
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.matmul = matmul(compute_dtype)
+        self.main_grad = None
+
+    def accumulate_into(self, main_grads: dict[str, Parameter]) -> None:
+        """From now on, add the weight's gradient to its main gradient in place."""
+        self.main_grad = main_grads[self.weight.name]
+        self.matmul_into = MatmulIntoMainGrad(self.compute_dtype)
 
     def construct(self, x_TI: Tensor) -> Tensor:
-        """Return ``[T, outputs]`` in ``compute_dtype``."""
-        x = self.cast(x_TI, self.compute_dtype)
-        return self.matmul(x, self.cast(self.weight, self.compute_dtype))
+        """Return ``[T, outputs]``."""
+        x = self.cast(x_TI, self.carried)
+        weight_OI = self.cast(self.weight, self.carried)
+        if self.main_grad is not None:
+            return self.matmul_into(x, weight_OI, self.main_grad)
+        return self.matmul(x, weight_OI)
 
 
 class MLP(nn.Cell):

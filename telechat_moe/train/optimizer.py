@@ -8,6 +8,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from telechat_moe.ops.adamw import FusedAdamW
+from telechat_moe.ops.select import face
+
 
 class AdamW(nn.Cell):
     """AdamW; the learning rate and the bias correction come in from the host.
@@ -45,7 +48,9 @@ class AdamW(nn.Cell):
         self.beta1 = Tensor(betas[0], ms.float32)
         self.beta2 = Tensor(betas[1], ms.float32)
         self.no_decay = Tensor(0.0, ms.float32)
+        self.fused = FusedAdamW(betas, self.decayed) if face("adamw") == "fused" else None
         self.update = ops.AdamWeightDecay()
+        self.clip = ops.Mul()
 
     def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``(a, e, d)`` of update number ``step`` (from 1), fp32 scalars."""
@@ -56,9 +61,18 @@ class AdamW(nn.Cell):
         return tuple(Tensor(np.float32(x)) for x in (rate, self.eps * root, decay))
 
     def construct(
-        self, gradients: tuple[Tensor, ...], rate: Tensor, epsilon: Tensor, decay: Tensor
+        self,
+        gradients: tuple[Tensor, ...],
+        rate: Tensor,
+        epsilon: Tensor,
+        decay: Tensor,
+        clip: Tensor,
     ) -> Tensor:
-        """Update parameters and moments in place; return True."""
+        """Update parameters and moments in place with ``clip * gradients``; return True."""
+        if self.fused is not None:
+            moments = (self.moment1, self.moment2)
+            token = self.fused(self.params, *moments, gradients, rate, epsilon, decay, clip)
+            return ops.depend(Tensor(True), token)
         for i in range(len(self.params)):
             self.update(
                 self.params[i],
@@ -69,6 +83,6 @@ class AdamW(nn.Cell):
                 self.beta2,
                 epsilon,
                 decay if self.decayed[i] else self.no_decay,
-                gradients[i],
+                self.clip(gradients[i], clip),
             )
         return Tensor(True)

@@ -9,6 +9,8 @@ from mindspore.common.initializer import Zero, initializer
 from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.dispatch import CapacityDispatch
 from telechat_moe.model.router import Router
+from telechat_moe.ops.adamw import FusedNorm
+from telechat_moe.ops.select import face
 from telechat_moe.train.optimizer import AdamW
 
 
@@ -37,10 +39,14 @@ class GlobalNorm(nn.Cell):
 
     A square sum is the product of the gradient with itself: on CPU that takes a quarter of the time
     of ``ReduceSum``, and ``L2Loss`` adds up one by one (relative error 4e-4 at a million values).
+
+    Args:
+        tensors: Number of gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: int) -> None:
         super().__init__()
+        self.fused = FusedNorm(tensors) if face("adamw") == "fused" else None
         self.square_sum = ops.MatMul(transpose_b=True)
         self.reshape = ops.Reshape()
         self.concat = ops.Concat(0)
@@ -49,6 +55,8 @@ class GlobalNorm(nn.Cell):
 
     def construct(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Return ``(norm, square_sums)``: scalar and ``[parameters]``, fp32."""
+        if self.fused is not None:
+            return self.fused(gradients)
         squares = ()
         for gradient in gradients:
             row = self.reshape(gradient, (1, -1))
@@ -143,12 +151,12 @@ class TrainStep(nn.Cell):
         if micro_batches > 1:
             self.accumulate = Accumulate(self.forward_backward, optimizer.params)
             self.share = Tensor(1.0 / micro_batches, ms.float32)
-        self.norm = GlobalNorm()
+        self.norm = GlobalNorm(len(optimizer.params))
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
+        self.one = Tensor(1.0, ms.float32)
         self.at_least = ops.Maximum()
         self.divide = ops.RealDiv()
-        self.scale = ops.Mul()
         self.is_finite = ops.IsFinite()
         self.sum = ops.ReduceSum()
         cells = [cell for _, cell in model.cells_and_names()]
@@ -174,13 +182,10 @@ class TrainStep(nn.Cell):
         scalars: tuple[Tensor, Tensor, Tensor],
     ) -> Tensor:
         """Clip, update the parameters, move the expert biases."""
+        factor = self.one
         if self.clip:
             factor = self.divide(self.max_norm, self.at_least(norm, self.max_norm))
-            clipped = ()
-            for gradient in gradients:
-                clipped += (self.scale(gradient, factor),)
-            gradients = clipped
-        done = self.optimizer(gradients, *scalars)
+        done = self.optimizer(gradients, *scalars, factor)
         if self.update_bias:
             for i in range(len(self.routers)):
                 self.assign_add(self.routers[i].expert_bias, self.bias_update(loads[i]))

@@ -1,0 +1,3 @@
+#include "cast.h"
+
+TELECHAT_SELECT(telechat::CastKernels, casts)

@@ -1,0 +1,71 @@
+#include "cross_entropy.h"
+
+#include "simd.h"
+
+namespace telechat::SIMD_NS {
+namespace {
+
+// Online log-sum-exp (Milakov and Gimelshein 2018), a block at a time: the block stays in cache between its maximum and
+// its sum, so that memory is read once.
+constexpr int64_t kBlock = 2048;
+
+float block_max(const float* x, int64_t n) {
+  V top[4];
+  for (V& t : top) t = splat(-__builtin_inff());
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    for (int j = 0; j < 4; j++) top[j] = max_fast(top[j], load(x + i + j * W));
+  }
+  for (; i + W <= n; i += W) top[0] = max_fast(top[0], load(x + i));
+  float best = max_lanes(max_fast(max_fast(top[0], top[1]), max_fast(top[2], top[3])));
+  for (; i < n; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+float block_sum(const float* x, int64_t n, float top) {
+  const V shift = splat(top);
+  V sum[2] = {};
+  int64_t i = 0;
+  for (; i + 2 * W <= n; i += 2 * W) {
+    for (int j = 0; j < 2; j++) sum[j] += exp_v(load(x + i + j * W) - shift);
+  }
+  for (; i + W <= n; i += W) sum[0] += exp_v(load(x + i) - shift);
+  float total = sum_lanes(sum[0] + sum[1]);
+  if (i < n) {
+    float rest[W];
+    store(rest, exp_v(load_n(x + i, static_cast<int>(n - i)) - shift));
+    for (int64_t j = 0; j < n - i; j++) total += rest[j];
+  }
+  return total;
+}
+
+float log_sum_exp(const float* x, int64_t n) {
+  float top = -__builtin_inff(), sum = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t size = n - begin < kBlock ? n - begin : kBlock;
+    const float higher = block_max(x + begin, size);
+    if (higher > top) {
+      sum *= __builtin_expf(top - higher);
+      top = higher;
+    }
+    sum += block_sum(x + begin, size, top);  // NaN in x comes out here
+  }
+  return top + __builtin_logf(sum);
+}
+
+void softmax(const float* x, int64_t n, float lse, float factor, float* dx) {
+  const V shift = splat(lse), scale = splat(factor);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(dx + i, exp_v(load(x + i) - shift) * scale);
+  if (i < n) {
+    const int rest = static_cast<int>(n - i);
+    store_n(dx + i, exp_v(load_n(x + i, rest) - shift) * scale, rest);
+  }
+}
+
+}  // namespace
+
+extern const CrossEntropyKernels cross_entropy;
+const CrossEntropyKernels cross_entropy = {log_sum_exp, softmax};
+
+}  // namespace telechat::SIMD_NS

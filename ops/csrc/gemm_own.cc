@@ -1,0 +1,3 @@
+#include "gemm_own.h"
+
+TELECHAT_SELECT(telechat::OwnGemm, own_gemm)

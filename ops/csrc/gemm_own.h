@@ -1,0 +1,16 @@
+// Our own matrix product, for processes without oneDNN.
+#pragma once
+#include <cstdint>
+
+#include "dispatch.h"
+
+namespace telechat {
+
+struct OwnGemm {
+  void (*run)(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+              const float* b, int64_t ldb, float beta, float* c, int64_t ldc);
+};
+
+}  // namespace telechat
+
+TELECHAT_DECLARE(OwnGemm, own_gemm)

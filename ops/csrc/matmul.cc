@@ -1,0 +1,103 @@
+// Linear layers: y = x w^T, its gradients, and the gradient of w added to a running sum.
+#include <algorithm>
+
+#include "aot.h"
+#include "gemm.h"
+#include "pool.h"
+
+namespace {
+
+using namespace telechat;
+
+constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
+constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2;
+
+struct MatmulState : State {
+  bool bf16;
+  explicit MatmulState(Attributes& a) : bf16(a.flag("bf16")) {}
+};
+
+// A product cut into tasks.
+struct Blocks {
+  int64_t m, n, rows, columns;
+  Blocks(int64_t m, int64_t n, int64_t rows) : m(m), n(n), rows(rows), columns(kColumns) {}
+  int64_t down() const { return (m + rows - 1) / rows; }
+  int64_t count() const { return down() * ((n + columns - 1) / columns); }
+  template <typename F> void run(int64_t task, F&& body) const {
+    const int64_t r = task % down() * rows, c = task / down() * columns;
+    body(r, c, std::min(rows, m - r), std::min(columns, n - c));
+  }
+};
+
+// The rows of dw are few and its sum is long: smaller blocks, so that there are enough of them.
+int64_t weight_rows(int64_t outputs) { return outputs >= 1024 ? 128 : outputs >= 256 ? 64 : 32; }
+
+struct Sizes {
+  int64_t T, I, O;
+};
+
+Sizes sizes(const Arg& x, const Arg& w) {
+  check(x.rank == 2 && w.rank == 2, "x and w have ranks %d and %d, expected 2 and 2", x.rank, w.rank);
+  check(x.dim(1) == w.dim(1), "x is [%ld, %ld], w [%ld, %ld]: the last dimensions differ", long(x.dim(0)), long(x.dim(1)),
+        long(w.dim(0)), long(w.dim(1)));
+  return {x.dim(0), x.dim(1), w.dim(0)};
+}
+
+void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, float* dx, float* dw, float beta) {
+  const auto [T, I, O] = sizes(x, w);
+  check(dy.rank == 2 && dy.dim(0) == T && dy.dim(1) == O, "dy does not have the shape [%ld, %ld] of y", long(T), long(O));
+  const bool bf16 = call.state<MatmulState>().bf16;
+  const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
+  const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
+  const Operand Dy = operand(dy.as<const float>("dy"), T, O, bf16, kSlotDy);
+  const Blocks of_x(T, I, kRows), of_w(O, I, weight_rows(O));
+  const int64_t width = I, depth = O, tokens = T;
+  parallel_for(of_x.count() + of_w.count(), [&](int64_t task) {
+    if (task < of_w.count()) {
+      of_w.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {
+        multiply(true, false, m, n, tokens, 1, Dy.at(0, r), X.at(0, c), beta, dw + r * width + c, width);
+      });
+    } else {
+      of_x.run(task - of_w.count(), [&](int64_t r, int64_t c, int64_t m, int64_t n) {
+        multiply(false, false, m, n, depth, 1, Dy.at(r, 0), Wt.at(0, c), 0, dx + r * width + c, width);
+      });
+    }
+  });
+}
+
+}  // namespace
+
+// x [T, I], w [O, I] -> y [T, O]
+TELECHAT_INIT(Matmul, MatmulState)
+TELECHAT_SHAPES1(Matmul) { return {in.dim(0, 0), in.dim(1, 0)}; }
+TELECHAT_RUN(Matmul) {
+  const Arg x = call[0], w = call[1];
+  const auto [T, I, O] = sizes(x, w);
+  const bool bf16 = call.state<MatmulState>().bf16;
+  const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
+  const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
+  float* y = call[2].as<float>("y");
+  const Blocks blocks(T, O, kRows);
+  const int64_t depth = I, width = O;
+  parallel_for(blocks.count(), [&](int64_t task) {
+    blocks.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {
+      multiply(false, true, m, n, depth, 1, X.at(r, 0), Wt.at(c, 0), 0, y + r * width + c, width);
+    });
+  });
+}
+
+// x, w, dy [T, O] -> dx [T, I], dw [O, I]
+TELECHAT_INIT(MatmulGrad, MatmulState)
+TELECHAT_SHAPES(MatmulGrad) { return {in.shape(0), in.shape(1)}; }
+TELECHAT_RUN(MatmulGrad) {
+  gradients(call, call[0], call[1], call[2], call[3].as<float>("dx"), call[4].as<float>("dw"), 0);
+}
+
+// x, w, dy, sum [O, I] -> dx; adds dw to `sum` in place
+TELECHAT_INIT(MatmulGradAdd, MatmulState)
+TELECHAT_SHAPES1(MatmulGradAdd) { return in.shape(0); }
+TELECHAT_RUN(MatmulGradAdd) {
+  const Arg w = call[1], sum = call[3];
+  check(sum.rank == 2 && sum.dim(0) == w.dim(0) && sum.dim(1) == w.dim(1), "the sum does not have the shape of w");
+  gradients(call, call[0], w, call[2], call[4].as<float>("dx"), sum.as<float>("the sum"), 1);
+}
