@@ -27,6 +27,8 @@ class FusedAdamW(nn.Cell):
             in_place=True,
             beta1=betas[0],
             beta2=betas[1],
+            new1=1 - betas[0],
+            new2=1 - betas[1],
             decayed=[int(x) for x in decayed],
         )
 

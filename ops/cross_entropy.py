@@ -12,7 +12,7 @@ class CrossEntropy(nn.Cell):
     """Mean negative log-likelihood over the tokens that the mask keeps, in fp32.
 
     A batch whose mask is all zero has loss 0. The fused face reads the logits once forward and once
-    backward and keeps one number a row; on Ascend the elementary primitives serve.
+    backward and keeps two numbers a row; on Ascend the elementary primitives serve.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class FusedCrossEntropy(nn.Cell):
     def construct(
         self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss ``(1,)`` and the log-sum-exp of each row ``[T]``; logits are fp32."""
+        """Return the loss ``(1,)`` and each row's maximum and log-sum-exp above it ``[T, 2]``."""
         return self.forward(logits_TV, label_T, mask_T)
 
     def bprop(

@@ -12,13 +12,13 @@ from telechat_moe.ops.select import face
 def carried(dtype: ms.Type) -> ms.Type:
     """Return the data type in which results of a ``dtype`` product travel between operators.
 
-    On CPU that is fp32, whatever the product: the fused kernels round their operands to bfloat16
+    On CPU that is fp32 for fp32 and bfloat16 products: the fused kernels round their operands to bfloat16
     themselves, and MindSpore has next to no bfloat16 kernels there.
 
     Raises:
         BadInputError: bfloat16 is asked for and the plain face serves on CPU.
     """
-    if face("matmul") == "fused":
+    if _fused(dtype):
         return ms.float32
     if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
         raise BadInputError(
@@ -35,7 +35,11 @@ def matmul(compute_dtype: ms.Type = ms.float32) -> nn.Cell | ops.Primitive:
         compute_dtype: Of the operands; the sum is fp32. The fused face takes and gives fp32 and
             rounds the operands to bfloat16 if asked to.
     """
-    return Matmul(compute_dtype) if face("matmul") == "fused" else ops.MatMul(transpose_b=True)
+    return Matmul(compute_dtype) if _fused(compute_dtype) else ops.MatMul(transpose_b=True)
+
+
+def _fused(dtype: ms.Type) -> bool:
+    return face("matmul") == "fused" and dtype in (ms.float32, ms.bfloat16)
 
 
 class Matmul(nn.Cell):

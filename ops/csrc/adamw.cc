@@ -17,9 +17,12 @@ using namespace telechat;
 constexpr int64_t kBlock = 1 << 15;  // values of a task
 
 struct AdamState : State {
-  float beta1, beta2;
+  AdamScalars betas{};
   std::vector<int64_t> decayed;  // 1 or 0 for each tensor
-  explicit AdamState(Attributes& a) : beta1(a.number("beta1")), beta2(a.number("beta2")), decayed(a.integers("decayed")) {}
+  explicit AdamState(Attributes& a) : decayed(a.integers("decayed")) {
+    betas.beta1 = a.number("beta1"), betas.new1 = a.number("new1");
+    betas.beta2 = a.number("beta2"), betas.new2 = a.number("new2");
+  }
 };
 
 struct Piece {
@@ -54,7 +57,8 @@ TELECHAT_RUN(AdamW) {
     data[i] = x.as<float>("a weight, moment or gradient");
   }
   const auto number = [&](int64_t i) { return *call[static_cast<int>(4 * n + i)].as<const float>("a scalar"); };
-  const AdamScalars scalars{number(0), number(1), number(2), state.beta1, state.beta2, number(3)};
+  AdamScalars scalars = state.betas;
+  scalars.rate = number(0), scalars.epsilon = number(1), scalars.decay = number(2), scalars.clip = number(3);
   const std::vector<Piece> work = pieces(call, 0, n);
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t i) {
     const Piece p = work[i];

@@ -6,7 +6,8 @@
 namespace telechat {
 
 struct AdamScalars {
-  float rate, epsilon, decay, beta1, beta2, clip;
+  float rate, epsilon, decay, clip;
+  float beta1, beta2, new1, new2;  // new = 1 - beta, which fp32 would round at the wrong place
 };
 
 struct AdamKernels {

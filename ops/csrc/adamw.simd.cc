@@ -6,18 +6,29 @@ namespace telechat::SIMD_NS {
 namespace {
 
 void update(float* w, float* m, float* v, const float* g, int64_t n, AdamScalars s) {
-  const V b1 = splat(s.beta1), c1 = splat(1 - s.beta1), b2 = splat(s.beta2), c2 = splat(1 - s.beta2);
+  const V b1 = splat(s.beta1), n1 = splat(s.new1), b2 = splat(s.beta2), n2 = splat(s.new2);
   const V rate = splat(s.rate), epsilon = splat(s.epsilon), decay = splat(s.decay), clip = splat(s.clip);
-  for (int64_t i = 0; i < n; i += W) {
-    const int rest = n - i < W ? static_cast<int>(n - i) : W;
-    const V gradient = load_n(g + i, rest) * clip;
-    const V first = fma(c1, gradient, b1 * load_n(m + i, rest));
-    const V second = fma(c2 * gradient, gradient, b2 * load_n(v + i, rest));
-    const V weight = load_n(w + i, rest);
-    const V step = fma(decay, weight, first / (sqrt_v(second) + epsilon));
+  const auto step = [&](V& weight, V& first, V& second, V gradient) {
+    gradient *= clip;
+    first = fma(n1, gradient, b1 * first);
+    second = fma(n2 * gradient, gradient, b2 * second);
+    weight -= rate * fma(decay, weight, first / (sqrt_v(second) + epsilon));
+  };
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    V weight = load(w + i), first = load(m + i), second = load(v + i);
+    step(weight, first, second, load(g + i));
+    store(w + i, weight);
+    store(m + i, first);
+    store(v + i, second);
+  }
+  if (i < n) {
+    const int rest = static_cast<int>(n - i);
+    V weight = load_n(w + i, rest), first = load_n(m + i, rest), second = load_n(v + i, rest);
+    step(weight, first, second, load_n(g + i, rest));
+    store_n(w + i, weight, rest);
     store_n(m + i, first, rest);
     store_n(v + i, second, rest);
-    store_n(w + i, weight - rate * step, rest);
   }
 }
 

@@ -52,19 +52,20 @@ double total(const float* x, int64_t n) {
 
 }  // namespace
 
-// logits [T, V], label [T] int32, mask [T] -> loss [1], log-sum-exp [T]
+// logits [T, V], label [T] int32, mask [T] -> loss [1], log-sum-exp in two parts [T, 2]
 TELECHAT_INIT(CrossEntropy, ZState)
-TELECHAT_SHAPES(CrossEntropy) { return {{1}, {in.dim(0, 0)}}; }
+TELECHAT_SHAPES(CrossEntropy) { return {{1}, {in.dim(0, 0), 2}}; }
 TELECHAT_RUN(CrossEntropy) {
   const Rows r = rows(call);
   const float z = call.state<ZState>().z_loss;
-  float* lse = call[4].as<float>("the log-sum-exp");
+  auto* lse = reinterpret_cast<LogSumExp*>(call[4].as<float>("the log-sum-exp"));
   float* loss_of = scratch<float>(0, r.T);
   const int64_t step = rows_of_task(r);
   parallel_for((r.T + step - 1) / step, [&](int64_t task) {
     for (int64_t t = task * step; t < std::min(r.T, (task + 1) * step); t++) {
       lse[t] = cross_entropy().log_sum_exp(r.x + t * r.V, r.V);
-      loss_of[t] = r.mask[t] * (lse[t] - r.x[t * r.V + r.label[t]] + z * lse[t] * lse[t]);
+      const float whole = lse[t].top + lse[t].rest, label = r.x[t * r.V + r.label[t]];
+      loss_of[t] = r.mask[t] * (lse[t].top - label + lse[t].rest + z * whole * whole);
     }
   });
   *call[3].as<float>("the loss") = static_cast<float>(total(loss_of, r.T) / (total(r.mask, r.T) + kTiny));
@@ -76,14 +77,14 @@ TELECHAT_SHAPES1(CrossEntropyGrad) { return in.shape(0); }
 TELECHAT_RUN(CrossEntropyGrad) {
   const Rows r = rows(call);
   const float z = call.state<ZState>().z_loss;
-  const float* lse = call[3].as<const float>("the log-sum-exp");
+  const auto* lse = reinterpret_cast<const LogSumExp*>(call[3].as<const float>("the log-sum-exp"));
   float* dx = call[5].as<float>("dlogits");
   const double share = *call[4].as<const float>("dloss") / (total(r.mask, r.T) + kTiny);
   const int64_t step = rows_of_task(r);
   parallel_for((r.T + step - 1) / step, [&](int64_t task) {
     for (int64_t t = task * step; t < std::min(r.T, (task + 1) * step); t++) {
       const float factor = static_cast<float>(share * r.mask[t]);
-      cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * lse[t]), dx + t * r.V);
+      cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * (lse[t].top + lse[t].rest)), dx + t * r.V);
       dx[t * r.V + r.label[t]] -= factor;
     }
   });

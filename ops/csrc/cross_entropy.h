@@ -5,10 +5,15 @@
 
 namespace telechat {
 
+// log-sum-exp of a row as its maximum and the rest: their sum would round away what large logits differ by.
+struct LogSumExp {
+  float top, rest;
+};
+
 struct CrossEntropyKernels {
-  float (*log_sum_exp)(const float* x, int64_t n);  // one pass over x
-  // dx = factor * exp(x - lse); the caller takes `factor of the label` off at the label.
-  void (*softmax)(const float* x, int64_t n, float lse, float factor, float* dx);
+  LogSumExp (*log_sum_exp)(const float* x, int64_t n);  // one pass over x
+  // dx = factor * exp(x - top - rest); the caller takes its share off at the label.
+  void (*softmax)(const float* x, int64_t n, LogSumExp lse, float factor, float* dx);
 };
 
 }  // namespace telechat

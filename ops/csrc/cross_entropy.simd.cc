@@ -39,7 +39,7 @@ float block_sum(const float* x, int64_t n, float top) {
   return total;
 }
 
-float log_sum_exp(const float* x, int64_t n) {
+LogSumExp log_sum_exp(const float* x, int64_t n) {
   float top = -__builtin_inff(), sum = 0;
   for (int64_t begin = 0; begin < n; begin += kBlock) {
     const int64_t size = n - begin < kBlock ? n - begin : kBlock;
@@ -48,18 +48,18 @@ float log_sum_exp(const float* x, int64_t n) {
       sum *= __builtin_expf(top - higher);
       top = higher;
     }
-    sum += block_sum(x + begin, size, top);  // NaN in x comes out here
+    sum += block_sum(x + begin, size, top > -__builtin_inff() ? top : 0.0f);  // NaN in x comes out here
   }
-  return top + __builtin_logf(sum);
+  return {top, __builtin_logf(sum)};
 }
 
-void softmax(const float* x, int64_t n, float lse, float factor, float* dx) {
-  const V shift = splat(lse), scale = splat(factor);
+void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx) {
+  const V top = splat(lse.top), rest = splat(lse.rest), scale = splat(factor);
   int64_t i = 0;
-  for (; i + W <= n; i += W) store(dx + i, exp_v(load(x + i) - shift) * scale);
+  for (; i + W <= n; i += W) store(dx + i, exp_v(load(x + i) - top - rest) * scale);
   if (i < n) {
-    const int rest = static_cast<int>(n - i);
-    store_n(dx + i, exp_v(load_n(x + i, rest) - shift) * scale, rest);
+    const int count = static_cast<int>(n - i);
+    store_n(dx + i, exp_v(load_n(x + i, count) - top - rest) * scale, count);
   }
 }
 
