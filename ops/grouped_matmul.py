@@ -1,7 +1,14 @@
-"""Matrix product of row groups, each with its own expert's weight."""
+"""Matrix product of row groups, each with its own expert's weight.
 
+The plain face works on blocks of rows and the expert of each block; the fused face on rows sorted by
+expert and the number of rows of each expert (``group_list_type`` 1 of Ascend's ``GroupedMatmul``).
+"""
+
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+
+from telechat_moe.ops.custom import custom_op
 
 
 class GroupedMatmul(nn.Cell):
@@ -25,6 +32,155 @@ class GroupedMatmul(nn.Cell):
         if expert_G is None:
             return self.matmul(x_GRI, weight_EIO)
         return self.matmul(x_GRI, self.weight_of_block(weight_EIO, expert_G, 0))
+
+
+class FusedGroupedMatmul(nn.Cell):
+    """The fused face: tasks over experts and row blocks, both gradients in one go.
+
+    Args:
+        compute_dtype: Of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
+    """
+
+    def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
+        super().__init__()
+        bf16 = compute_dtype == ms.bfloat16
+        self.forward = custom_op("GroupedMatmul", lambda x, w, sizes: x, bf16=bf16)
+        self.backward = custom_op("GroupedMatmulGrad", lambda x, w, sizes, dy: (x, w), 2, bf16=bf16)
+
+    def construct(self, x_PI: Tensor, weight_EIO: Tensor, size_E: Tensor) -> Tensor:
+        """Return ``[P, O]`` fp32.
+
+        Args:
+            x_PI: Rows sorted by expert, fp32.
+            weight_EIO: One matrix an expert, fp32.
+            size_E: Rows of each expert, int32 or int64; they must add up to ``P``.
+        """
+        return self.forward(x_PI, weight_EIO, size_E)
+
+    def bprop(
+        self, x_PI: Tensor, weight_EIO: Tensor, size_E: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of x and the weights."""
+        return *self.backward(x_PI, weight_EIO, size_E, dout), ops.zeros_like(size_E)
+
+
+class GroupedMatmulIntoMainGrad(nn.Cell):
+    """GMMAdd: :class:`FusedGroupedMatmul` that adds the weights' gradient to a main gradient in place.
+
+    The gradient that it gives for the weights is zero: differentiate by everything else.
+    """
+
+    def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
+        super().__init__()
+        bf16 = compute_dtype == ms.bfloat16
+        self.forward = custom_op("GroupedMatmul", lambda x, w, sizes: x, bf16=bf16)
+        self.backward = custom_op(
+            "GroupedMatmulGradAdd", lambda x, w, sizes, dy, main: x, in_place=True, bf16=bf16
+        )
+
+    def construct(
+        self, x_PI: Tensor, weight_EIO: Tensor, size_E: Tensor, main_EIO: Tensor
+    ) -> Tensor:
+        """Return ``[P, O]`` fp32."""
+        return self.forward(x_PI, weight_EIO, size_E)
+
+    def bprop(
+        self,
+        x_PI: Tensor,
+        weight_EIO: Tensor,
+        size_E: Tensor,
+        main_EIO: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradient of x, and zeros."""
+        dx = self.backward(x_PI, weight_EIO, size_E, dout, main_EIO)
+        zeros = (ops.zeros_like(weight_EIO), ops.zeros_like(size_E), ops.zeros_like(main_EIO))
+        return dx, *zeros
+
+
+class GroupedSwiGLU(nn.Cell):
+    """``silu(x gate) * (x up)`` of each expert, the activation while its rows are in cache.
+
+    Args:
+        compute_dtype: Of the operands of the products.
+    """
+
+    def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
+        super().__init__()
+        bf16 = compute_dtype == ms.bfloat16
+        self.forward = custom_op(
+            "GroupedSwiGLU", lambda x, gate, up, sizes: (x, x, x), 3, bf16=bf16
+        )
+        self.backward = custom_op(
+            "GroupedSwiGLUGrad", lambda x, gw, uw, sizes, g, u, dy: (x, gw, uw), 3, bf16=bf16
+        )
+
+    def construct(
+        self, x_PI: Tensor, gate_EIO: Tensor, up_EIO: Tensor, size_E: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the activation, and gate and up of each row for the backward pass, ``[P, O]``."""
+        return self.forward(x_PI, gate_EIO, up_EIO, size_E)
+
+    def bprop(
+        self,
+        x_PI: Tensor,
+        gate_EIO: Tensor,
+        up_EIO: Tensor,
+        size_E: Tensor,
+        out: tuple[Tensor, ...],
+        dout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of x and both weights; only the activation's gradient counts."""
+        grads = self.backward(x_PI, gate_EIO, up_EIO, size_E, out[1], out[2], dout[0])
+        return *grads, ops.zeros_like(size_E)
+
+
+class GroupedSwiGLUIntoMainGrad(nn.Cell):
+    """:class:`GroupedSwiGLU` that adds both weights' gradients to main gradients in place."""
+
+    def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
+        super().__init__()
+        bf16 = compute_dtype == ms.bfloat16
+        self.forward = custom_op(
+            "GroupedSwiGLU", lambda x, gate, up, sizes: (x, x, x), 3, bf16=bf16
+        )
+        self.backward = custom_op(
+            "GroupedSwiGLUGradAdd",
+            lambda x, gw, uw, sizes, g, u, dy, gm, um: x,
+            in_place=True,
+            bf16=bf16,
+        )
+
+    def construct(
+        self,
+        x_PI: Tensor,
+        gate_EIO: Tensor,
+        up_EIO: Tensor,
+        size_E: Tensor,
+        gate_main_EIO: Tensor,
+        up_main_EIO: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the activation, and gate and up of each row, ``[P, O]``."""
+        return self.forward(x_PI, gate_EIO, up_EIO, size_E)
+
+    def bprop(
+        self,
+        x_PI: Tensor,
+        gate_EIO: Tensor,
+        up_EIO: Tensor,
+        size_E: Tensor,
+        gate_main_EIO: Tensor,
+        up_main_EIO: Tensor,
+        out: tuple[Tensor, ...],
+        dout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradient of x, and zeros."""
+        saved = (out[1], out[2], dout[0])
+        mains = (gate_main_EIO, up_main_EIO)
+        dx = self.backward(x_PI, gate_EIO, up_EIO, size_E, *saved, *mains)
+        zeros = (ops.zeros_like(gate_EIO), ops.zeros_like(up_EIO), ops.zeros_like(size_E))
+        return dx, *zeros, ops.zeros_like(gate_main_EIO), ops.zeros_like(up_main_EIO)
 
 
 def grouped_matmul_reference(

@@ -1,6 +1,9 @@
-"""Bring tokens into expert order and back, with shapes that do not depend on the routing.
+"""Bring tokens into expert order and back.
 
-Two plans say which row of the expert-ordered buffer each (token, expert) pair takes:
+The fused face sorts pairs of token and expert by expert (a stable counting sort) and needs no padding:
+:class:`SortPlan`, :class:`SortCapacityPlan`, :class:`FusedPermute`, :class:`FusedUnpermute`.
+
+The plain face has shapes that do not depend on the routing. Two plans say which row of the expert-ordered buffer each (token, expert) pair takes:
 
 * :class:`BlockPlan` loses no pair: every expert's rows are padded to whole blocks of ``R`` rows, and
   there are as many blocks as the worst routing needs.
@@ -13,6 +16,8 @@ an expert gets no token.
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+
+from telechat_moe.ops.custom import custom_op
 
 
 class _ExpertRank(nn.Cell):
@@ -190,3 +195,94 @@ class Unpermute(nn.Cell):
         y_TKH = self.reshape(self.gather(y_PH, row_N, 0), (T, K, -1))
         weight_T1K = self.reshape(self.to_rows(weight_TK, y_PH.dtype), (T, 1, K))
         return self.reshape(self.weighted_sum(weight_T1K, y_TKH), (T, -1))
+
+
+class SortPlan(nn.Cell):
+    """Order the pairs by expert; equal experts keep their order.
+
+    Args:
+        num_experts: ``E``.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.sort = custom_op("PermutePlan", lambda index: (index,) * 3, 3, experts=num_experts)
+
+    def construct(self, index_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(row_N, pair_P, size_E)`` int32: row of each pair, pair of each row, group sizes."""
+        return self.sort(index_TK)
+
+
+class SortCapacityPlan(nn.Cell):
+    """Give each expert ``C = ceil(factor * T * K / E)`` rows; a pair without one has row -1.
+
+    Args:
+        num_experts: ``E``.
+        factor: Capacity factor.
+        policy: See :class:`CapacityPlan`.
+    """
+
+    def __init__(self, num_experts: int, factor: float, policy: str) -> None:
+        super().__init__()
+        numerator, denominator = float(factor).as_integer_ratio()
+        self.sort = custom_op(
+            "CapacityPlan",
+            lambda index, weight: (index, index, index, weight),
+            4,
+            experts=num_experts,
+            numerator=numerator,
+            denominator=denominator,
+            by_weight=policy == "probs",
+        )
+
+    def construct(
+        self, index_TK: Tensor, weight_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ``(row_N, pair_P, size_E, dropped)``; ``P = E C``, an empty row has pair -1."""
+        return self.sort(index_TK, ops.stop_gradient(weight_TK))
+
+
+class FusedPermute(nn.Cell):
+    """Copy each token to the rows of its pairs; rows without a pair are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = custom_op("Permute", lambda x, pair, row: x)
+        self.backward = custom_op("PermuteGrad", lambda dy, row, x: dy)
+
+    def construct(self, x_TH: Tensor, pair_P: Tensor, row_N: Tensor) -> Tensor:
+        """Return ``[P, H]`` fp32."""
+        return self.forward(x_TH, pair_P, row_N)
+
+    def bprop(
+        self, x_TH: Tensor, pair_P: Tensor, row_N: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add up the gradients of each token's rows."""
+        dx = self.backward(dout, row_N, x_TH)
+        return dx, ops.zeros_like(pair_P), ops.zeros_like(row_N)
+
+
+class FusedUnpermute(nn.Cell):
+    """Add up the rows of each token, weighted, in the order of its choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = custom_op("Unpermute", lambda y, row, weight: y)
+        self.backward = custom_op("UnpermuteGrad", lambda y, pair, weight, dout: (y, weight), 2)
+
+    def construct(self, y_PH: Tensor, pair_P: Tensor, row_N: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return ``[T, H]`` fp32."""
+        return self.forward(y_PH, row_N, weight_TK)
+
+    def bprop(
+        self,
+        y_PH: Tensor,
+        pair_P: Tensor,
+        row_N: Tensor,
+        weight_TK: Tensor,
+        out: Tensor,
+        dout: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of the rows and the weights."""
+        dy, dweight = self.backward(y_PH, pair_P, weight_TK, dout)
+        return dy, ops.zeros_like(pair_P), ops.zeros_like(row_N), dweight

@@ -123,9 +123,14 @@ static inline V round_even(V x) {  // |x| < 2^22
 
 // e^x, at most 1.5 ulp off; below -103.97 zero, above 88.72 infinity, NaN stays.
 static inline V exp_v(V x) {
+#if defined(__AVX512F__)  // max and min give their second operand where one is NaN
+  V clamped = (V)_mm512_min_ps((__m512)splat(89.0f), _mm512_max_ps((__m512)splat(-105.0f), (__m512)x));
+  V n = (V)_mm512_roundscale_ps((__m512)(clamped * splat(1.44269504088896341f)), 0);
+#else
   V clamped = select(x > splat(89.0f), splat(89.0f), x);
   clamped = select(clamped < splat(-105.0f), splat(-105.0f), clamped);
   V n = round_even(clamped * splat(1.44269504088896341f));
+#endif
   V r = fma(n, splat(-0.693359375f), clamped);
   r = fma(n, splat(2.12194440e-4f), r);
   V p = splat(1.9875691500e-4f);
@@ -135,6 +140,9 @@ static inline V exp_v(V x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + splat(1.0f);
+#if defined(__AVX512F__)
+  return (V)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
   // 2^n in two factors, so that results below the normal range come out right.
   VI i = __builtin_convertvector(select(x == x, n, splat(0.0f)), VI);
   VI half = i >> 1;
@@ -144,6 +152,7 @@ static inline V exp_v(V x) {
   y = select(x > splat(88.7228394f), splat(__builtin_inff()), y);
   y = select(x < splat(-103.972084f), splat(0.0f), y);
   return select(x == x, y, x);
+#endif
 }
 
 // ln x, at most 2 ulp off; 0 gives -infinity, negative NaN, denormals are handled.

@@ -6,12 +6,45 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
-from telechat_moe.ops.permute import BlockPlan, CapacityPlan, Permute, Unpermute
+from telechat_moe.errors import BadInputError
+from telechat_moe.ops.permute import (
+    BlockPlan,
+    CapacityPlan,
+    FusedPermute,
+    FusedUnpermute,
+    Permute,
+    SortCapacityPlan,
+    SortPlan,
+    Unpermute,
+)
+from telechat_moe.ops.select import face
 from telechat_moe.recipe import ModelConfig
 
 
+class SortedDispatch(nn.Cell):
+    """Every pair reaches its expert: the fused face, whose rows are exactly the pairs.
+
+    Args:
+        num_experts: ``E``.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.plan = SortPlan(num_experts)
+        self.permute = FusedPermute()
+        self.unpermute = FusedUnpermute()
+
+    def construct(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, H]``."""
+        row_N, pair_P, size_E = self.plan(index_TK)
+        y_PH = experts(self.permute(x_TH, pair_P, row_N), size_E)
+        return self.unpermute(y_PH, pair_P, row_N, weight_TK)
+
+
 class DroplessDispatch(nn.Cell):
-    """Every pair reaches its expert: sort by expert, pad each expert to whole blocks.
+    """Every pair reaches its expert: the plain face, which pads each expert to whole blocks.
 
     Args:
         num_experts: ``E``.
@@ -67,6 +100,11 @@ class CapacityDispatch(nn.Cell):
     def __init__(self, num_experts: int, factor: float, policy: str) -> None:
         super().__init__()
         self.num_experts, self.factor = num_experts, factor
+        self.fused = face("permute") == "fused"
+        if self.fused:
+            self.sort_plan = SortCapacityPlan(num_experts, factor, policy)
+            self.fused_permute = FusedPermute()
+            self.fused_unpermute = FusedUnpermute()
         self.plan = CapacityPlan(num_experts, policy)
         zero = initializer(Zero(), (1,), ms.float32)
         self.dropped = Parameter(
@@ -89,6 +127,12 @@ class CapacityDispatch(nn.Cell):
         self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
     ) -> Tensor:
         """Return the weighted sum of the experts that had room for the token, ``[T, H]``."""
+        if self.fused:
+            row_N, pair_P, size_E, dropped = self.sort_plan(index_TK, weight_TK)
+            if self.training:
+                self.accumulate(self.dropped, dropped)
+            y_PH = experts(self.fused_permute(x_TH, pair_P, row_N), size_E)
+            return self.fused_unpermute(y_PH, pair_P, row_N, weight_TK)
         T, K = index_TK.shape
         E, H = self.num_experts, x_TH.shape[1]
         C = self.capacity(T * K)
@@ -104,8 +148,21 @@ class CapacityDispatch(nn.Cell):
 
 
 def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cell:
-    """Return the dispatch that the recipe asks for: dropless without policy or capacity factor."""
+    """Return the dispatch that the recipe asks for: dropless without policy or capacity factor.
+
+    Raises:
+        BadInputError: Only one of the operators ``permute`` and ``grouped_matmul`` is fused: their
+            rows are laid out in different ways.
+    """
+    faces = {face("permute"), face("grouped_matmul")}
+    if "fused" in faces and len(faces) > 1:
+        raise BadInputError(
+            f"operators: permute is {face('permute')} and grouped_matmul {face('grouped_matmul')}; "
+            "either both are fused or none"
+        )
     policy, factor = config.moe_token_drop_policy, config.moe_expert_capacity_factor
     if not policy or factor is None:
+        if "fused" in faces:
+            return SortedDispatch(config.n_routed_experts)
         return DroplessDispatch(config.n_routed_experts, block_rows)
     return CapacityDispatch(config.n_routed_experts, factor, policy)

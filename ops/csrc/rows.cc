@@ -1,0 +1,3 @@
+#include "rows.h"
+
+TELECHAT_SELECT(telechat::RowKernels, row_kernels)
