@@ -1,12 +1,18 @@
-"""Softmax attention over explicit scores."""
+"""Softmax attention: over explicit scores (plain), or a block of queries at a time (fused)."""
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.select import face
+
 
 class AttentionMask(nn.Cell):
-    """Make the additive mask of the scores, once for all layers.
+    """Say which keys each query sees, once for all layers: a mask to add, or the first visible key.
+
+    The fused face takes the first key (``start``): a query sees its document up to itself. Another
+    mask is refused when it arrives. The plain face takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
     times faster on CPU than broadcasting one inside every layer.
@@ -24,15 +30,22 @@ class AttentionMask(nn.Cell):
         self.scale = ops.Mul()
         self.tile = ops.Tile()
         self.masked = Tensor(self.MASKED, ms.float32)
+        self.fused = face("attention") == "fused"
+        if self.fused:
+            self.start = custom_op("AttentionStart", lambda mask: ms.int32)
 
     def construct(self, batch: int, length: int, mask_B1SS: Tensor | None) -> Tensor:
-        """Return ``[B, N, S, S]`` fp32, 0 where a key is visible.
+        """Return ``[B, N, S, S]`` fp32, 0 where a key is visible; fused ``[B, S]`` int32.
 
         Args:
             batch: Sequences ``B``.
             length: Tokens in a sequence ``S``.
             mask_B1SS: uint8, 1 = hidden, as Megatron's dataset gives it; None = causal.
         """
+        if self.fused:
+            if mask_B1SS is None:
+                return Tensor(np.zeros((batch, length), np.int32))
+            return self.start(mask_B1SS)
         if mask_B1SS is None:
             causal = Tensor(np.triu(np.full((1, 1, length, length), self.MASKED, np.float32), 1))
             return self.tile(causal, (batch, self.num_heads, 1, 1))
@@ -101,6 +114,105 @@ class SoftmaxAttention(nn.Cell):
         dq = self.scale_query(self.d_query(d_scores, k_BNSD), scale)
         dk = self.left(d_scores, self.scale_query(q_BNSD, scale))
         return dq, dk, self.left(weight, do), ops.zeros_like(mask_BNSS)
+
+
+class FlashAttention(nn.Cell):
+    """``softmax(q k^T * scale) v`` over the visible keys; no more than 64 rows of scores exist at once.
+
+    Args:
+        scale: Factor of the scores.
+        compute_dtype: Of the products' operands; sums and softmax are fp32.
+
+    Source: Dao et al. 2022, algorithms 1 and 4.
+    """
+
+    def __init__(self, scale: float, compute_dtype: ms.Type = ms.float32) -> None:
+        super().__init__()
+        bf16 = compute_dtype == ms.bfloat16
+        self.forward = custom_op(
+            "FlashAttention", lambda q, k, v, start: (q, q), 2, scale=scale, bf16=bf16
+        )
+        self.backward = custom_op(
+            "FlashAttentionGrad",
+            lambda q, k, v, start, o, lse, do: (q, q, q),
+            3,
+            scale=scale,
+            bf16=bf16,
+        )
+
+    def construct(
+        self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, start_BS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, S, N, D of v]`` and the scores' log-sum-exp ``[B, N, S]``, fp32.
+
+        Args:
+            q_BSND: Queries, fp32.
+            k_BSND: Keys, as wide as the queries.
+            v_BSND: Values, of any width.
+            start_BS: First key that each query sees, int32, at most its own position.
+        """
+        return self.forward(q_BSND, k_BSND, v_BSND, start_BS)
+
+    def bprop(
+        self,
+        q_BSND: Tensor,
+        k_BSND: Tensor,
+        v_BSND: Tensor,
+        start_BS: Tensor,
+        out: tuple[Tensor, Tensor],
+        dout: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k, v; the log-sum-exp gives none."""
+        grads = self.backward(q_BSND, k_BSND, v_BSND, start_BS, out[0], out[1], dout[0])
+        return *grads, ops.zeros_like(start_BS)
+
+
+class MlaAssemble(nn.Cell):
+    """Rotate and put together the queries, keys and values of multi-head latent attention.
+
+    Args:
+        heads: ``N``.
+        nope: Width of a head without positions.
+        interleaved: See :class:`telechat_moe.ops.rope.Rope`.
+    """
+
+    def __init__(self, heads: int, nope: int, interleaved: bool) -> None:
+        super().__init__()
+        attributes = {"heads": heads, "nope": nope, "interleaved": interleaved}
+        self.forward = custom_op(
+            "MlaAssemble", lambda q, kv, kr, cos, sin: (q, q, q), 3, **attributes
+        )
+        self.backward = custom_op(
+            "MlaAssembleGrad", lambda q, k, v, cos, sin: (q, q, q), 3, **attributes
+        )
+
+    def construct(
+        self, q_TA: Tensor, kv_TA: Tensor, k_rope_TR: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k ``[B, S, N, nope + R]`` and v ``[B, S, N, D]``.
+
+        Args:
+            q_TA: ``[T, N * (nope + R)]``, not yet rotated.
+            kv_TA: ``[T, N * (nope + D)]``.
+            k_rope_TR: The rotary key that all heads share.
+            cos_BS1r: ``[B, S, 1, R / 2]`` fp32.
+            sin_BS1r: Likewise.
+        """
+        return self.forward(q_TA, kv_TA, k_rope_TR, cos_BS1r, sin_BS1r)
+
+    def bprop(
+        self,
+        q_TA: Tensor,
+        kv_TA: Tensor,
+        k_rope_TR: Tensor,
+        cos_BS1r: Tensor,
+        sin_BS1r: Tensor,
+        out: tuple[Tensor, ...],
+        dout: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of the projections; angles have none."""
+        grads = self.backward(*dout, cos_BS1r, sin_BS1r)
+        return *grads, ops.zeros_like(cos_BS1r), ops.zeros_like(sin_BS1r)
 
 
 def attention_reference(

@@ -4,6 +4,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.ops.custom import custom_op
+from telechat_moe.ops.select import face
+
 
 def rope_table(width: int, length: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
     """Return cosine and sine of every position and frequency.
@@ -41,6 +44,8 @@ class Rope(nn.Cell):
         self.half = width // 2
         self.interleaved = interleaved
         self.compute_dtype = compute_dtype
+        fused = face("rope") == "fused" and compute_dtype == ms.float32
+        self.fused = FusedRope(interleaved) if fused else None
         self.to_compute = ops.Cast()
         self.reshape = ops.Reshape()
         self.pairs_to_halves = ops.Transpose()
@@ -54,6 +59,8 @@ class Rope(nn.Cell):
     def construct(self, x_BSNR: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor) -> Tensor:
         """Rotate ``x_BSNR``; ``cos`` and ``sin`` are ``[B, S, 1, R / 2]`` in ``compute_dtype``."""
         x = self.to_compute(x_BSNR, self.compute_dtype)
+        if self.fused is not None:
+            return self.to_input(self.fused(x, cos_BS1r, sin_BS1r), x_BSNR.dtype)
         if self.interleaved:
             B, S, N, R = x_BSNR.shape
             x = self.reshape(x, (B, S, N, self.half, 2))
@@ -66,6 +73,26 @@ class Rope(nn.Cell):
             )
         )
         return self.to_input(y, x_BSNR.dtype)
+
+
+class FusedRope(nn.Cell):
+    """The fused face of :class:`Rope`, fp32."""
+
+    def __init__(self, interleaved: bool) -> None:
+        super().__init__()
+        self.forward = custom_op("Rope", lambda x, cos, sin: x, interleaved=interleaved)
+        self.backward = custom_op("RopeGrad", lambda dy, cos, sin: dy, interleaved=interleaved)
+
+    def construct(self, x_BSNR: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor) -> Tensor:
+        """Return the rotated ``[B, S, N, R]``."""
+        return self.forward(x_BSNR, cos_BS1r, sin_BS1r)
+
+    def bprop(
+        self, x_BSNR: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate the gradient back; angles have none."""
+        dx = self.backward(dout, cos_BS1r, sin_BS1r)
+        return dx, ops.zeros_like(cos_BS1r), ops.zeros_like(sin_BS1r)
 
 
 def rope_reference(

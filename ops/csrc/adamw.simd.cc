@@ -16,7 +16,16 @@ void update(float* w, float* m, float* v, const float* g, int64_t n, AdamScalars
     second = fma(n2 * gradient, gradient, b2 * second);
     weight -= rate * fma(decay, weight, first / (sqrt_v(second) + epsilon));
   };
-  int64_t i = 0;
+  const auto part = [&](int64_t i, int64_t count) {
+    const int some = static_cast<int>(count);
+    V weight = load_n(w + i, some), first = load_n(m + i, some), second = load_n(v + i, some);
+    step(weight, first, second, load_n(g + i, some));
+    store_n(w + i, weight, some);
+    store_n(m + i, first, some);
+    store_n(v + i, second, some);
+  };
+  int64_t i = until_aligned(w, n);
+  if (i > 0) part(0, i);
   for (; i + W <= n; i += W) {
     __builtin_prefetch(w + i + kAhead);
     __builtin_prefetch(m + i + kAhead);
@@ -28,14 +37,7 @@ void update(float* w, float* m, float* v, const float* g, int64_t n, AdamScalars
     store(m + i, first);
     store(v + i, second);
   }
-  if (i < n) {
-    const int rest = static_cast<int>(n - i);
-    V weight = load_n(w + i, rest), first = load_n(m + i, rest), second = load_n(v + i, rest);
-    step(weight, first, second, load_n(g + i, rest));
-    store_n(w + i, weight, rest);
-    store_n(m + i, first, rest);
-    store_n(v + i, second, rest);
-  }
+  if (i < n) part(i, n - i);
 }
 
 double square_sum(const float* x, int64_t n) {

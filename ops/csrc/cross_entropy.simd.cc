@@ -55,12 +55,14 @@ LogSumExp log_sum_exp(const float* x, int64_t n) {
 
 void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx) {
   const V top = splat(lse.top), rest = splat(lse.rest), scale = splat(factor);
-  int64_t i = 0;
+  const auto part = [&](int64_t i, int64_t count) {
+    const int some = static_cast<int>(count);
+    store_n(dx + i, exp_v(load_n(x + i, some) - top - rest) * scale, some);
+  };
+  int64_t i = until_aligned(dx, n);
+  if (i > 0) part(0, i);
   for (; i + W <= n; i += W) store(dx + i, exp_v(load(x + i) - top - rest) * scale);
-  if (i < n) {
-    const int count = static_cast<int>(n - i);
-    store_n(dx + i, exp_v(load_n(x + i, count) - top - rest) * scale, count);
-  }
+  if (i < n) part(i, n - i);
 }
 
 }  // namespace

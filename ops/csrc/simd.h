@@ -56,6 +56,13 @@ static inline void store_n(float* p, V v, int n) {
 #endif
 }
 
+// Values before the first address at which vectors do not cross cache lines, at most n. For element-wise
+// loops only; sums would depend on where a tensor lies.
+static inline int64_t until_aligned(const float* p, int64_t n) {
+  const int64_t head = static_cast<int64_t>(-(reinterpret_cast<uintptr_t>(p) / sizeof(float)) % W);
+  return head < n ? head : n;
+}
+
 static inline V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
   return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

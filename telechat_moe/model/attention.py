@@ -5,9 +5,10 @@ from mindspore.ops.auto_generate import SplitWithSize
 
 from telechat_moe.model.init import output_std
 from telechat_moe.model.linear import DTYPES, Linear
-from telechat_moe.ops.attention import SoftmaxAttention
+from telechat_moe.ops.attention import FlashAttention, MlaAssemble, SoftmaxAttention
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import Rope
+from telechat_moe.ops.select import face
 from telechat_moe.recipe import ModelConfig
 
 
@@ -70,7 +71,12 @@ class MultiLatentAttention(nn.Cell):
         self.heads_first = ops.Transpose()
         self.tokens_first = ops.Transpose()
         scale = (self.nope + self.rotary) ** -0.5
-        self.core = SoftmaxAttention(scale, DTYPES[config.softmax_compute_dtype])
+        self.fused = face("attention") == "fused"
+        if self.fused:
+            self.assemble = MlaAssemble(self.num_heads, self.nope, config.rope_interleave)
+            self.core = FlashAttention(scale, compute)
+        else:
+            self.core = SoftmaxAttention(scale, DTYPES[config.softmax_compute_dtype])
 
     def query(self, x_TH: Tensor) -> Tensor:
         """Return all heads' queries ``[T, N * (nope + rope)]``, not yet rotated."""
@@ -81,20 +87,28 @@ class MultiLatentAttention(nn.Cell):
             latent = self.q_norm(latent)
         return self.q_up(latent)
 
-    def construct(
-        self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask_BNSS: Tensor
-    ) -> Tensor:
-        """Return ``[T, H]``."""
-        B, S = cos_BS1r.shape[:2]
-        N = self.num_heads
-        q = self.reshape(self.query(x_TH), (B, S, N, self.nope + self.rotary))
-        q_nope, q_rope = self.split_query(q, (self.nope, self.rotary), -1)
-        q = self.concat_query((q_nope, self.rope_query(q_rope, cos_BS1r, sin_BS1r)))
-
+    def latent(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return all heads' keys and values ``[T, N * (nope + v)]`` and the rotary key ``[T, R]``."""
         latent, k_rope = self.split_latent(self.kv_down(x_TH), (self.kv_rank, self.rotary), -1)
         if self.norm_latents:
             latent = self.kv_norm(latent)
-        kv = self.reshape(self.kv_up(latent), (B, S, N, self.nope + self.v_width))
+        return self.kv_up(latent), k_rope
+
+    def construct(self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask: Tensor) -> Tensor:
+        """Return ``[T, H]``; ``mask`` comes from :class:`telechat_moe.ops.attention.AttentionMask`."""
+        B, S = cos_BS1r.shape[:2]
+        N = self.num_heads
+        q = self.query(x_TH)
+        kv, k_rope = self.latent(x_TH)
+        if self.fused:
+            q, k, v = self.assemble(q, kv, k_rope, cos_BS1r, sin_BS1r)
+            o_BSND, _ = self.core(q, k, v, mask)
+            return self.out(self.reshape(o_BSND, (B * S, N * self.v_width)))
+
+        q = self.reshape(q, (B, S, N, self.nope + self.rotary))
+        q_nope, q_rope = self.split_query(q, (self.nope, self.rotary), -1)
+        q = self.concat_query((q_nope, self.rope_query(q_rope, cos_BS1r, sin_BS1r)))
+        kv = self.reshape(kv, (B, S, N, self.nope + self.v_width))
         k_nope, v = self.split_key_value(kv, (self.nope, self.v_width), -1)
         k_rope = self.reshape(k_rope, (B, S, 1, self.rotary))
         k_rope = self.share_key(self.rope_key(k_rope, cos_BS1r, sin_BS1r), (1, 1, N, 1))
@@ -102,10 +116,7 @@ class MultiLatentAttention(nn.Cell):
 
         order = (0, 2, 1, 3)
         o_BNSD, _ = self.core(
-            self.heads_first(q, order),
-            self.heads_first(k, order),
-            self.heads_first(v, order),
-            mask_BNSS,
+            self.heads_first(q, order), self.heads_first(k, order), self.heads_first(v, order), mask
         )
         o_TD = self.reshape(self.tokens_first(o_BNSD, order), (B * S, N * self.v_width))
         return self.out(o_TD)

@@ -79,10 +79,10 @@ class Block(nn.Cell):
         self.no_aux = Tensor([0.0], ms.float32)
 
     def construct(
-        self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask_BNSS: Tensor
+        self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return ``(y_TH, aux)``."""
-        o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask_BNSS)
+        o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask)
         h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))
         if self.is_moe:
             y, aux = self.moe(self.ffn_norm(h), cos_BS1r.shape[0])

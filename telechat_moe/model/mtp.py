@@ -44,12 +44,12 @@ class MTPLayer(nn.Cell):
         hidden_TH: Tensor,
         cos_BS1r: Tensor,
         sin_BS1r: Tensor,
-        mask_BNSS: Tensor,
+        mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return ``(hidden_TH, aux)``."""
         pair = self.concat((self.embed_norm(embedding_TH), self.hidden_norm(hidden_TH)))
         x = self.to_residual(self.proj(pair), hidden_TH.dtype)
-        y, aux = self.block(x, cos_BS1r, sin_BS1r, mask_BNSS)
+        y, aux = self.block(x, cos_BS1r, sin_BS1r, mask)
         return self.norm(y), aux
 
 
