@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "aot.h"
 #include "cast.h"
 #include "error.h"
 #include "gemm_own.h"
@@ -130,4 +131,10 @@ extern "C" const char* telechat_gemm_backend() { return telechat::gemm_backend()
 // Outside MindSpore: load oneDNN from this path. Returns 0, or 1 where it cannot be used.
 extern "C" int telechat_use_onednn(const char* path) {
   return telechat::onednn().sgemm || telechat::onednn().open(dlopen(path, RTLD_NOW | RTLD_LOCAL)) ? 0 : 1;
+}
+
+// For tests: `gemm` as it is. Returns 0, or 1 with the last error set.
+extern "C" int telechat_gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda,
+                             const float* b, int64_t ldb, float beta, float* c, int64_t ldc) {
+  return telechat::guarded("gemm", [&] { telechat::gemm(ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc); });
 }

@@ -1,0 +1,138 @@
+"""Matrix products of the native library: oneDNN, our own kernel and bfloat16, against float64."""
+
+import ctypes
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telechat_moe.ops import native
+from telechat_moe.ops.native import Kernel
+
+BACKENDS = ("own", "onednn")
+SIZES = st.one_of(st.integers(0, 40), st.sampled_from([63, 64, 65, 127, 168, 169, 255, 257, 300]))
+
+
+@contextmanager
+def backend(name):
+    """Compute matrix products with ``name``, then with the usual one again."""
+    library = native.load()
+    library.telechat_use_gemm(name.encode())
+    try:
+        if native.gemm_backend() != name:
+            pytest.skip(f"{name} is not here")
+        yield
+    finally:
+        library.telechat_use_gemm(b"")
+
+
+def round_bf16(x):
+    """Round float32 to bfloat16, to nearest even, by arithmetic on the mantissa."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(mantissa * 256) / 256, exponent).astype(np.float32)
+
+
+def gemm(ta, tb, a, b, c, alpha, beta, shape):
+    """Call ``telechat_gemm`` on matrices that may be parts of wider ones; changes ``c``."""
+    m, n, k = shape
+    function = native.load().telechat_gemm
+    function.argtypes = [ctypes.c_bool] * 2 + [ctypes.c_int64] * 3
+    function.argtypes += [ctypes.c_float, ctypes.c_void_p, ctypes.c_int64]
+    function.argtypes += [ctypes.c_void_p, ctypes.c_int64, ctypes.c_float]
+    function.argtypes += [ctypes.c_void_p, ctypes.c_int64]
+    arrays = [(x.ctypes.data, x.shape[1]) for x in (a, b, c)]
+    assert not function(ta, tb, m, n, k, alpha, *arrays[0], *arrays[1], beta, *arrays[2])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=st.tuples(SIZES, SIZES, SIZES),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+    wider=st.tuples(*[st.integers(0, 3)] * 3),
+    alpha=st.sampled_from([1.0, -0.5]),
+    beta=st.sampled_from([0.0, 1.0, 0.25]),
+    seed=st.integers(0, 2**16),
+)
+def test_gemm_is_the_product(name, shape, transposed, wider, alpha, beta, seed):
+    m, n, k = shape
+    ta, tb = transposed
+    rng = np.random.default_rng(seed)
+
+    def matrix(rows, columns, extra):
+        return rng.standard_normal((rows, max(columns + extra, 1))).astype(np.float32)
+
+    a = matrix(k if ta else m, m if ta else k, wider[0])
+    b = matrix(n if tb else k, k if tb else n, wider[1])
+    c = matrix(m, n, wider[2])
+    if beta == 0:
+        c[:, :n] = np.nan  # must not be read
+    A = a[:, :m].T if ta else a[:, :k]
+    B = b[:, :k].T if tb else b[:, :n]
+    expected = alpha * A.astype(np.float64) @ B.astype(np.float64)
+    scale = abs(alpha) * np.abs(A).astype(np.float64) @ np.abs(B) + 1e-30
+    if beta:
+        expected += beta * c[:, :n].astype(np.float64)
+        scale += np.abs(beta * c[:, :n])
+    margin = c[:, n:].copy()
+    with backend(name):
+        gemm(ta, tb, a, b, c, alpha, beta, shape)
+    # Error of a sum of k products in any order (Higham 2002, equation 3.5).
+    assert (np.abs(c[:, :n] - expected) <= (k + 2) * 2.0**-24 * scale).all()
+    assert (c[:, n:] == margin).all()
+
+
+def matmul(x, w, bf16):
+    y = np.empty((len(x), len(w)), np.float32)
+    Kernel("Matmul", {"bf16": bf16})([x, w], [y])
+    return y
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 300), st.integers(0, 2**16))
+def test_bf16_products_are_those_of_rounded_operands(name, t, i, o, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((t, i)).astype(np.float32)
+    w = rng.standard_normal((o, i)).astype(np.float32)
+    with backend(name):
+        y = matmul(x, w, True)
+    rounded = [round_bf16(a).astype(np.float64) for a in (x, w)]
+    expected = rounded[0] @ rounded[1].T
+    bound = (i + 2) * 2.0**-24 * (np.abs(rounded[0]) @ np.abs(rounded[1]).T)
+    assert (np.abs(y - expected) <= bound).all()
+    unrounded = x.astype(np.float64) @ w.T.astype(np.float64)
+    if t * o > 100:
+        assert np.abs(y - unrounded).max() > bound.mean()  # it did round
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2"])
+def test_own_gemm_for_older_processors(isa):
+    """In a process of its own: the instruction set is chosen once."""
+    import subprocess
+    import sys
+
+    code = f"""
+import numpy as np
+from telechat_moe.ops import native
+from telechat_moe.ops.native import Kernel
+library = native.load()
+if library.telechat_use_isa(b"{isa}"):
+    raise SystemExit(77)
+library.telechat_use_gemm(b"own")
+assert native.isa() == "{isa}" and native.gemm_backend() == "own"
+rng = np.random.default_rng(0)
+for t, i, o in [(1, 1, 1), (7, 5, 9), (131, 300, 77), (64, 257, 1030)]:
+    x, w, dy = (rng.standard_normal(s).astype(np.float32) for s in [(t, i), (o, i), (t, o)])
+    y, dx, dw = np.empty_like(dy), np.empty_like(x), np.empty_like(w)
+    Kernel("Matmul", {{"bf16": False}})([x, w], [y])
+    Kernel("MatmulGrad", {{"bf16": False}})([x, w, dy], [dx, dw])
+    for found, expected in [(y, x @ w.T), (dx, dy @ w), (dw, dy.T @ x)]:
+        assert np.abs(found - expected).max() < 1e-4, (t, i, o)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode == 77:
+        pytest.skip(f"this processor has no {isa}")
+    assert done.returncode == 0, done.stderr
