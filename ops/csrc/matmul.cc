@@ -1,5 +1,6 @@
 // Linear layers: y = x w^T, its gradients, and the gradient of w added to a running sum.
 #include <algorithm>
+#include <cstring>
 
 #include "aot.h"
 #include "gemm.h"
@@ -10,7 +11,8 @@ namespace {
 using namespace telechat;
 
 constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
-constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2;
+constexpr int64_t kFar = 1024;  // values between rows from which on a strip of columns is copied together
+constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2, kSlotStrip = 3;
 
 struct MatmulState : State {
   bool bf16;
@@ -30,7 +32,21 @@ struct Blocks {
 };
 
 // The rows of dw are few and its sum is long: smaller blocks, so that there are enough of them.
-int64_t weight_rows(int64_t outputs) { return outputs >= 1024 ? 128 : outputs >= 256 ? 64 : 32; }
+int64_t weight_rows(int64_t outputs) { return outputs >= 2048 ? 256 : outputs >= 512 ? 128 : 64; }
+
+template <typename T> const T* copy_strip(const T* x, int64_t ld, int64_t rows, int64_t columns) {
+  T* out = scratch<T>(kSlotStrip, rows * columns);
+  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
+  return out;
+}
+
+// Columns [c, c + columns) of `x`, which will be read down: where rows lie far apart each costs a page and a cache set.
+Operand strip(const Operand& x, int64_t rows, int64_t c, int64_t columns) {
+  const Operand at = x.at(0, c);
+  if (x.ld < kFar) return at;
+  if (at.half) return {nullptr, copy_strip(at.half, x.ld, rows, columns), columns};
+  return {copy_strip(at.single, x.ld, rows, columns), nullptr, columns};
+}
 
 struct Sizes {
   int64_t T, I, O;
@@ -55,7 +71,7 @@ void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, floa
   parallel_for(of_x.count() + of_w.count(), [&](int64_t task) {
     if (task < of_w.count()) {
       of_w.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {
-        multiply(true, false, m, n, tokens, 1, Dy.at(0, r), X.at(0, c), beta, dw + r * width + c, width);
+        multiply(true, false, m, n, tokens, 1, strip(Dy, tokens, r, m), X.at(0, c), beta, dw + r * width + c, width);
       });
     } else {
       of_x.run(task - of_w.count(), [&](int64_t r, int64_t c, int64_t m, int64_t n) {
