@@ -224,4 +224,37 @@ static inline void store_bf16_n(uint16_t* p, V v, int n) {
   __builtin_memcpy(p, &h, static_cast<size_t>(n) * 2);
 }
 
+// IEEE half precision, round to nearest even.
+static inline V from_half(VH h) {
+#if defined(__AVX512F__)
+  return (V)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (V)_mm256_cvtph_ps((__m128i)h);
+#else
+  const VU x = __builtin_convertvector(h, VU);
+  const VU sign = (x & 0x8000u) << 16, body = x & 0x7fffu;
+  const V normal = (V)((body << 13) + (112u << 23));
+  const V tiny = __builtin_convertvector((VI)body, V) * splat(5.9604644775390625e-8f);
+  const V special = (V)((body << 13) | 0x7f800000u);
+  const V y = select((VI)body < 0x0400, tiny, select((VI)body >= 0x7c00, special, normal));
+  return (V)((VU)y | sign);
+#endif
+}
+static inline VH to_half(V v) {
+#if defined(__AVX512F__)
+  return (VH)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  return (VH)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const VU x = (VU)v;
+  const VU sign = (x >> 16) & 0x8000u, body = x & 0x7fffffffu;
+  const VU normal = (body - (112u << 23) + 0x0fffu + ((body >> 13) & 1u)) >> 13;
+  const VU tiny = (VU)((V)body + splat(0.5f)) - 0x3f000000u;  // adding 0.5 rounds at half's last denormal bit
+  const VU special = (VU)((VI)body > 0x7f800000 ? (VI)((body >> 13) | 0x7e00u) & 0x7fff : (VI)(VU{} + 0x7c00u));
+  const VU finite = (VI)body < 0x38800000 ? tiny : normal;
+  const VU y = (VI)body >= 0x477ff000 ? special : finite;
+  return __builtin_convertvector(y | sign, VH);
+#endif
+}
+
 }  // namespace telechat::SIMD_NS

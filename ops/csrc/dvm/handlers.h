@@ -1,0 +1,50 @@
+// The instructions of the virtual machine.
+#pragma once
+#include <cstdint>
+
+#include "dispatch.h"
+#include "dvm/ir.h"
+
+namespace telechat::dvm {
+
+// Operands of one instruction on one tile: `rows` rows of `n` elements. A stride is the distance to the next row; an
+// operand that is not a vector is one number a row.
+struct Args {
+  void* d;
+  const void *a, *b, *c;
+  int64_t rows, n;
+  int64_t sd, sa, sb, sc;
+  bool va, vb, vc;
+  bool first;      // a reduction begins, or goes on from an earlier part of the row
+  float value;     // of kConst
+};
+
+using Handler = void (*)(const Args&);
+
+// clang-format off
+enum Instruction : int {
+#define X(name, code, text) k##name,
+  TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X)
+#undef X
+  kConst, kCopy, kSelect, kMulAdd, kExpSub,
+  kRoundHalf, kRoundBf16, kToInt, kFromInt, kToBool,
+  kNegInt, kAbsInt, kAddInt, kSubInt, kMulInt, kMaxInt, kMinInt, kEqualInt, kNotEqualInt, kLessInt, kLessEqualInt,
+  kGreaterInt, kGreaterEqualInt,
+  kSum, kSumProduct, kMax, kMin,                          // over the columns of each row
+  kColumnSum, kColumnSumProduct, kColumnMax, kColumnMin,  // over rows, into what is there
+  kLoadHalf, kLoadBf16, kLoadBool, kStoreHalf, kStoreBf16, kStoreBool,
+  kSpread, kGather,                                       // run by the machine itself
+  kInstructions
+};
+// clang-format on
+
+struct Handlers {
+  Handler run[kInstructions];
+};
+
+}  // namespace telechat::dvm
+
+namespace telechat {
+using DvmHandlers = dvm::Handlers;
+}
+TELECHAT_DECLARE(DvmHandlers, dvm_handlers)

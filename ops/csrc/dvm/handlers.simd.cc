@@ -1,0 +1,349 @@
+// Every instruction once, over vectors of whatever width the instruction set has.
+#include "dvm/handlers.h"
+#include "simd.h"
+
+namespace telechat::SIMD_NS {
+namespace {
+
+using dvm::Args;
+
+int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
+
+V first_lanes(V v, int n, V other) {
+  VI lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  return select(lane < splat_i(n), v, other);
+}
+
+// bool is 1.0 or 0.0 in a register
+V truth(VI mask) { return select(mask, splat(1.0f), splat(0.0f)); }
+
+V tanh_v(V x) {
+  const V y = select(x < splat(0.0f), -x, x);
+  const V z = x * x;
+  V p = splat(-5.70498872745e-3f);
+  p = fma(p, z, splat(2.06390887954e-2f));
+  p = fma(p, z, splat(-5.37397155531e-2f));
+  p = fma(p, z, splat(1.33314422036e-1f));
+  p = fma(p, z, splat(-3.33332819422e-1f));
+  const V small = fma(p * z, x, x);
+  const V e = exp_v(y + y);
+  const V big = splat(1.0f) - splat(2.0f) / (e + splat(1.0f));
+  const V signed_big = select(x < splat(0.0f), -big, big);
+  return select(y < splat(0.625f), small, select(x == x, signed_big, x));
+}
+
+template <typename F> V each(V x, F f) {
+  V y;
+  for (int i = 0; i < W; i++) y[i] = f(x[i]);
+  return y;
+}
+
+VI whole(V x) { return __builtin_convertvector(x, VI); }
+V is_large(V x) { return (V)(((VI)x & 0x7fffffff) >= 0x4b000000); }  // no fraction, or not finite
+
+V rounded(V x, V towards) {  // keeps the sign of zero
+  const V y = (V)(((VI)towards & 0x7fffffff) | ((VI)x & splat_i(static_cast<int32_t>(0x80000000u))));
+  return select((VI)is_large(x), x, y);
+}
+V safe(V x) { return select((VI)is_large(x), splat(0.0f), x); }
+V trunc_v(V x) { return rounded(x, __builtin_convertvector(whole(safe(x)), V)); }
+V floor_v(V x) {
+  const V t = __builtin_convertvector(whole(safe(x)), V);
+  const V y = t - select(t > safe(x), splat(1.0f), splat(0.0f));
+  return select((VI)is_large(x), x, select(y == splat(0.0f), rounded(x, y), y));
+}
+V ceil_v(V x) { return -floor_v(-x); }
+V round_v(V x) { return rounded(x, round_even(safe(x))); }
+
+#define UNARY(Name, expression) \
+  struct Name {                 \
+    static V f(V x) { return expression; }  \
+  };
+UNARY(NegOp, -x)
+UNARY(AbsOp, (V)((VI)x & 0x7fffffff))
+UNARY(SqrtOp, sqrt_v(x))
+UNARY(RsqrtOp, splat(1.0f) / sqrt_v(x))
+UNARY(ExpOp, exp_v(x))
+UNARY(LogOp, log_v(x))
+UNARY(ReciprocalOp, splat(1.0f) / x)
+UNARY(FloorOp, floor_v(x))
+UNARY(CeilOp, ceil_v(x))
+UNARY(RoundOp, round_v(x))
+UNARY(TruncOp, trunc_v(x))
+UNARY(TanhOp, tanh_v(x))
+UNARY(SigmoidOp, sigmoid_v(x))
+UNARY(ErfOp, each(x, [](float y) { return __builtin_erff(y); }))
+UNARY(IsFiniteOp, truth(((VI)x & 0x7fffffff) < 0x7f800000))
+UNARY(NotOp, truth(x == splat(0.0f)))
+UNARY(SinOp, each(x, [](float y) { return __builtin_sinf(y); }))
+UNARY(CosOp, each(x, [](float y) { return __builtin_cosf(y); }))
+UNARY(CopyOp, x)
+UNARY(RoundBf16Op, round_bf16(x))
+UNARY(RoundHalfOp, from_half(to_half(x)))
+UNARY(ToIntOp, (V)whole(x))
+UNARY(FromIntOp, __builtin_convertvector((VI)x, V))
+UNARY(ToBoolOp, truth(x != splat(0.0f)))
+UNARY(NegIntOp, (V)(-(VI)x))
+UNARY(AbsIntOp, (V)(((VI)x < 0) ? -(VI)x : (VI)x))
+
+#define BINARY(Name, expression) \
+  struct Name {                  \
+    static V f(V x, V y) { return expression; } \
+  };
+BINARY(AddOp, x + y)
+BINARY(SubOp, x - y)
+BINARY(MulOp, x* y)
+BINARY(DivOp, x / y)
+BINARY(MaximumOp, max_nan(x, y))
+BINARY(MinimumOp, min_nan(x, y))
+BINARY(EqualOp, truth(x == y))
+BINARY(NotEqualOp, truth(x != y))
+BINARY(LessOp, truth(x < y))
+BINARY(LessEqualOp, truth(x <= y))
+BINARY(GreaterOp, truth(x > y))
+BINARY(GreaterEqualOp, truth(x >= y))
+BINARY(AndOp, truth((x != splat(0.0f)) & (y != splat(0.0f))))
+BINARY(OrOp, truth((x != splat(0.0f)) | (y != splat(0.0f))))
+BINARY(ExpSubOp, exp_v(x - y))
+BINARY(AddIntOp, (V)((VU)x + (VU)y))
+BINARY(SubIntOp, (V)((VU)x - (VU)y))
+BINARY(MulIntOp, (V)((VU)x * (VU)y))
+BINARY(MaxIntOp, (V)((VI)x > (VI)y ? (VI)x : (VI)y))
+BINARY(MinIntOp, (V)((VI)x < (VI)y ? (VI)x : (VI)y))
+BINARY(EqualIntOp, truth((VI)x == (VI)y))
+BINARY(NotEqualIntOp, truth((VI)x != (VI)y))
+BINARY(LessIntOp, truth((VI)x < (VI)y))
+BINARY(LessEqualIntOp, truth((VI)x <= (VI)y))
+BINARY(GreaterIntOp, truth((VI)x > (VI)y))
+BINARY(GreaterEqualIntOp, truth((VI)x >= (VI)y))
+struct PowOp {
+  static V f(V x, V y) {
+    V z;
+    for (int i = 0; i < W; i++) z[i] = __builtin_powf(x[i], y[i]);
+    return z;
+  }
+};
+
+const float* at(const void* p, int64_t row, int64_t stride) { return static_cast<const float*>(p) + row * stride; }
+float* out(const Args& x, int64_t row) { return static_cast<float*>(x.d) + row * x.sd; }
+
+template <typename Op> void unary(const Args& x) {
+  for (int64_t r = 0; r < x.rows; r++) {
+    const float* a = at(x.a, r, x.sa);
+    float* d = out(x, r);
+    const V one = splat(*a);
+    int64_t i = 0;
+    if (x.va) {
+      for (; i + 2 * W <= x.n; i += 2 * W) {
+        const V p = Op::f(load(a + i)), q = Op::f(load(a + i + W));
+        store(d + i, p);
+        store(d + i + W, q);
+      }
+    }
+    for (; i < x.n; i += W) store_n(d + i, Op::f(x.va ? load_n(a + i, lanes(x.n - i)) : one), lanes(x.n - i));
+  }
+}
+
+template <typename Op, bool VA, bool VB> void binary_rows(const Args& x) {
+  for (int64_t r = 0; r < x.rows; r++) {
+    const float *a = at(x.a, r, x.sa), *b = at(x.b, r, x.sb);
+    float* d = out(x, r);
+    const V one_a = splat(*a), one_b = splat(*b);
+    int64_t i = 0;
+    for (; i + 2 * W <= x.n; i += 2 * W) {
+      const V p = Op::f(VA ? load(a + i) : one_a, VB ? load(b + i) : one_b);
+      const V q = Op::f(VA ? load(a + i + W) : one_a, VB ? load(b + i + W) : one_b);
+      store(d + i, p);
+      store(d + i + W, q);
+    }
+    for (; i < x.n; i += W) {
+      const int rest = lanes(x.n - i);
+      store_n(d + i, Op::f(VA ? load_n(a + i, rest) : one_a, VB ? load_n(b + i, rest) : one_b), rest);
+    }
+  }
+}
+
+template <typename Op> void binary(const Args& x) {
+  if (x.va && x.vb) return binary_rows<Op, true, true>(x);
+  if (x.va) return binary_rows<Op, true, false>(x);
+  if (x.vb) return binary_rows<Op, false, true>(x);
+  binary_rows<Op, false, false>(x);
+}
+
+template <typename F> void ternary(const Args& x, F f) {
+  for (int64_t r = 0; r < x.rows; r++) {
+    const float *a = at(x.a, r, x.sa), *b = at(x.b, r, x.sb), *c = at(x.c, r, x.sc);
+    float* d = out(x, r);
+    const V one_a = splat(*a), one_b = splat(*b), one_c = splat(*c);
+    for (int64_t i = 0; i < x.n; i += W) {
+      const int n = lanes(x.n - i);
+      store_n(d + i, f(x.va ? load_n(a + i, n) : one_a, x.vb ? load_n(b + i, n) : one_b, x.vc ? load_n(c + i, n) : one_c), n);
+    }
+  }
+}
+void select_rows(const Args& x) {
+  ternary(x, [](V a, V b, V c) { return select(a != splat(0.0f), b, c); });
+}
+void mul_add(const Args& x) {
+  ternary(x, [](V a, V b, V c) { return a * b + c; });
+}
+
+void constant(const Args& x) { *static_cast<float*>(x.d) = x.value; }
+
+// Sums over a row: four running vectors, added in a fixed order.
+template <bool Product> void sum(const Args& x) {
+  for (int64_t r = 0; r < x.rows; r++) {
+    const float *a = at(x.a, r, x.sa), *b = Product ? at(x.b, r, x.sb) : nullptr;
+    const V one_a = splat(*a), one_b = Product ? splat(*b) : one_a;
+    V s[4] = {};
+    int64_t i = 0;
+    for (; x.va && (!Product || x.vb) && i + 4 * W <= x.n; i += 4 * W) {
+      for (int j = 0; j < 4; j++) {
+        const V y = load(a + i + j * W);
+        s[j] = Product ? fma(y, load(b + i + j * W), s[j]) : s[j] + y;
+      }
+    }
+    for (; i < x.n; i += W) {
+      const int n = lanes(x.n - i);
+      V y = x.va ? load_n(a + i, n) : one_a;
+      if (Product) y = y * (x.vb ? load_n(b + i, n) : one_b);
+      s[0] += first_lanes(y, n, V{});
+    }
+    const float total = sum_lanes((s[0] + s[1]) + (s[2] + s[3]));
+    float* d = out(x, r);
+    *d = x.first ? total : *d + total;
+  }
+}
+
+template <typename Op> void extreme(const Args& x, float worst) {
+  for (int64_t r = 0; r < x.rows; r++) {
+    const float* a = at(x.a, r, x.sa);
+    V s[2] = {splat(worst), splat(worst)};
+    int64_t i = 0;
+    for (; x.va && i + 2 * W <= x.n; i += 2 * W) {
+      s[0] = Op::f(s[0], load(a + i));
+      s[1] = Op::f(s[1], load(a + i + W));
+    }
+    for (; i < x.n; i += W) s[0] = Op::f(s[0], x.va ? first_lanes(load_n(a + i, lanes(x.n - i)), lanes(x.n - i), splat(worst)) : splat(*a));
+    float y[W];
+    store(y, Op::f(s[0], s[1]));
+    float best = y[0];
+    for (int j = 1; j < W; j++) best = Op::f(splat(best), splat(y[j]))[0];
+    float* d = out(x, r);
+    *d = x.first ? best : Op::f(splat(*d), splat(best))[0];
+  }
+}
+void max_row(const Args& x) { extreme<MaximumOp>(x, -__builtin_inff()); }
+void min_row(const Args& x) { extreme<MinimumOp>(x, __builtin_inff()); }
+
+// Rows of a tile added to the row `d`; with one column the tile is one long row.
+template <typename Op, bool Product> void column(const Args& x, float worst) {
+  if (x.n == 1) {
+    float* d = static_cast<float*>(x.d);
+    V s[4];
+    for (V& v : s) v = splat(worst);
+    const float *a = static_cast<const float*>(x.a), *b = static_cast<const float*>(x.b);
+    const auto value = [&](int64_t i, int n) {
+      V y = x.sa ? load_n(a + i, n) : splat(*a);
+      return Product ? y * (x.sb ? load_n(b + i, n) : splat(*b)) : y;
+    };
+    int64_t i = 0;
+    for (; i + 4 * W <= x.rows; i += 4 * W) {
+      for (int j = 0; j < 4; j++) s[j] = Op::f(s[j], value(i + j * W, W));
+    }
+    for (; i < x.rows; i += W) s[0] = Op::f(s[0], first_lanes(value(i, lanes(x.rows - i)), lanes(x.rows - i), splat(worst)));
+    float y[W];
+    store(y, Op::f(Op::f(s[0], s[1]), Op::f(s[2], s[3])));
+    for (int half = W / 2; half > 0; half /= 2) {
+      for (int j = 0; j < half; j++) y[j] = Op::f(splat(y[j]), splat(y[j + half]))[0];
+    }
+    *d = Op::f(splat(*d), splat(y[0]))[0];
+    return;
+  }
+  for (int64_t i = 0; i < x.n; i += W) {
+    const int n = lanes(x.n - i);
+    float* d = static_cast<float*>(x.d) + i;
+    V s = load_n(d, n);
+    for (int64_t r = 0; r < x.rows; r++) {
+      const float* a = at(x.a, r, x.sa);
+      V y = x.va ? load_n(a + i, n) : splat(*a);
+      if (Product) {
+        const float* b = at(x.b, r, x.sb);
+        y = y * (x.vb ? load_n(b + i, n) : splat(*b));
+      }
+      s = Op::f(s, y);
+    }
+    store_n(d, s, n);
+  }
+}
+void column_sum(const Args& x) { column<AddOp, false>(x, 0.0f); }
+void column_sum_product(const Args& x) { column<AddOp, true>(x, 0.0f); }
+void column_max(const Args& x) { column<MaximumOp, false>(x, -__builtin_inff()); }
+void column_min(const Args& x) { column<MinimumOp, false>(x, __builtin_inff()); }
+
+// Between memory and registers; both sides are contiguous.
+void load_bf16_rows(const Args& x) {
+  const auto* a = static_cast<const uint16_t*>(x.a);
+  float* d = static_cast<float*>(x.d);
+  for (int64_t i = 0; i < x.n; i += W) store_n(d + i, load_bf16_n(a + i, lanes(x.n - i)), lanes(x.n - i));
+}
+void store_bf16_rows(const Args& x) {
+  const auto* a = static_cast<const float*>(x.a);
+  auto* d = static_cast<uint16_t*>(x.d);
+  for (int64_t i = 0; i < x.n; i += W) {
+    store_bf16_n(d + i, x.va ? load_n(a + i, lanes(x.n - i)) : splat(*a), lanes(x.n - i));
+  }
+}
+void load_half_rows(const Args& x) {
+  const auto* a = static_cast<const uint16_t*>(x.a);
+  float* d = static_cast<float*>(x.d);
+  for (int64_t i = 0; i < x.n; i += W) {
+    VH h = {};
+    __builtin_memcpy(&h, a + i, static_cast<size_t>(lanes(x.n - i)) * 2);
+    store_n(d + i, from_half(h), lanes(x.n - i));
+  }
+}
+void store_half_rows(const Args& x) {
+  const auto* a = static_cast<const float*>(x.a);
+  auto* d = static_cast<uint16_t*>(x.d);
+  for (int64_t i = 0; i < x.n; i += W) {
+    const VH h = to_half(x.va ? load_n(a + i, lanes(x.n - i)) : splat(*a));
+    __builtin_memcpy(d + i, &h, static_cast<size_t>(lanes(x.n - i)) * 2);
+  }
+}
+void load_bool_rows(const Args& x) {
+  const auto* a = static_cast<const uint8_t*>(x.a);
+  float* d = static_cast<float*>(x.d);
+  for (int64_t i = 0; i < x.n; i++) d[i] = a[i] ? 1.0f : 0.0f;
+}
+void store_bool_rows(const Args& x) {
+  const auto* a = static_cast<const float*>(x.a);
+  auto* d = static_cast<uint8_t*>(x.d);
+  for (int64_t i = 0; i < x.n; i++) d[i] = a[x.va ? i : 0] != 0.0f;
+}
+
+}  // namespace
+
+extern const DvmHandlers dvm_handlers;
+// clang-format off
+const DvmHandlers dvm_handlers = {{
+#define X(name, code, text) unary<name##Op>,
+  TELECHAT_DVM_UNARY(X)
+#undef X
+#define X(name, code, text) binary<name##Op>,
+  TELECHAT_DVM_BINARY(X)
+#undef X
+  constant, unary<CopyOp>, select_rows, mul_add, binary<ExpSubOp>,
+  unary<RoundHalfOp>, unary<RoundBf16Op>, unary<ToIntOp>, unary<FromIntOp>, unary<ToBoolOp>,
+  unary<NegIntOp>, unary<AbsIntOp>, binary<AddIntOp>, binary<SubIntOp>, binary<MulIntOp>, binary<MaxIntOp>,
+  binary<MinIntOp>, binary<EqualIntOp>, binary<NotEqualIntOp>, binary<LessIntOp>, binary<LessEqualIntOp>,
+  binary<GreaterIntOp>, binary<GreaterEqualIntOp>,
+  sum<false>, sum<true>, max_row, min_row,
+  column_sum, column_sum_product, column_max, column_min,
+  load_half_rows, load_bf16_rows, load_bool_rows, store_half_rows, store_bf16_rows, store_bool_rows,
+  nullptr, nullptr,
+}};
+// clang-format on
+
+}  // namespace telechat::SIMD_NS

@@ -1,0 +1,254 @@
+// The virtual machine: decodes the bytecode of a stage and runs it tile by tile.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "cast.h"
+#include "dvm/program.h"
+#include "pool.h"
+
+TELECHAT_SELECT(telechat::DvmHandlers, dvm_handlers)
+
+namespace telechat::dvm {
+namespace {
+
+enum Slot { kArena = 3, kWorkspace = 4, kPartials = 5, kRegisterSlot = 2 };
+
+struct Register {
+  char* base;
+  int64_t by_row, by_column;  // bytes
+};
+
+struct Machine {
+  const Program& program;
+  const Plan& plan;
+  void* const* data;
+  float* workspace;
+
+  char* memory(const Binding& b) const {
+    switch (b.place) {
+      case Place::input: return static_cast<char*>(data[b.index]);
+      case Place::output: return static_cast<char*>(data[program.graph().inputs + b.index]);
+      case Place::workspace: return reinterpret_cast<char*>(workspace + plan.workspace[b.index]);
+      default: return nullptr;
+    }
+  }
+};
+
+float as_float(const char* p, int type) {
+  switch (type) {
+    case kF16: case kBf16: {
+      uint16_t h;
+      std::memcpy(&h, p, sizeof h);
+      float y;
+      Args x{};
+      x.d = &y, x.a = &h, x.rows = x.n = 1;
+      dvm_handlers().run[type == kF16 ? kLoadHalf : kLoadBf16](x);
+      return y;
+    }
+    case kBool: return *p ? 1.0f : 0.0f;
+    default: {
+      float y;
+      std::memcpy(&y, p, sizeof y);
+      return y;
+    }
+  }
+}
+
+class Task {
+ public:
+  Task(const Machine& m, size_t stage, const StageCode& code, int64_t index, float* partials)
+      : m_(m), stage_(m.program.fusion().stages[stage]), w_(code.words.data()), index_(index) {
+    C_ = w_[kColumns], height_ = w_[kHeight], width_ = w_[kWidth];
+    registers_ = w_ + kHeaderWords;
+    const int64_t count = w_[kRegisters];
+    reg_ = scratch<Register>(kRegisterSlot, count);
+    arena_ = scratch<float>(kArena, w_[kArenaFloats]);
+    const LoweredStage& lowered = m.program.stage(stage, w_[kStride]);
+    const int64_t stride = w_[kTileFloats], row = (C_ + 15) / 16 * 16, column = (height_ + 15) / 16 * 16;
+    float* rows = arena_ + lowered.full_slots * stride;
+    float* columns = rows + lowered.row_slots * row;
+    float* singles = columns + lowered.column_slots * column;
+    for (int64_t i = 0; i < count; i++) {
+      const Binding b = Binding::of(registers_[i]);
+      Register& r = reg_[i];
+      if (b.place == Place::arena) {
+        float* at[] = {arena_ + b.index * stride, rows + b.index * row, columns + b.index * column, singles + b.index * 16};
+        r = {reinterpret_cast<char*>(at[int(b.kind)]), 0, b.kind == Kind::row ? 4 : 0};
+      } else if (b.place == Place::partial) {
+        r = {reinterpret_cast<char*>(partials + (b.index * int64_t(w_[kTasks]) + index) * C_), 0, 4};
+      } else {
+        const int64_t size = bytes_of(b.type);
+        r = {m.memory(b), b.kind == Kind::full ? C_ * size : b.kind == Kind::column ? size : 0,
+             b.kind == Kind::full || b.kind == Kind::row ? size : 0};
+      }
+    }
+  }
+
+  void run() {
+    const int64_t begin = index_ * int64_t(w_[kTaskRows]), end = std::min<int64_t>(w_[kRows], begin + int64_t(w_[kTaskRows]));
+    const uint64_t* body = registers_ + w_[kRegisters];
+    row_ = begin, column_ = 0, h_ = height_, n_ = C_, first_ = true;
+    for (uint64_t i = 0; i < w_[kPrologue]; i++, body += 2) execute(Code::of(body));
+    for (row_ = begin; row_ < end; row_ += height_) {
+      h_ = std::min(height_, end - row_);
+      const uint64_t* pass = body;
+      for (uint64_t p = 0; p < w_[kPasses]; p++) {
+        const uint64_t count = *pass++;
+        column_ = 0;
+        do {
+          n_ = std::min(width_, C_ - column_);
+          first_ = column_ == 0;
+          for (uint64_t i = 0; i < count; i++) execute(Code::of(pass + 2 * i));
+          column_ += width_;
+        } while (column_ < C_);
+        pass += 2 * count;
+      }
+    }
+  }
+
+ private:
+  char* at(int r) const { return reg_[r].base + row_ * reg_[r].by_row + column_ * reg_[r].by_column; }
+
+  int64_t stride(Kind k) const { return k == Kind::full ? n_ : k == Kind::column ? 1 : 0; }
+
+  void execute(const Code& c) {
+    if (c.flags & kOnce && index_ != 0) return;
+    Args x;
+    x.d = at(c.d), x.a = at(c.a), x.b = at(c.b), x.c = at(c.c);
+    x.first = first_, x.value = c.value;
+    const Kind d = c.kinds[0], a = c.kinds[1], b = c.kinds[2], e = c.kinds[3];
+    if (c.id == kGather) return gather(c, x);
+    if (c.id == kSpread) return spread(c, x);
+    const bool reduces = c.id >= kSum && c.id <= kColumnMin;
+    if (d == Kind::full || reduces) {
+      const auto flat = [](Kind k) { return k == Kind::full || k == Kind::single; };
+      if (!reduces && flat(a) && flat(b) && flat(e)) {
+        x.rows = 1, x.n = h_ * n_;
+        x.va = a == Kind::full, x.vb = b == Kind::full, x.vc = e == Kind::full;
+        x.sa = x.sb = x.sc = x.sd = 0;
+      } else {
+        x.rows = h_, x.n = n_;
+        x.va = a == Kind::full || a == Kind::row, x.vb = b == Kind::full || b == Kind::row, x.vc = e == Kind::full || e == Kind::row;
+        x.sd = reduces ? 1 : n_, x.sa = stride(a), x.sb = stride(b), x.sc = stride(e);
+      }
+    } else {
+      x.rows = 1, x.n = d == Kind::column ? h_ : d == Kind::row ? n_ : 1;
+      x.va = a == d || (d == Kind::column && a == Kind::full), x.vb = b == d || (d == Kind::column && b == Kind::full);
+      x.vc = e == d || (d == Kind::column && e == Kind::full);
+      x.sa = x.sb = x.sc = x.sd = 0;
+    }
+    if (x.n == 0 || x.rows == 0) {
+      if (c.id >= kSum && c.id <= kMin) empty(c.id, static_cast<float*>(x.d), x.rows);
+      return;
+    }
+    dvm_handlers().run[c.id](x);
+  }
+
+  static void empty(int id, float* d, int64_t rows) {
+    const float inf = std::numeric_limits<float>::infinity();
+    std::fill_n(d, rows, id == kMax ? -inf : id == kMin ? inf : 0.0f);
+  }
+
+  void gather(const Code& c, const Args& x) {
+    const Node& node = m_.program.graph().nodes[c.tensor];
+    const Node& table = m_.program.graph().nodes[m_.program.graph().input_node[node.attrs[0]]];
+    const int64_t count = extent(table.dims[0], m_.plan.symbols.data()), size = bytes_of(table.dtype);
+    const bool wide = Binding::of(registers_[c.a]).type == kI64;
+    const char* from = reg_[c.b].base;
+    float* to = static_cast<float*>(x.d);
+    for (int64_t r = 0; r < h_; r++, to += n_) {
+      const int64_t i = wide ? static_cast<const int64_t*>(x.a)[r] : static_cast<const int32_t*>(x.a)[r];
+      if (i < 0 || i >= count) refuse(node, "index %ld of row %ld, expected 0 to %ld", long(i), long(row_ + r), long(count - 1));
+      const char* row = from + (i * C_ + column_) * size;
+      if (size == 4) {
+        std::memcpy(to, row, static_cast<size_t>(n_) * 4);
+      } else {
+        for (int64_t k = 0; k < n_; k++) to[k] = as_float(row + k * size, table.dtype);
+      }
+    }
+  }
+
+  // A tensor with other ones than rows or columns, spread over a tile element by element.
+  void spread(const Code& c, const Args& x) {
+    const Dims& dims = m_.program.graph().nodes[c.tensor].dims;
+    const size_t rank = stage_.domain.size(), pad = rank - dims.size();
+    int64_t size[kMaxRank], step[kMaxRank], at[kMaxRank], run = 1;
+    const Binding b = Binding::of(registers_[c.a]);
+    for (size_t i = rank; i-- > 0;) {
+      size[i] = extent(stage_.domain[i], m_.plan.symbols.data());
+      const int64_t own = i < pad ? 1 : extent(dims[i - pad], m_.plan.symbols.data());
+      step[i] = own == 1 && (i < pad || dims[i - pad] == 1) ? 0 : run;
+      run *= own;
+    }
+    const char* from = reg_[c.a].base;
+    float* to = static_cast<float*>(x.d);
+    for (int64_t r = 0; r < h_; r++) {
+      int64_t flat = (row_ + r) * C_ + column_, offset = 0;
+      for (size_t i = rank; i-- > 0;) {
+        at[i] = flat % size[i];
+        flat /= size[i];
+        offset += at[i] * step[i];
+      }
+      for (int64_t k = 0; k < n_; k++) {
+        *to++ = as_float(from + offset * bytes_of(b.type), b.type);
+        for (size_t i = rank; i-- > 0;) {
+          offset += step[i];
+          if (++at[i] < size[i]) break;
+          offset -= at[i] * step[i];
+          at[i] = 0;
+        }
+      }
+    }
+  }
+
+  const Machine& m_;
+  const Stage& stage_;
+  const uint64_t *w_, *registers_;
+  const int64_t index_;
+  int64_t C_, height_, width_;
+  int64_t row_ = 0, column_ = 0, h_ = 0, n_ = 0;
+  bool first_ = true;
+  Register* reg_;
+  float* arena_;
+};
+
+float identity(int op) {
+  const float inf = std::numeric_limits<float>::infinity();
+  return op == Sum ? 0.0f : op == Max ? -inf : inf;
+}
+
+float joined(int op, float a, float b) {
+  if (op == Sum) return a + b;
+  if (a != a || b != b) return std::numeric_limits<float>::quiet_NaN();
+  return op == Max ? std::max(a, b) : std::min(a, b);
+}
+
+}  // namespace
+
+void run(const Program& program, const Plan& plan, void* const* data) {
+  Machine machine{program, plan, data, scratch<float>(kWorkspace, plan.workspace.back())};
+  for (size_t s = 0; s < plan.stages.size(); s++) {
+    const StageCode& code = plan.stages[s];
+    const LoweredStage& lowered = program.stage(s, code.words[kStride]);
+    const int64_t tasks = code.words[kTasks], C = code.words[kColumns];
+    float* partials = nullptr;
+    if (!lowered.partials.empty()) {
+      partials = scratch<float>(kPartials, tasks * C * static_cast<int64_t>(lowered.partials.size()));
+      float* at = partials;
+      for (int node : lowered.partials) at = std::fill_n(at, tasks * C, identity(program.graph().nodes[node].op));
+    }
+    parallel_for(tasks, [&](int64_t i) { Task(machine, s, code, i, partials).run(); });
+    for (size_t p = 0; p < lowered.partials.size(); p++) {
+      const int node = lowered.partials[p], op = program.graph().nodes[node].op;
+      float* to = machine.workspace + plan.workspace[program.workspace_index(node)];
+      const float* from = partials + static_cast<int64_t>(p) * tasks * C;
+      std::fill_n(to, C, identity(op));
+      for (int64_t t = 0; t < tasks; t++, from += C) {
+        for (int64_t i = 0; i < C; i++) to[i] = joined(op, to[i], from[i]);
+      }
+    }
+  }
+}
+
+}  // namespace telechat::dvm
