@@ -186,5 +186,10 @@ class GroupedSwiGLUIntoMainGrad(nn.Cell):
 def grouped_matmul_reference(
     x_PI: np.ndarray, weight_EIO: np.ndarray, expert_P: np.ndarray
 ) -> np.ndarray:
-    """Define the product row by row in float64."""
-    return np.einsum("pi,pio->po", x_PI.astype(np.float64), weight_EIO[expert_P].astype(np.float64))
+    """Define the product in float64: row ``p`` by the weight of its expert."""
+    y_PO = np.zeros((len(x_PI), weight_EIO.shape[2]))
+    for e in np.unique(expert_P):
+        y_PO[expert_P == e] = x_PI[expert_P == e].astype(np.float64) @ weight_EIO[e].astype(
+            np.float64
+        )
+    return y_PO

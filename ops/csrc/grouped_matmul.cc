@@ -14,8 +14,9 @@ namespace {
 
 using namespace telechat;
 
-constexpr int64_t kRows = 256;        // rows of a task: oneDNN repacks the weight once a call
-constexpr int64_t kWeightRows = 128;  // of a weight gradient
+constexpr int64_t kRows = 256;   // rows of a task: oneDNN repacks the weight once a call
+constexpr int64_t kTasks = 16;   // fewer are cut further, down to these
+constexpr int64_t kNarrow = 64;  // columns or rows of a weight
 enum Slot { kX, kW, kUp, kDy, kDgate, kDup };
 
 struct GroupedState : State {
@@ -23,35 +24,82 @@ struct GroupedState : State {
   explicit GroupedState(Attributes& a) : bf16(a.flag("bf16")) {}
 };
 
-struct RowBlock {
-  int64_t expert, row, count;
+// A block of a result: rows of an expert's group and columns, or rows of an expert's weight gradient.
+struct Block {
+  int64_t expert, row, rows, column, columns, work;
 };
+
+int64_t blocks_of(int64_t n, int64_t block) { return (n + block - 1) / block; }
+
+// The largest first: what is left at the end is short.
+void sort_blocks(std::vector<Block>& blocks) {
+  std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.work > b.work; });
+}
 
 struct Groups {
   int64_t P, I, O, E;
   std::vector<int64_t> start;  // E + 1
-  std::vector<RowBlock> blocks;    // of rows
 
-  Groups(const Arg& x, const Arg& w, const Arg& sizes) {
-    check(x.rank == 2 && w.rank == 3 && sizes.rank == 1, "ranks of x, w, sizes are %d, %d, %d, expected 2, 3, 1", x.rank,
-          w.rank, sizes.rank);
-    P = x.dim(0), I = x.dim(1), E = w.dim(0), O = w.dim(2);
-    check(w.dim(1) == I, "x is [%ld, %ld], w [%ld, %ld, %ld]: the inner dimensions differ", long(P), long(I), long(E),
-          long(w.dim(1)), long(O));
-    check(sizes.dim(0) == E, "%ld group sizes for %ld experts", long(sizes.dim(0)), long(E));
+  Groups(const Arg& x, const Arg& w, const Arg& sizes) : Groups(x, sizes) {
+    check(w.rank == 3, "w has rank %d, expected 3", w.rank);
+    O = w.dim(2);
+    check(w.dim(1) == I, "x is [%ld, %ld], w [%ld, %ld, %ld]: the inner dimensions differ", long(P), long(I),
+          long(w.dim(0)), long(w.dim(1)), long(O));
+    check(w.dim(0) == E, "%ld group sizes for %ld experts", long(E), long(w.dim(0)));
+  }
+  Groups(const Arg& x, const Arg& sizes) : O(0), start(1, 0) {
+    check(x.rank == 2 && sizes.rank == 1, "ranks of x and sizes are %d and %d, expected 2 and 1", x.rank, sizes.rank);
+    P = x.dim(0), I = x.dim(1), E = sizes.dim(0);
     const bool wide = sizes.dtype() == DType::i64;
-    const void* data = wide ? static_cast<const void*>(sizes.as<const int64_t>("sizes")) : sizes.as<const int32_t>("sizes");
-    start.assign(1, 0);
+    const auto* i64 = wide ? sizes.as<const int64_t>("sizes") : nullptr;
+    const auto* i32 = wide ? nullptr : sizes.as<const int32_t>("sizes");
     for (int64_t e = 0; e < E; e++) {
-      const int64_t size = wide ? static_cast<const int64_t*>(data)[e] : static_cast<const int32_t*>(data)[e];
+      const int64_t size = wide ? i64[e] : i32[e];
       check(size >= 0, "the size of group %ld is %ld", long(e), long(size));
+      check(size <= P - start.back(), "groups 0 to %ld have more rows than the %ld of x", long(e), long(P));
       start.push_back(start.back() + size);
-      for (int64_t r = 0; r < size; r += kRows) blocks.push_back({e, start[e] + r, std::min(kRows, size - r)});
     }
     check(start.back() == P, "the group sizes add up to %ld, x has %ld rows", long(start.back()), long(P));
   }
+
   int64_t size(int64_t e) const { return start[e + 1] - start[e]; }
-  int64_t weight_blocks() const { return (I + kWeightRows - 1) / kWeightRows; }
+
+  // Cut [P, width] into blocks of about kRows rows of one expert, each as large as the others of its group.
+  std::vector<Block> row_blocks(int64_t width) const {
+    int64_t count = 0;
+    for (int64_t e = 0; e < E; e++) count += pieces(size(e));
+    const int64_t cuts = count ? std::max<int64_t>(1, std::min(kTasks / count, width / kNarrow)) : 1;
+    const int64_t columns = blocks_of(blocks_of(width, cuts), 16) * 16;
+    std::vector<Block> blocks;
+    for (int64_t e = 0; e < E; e++) {
+      const int64_t n = pieces(size(e)), rows = n ? blocks_of(blocks_of(size(e), n), 16) * 16 : 0;
+      for (int64_t r = 0; r < size(e); r += rows) {
+        for (int64_t c = 0; c < width; c += columns) {
+          const int64_t m = std::min(rows, size(e) - r), k = std::min(columns, width - c);
+          blocks.push_back({e, start[e] + r, m, c, k, m * k});
+        }
+      }
+    }
+    sort_blocks(blocks);
+    return blocks;
+  }
+  // Cut the weights [E, I, O] into blocks of rows.
+  std::vector<Block> weight_blocks() const {
+    const int64_t wanted = E ? blocks_of(kTasks, E) : 1;
+    const int64_t rows = std::max(kNarrow, std::min(kRows, blocks_of(blocks_of(I, wanted), 16) * 16));
+    std::vector<Block> blocks;
+    for (int64_t e = 0; e < E; e++) {
+      for (int64_t r = 0; r < I; r += rows) {
+        const int64_t m = std::min(rows, I - r);
+        blocks.push_back({e, r, m, 0, O, m * (size(e) + 1)});
+      }
+    }
+    sort_blocks(blocks);
+    return blocks;
+  }
+
+ private:
+  static int64_t pieces(int64_t rows) { return rows ? std::max<int64_t>(1, (rows + kRows / 2) / kRows) : 0; }
 };
 
 void same_shape(const Arg& x, int64_t rows, int64_t width, const char* what) {
@@ -59,11 +107,31 @@ void same_shape(const Arg& x, int64_t rows, int64_t width, const char* what) {
         long(width));
 }
 
-// dw[e] rows [r, r + m) = beta * itself + x_e^T dy_e
-void weight_block(const Groups& g, int64_t task, const Operand& x, const Operand& dy, float beta, float* dw) {
-  const int64_t e = task / g.weight_blocks(), r = task % g.weight_blocks() * kWeightRows;
-  const int64_t m = std::min(kWeightRows, g.I - r);
-  multiply(true, false, m, g.O, g.size(e), 1, x.at(g.start[e], r), dy.at(g.start[e], 0), beta, dw + (e * g.I + r) * g.O, g.O);
+// y = x w[e] in a block
+void forward_block(const Groups& g, const Block& b, const Operand& x, const Operand& w, float* y) {
+  // A weight much larger than the cache is packed faster in parts: its rows lie on fewer pages.
+  const int64_t depth = g.I * g.O > (1 << 21) ? 256 : g.I;
+  for (int64_t k = 0; k == 0 || k < g.I; k += depth) {
+    multiply(false, false, b.rows, b.columns, std::min(depth, g.I - k), 1, x.at(b.row, k),
+             w.at(b.expert * g.I + k, b.column), k == 0 ? 0 : 1, y + b.row * g.O + b.column, g.O);
+  }
+}
+
+// dx = beta dx + dy w[e]^T in a block
+void input_block(const Groups& g, const Block& b, const Operand& dy, const Operand& w, float beta, float* dx) {
+  multiply(false, true, b.rows, b.columns, g.O, 1, dy.at(b.row, 0), w.at(b.expert * g.I + b.column, 0), beta,
+           dx + b.row * g.I + b.column, g.I);
+}
+
+// dw[e] = beta dw[e] + x_e^T dy_e in a block
+void weight_block(const Groups& g, const Block& b, const Operand& x, const Operand& dy, float beta, float* dw) {
+  // Columns of x that lie a multiple of 4 KiB apart push each other out of the cache.
+  const int64_t size = g.size(b.expert), depth = x.ld % 1024 == 0 ? 512 : std::max<int64_t>(size, 1);
+  for (int64_t r = 0; r == 0 || r < size; r += depth) {
+    const int64_t row = g.start[b.expert] + r;
+    multiply(true, false, b.rows, g.O, std::min(depth, size - r), 1, x.at(row, b.row), dy.at(row, 0), r == 0 ? beta : 1,
+             dw + (b.expert * g.I + b.row) * g.O, g.O);
+  }
 }
 
 Operand weights(const Arg& w, bool bf16, int slot) {
@@ -77,16 +145,28 @@ void gradients(const Call& call, float* dx, float* dw, float beta) {
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand w = weights(call[1], bf16, kW);
   const Operand dy = operand(call[3].as<const float>("dy"), g.P, g.O, bf16, kDy);
-  const int64_t of_w = g.E * g.weight_blocks();
-  parallel_for(of_w + static_cast<int64_t>(g.blocks.size()), [&](int64_t i) {
-    if (i < of_w) return weight_block(g, i, x, dy, beta, dw);
-    const RowBlock t = g.blocks[i - of_w];
-    multiply(false, true, t.count, g.I, g.O, 1, dy.at(t.row, 0), w.at(t.expert * g.I, 0), 0, dx + t.row * g.I, g.I);
+  const std::vector<Block> of_w = g.weight_blocks(), of_x = g.row_blocks(g.I);
+  const int64_t first = static_cast<int64_t>(of_w.size());
+  parallel_for(first + static_cast<int64_t>(of_x.size()), [&](int64_t i) {
+    if (i < first) return weight_block(g, of_w[i], x, dy, beta, dw);
+    input_block(g, of_x[i - first], dy, w, 0, dx);
   });
 }
 
+void weight_gradient(const Call& call, float* dw, float beta) {
+  Groups g(call[0], call[1]);
+  g.O = call[2].dim(-1);
+  same_shape(call[2], g.P, g.O, "dy");
+  const bool bf16 = call.state<GroupedState>().bf16;
+  const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
+  const Operand dy = operand(call[2].as<const float>("dy"), g.P, g.O, bf16, kDy);
+  const std::vector<Block> blocks = g.weight_blocks();
+  parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t i) { weight_block(g, blocks[i], x, dy, beta, dw); });
+}
+
 void swiglu_gradients(const Call& call, float* dx, float* dgate_w, float* dup_w, float beta) {
-  const Groups g(call[0], call[1], call[3]);
+  const Groups g(call[0], call[1], call[3]), same(call[0], call[2], call[3]);
+  check(same.O == g.O, "gate and up weights differ in width");
   for (int i = 4; i < 7; i++) same_shape(call[i], g.P, g.O, i == 4 ? "gate" : i == 5 ? "up" : "dy");
   const bool bf16 = call.state<GroupedState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
@@ -94,19 +174,18 @@ void swiglu_gradients(const Call& call, float* dx, float* dgate_w, float* dup_w,
   const float *gate = call[4].as<const float>("gate"), *up = call[5].as<const float>("up");
   const float* dy = call[6].as<const float>("dy");
   float *dgate = scratch<float>(kDgate, 2 * g.P * g.O), *dup = dgate + g.P * g.O;
-  parallel_for(static_cast<int64_t>(g.blocks.size()), [&](int64_t i) {
-    const int64_t begin = g.blocks[i].row * g.O, count = g.blocks[i].count * g.O;
-    row_kernels().swiglu_grad(gate + begin, up + begin, dy + begin, count, dgate + begin, dup + begin);
+  const int64_t all = g.P * g.O, part = 1 << 14;
+  parallel_for(blocks_of(all, part), [&](int64_t i) {
+    const int64_t at = i * part;
+    row_kernels().swiglu_grad(gate + at, up + at, dy + at, std::min(part, all - at), dgate + at, dup + at);
   });
   const Operand dg = operand(dgate, g.P, g.O, bf16, kDy), du = operand(dup, g.P, g.O, bf16, kDup);
-  const int64_t of_w = g.E * g.weight_blocks();
-  parallel_for(2 * of_w + static_cast<int64_t>(g.blocks.size()), [&](int64_t i) {
-    if (i < of_w) return weight_block(g, i, x, dg, beta, dgate_w);
-    if (i < 2 * of_w) return weight_block(g, i - of_w, x, du, beta, dup_w);
-    const RowBlock t = g.blocks[i - 2 * of_w];
-    float* to = dx + t.row * g.I;
-    multiply(false, true, t.count, g.I, g.O, 1, dg.at(t.row, 0), wg.at(t.expert * g.I, 0), 0, to, g.I);
-    multiply(false, true, t.count, g.I, g.O, 1, du.at(t.row, 0), wu.at(t.expert * g.I, 0), 1, to, g.I);
+  const std::vector<Block> of_w = g.weight_blocks(), of_x = g.row_blocks(g.I);
+  const int64_t first = static_cast<int64_t>(of_w.size());
+  parallel_for(2 * first + static_cast<int64_t>(of_x.size()), [&](int64_t i) {
+    if (i < 2 * first) return weight_block(g, of_w[i / 2], x, i % 2 ? du : dg, beta, i % 2 ? dup_w : dgate_w);
+    input_block(g, of_x[i - 2 * first], dg, wg, 0, dx);
+    input_block(g, of_x[i - 2 * first], du, wu, 1, dx);
   });
 }
 
@@ -128,10 +207,8 @@ TELECHAT_RUN(GroupedMatmul) {
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand w = weights(call[1], bf16, kW);
   float* y = call[3].as<float>("y");
-  parallel_for(static_cast<int64_t>(g.blocks.size()), [&](int64_t i) {
-    const RowBlock t = g.blocks[i];
-    multiply(false, false, t.count, g.O, g.I, 1, x.at(t.row, 0), w.at(t.expert * g.I, 0), 0, y + t.row * g.O, g.O);
-  });
+  const std::vector<Block> blocks = g.row_blocks(g.O);
+  parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t i) { forward_block(g, blocks[i], x, w, y); });
 }
 
 // x, w, sizes, dy [P, O] -> dx, dw
@@ -139,7 +216,39 @@ TELECHAT_INIT(GroupedMatmulGrad, GroupedState)
 TELECHAT_SHAPES(GroupedMatmulGrad) { return {in.shape(0), in.shape(1)}; }
 TELECHAT_RUN(GroupedMatmulGrad) { gradients(call, call[4].as<float>("dx"), call[5].as<float>("dw"), 0); }
 
-// GMMAdd. x, w, sizes, dy, main gradient [E, I, O] -> dx; adds dw to the main gradient in place
+// dy [P, O], w [E, I, O], sizes -> dx [P, I]
+TELECHAT_INIT(GroupedMatmulDx, GroupedState)
+TELECHAT_SHAPES1(GroupedMatmulDx) { return {in.dim(0, 0), in.dim(1, 1)}; }
+TELECHAT_RUN(GroupedMatmulDx) {
+  Groups g(call[0], call[2]);
+  const Arg w = call[1];
+  check(w.rank == 3 && w.dim(0) == g.E && w.dim(2) == g.I, "w does not have the shape [%ld, I, %ld]", long(g.E), long(g.I));
+  g.O = g.I, g.I = w.dim(1);
+  const bool bf16 = call.state<GroupedState>().bf16;
+  const Operand dy = operand(call[0].as<const float>("dy"), g.P, g.O, bf16, kDy), of_w = weights(w, bf16, kW);
+  float* dx = call[3].as<float>("dx");
+  const std::vector<Block> blocks = g.row_blocks(g.I);
+  parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t i) { input_block(g, blocks[i], dy, of_w, 0, dx); });
+}
+
+// x [P, I], sizes [E], dy [P, O] -> dw [E, I, O]
+TELECHAT_INIT(GroupedMatmulDw, GroupedState)
+TELECHAT_SHAPES1(GroupedMatmulDw) { return {in.dim(1, 0), in.dim(0, 1), in.dim(2, 1)}; }
+TELECHAT_RUN(GroupedMatmulDw) { weight_gradient(call, call[3].as<float>("dw"), 0); }
+
+// GMMAdd. x, sizes, dy, main gradient [E, I, O] -> a token; adds dw to the main gradient in place
+TELECHAT_INIT(GMMAdd, GroupedState)
+TELECHAT_SHAPES1(GMMAdd) { return {1}; }
+TELECHAT_RUN(GMMAdd) {
+  const Arg sum = call[3];
+  check(sum.rank == 3 && sum.dim(0) == call[1].dim(0) && sum.dim(1) == call[0].dim(1) && sum.dim(2) == call[2].dim(1),
+        "the main gradient does not have the shape [%ld, %ld, %ld]", long(call[1].dim(0)), long(call[0].dim(1)),
+        long(call[2].dim(1)));
+  weight_gradient(call, sum.as<float>("the main gradient"), 1);
+  call[4].as<float>("token")[0] = 0;
+}
+
+// GMMAdd with dx. x, w, sizes, dy, main gradient [E, I, O] -> dx; adds dw to the main gradient in place
 TELECHAT_INIT(GroupedMatmulGradAdd, GroupedState)
 TELECHAT_SHAPES1(GroupedMatmulGradAdd) { return in.shape(0); }
 TELECHAT_RUN(GroupedMatmulGradAdd) { gradients(call, call[5].as<float>("dx"), main_grad(call, 4, 1), 1); }
@@ -158,12 +267,15 @@ TELECHAT_RUN(GroupedSwiGLU) {
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand wg = weights(call[1], bf16, kW), wu = weights(call[2], bf16, kUp);
   float *y = call[4].as<float>("y"), *gate = call[5].as<float>("gate"), *up = call[6].as<float>("up");
-  parallel_for(static_cast<int64_t>(g.blocks.size()), [&](int64_t i) {
-    const RowBlock t = g.blocks[i];
-    const int64_t at = t.row * g.O;
-    multiply(false, false, t.count, g.O, g.I, 1, x.at(t.row, 0), wg.at(t.expert * g.I, 0), 0, gate + at, g.O);
-    multiply(false, false, t.count, g.O, g.I, 1, x.at(t.row, 0), wu.at(t.expert * g.I, 0), 0, up + at, g.O);
-    row_kernels().swiglu(gate + at, up + at, t.count * g.O, y + at);
+  const std::vector<Block> blocks = g.row_blocks(g.O);
+  parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t i) {
+    const Block b = blocks[i];
+    forward_block(g, b, x, wg, gate);
+    forward_block(g, b, x, wu, up);
+    for (int64_t r = b.row; r < b.row + b.rows; r++) {
+      const int64_t at = r * g.O + b.column;
+      row_kernels().swiglu(gate + at, up + at, b.columns, y + at);
+    }
   });
 }
 
