@@ -135,7 +135,7 @@ class Fuser {
 
   bool join(Stage& s, int i, int index, const char** why) {
     const Node& n = g_.nodes[i];
-    const Dims& dims = is_reduce(n.op) ? g_.nodes[n.args[0]].dims : n.op == Store ? stored_dims(n) : n.dims;
+    const Dims& dims = is_reduce(n.op) ? g_.nodes[n.args[0]].dims : n.op == Store ? stored_dims(n, index) : n.dims;
     if (s.nodes.empty()) s.domain = dims;
     if (!fits(dims, s.domain)) {
       if (s.frozen || !fits(s.domain, dims)) {
@@ -163,17 +163,17 @@ class Fuser {
       }
     }
     for (int other : s.nodes) {
-      if (g_.nodes[other].op == Store) continue;
-      if (!lies(s, g_.nodes[other].dims, why)) return false;
+      const Node& o = g_.nodes[other];
+      if (!lies(s, o.op == Store ? stored_dims(o, index) : o.dims, why)) return false;
     }
     return true;
   }
 
-  // A store's argument, behind reshapes: memory is the same.
-  const Dims& stored_dims(const Node& n) const {
+  // A store of what this stage computes looks behind reshapes: memory is the same.
+  const Dims& stored_dims(const Node& n, int index) const {
     bool reshaped = false;
     const int from = source(g_, n.args[0], &reshaped);
-    return reshaped && out_.stage_of[from] >= 0 ? g_.nodes[from].dims : n.dims;
+    return reshaped && out_.stage_of[from] == index ? g_.nodes[from].dims : n.dims;
   }
 
   const Dims& operand_dims(int arg) const {

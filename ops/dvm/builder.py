@@ -1,0 +1,372 @@
+"""Building programs in Python, with the names of the upstream DVM API.
+
+    @dvm.kernel(x=("T", "H"), w=("H",))
+    def rms_norm(k, x, w):
+        mean = k.sum(x * x, -1) / k.extent(x, -1)
+        k.store(x * k.rsqrt(mean + 1e-6) * w)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from telechat_moe.ops.dvm import ir
+from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
+
+Shape = Sequence[int | str]
+Operand = "Value | float | int"
+
+
+class Value:
+    """A node of a program being built; supports arithmetic and comparison operators."""
+
+    __slots__ = ("builder", "dims", "dtype", "index")
+
+    def __init__(self, builder: Builder, index: int, dtype: str, dims: tuple[int, ...]) -> None:
+        self.builder, self.index, self.dtype, self.dims = builder, index, dtype, dims
+
+    def __add__(self, other: Any) -> Value:
+        return self.builder.add(self, other)
+
+    def __radd__(self, other: Any) -> Value:
+        return self.builder.add(other, self)
+
+    def __sub__(self, other: Any) -> Value:
+        return self.builder.sub(self, other)
+
+    def __rsub__(self, other: Any) -> Value:
+        return self.builder.sub(other, self)
+
+    def __mul__(self, other: Any) -> Value:
+        return self.builder.mul(self, other)
+
+    def __rmul__(self, other: Any) -> Value:
+        return self.builder.mul(other, self)
+
+    def __truediv__(self, other: Any) -> Value:
+        return self.builder.div(self, other)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return self.builder.div(other, self)
+
+    def __pow__(self, other: Any) -> Value:
+        return self.builder.pow(self, other)
+
+    def __neg__(self) -> Value:
+        return self.builder.neg(self)
+
+    def __lt__(self, other: Any) -> Value:
+        return self.builder.less(self, other)
+
+    def __le__(self, other: Any) -> Value:
+        return self.builder.less_equal(self, other)
+
+    def __gt__(self, other: Any) -> Value:
+        return self.builder.greater(self, other)
+
+    def __ge__(self, other: Any) -> Value:
+        return self.builder.greater_equal(self, other)
+
+    def __bool__(self) -> bool:
+        raise ProgramError("a value of a program has no truth while it is built; use k.select")
+
+
+class Builder:
+    """Collects nodes; the ``k`` of a kernel function."""
+
+    def __init__(self, file: str = "?") -> None:
+        self.nodes: list[Node] = []
+        self.symbols: dict[str, int] = {}
+        self.inputs = self.outputs = 0
+        self.file = file
+        self._scalars: dict[tuple[str, float], int] = {}
+
+    # ------------------------------------------------------------------ inputs and outputs
+
+    def load(self, shape: Shape, dtype: str = "float32") -> Value:
+        """Return a new input; a text extent is a symbol, equal wherever its name is."""
+        line = _line()
+        if dtype not in ir.DTYPE_CODE:
+            self._refuse("load", line, f"data type {dtype!r}", f"one of {', '.join(ir.DTYPES)}")
+        if len(shape) > ir.MAX_RANK:
+            self._refuse("load", line, f"rank {len(shape)}", f"at most {ir.MAX_RANK}")
+        dims = tuple(self._extent(x, line) for x in shape)
+        self.inputs += 1
+        return self._node(ir.LOAD, dtype, (), dims, (self.inputs - 1,), line)
+
+    def scalar(self, value: float, dtype: str = "float32") -> Value:
+        """Return a constant."""
+        key = (dtype, value)
+        found = self._scalars.get(key)
+        if found is not None and value == value:
+            return Value(self, found, dtype, ())
+        bits = ir.float_bits(float(value))
+        node = self._node(ir.SCALAR, dtype, (), (), (bits,), _line())
+        self._scalars[key] = node.index
+        return node
+
+    def store(self, x: Value, dtype: str | None = None) -> None:
+        """Make a value the next output, in its own type or another float type."""
+        line = _line()
+        dtype = x.dtype if dtype is None else dtype
+        if ir.value_type(dtype) != ir.value_type(x.dtype):
+            self._refuse("store", line, f"a {x.dtype} value", f"a cast to {dtype} first")
+        self.outputs += 1
+        self._node(ir.STORE, dtype, (x.index,), x.dims, (self.outputs - 1,), line)
+
+    def gather_load(self, table: Value, index: Value) -> Value:
+        """Return the rows ``table[index]``; both are inputs, the index int32 or int64."""
+        line = _line()
+        if self.nodes[table.index].op != ir.LOAD or self.nodes[index.index].op != ir.LOAD:
+            self._refuse("gather_load", line, "a computed table or index", "loads")
+        if index.dtype not in ("int32", "int64"):
+            self._refuse("gather_load", line, f"a {index.dtype} index", "int32 or int64")
+        dims = (*index.dims, *table.dims[1:])
+        if not table.dims or len(dims) > ir.MAX_RANK:
+            self._refuse("gather_load", line, f"rank {len(dims)}", f"at most {ir.MAX_RANK}")
+        number = self.nodes[table.index].attrs[0]
+        dtype = ir.value_type(table.dtype)
+        return self._node(ir.GATHER_LOAD, dtype, (index.index,), dims, (number,), line)
+
+    # ------------------------------------------------------------------ operations
+
+    def select(self, condition: Value, x: Any, y: Any) -> Value:
+        """Return x where the condition holds, else y."""
+        line = _line()
+        first = x if isinstance(x, Value) else y
+        dtype = ir.value_type(first.dtype) if isinstance(first, Value) else "float32"
+        x, y = self._value(x, dtype), self._value(y, dtype)
+        if condition.dtype != "bool":
+            self._refuse("select", line, f"a {condition.dtype} condition", "bool")
+        if ir.value_type(x.dtype) != ir.value_type(y.dtype):
+            self._refuse("select", line, f"{x.dtype} and {y.dtype}", "one type")
+        dims = self._joint("select", line, condition.dims, x.dims, y.dims)
+        args = tuple(self._spread(v, dims, line).index for v in (condition, x, y))
+        return self._node(ir.SELECT, ir.value_type(x.dtype), args, dims, (), line)
+
+    def cast(self, x: Value, dtype: str) -> Value:
+        """Return the value in another type; to float16 and bfloat16 it is rounded."""
+        line = _line()
+        if dtype not in ir.DTYPE_CODE or dtype == "int64" or x.dtype == "int64":
+            self._refuse("cast", line, f"{x.dtype} to {dtype}", "float32, int32, bool or a half type")
+        if x.dtype == "int32" and dtype not in ("float32", "int32"):
+            self._refuse("cast", line, f"int32 to {dtype}", "a cast to float32 first")
+        if x.dtype == dtype:
+            return x
+        return self._node(ir.CAST, dtype, (x.index,), x.dims, (), line)
+
+    def broadcast(self, x: Value, shape: Shape) -> Value:
+        """Return x stretched to ``shape``, as NumPy does."""
+        line = _line()
+        dims = tuple(self._extent(d, line) for d in shape)
+        if self._joint("broadcast", line, x.dims, dims) != dims:
+            self._refuse("broadcast", line, self._text(x.dims), f"a shape within {self._text(dims)}")
+        return self._spread(x, dims, line)
+
+    def reshape(self, x: Value, shape: Shape) -> Value:
+        """Return x in another shape with as many elements (of symbols: the same symbols)."""
+        line = _line()
+        dims = tuple(self._extent(d, line) for d in shape)
+        if _factors(dims) != _factors(x.dims):
+            self._refuse("reshape", line, self._text(x.dims), f"the elements of {self._text(dims)}")
+        if len(dims) > ir.MAX_RANK:
+            self._refuse("reshape", line, f"rank {len(dims)}", f"at most {ir.MAX_RANK}")
+        if dims == x.dims:
+            return x
+        return self._node(ir.RESHAPE, ir.value_type(x.dtype), (x.index,), dims, (), line)
+
+    def extent(self, x: Value, dim: int) -> int:
+        """Return a constant extent.
+
+        Raises:
+            ProgramError: It is a symbol: its number is not known while the program is built.
+        """
+        d = x.dims[dim]
+        if d < 0:
+            self._refuse("extent", _line(), f"the symbol {self._name(d)}", "a constant; pass the number as an input")
+        return d
+
+    # ------------------------------------------------------------------ the rest
+
+    def finish(self) -> Program:
+        """Return the program.
+
+        Raises:
+            ProgramError: Nothing is stored, or there are too many nodes.
+        """
+        if not self.outputs:
+            raise ProgramError(f"{self.file}: the program stores nothing; end it with k.store")
+        if len(self.nodes) > ir.MAX_NODES:
+            raise ProgramError(
+                f"{self.file}: {len(self.nodes)} nodes, at most {ir.MAX_NODES}; split the program"
+            )
+        return Program(self.nodes, self.inputs, self.outputs, list(self.symbols), self.file)
+
+    def _unary(self, name: str, x: Value) -> Value:
+        line, op = _line(), ir.UNARY[name]
+        kind = ir.value_type(x.dtype)
+        wanted = ("bool",) if name == "logical_not" else ("float32",)
+        if name in ("neg", "abs"):
+            wanted = ("float32", "int32")
+        if kind not in wanted:
+            self._refuse(name, line, x.dtype, " or ".join(wanted))
+        dtype = "bool" if name == "isfinite" else kind
+        return self._node(op, dtype, (x.index,), x.dims, (), line)
+
+    def _binary(self, name: str, x: Any, y: Any) -> Value:
+        line, op = _line(), ir.BINARY[name]
+        if not isinstance(x, Value):
+            x = self._value(x, ir.value_type(y.dtype))
+        elif not isinstance(y, Value):
+            y = self._value(y, ir.value_type(x.dtype))
+        kind, other = ir.value_type(x.dtype), ir.value_type(y.dtype)
+        if kind != other:
+            self._refuse(name, line, f"{x.dtype} and {y.dtype}", "one type; cast one")
+        wanted = ("float32", "int32")
+        if name in ("logical_and", "logical_or"):
+            wanted = ("bool",)
+        elif name in ("div", "pow"):
+            wanted = ("float32",)
+        if kind not in wanted:
+            self._refuse(name, line, x.dtype, " or ".join(wanted))
+        dims = x.dims
+        if dims != y.dims:
+            dims = self._joint(name, line, x.dims, y.dims)
+            x, y = self._spread(x, dims, line), self._spread(y, dims, line)
+        dtype = "bool" if op in ir.COMPARE else kind
+        return self._node(op, dtype, (x.index, y.index), dims, (), line)
+
+    def _reduce(self, name: str, x: Value, dims: Any, keepdims: bool) -> Value:
+        line = _line()
+        if ir.value_type(x.dtype) != "float32":
+            self._refuse(name, line, x.dtype, "float32")
+        rank = len(x.dims)
+        chosen = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+        for d in chosen:
+            if not -rank <= d < rank:
+                self._refuse(name, line, f"dimension {d} of {self._text(x.dims)}", "one that is there")
+        axes = tuple(sorted({d % rank for d in chosen}))
+        if not axes:
+            self._refuse(name, line, "no dimension to reduce", "one or more")
+        kept = tuple(1 if i in axes else d for i, d in enumerate(x.dims))
+        y = self._node(ir.REDUCE[name], "float32", (x.index,), kept, (int(keepdims), *axes), line)
+        if keepdims:
+            return y
+        return self.reshape(y, tuple(d for i, d in enumerate(x.dims) if i not in axes))
+
+    def _node(
+        self,
+        op: int,
+        dtype: str,
+        args: tuple[int, ...],
+        dims: tuple[int, ...],
+        attrs: tuple[int, ...],
+        line: int,
+    ) -> Value:
+        nodes = self.nodes
+        nodes.append(Node(op, dtype, args, dims, attrs, line))
+        return Value(self, len(nodes) - 1, dtype, dims)
+
+    def _value(self, x: Any, dtype: str) -> Value:
+        return x if isinstance(x, Value) else self.scalar(x, dtype)
+
+    def _spread(self, x: Value, dims: tuple[int, ...], line: int) -> Value:
+        if x.dims == dims:
+            return x
+        return self._node(ir.BROADCAST, ir.value_type(x.dtype), (x.index,), dims, (), line)
+
+    def _joint(self, name: str, line: int, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+        rank = max(len(s) for s in shapes)
+        dims = [1] * rank
+        for shape in shapes:
+            for i, d in enumerate(shape, rank - len(shape)):
+                if dims[i] == 1:
+                    dims[i] = d
+                elif d not in (1, dims[i]):
+                    texts = " and ".join(self._text(s) for s in shapes)
+                    self._refuse(name, line, texts, "shapes that broadcast (equal symbols or 1)")
+        return tuple(dims)
+
+    def _extent(self, x: int | str, line: int) -> int:
+        if isinstance(x, str):
+            return -1 - self.symbols.setdefault(x, len(self.symbols))
+        if x < -len(self.symbols):
+            self._refuse("shape", line, f"extent {x}", "a number or a symbol's name")
+        return x
+
+    def _name(self, d: int) -> str:
+        return str(d) if d >= 0 else list(self.symbols)[-1 - d]
+
+    def _text(self, dims: tuple[int, ...]) -> str:
+        return "[" + ", ".join(self._name(d) for d in dims) + "]"
+
+    def _refuse(self, op: str, line: int, found: str, expected: str) -> None:
+        raise ProgramError(f"{self.file}:{line}: {op}: found {found}, expected {expected}")
+
+
+def _factors(dims: tuple[int, ...]) -> tuple[int, list[int]]:
+    number = 1
+    for d in dims:
+        number *= d if d >= 0 else 1
+    return number, sorted(d for d in dims if d < 0)
+
+
+def _line() -> int:
+    """Return the line of the nearest frame outside this file."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_lineno
+
+
+def _add_operations() -> None:
+    def unary(name: str) -> Callable[[Builder, Value], Value]:
+        def operation(self: Builder, x: Value) -> Value:
+            return self._unary(name, x)
+
+        return operation
+
+    def binary(name: str) -> Callable[[Builder, Any, Any], Value]:
+        def operation(self: Builder, x: Any, y: Any) -> Value:
+            return self._binary(name, x, y)
+
+        return operation
+
+    def reduction(name: str) -> Callable[..., Value]:
+        def operation(self: Builder, x: Value, dims: Any = None, keepdims: bool = True) -> Value:
+            return self._reduce(name, x, dims, keepdims)
+
+        return operation
+
+    for make, names in ((unary, ir.UNARY), (binary, ir.BINARY), (reduction, ir.REDUCE)):
+        for name in names:
+            operation = make(name)
+            operation.__name__ = name
+            operation.__doc__ = f"``{name}``, element by element or over dimensions, as in NumPy."
+            setattr(Builder, name, operation)
+
+
+_add_operations()
+
+
+def build(function: Callable[..., None], *inputs: tuple[Shape, str] | Shape) -> Program:
+    """Trace ``function(k, *values)`` into a program.
+
+    Args:
+        function: Calls the methods of ``k`` on its values and stores results.
+        *inputs: Shape of each input, or ``(shape, dtype)``.
+
+    Raises:
+        ProgramError: An operation cannot be built; names it and its line.
+    """
+    k = Builder(function.__code__.co_filename)
+    values = []
+    for spec in inputs:
+        if len(spec) == 2 and isinstance(spec[0], (tuple, list)):
+            values.append(k.load(spec[0], spec[1]))  # type: ignore[arg-type]
+        else:
+            values.append(k.load(spec))  # type: ignore[arg-type]
+    function(k, *values)
+    return k.finish()

@@ -1,0 +1,202 @@
+"""Running programs on the native virtual machine, looking at their bytecode, and using them in MindSpore."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.ops import native
+from telechat_moe.ops.dvm import ir
+from telechat_moe.ops.dvm.ir import Program, ProgramError
+
+_ROOM = 1 << 20
+
+
+def _library() -> ctypes.CDLL:
+    library = native.load()
+    if not getattr(library, "dvm_typed", False):
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        library.dvm_create.restype = pointer
+        library.dvm_create.argtypes = [pointer, number]
+        library.dvm_destroy.argtypes = [pointer]
+        library.dvm_run.argtypes = [pointer, pointer, pointer]
+        library.dvm_encode.argtypes = [pointer, pointer]
+        library.dvm_output_shapes.argtypes = [pointer, pointer, pointer]
+        library.dvm_output_shapes.restype = number
+        library.dvm_disassemble.argtypes = [pointer, pointer, ctypes.c_char_p, number]
+        library.dvm_disassemble.restype = number
+        library.dvm_explain.argtypes = [pointer, ctypes.c_char_p, number]
+        library.dvm_explain.restype = number
+        library.dvm_time_encode.argtypes = [pointer, pointer, number, pointer]
+        library.dvm_opcode_names.argtypes = [ctypes.c_char_p, number]
+        library.dvm_opcode_names.restype = number
+        library.dvm_typed = True
+    return library
+
+
+class Compiled:
+    """A program in the virtual machine.
+
+    Args:
+        program: From :func:`telechat_moe.ops.dvm.build`.
+
+    Raises:
+        ProgramError: The compiler refuses it; names operation, line and reason.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._library = _library()
+        flat = program.to_ints()
+        words = (ctypes.c_int64 * len(flat))(*flat)
+        self._handle = self._library.dvm_create(words, len(flat))
+        if not self._handle:
+            raise ProgramError(f"{program.file}: {native.last_error()}")
+        self._types = [program.load_of(i).dtype for i in range(program.inputs)]
+        self._ranks = [len(program.load_of(i).dims) for i in range(program.inputs)]
+        stores = [program.store_of(i) for i in range(program.outputs)]
+        self._out_types = [n.dtype for n in stores]
+        self._out_ranks = [len(n.dims) for n in stores]
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.dvm_destroy(self._handle)
+
+    def __call__(
+        self, *inputs: np.ndarray, out: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        """Run on arrays and return the outputs.
+
+        Args:
+            *inputs: In the order of the loads; bfloat16 as its bits in uint16.
+            out: Arrays to write to, C-contiguous; made anew if not given.
+
+        Raises:
+            ProgramError: An input does not fit, or an index is out of range.
+        """
+        shapes, arrays = self._shapes(inputs)
+        if out is None:
+            out = [
+                np.empty(shape, _numpy_type(dtype))
+                for shape, dtype in zip(self.output_shapes(shapes), self._out_types, strict=True)
+            ]
+        everything = [*arrays, *out]
+        data = (ctypes.c_void_p * len(everything))(*[a.ctypes.data for a in everything])
+        if self._library.dvm_run(self._handle, data, shapes):
+            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        return list(out)
+
+    def prepared(self, inputs: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> Any:
+        """Return a call without arguments that runs on these arrays: for benchmarks."""
+        shapes, arrays = self._shapes(inputs)
+        everything = [*arrays, *out]
+        data = (ctypes.c_void_p * len(everything))(*[a.ctypes.data for a in everything])
+        run, handle = self._library.dvm_run, self._handle
+
+        def call(_keep: object = everything) -> int:
+            return run(handle, data, shapes)
+
+        return call
+
+    def _shapes(self, inputs: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray]]:
+        if len(inputs) != len(self._types):
+            raise ProgramError(f"{len(inputs)} inputs, the program loads {len(self._types)}")
+        flat: list[int] = []
+        arrays = []
+        for i, (x, dtype, rank) in enumerate(zip(inputs, self._types, self._ranks, strict=True)):
+            if x.dtype != _numpy_type(dtype) or x.ndim != rank:
+                raise ProgramError(
+                    f"input {i} is {x.dtype} of rank {x.ndim}, expected {dtype} of rank {rank}"
+                )
+            arrays.append(x if x.flags.c_contiguous else np.ascontiguousarray(x))
+            flat += x.shape
+        return (ctypes.c_int64 * max(len(flat), 1))(*flat), arrays
+
+    def output_shapes(self, shapes: Any) -> list[tuple[int, ...]]:
+        """Return the shapes of the outputs for the flat shapes of the inputs."""
+        flat = (ctypes.c_int64 * max(sum(self._out_ranks), 1))()
+        if self._library.dvm_output_shapes(self._handle, shapes, flat) < 0:
+            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        found, at = [], 0
+        for rank in self._out_ranks:
+            found.append(tuple(flat[at : at + rank]))
+            at += rank
+        return found
+
+    def disassemble(self, *shapes: Sequence[int]) -> str:
+        """Return the bytecode for these input shapes in words."""
+        flat = [d for shape in shapes for d in shape]
+        text = ctypes.create_string_buffer(_ROOM)
+        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
+        if self._library.dvm_disassemble(self._handle, given, text, _ROOM) < 0:
+            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        return text.value.decode()
+
+    def explain(self) -> dict[str, Any]:
+        """Return what was fused: ``stages`` (pattern, domain, nodes) and ``cuts`` (why a stage ends)."""
+        text = ctypes.create_string_buffer(_ROOM)
+        self._library.dvm_explain(self._handle, text, _ROOM)
+        return json.loads(text.value.decode())
+
+    def encode_nanoseconds(self, shapes: Sequence[Sequence[int]], repeats: int) -> np.ndarray:
+        """Return the time of each of ``repeats`` encodings for a new shape."""
+        flat = [d for shape in shapes for d in shape]
+        times = np.empty(repeats)
+        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
+        self._library.dvm_time_encode(self._handle, given, repeats, times.ctypes.data)
+        return times
+
+
+def disassemble(program: Program, *shapes: Sequence[int]) -> str:
+    """Return the bytecode of a program for these input shapes in words."""
+    return Compiled(program).disassemble(*shapes)
+
+
+def explain(program: Program) -> str:
+    """Say what was fused into which stage, and why there is more than one."""
+    found = Compiled(program).explain()
+    lines = []
+    for i, stage in enumerate(found["stages"]):
+        domain = stage["domain"]
+        for k, name in enumerate(program.symbols):
+            domain = domain.replace(f"#{k}", name)
+        names = ", ".join(
+            f"{ir.NAMES[program.nodes[n].op]}:{program.nodes[n].line}" for n in stage["nodes"]
+        )
+        lines.append(f"stage {i}: {stage['pattern']} pattern over {domain}: {names}")
+    lines += [f"cut {cut}" for cut in found["cuts"]]
+    return "\n".join(lines)
+
+
+def opcode_names() -> dict[str, int]:
+    """Return the native library's own table of operations."""
+    text = ctypes.create_string_buffer(1 << 14)
+    _library().dvm_opcode_names(text, 1 << 14)
+    rows = (line.split() for line in text.value.decode().splitlines())
+    return {name: int(code) for code, name in rows}
+
+
+def custom_op(program: Program) -> Any:
+    """Return the program as a MindSpore primitive for graph mode on CPU.
+
+    Its inputs are the program's loads, its results the stores; dynamic shapes work.
+    """
+    import mindspore as ms
+
+    from telechat_moe.ops.custom import custom_op as make
+
+    types = [getattr(ms, _MINDSPORE_TYPE[program.store_of(i).dtype]) for i in range(program.outputs)]
+    if len(types) == 1:
+        return make("Dvm", lambda *inputs: types[0], prog=program.to_ints())
+    return make("DvmMulti", lambda *inputs: tuple(types), len(types), prog=program.to_ints())
+
+
+_MINDSPORE_TYPE = {"bool": "bool_", **{t: t for t in ir.DTYPES if t != "bool"}}
+
+
+def _numpy_type(dtype: str) -> np.dtype:
+    return np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
