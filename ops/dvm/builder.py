@@ -1,9 +1,9 @@
 """Building programs in Python, with the names of the upstream DVM API.
 
-    @dvm.kernel(x=("T", "H"), w=("H",))
-    def rms_norm(k, x, w):
-        mean = k.sum(x * x, -1) / k.extent(x, -1)
-        k.store(x * k.rsqrt(mean + 1e-6) * w)
+@dvm.kernel(x=("T", "H"), w=("H",))
+def rms_norm(k, x, w):
+    mean = k.sum(x * x, -1) / k.extent(x, -1)
+    k.store(x * k.rsqrt(mean + 1e-6) * w)
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class Builder:
         """Return the value in another type; to float16 and bfloat16 it is rounded."""
         line = _line()
         if dtype not in ir.DTYPE_CODE or dtype == "int64" or x.dtype == "int64":
-            self._refuse("cast", line, f"{x.dtype} to {dtype}", "float32, int32, bool or a half type")
+            self._refuse(
+                "cast", line, f"{x.dtype} to {dtype}", "float32, int32, bool or a half type"
+            )
         if x.dtype == "int32" and dtype not in ("float32", "int32"):
             self._refuse("cast", line, f"int32 to {dtype}", "a cast to float32 first")
         if x.dtype == dtype:
@@ -162,7 +164,9 @@ class Builder:
         line = _line()
         dims = tuple(self._extent(d, line) for d in shape)
         if self._joint("broadcast", line, x.dims, dims) != dims:
-            self._refuse("broadcast", line, self._text(x.dims), f"a shape within {self._text(dims)}")
+            self._refuse(
+                "broadcast", line, self._text(x.dims), f"a shape within {self._text(dims)}"
+            )
         return self._spread(x, dims, line)
 
     def reshape(self, x: Value, shape: Shape) -> Value:
@@ -185,7 +189,12 @@ class Builder:
         """
         d = x.dims[dim]
         if d < 0:
-            self._refuse("extent", _line(), f"the symbol {self._name(d)}", "a constant; pass the number as an input")
+            self._refuse(
+                "extent",
+                _line(),
+                f"the symbol {self._name(d)}",
+                "a constant; pass the number as an input",
+            )
         return d
 
     # ------------------------------------------------------------------ the rest
@@ -246,7 +255,9 @@ class Builder:
         chosen = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
         for d in chosen:
             if not -rank <= d < rank:
-                self._refuse(name, line, f"dimension {d} of {self._text(x.dims)}", "one that is there")
+                self._refuse(
+                    name, line, f"dimension {d} of {self._text(x.dims)}", "one that is there"
+                )
         axes = tuple(sorted({d % rank for d in chosen}))
         if not axes:
             self._refuse(name, line, "no dimension to reduce", "one or more")

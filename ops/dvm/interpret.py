@@ -62,21 +62,22 @@ def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return x.astype(np.float32).astype(np.float16).astype(x.dtype)
-    single = np.ascontiguousarray(x, np.float32)
+    single = np.ascontiguousarray(x, np.float32).reshape(-1)
     bits = single.view(np.uint32)
     up = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32)
-    return np.where(np.isnan(single), single, up.view(np.float32)).astype(x.dtype)
+    rounded = np.where(np.isnan(single), single, up.view(np.float32))
+    return rounded.reshape(x.shape).astype(x.dtype)
 
 
 def from_bits(x: np.ndarray) -> np.ndarray:
     """Return the float32 values of bfloat16 bits."""
-    return (x.astype(np.uint32) << 16).view(np.float32)
+    return (x.astype(np.uint32).reshape(-1) << 16).view(np.float32).reshape(x.shape)
 
 
 def to_bits(x: np.ndarray) -> np.ndarray:
     """Return the bfloat16 bits of floats, rounded to nearest even."""
-    rounded = np.ascontiguousarray(round_to(x.astype(np.float32), "bfloat16"))
-    return (rounded.view(np.uint32) >> 16).astype(np.uint16)
+    rounded = round_to(x.astype(np.float32), "bfloat16").reshape(-1)
+    return (rounded.view(np.uint32) >> 16).astype(np.uint16).reshape(x.shape)
 
 
 def interpret(

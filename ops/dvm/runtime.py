@@ -189,7 +189,9 @@ def custom_op(program: Program) -> Any:
 
     from telechat_moe.ops.custom import custom_op as make
 
-    types = [getattr(ms, _MINDSPORE_TYPE[program.store_of(i).dtype]) for i in range(program.outputs)]
+    types = [
+        getattr(ms, _MINDSPORE_TYPE[program.store_of(i).dtype]) for i in range(program.outputs)
+    ]
     if len(types) == 1:
         return make("Dvm", lambda *inputs: types[0], prog=program.to_ints())
     return make("DvmMulti", lambda *inputs: tuple(types), len(types), prog=program.to_ints())

@@ -98,7 +98,7 @@ void Program::encode_stage(size_t i, const int64_t* symbols, StageCode* out) con
   out->words.resize(kHeaderWords + code.registers.size() + 2 * instructions + code.passes.size());
   uint64_t* w = out->words.data();
   w[kRows] = R, w[kColumns] = C, w[kHeight] = height, w[kWidth] = width, w[kTileFloats] = stride;
-  w[kTaskRows] = task_rows, w[kTasks] = (R + task_rows - 1) / task_rows;
+  w[kTaskRows] = task_rows, w[kTasks] = std::max<int64_t>((R + task_rows - 1) / task_rows, 1);
   w[kArenaFloats] = code.full_slots * stride + code.row_slots * round16(C) + code.column_slots * round16(height) + code.single_slots * 16;
   w[kPasses] = code.passes.size(), w[kRegisters] = code.registers.size(), w[kPrologue] = code.prologue.size();
   w[kStride] = by_rows;
