@@ -42,24 +42,22 @@ void update(float* w, float* m, float* v, const float* g, int64_t n, AdamScalars
 
 double square_sum(const float* x, int64_t n) {
   double total = 0;
-  while (n > 0) {  // fp32 over 1024 values, fp64 over these
-    const int64_t size = n < 1024 ? n : 1024;
+  for (int64_t begin = 0; begin < n; begin += 1024) {  // fp32 over 1024 values, fp64 over these
+    const int64_t end = begin + 1024 < n ? begin + 1024 : n;
     V sum[4] = {};
-    int64_t i = 0;
-    for (; i + 4 * W <= size; i += 4 * W) {
+    int64_t i = begin;
+    for (; i + 4 * W <= end; i += 4 * W) {
       for (int j = 0; j < 4; j++) {
-        __builtin_prefetch(x + i + j * W + 1024);
+        __builtin_prefetch(x + ahead(i + j * W));
         const V y = load(x + i + j * W);
         sum[j] = fma(y, y, sum[j]);
       }
     }
-    for (; i < size; i += W) {
-      const V y = load_n(x + i, size - i < W ? static_cast<int>(size - i) : W);
+    for (; i < end; i += W) {
+      const V y = load_n(x + i, end - i < W ? static_cast<int>(end - i) : W);
       sum[0] = fma(y, y, sum[0]);
     }
     total += sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
-    x += size;
-    n -= size;
   }
   return total;
 }

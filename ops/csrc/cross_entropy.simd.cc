@@ -6,8 +6,8 @@ namespace telechat::SIMD_NS {
 namespace {
 
 // Online log-sum-exp (Milakov and Gimelshein 2018), a block at a time: the block stays in cache between its maximum and
-// its sum, so that memory is read once.
-constexpr int64_t kBlock = 2048;
+// its sum, so that memory is read once; the next block is on its way meanwhile.
+constexpr int64_t kBlock = kStream;
 
 float block_max(const float* x, int64_t n) {
   V top[4];
@@ -27,7 +27,10 @@ float block_sum(const float* x, int64_t n, float top) {
   V sum[2] = {};
   int64_t i = 0;
   for (; i + 2 * W <= n; i += 2 * W) {
-    for (int j = 0; j < 2; j++) sum[j] += exp_v(load(x + i + j * W) - shift);
+    for (int j = 0; j < 2; j++) {
+      __builtin_prefetch(x + ahead(i + j * W));
+      sum[j] += exp_v(load(x + i + j * W) - shift);
+    }
   }
   for (; i + W <= n; i += W) sum[0] += exp_v(load(x + i) - shift);
   float total = sum_lanes(sum[0] + sum[1]);
@@ -61,7 +64,11 @@ void softmax(const float* x, int64_t n, LogSumExp lse, float factor, float* dx) 
   };
   int64_t i = until_aligned(dx, n);
   if (i > 0) part(0, i);
-  for (; i + W <= n; i += W) store(dx + i, exp_v(load(x + i) - top - rest) * scale);
+  for (; i + W <= n; i += W) {
+    __builtin_prefetch(x + ahead(i));
+    __builtin_prefetch(dx + ahead(i), 1);
+    store(dx + i, exp_v(load(x + i) - top - rest) * scale);
+  }
   if (i < n) part(i, n - i);
 }
 

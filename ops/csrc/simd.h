@@ -63,6 +63,14 @@ static inline int64_t until_aligned(const float* p, int64_t n) {
   return head < n ? head : n;
 }
 
+// Where to prefetch from while the values at `i` are computed: a block ahead, and in its four pages by turns, because a
+// processor follows each page's stream by itself and one stream does not fill the path to memory.
+constexpr int64_t kStream = 4096;
+static inline int64_t ahead(int64_t i) {
+  const int64_t line = i % kStream / W;
+  return i / kStream * kStream + kStream + line % 4 * (kStream / 4) + line / 4 * W;
+}
+
 static inline V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
   return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
