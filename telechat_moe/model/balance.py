@@ -38,19 +38,19 @@ class BalanceLoss(nn.Cell):
         self.total = ops.ReduceSum()
         self.scale = ops.Mul()
 
-    def construct(self, score_TE: Tensor, chosen_TKE: Tensor, batch: int) -> Tensor:
-        """Return the loss, ``(1,)`` fp32."""
+    def construct(self, score_TE: Tensor, chosen_TE: Tensor, batch: int) -> Tensor:
+        """Return the loss, ``(1,)`` fp32; ``chosen`` is 1 where a token chose an expert."""
         if not self.active:
             return self.zero
         E = self.num_experts
         groups = batch if self.kind == "seq_aux_loss" else 1
         score_TE = self.divide(score_TE, self.add_eps(self.sum_experts(score_TE, -1), self.eps))
-        fraction_gE = self.fraction(self.reshape(chosen_TKE, (groups, -1, E)), 1)
+        fraction_gE = self.fraction(self.reshape(chosen_TE, (groups, -1, E)), 1)
         score_gE = self.mean_score(self.reshape(score_TE, (groups, -1, E)), 1)
         total = self.reshape(
             self.total(self.product(ops.stop_gradient(fraction_gE), score_gE)), (1,)
         )
-        return self.scale(total, Tensor(self.coefficient * E / groups, ms.float32))
+        return self.scale(total, Tensor(self.coefficient * E / (self.top_k * groups), ms.float32))
 
 
 class ZLoss(nn.Cell):
