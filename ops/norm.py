@@ -4,12 +4,18 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import One, initializer
+from mindspore.ops.auto_generate import RmsNorm
+
+from telechat_moe.ops import dvm
+from telechat_moe.ops.select import face
 
 
 class RMSNorm(nn.Cell):
     """Scale each row to unit root mean square, then by a learned weight.
 
     ``y = x / sqrt(mean(x^2) + eps) * weight``, computed in ``compute_dtype``.
+
+    Faces: fused (a DVM program, fp32), plain, ascend (``RmsNorm``; not run here).
 
     Args:
         width: Size of the last dimension.
@@ -22,6 +28,13 @@ class RMSNorm(nn.Cell):
     def __init__(self, width: int, eps: float, compute_dtype: ms.Type = ms.float32) -> None:
         super().__init__()
         self.weight = Parameter(initializer(One(), (width,), ms.float32), name="weight")
+        self.face = face("rms_norm")
+        if self.face == "fused" and compute_dtype != ms.float32:
+            self.face = "plain"
+        if self.face == "fused":
+            self.fused = FusedRMSNorm(width, eps)
+        elif self.face == "ascend":
+            self.rms_norm = RmsNorm(eps)
         self.eps = Tensor(eps, compute_dtype)
         self.compute_dtype = compute_dtype
         self.to_compute = ops.Cast()
@@ -36,9 +49,122 @@ class RMSNorm(nn.Cell):
     def construct(self, x_TH: Tensor) -> Tensor:
         """Normalise the last dimension of ``x_TH`` (any leading dimensions)."""
         x = self.to_compute(x_TH, self.compute_dtype)
+        if self.face == "fused":
+            return self.to_input(self.fused(x, self.weight), x_TH.dtype)
+        if self.face == "ascend":
+            weight_H = self.to_compute(self.weight, self.compute_dtype)
+            return self.to_input(self.rms_norm(x, weight_H)[0], x_TH.dtype)
         inverse = self.rsqrt(self.add_eps(self.mean(self.square(x), -1), self.eps))
         y = self.scale(self.normalize(x, inverse), self.to_compute(self.weight, self.compute_dtype))
         return self.to_input(y, x_TH.dtype)
+
+
+def rms_norm_program(width: int, eps: float) -> dvm.Program:
+    """Return ``(x [T, H], weight [H]) -> [T, H]`` for the virtual machine."""
+
+    def rms_norm(k: dvm.Builder, x: dvm.Value, weight: dvm.Value) -> None:
+        mean = k.sum(x * x, -1) * (1.0 / width)
+        k.store(x * k.rsqrt(mean + eps) * weight)
+
+    return dvm.build(rms_norm, ("T", width), (width,))
+
+
+def add_rms_norm_program(width: int, eps: float) -> dvm.Program:
+    """Return ``(x, y [T, H], weight [H]) -> (norm of x + y, x + y)`` for the virtual machine."""
+
+    def add_rms_norm(k: dvm.Builder, x: dvm.Value, y: dvm.Value, weight: dvm.Value) -> None:
+        h = x + y
+        mean = k.sum(h * h, -1) * (1.0 / width)
+        k.store(h * k.rsqrt(mean + eps) * weight)
+        k.store(h)
+
+    return dvm.build(add_rms_norm, ("T", width), ("T", width), (width,))
+
+
+def add_rms_norm_backward(width: int, eps: float) -> dvm.Program:
+    """Return ``(x + y, weight, d norm, d sum) -> (d x = d y, d weight)``: the sum is not made again."""
+
+    def backward(
+        k: dvm.Builder, h: dvm.Value, weight: dvm.Value, d: dvm.Value, dh: dvm.Value
+    ) -> None:
+        inverse = k.rsqrt(k.sum(h * h, -1) * (1.0 / width) + eps)
+        g = d * weight
+        slope = k.sum(g * h, -1) * inverse * inverse * inverse * (-1.0 / width)
+        k.store(g * inverse + slope * h + dh)
+        k.store(k.sum(h * inverse * d, 0, keepdims=False))
+
+    return dvm.build(backward, ("T", width), (width,), ("T", width), ("T", width))
+
+
+class FusedRMSNorm(nn.Cell):
+    """The fused face of :class:`RMSNorm`, fp32; both gradients in one pass over the rows."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        program = rms_norm_program(width, eps)
+        self.width = width
+        self.forward = dvm.custom_op(program)
+        self.backward = dvm.custom_op(dvm.grad(program))
+        self.reshape = ops.Reshape()
+
+    def construct(self, x: Tensor, weight_H: Tensor) -> Tensor:
+        """Return the normalised rows, in the shape of ``x``."""
+        y_TH = self.forward(self.reshape(x, (-1, self.width)), weight_H)
+        return self.reshape(y_TH, x.shape)
+
+    def bprop(
+        self, x: Tensor, weight_H: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of x and the weight."""
+        rows = (-1, self.width)
+        dx, dweight = self.backward(self.reshape(x, rows), weight_H, self.reshape(dout, rows))
+        return self.reshape(dx, x.shape), dweight
+
+
+class FusedAddRMSNorm(nn.Cell):
+    """Residual addition and :class:`RMSNorm` of the sum in one pass, fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.forward = dvm.custom_op(add_rms_norm_program(width, eps))
+        self.backward = dvm.custom_op(add_rms_norm_backward(width, eps))
+
+    def construct(self, x_TH: Tensor, y_TH: Tensor, weight_H: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(x + y), x + y)``, each ``[T, H]``."""
+        return self.forward(x_TH, y_TH, weight_H)
+
+    def bprop(
+        self,
+        x_TH: Tensor,
+        y_TH: Tensor,
+        weight_H: Tensor,
+        out: tuple[Tensor, Tensor],
+        dout: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of x, y (the same) and the weight."""
+        dx, dweight = self.backward(out[1], weight_H, dout[0], dout[1])
+        return dx, dx, dweight
+
+
+class AddRMSNorm(nn.Cell):
+    """``h = x + y`` and the :class:`RMSNorm` of h, with the norm's own weight and face.
+
+    Args:
+        norm: The norm; its parameter keeps its name.
+    """
+
+    def __init__(self, norm: RMSNorm, width: int, eps: float) -> None:
+        super().__init__(auto_prefix=False)
+        self.norm = norm
+        self.fused = FusedAddRMSNorm(width, eps) if norm.face == "fused" else None
+        self.add = ops.Add()
+
+    def construct(self, x_TH: Tensor, y_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(norm(h), h)`` in the data type of ``x``."""
+        if self.fused is not None and x_TH.dtype == ms.float32:
+            return self.fused(x_TH, y_TH, self.norm.weight)
+        h = self.add(x_TH, y_TH)
+        return self.norm(h), h
 
 
 def rms_norm_reference(x_TH: np.ndarray, weight_H: np.ndarray, eps: float) -> np.ndarray:

@@ -2,23 +2,67 @@
 
 import numpy as np
 from mindspore import Tensor, nn, ops
-from mindspore.ops.auto_generate import SiLU
+from mindspore.ops.auto_generate import SiLU, Swiglu
+
+from telechat_moe.ops import dvm
+from telechat_moe.ops.select import face
 
 
 class SwiGLU(nn.Cell):
     """``silu(gate) * up`` element by element.
+
+    Faces: fused (a DVM program), plain, ascend (``Swiglu`` over both inputs side by side; not run here).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", equation 6.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.silu = SiLU()
-        self.mul = ops.Mul()
+        self.face = face("swiglu")
+        if self.face == "fused":
+            self.fused = FusedSwiGLU()
+        elif self.face == "ascend":
+            self.concat = ops.Concat(-1)
+            self.swiglu = Swiglu()
+        else:
+            self.silu = SiLU()
+            self.mul = ops.Mul()
 
     def construct(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         """Return the activation; both inputs have the same shape and data type."""
+        if self.face == "fused":
+            return self.fused(gate_TF, up_TF)
+        if self.face == "ascend":
+            return self.swiglu(self.concat((gate_TF, up_TF)), -1)
         return self.mul(self.silu(gate_TF), up_TF)
+
+
+def swiglu_program() -> dvm.Program:
+    """Return ``(gate [T, F], up [T, F]) -> [T, F]`` for the virtual machine."""
+
+    def swiglu(k: dvm.Builder, gate: dvm.Value, up: dvm.Value) -> None:
+        k.store(gate * k.sigmoid(gate) * up)
+
+    return dvm.build(swiglu, ("T", "F"), ("T", "F"))
+
+
+class FusedSwiGLU(nn.Cell):
+    """The fused face, fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = dvm.custom_op(swiglu_program())
+        self.backward = dvm.custom_op(dvm.grad(swiglu_program()))
+
+    def construct(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+        """Return the activation ``[T, F]``."""
+        return self.forward(gate_TF, up_TF)
+
+    def bprop(
+        self, gate_TF: Tensor, up_TF: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return both gradients."""
+        return self.backward(gate_TF, up_TF, dout)
 
 
 def swiglu_reference(gate_TF: np.ndarray, up_TF: np.ndarray) -> np.ndarray:

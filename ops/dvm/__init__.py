@@ -18,6 +18,7 @@ Source: DVM, arXiv 2603.24239; design and code are our own.
 """
 
 from telechat_moe.ops.dvm.builder import Builder, Value, build
+from telechat_moe.ops.dvm.grad import grad
 from telechat_moe.ops.dvm.interpret import interpret
 from telechat_moe.ops.dvm.ir import Program, ProgramError
 from telechat_moe.ops.dvm.runtime import Compiled, custom_op, disassemble, explain
@@ -32,5 +33,6 @@ __all__ = [
     "custom_op",
     "disassemble",
     "explain",
+    "grad",
     "interpret",
 ]

@@ -9,7 +9,7 @@ from telechat_moe.model.experts import Experts
 from telechat_moe.model.init import output_std
 from telechat_moe.model.linear import DTYPES, MLP
 from telechat_moe.model.router import Router
-from telechat_moe.ops.norm import RMSNorm
+from telechat_moe.ops.norm import AddRMSNorm, RMSNorm
 from telechat_moe.recipe import ModelConfig
 
 
@@ -74,7 +74,7 @@ class Block(nn.Cell):
         else:
             self.ffn = _mlp(config, config.intermediate_size)
         self.to_residual = ops.Cast()
-        self.add_attention = ops.Add()
+        self.add_attention = AddRMSNorm(self.ffn_norm, config.hidden_size, config.rms_norm_eps)
         self.add_ffn = ops.Add()
         self.no_aux = Tensor([0.0], ms.float32)
 
@@ -83,9 +83,9 @@ class Block(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Return ``(y_TH, aux)``."""
         o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask)
-        h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))
+        normed, h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))
         if self.is_moe:
-            y, aux = self.moe(self.ffn_norm(h), cos_BS1r.shape[0])
+            y, aux = self.moe(normed, cos_BS1r.shape[0])
         else:
-            y, aux = self.ffn(self.ffn_norm(h)), self.no_aux
+            y, aux = self.ffn(normed), self.no_aux
         return self.add_ffn(h, self.to_residual(y, h.dtype)), aux

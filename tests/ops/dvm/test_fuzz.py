@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import telechat_moe.ops.dvm as dvm
 from telechat_moe.ops import native
 
-sys.path.insert(0, os.path.dirname(__file__))
+sys.path.insert(0, str(Path(__file__).parent))
 from random_programs import random_program, worst
 
 CI, LONG = 2_000, 1_000_000
