@@ -92,6 +92,22 @@ def test_in_a_graph(face):
     close(gradient, gradient_reference(logits, label, mask))
 
 
+def test_one_graph_serves_any_number_of_tokens():
+    gradient = Gradient(CrossEntropy())
+    gradient.set_inputs(
+        Tensor(shape=[1], dtype=ms.float32),
+        Tensor(shape=[None, 37], dtype=ms.float32),
+        Tensor(shape=[None], dtype=ms.int32),
+        Tensor(shape=[None], dtype=ms.float32),
+    )
+    for count in (21, 1, 300):
+        logits, label, mask = inputs(count, count, 37, 4.0)
+        mask[0] = 1
+        loss, (d_logits,) = gradient.run(np.ones(1, np.float32), logits, label, mask)
+        close(loss[0], np.array(cross_entropy_reference(logits, label, mask)))
+        close(d_logits, gradient_reference(logits, label, mask))
+
+
 def test_z_loss_in_a_graph():
     logits, label, mask = inputs(4, 9, 50, 4.0)
     loss, (gradient,) = Gradient(FusedCrossEntropy(0.01)).run(

@@ -86,6 +86,20 @@ def test_linear_and_its_gradients_in_a_graph(face):
         close(got, expected)
 
 
+def test_one_graph_serves_any_number_of_tokens():
+    cell = Linear(24, 40, 0.02, ms.float32)
+    w = normal(1, 40, 24)
+    cell.weight.set_data(Tensor(w))
+    gradient = Gradient(cell, with_parameters=True)
+    tokens = [Tensor(shape=[None, width], dtype=ms.float32) for width in (40, 24)]
+    gradient.set_inputs(*tokens)
+    for count in (33, 1, 700):
+        x, dy = normal(0, count, 24), normal(2, count, 40)
+        y, gradients = gradient.run(dy, x)
+        for got, expected in zip((y, *gradients), references(x, w, dy), strict=True):
+            close(got, expected)
+
+
 def test_bfloat16_is_a_matter_of_operands_only():
     cell = Linear(24, 40, 0.02, ms.bfloat16)
     x, w, dy = normal(0, 33, 24), normal(1, 40, 24), normal(2, 33, 40)
