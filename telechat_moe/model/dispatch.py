@@ -7,7 +7,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.model.linear import DTYPES
 from telechat_moe.ops.permute import (
+    AscendPermute,
+    AscendUnpermute,
     BlockPlan,
     CapacityPlan,
     FusedPermute,
@@ -41,6 +44,26 @@ class SortedDispatch(nn.Cell):
         row_N, pair_P, size_E = self.plan(index_TK)
         y_PH = experts(self.permute(x_TH, pair_P, row_N), size_E)
         return self.unpermute(y_PH, pair_P, row_N, weight_TK)
+
+
+class AscendDispatch(nn.Cell):
+    """Every pair reaches its expert: the Ascend face, sorted as :class:`SortedDispatch`.
+
+    Args:
+        num_experts: ``E``.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.permute = AscendPermute(num_experts)
+        self.unpermute = AscendUnpermute()
+
+    def construct(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, H]``."""
+        x_PH, row_N, size_E = self.permute(x_TH, index_TK)
+        return self.unpermute(experts(x_PH, size_E), row_N, weight_TK)
 
 
 class DroplessDispatch(nn.Cell):
@@ -93,14 +116,14 @@ class CapacityDispatch(nn.Cell):
         num_experts: ``E``.
         factor: Capacity factor.
         policy: ``probs`` or ``position``, see :class:`telechat_moe.ops.permute.CapacityPlan`.
+        fused: Rows sorted by native operators.
 
     Source: Switch Transformer, section 2.2; Pangu Ultra MoE compares it with dropless.
     """
 
-    def __init__(self, num_experts: int, factor: float, policy: str) -> None:
+    def __init__(self, num_experts: int, factor: float, policy: str, fused: bool) -> None:
         super().__init__()
-        self.num_experts, self.factor = num_experts, factor
-        self.fused = face("permute") == "fused"
+        self.num_experts, self.factor, self.fused = num_experts, factor, fused
         if self.fused:
             self.sort_plan = SortCapacityPlan(num_experts, factor, policy)
             self.fused_permute = FusedPermute()
@@ -147,22 +170,45 @@ class CapacityDispatch(nn.Cell):
         return self.unpermute(self.reshape(y_ECH, (E * C, H)), row_N, weight_TK)
 
 
-def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cell:
-    """Return the dispatch that the recipe asks for: dropless without policy or capacity factor.
+def expert_face(config: ModelConfig) -> str:
+    """Return the face of dispatch and experts together, whose rows are laid out alike.
+
+    ``fused`` and ``ascend`` sort rows by expert; ``plain`` makes blocks. The fused products are fp32 and
+    bfloat16, and Ascend's operators drop no pair: otherwise plain serves.
 
     Raises:
-        BadInputError: Only one of the operators ``permute`` and ``grouped_matmul`` is fused: their
-            rows are laid out in different ways.
+        BadInputError: ``permute`` and ``grouped_matmul`` are asked to have different faces.
     """
-    faces = {face("permute"), face("grouped_matmul")}
-    if "fused" in faces and len(faces) > 1:
+    permute, grouped = face("permute"), face("grouped_matmul")
+    if permute != grouped:
         raise BadInputError(
-            f"operators: permute is {face('permute')} and grouped_matmul {face('grouped_matmul')}; "
-            "either both are fused or none"
+            f"operators: permute is {permute} and grouped_matmul {grouped}; their rows are laid out "
+            "in different ways, choose one face for both"
         )
-    policy, factor = config.moe_token_drop_policy, config.moe_expert_capacity_factor
-    if not policy or factor is None:
-        if "fused" in faces:
-            return SortedDispatch(config.n_routed_experts)
-        return DroplessDispatch(config.n_routed_experts, block_rows)
-    return CapacityDispatch(config.n_routed_experts, factor, policy)
+    if permute == "fused" and DTYPES[config.compute_dtype] not in (ms.float32, ms.bfloat16):
+        return "plain"
+    if permute == "ascend" and drops(config):
+        return "plain"
+    return permute
+
+
+def drops(config: ModelConfig) -> bool:
+    """Return whether experts have a capacity; without policy or factor they do not."""
+    return bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
+
+
+def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cell:
+    """Return the dispatch that the recipe asks for.
+
+    Raises:
+        BadInputError: See :func:`expert_face`.
+    """
+    experts, chosen = config.n_routed_experts, expert_face(config)
+    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    if factor is not None and policy:
+        return CapacityDispatch(experts, factor, policy, chosen == "fused")
+    if chosen == "fused":
+        return SortedDispatch(experts)
+    if chosen == "ascend":
+        return AscendDispatch(experts)
+    return DroplessDispatch(experts, block_rows)

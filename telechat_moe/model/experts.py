@@ -2,9 +2,11 @@
 
 from mindspore import Parameter, Tensor, nn, ops
 
+from telechat_moe.model.dispatch import expert_face
 from telechat_moe.model.init import output_std
 from telechat_moe.model.linear import DTYPES, weight
 from telechat_moe.ops.grouped_matmul import (
+    AscendGroupedMatmul,
     FusedGroupedMatmul,
     GroupedMatmul,
     GroupedMatmulIntoMainGrad,
@@ -12,7 +14,6 @@ from telechat_moe.ops.grouped_matmul import (
     GroupedSwiGLUIntoMainGrad,
 )
 from telechat_moe.ops.matmul import carried
-from telechat_moe.ops.select import face
 from telechat_moe.ops.swiglu import SwiGLU
 from telechat_moe.recipe import ModelConfig
 
@@ -20,8 +21,8 @@ from telechat_moe.recipe import ModelConfig
 class Experts(nn.Cell):
     """``E`` SwiGLU MLPs, each applied to its own rows.
 
-    ``sorted_rows`` tells which rows it takes: sorted by expert with the number of each (fused), or
-    blocks of rows with the expert of each block (plain).
+    The fused and the Ascend face take rows sorted by expert with the number of each, the plain one
+    blocks of rows with the expert of each block (:func:`telechat_moe.model.dispatch.expert_face`).
 
     Args:
         config: Model section of the recipe.
@@ -37,23 +38,28 @@ class Experts(nn.Cell):
         self.compute_dtype = DTYPES[config.compute_dtype]
         self.carried = carried(self.compute_dtype)
         self.cast = ops.Cast()
-        self.sorted_rows = face("grouped_matmul") == "fused"
-        self.main_grads = None
-        if self.sorted_rows:
+        chosen = expert_face(config)
+        self.fused = chosen == "fused"
+        self.into_main_grads = False
+        if self.fused:
             self.gate_up = GroupedSwiGLU(self.compute_dtype)
             self.down_matmul = FusedGroupedMatmul(self.compute_dtype)
         else:
-            self.gate_matmul = GroupedMatmul()
-            self.up_matmul = GroupedMatmul()
+            product = AscendGroupedMatmul if chosen == "ascend" else GroupedMatmul
+            self.gate_matmul, self.up_matmul, self.down_matmul = product(), product(), product()
             self.act = SwiGLU()
-            self.down_matmul = GroupedMatmul()
 
-    def accumulate_into(self, main_grads: dict[str, Parameter]) -> None:
-        """From now on, add the weights' gradients to their main gradients in place (GMMAdd)."""
-        if self.sorted_rows:
-            self.main_grads = [main_grads[w.name] for w in (self.gate, self.up, self.down)]
-            self.gate_up_into = GroupedSwiGLUIntoMainGrad(self.compute_dtype)
-            self.down_into = GroupedMatmulIntoMainGrad(self.compute_dtype)
+    def accumulate_into(self, main_grads: dict[str, Parameter]) -> list[str]:
+        """Like :meth:`telechat_moe.model.linear.Linear.accumulate_into` (GMMAdd)."""
+        if not self.fused:
+            return []
+        self.gate_main = main_grads[self.gate.name]
+        self.up_main = main_grads[self.up.name]
+        self.down_main = main_grads[self.down.name]
+        self.gate_up_into = GroupedSwiGLUIntoMainGrad(self.compute_dtype)
+        self.down_into = GroupedMatmulIntoMainGrad(self.compute_dtype)
+        self.into_main_grads = True
+        return [w.name for w in (self.gate, self.up, self.down)]
 
     def construct(self, rows: Tensor, group: Tensor | None = None) -> Tensor:
         """Return the results in the shape of ``rows``.
@@ -65,11 +71,10 @@ class Experts(nn.Cell):
         x = self.cast(rows, self.carried)
         gate, up = self.cast(self.gate, self.carried), self.cast(self.up, self.carried)
         down = self.cast(self.down, self.carried)
-        if self.main_grads is not None:
-            gate_main, up_main, down_main = self.main_grads
-            y, _, _ = self.gate_up_into(x, gate, up, group, gate_main, up_main)
-            return self.down_into(y, down, group, down_main)
-        if self.sorted_rows:
+        if self.into_main_grads:
+            y, _, _ = self.gate_up_into(x, gate, up, group, self.gate_main, self.up_main)
+            return self.down_into(y, down, group, self.down_main)
+        if self.fused:
             y, _, _ = self.gate_up(x, gate, up, group)
             return self.down_matmul(y, down, group)
         y = self.act(self.gate_matmul(x, gate, group), self.up_matmul(x, up, group))

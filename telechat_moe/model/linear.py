@@ -5,6 +5,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
 from telechat_moe.ops.matmul import MatmulIntoMainGrad, carried, matmul
+from telechat_moe.ops.select import face
 from telechat_moe.ops.swiglu import SwiGLU
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -45,10 +46,17 @@ class Linear(nn.Cell):
         self.matmul = matmul(compute_dtype)
         self.main_grad = None
 
-    def accumulate_into(self, main_grads: dict[str, Parameter]) -> None:
-        """From now on, add the weight's gradient to its main gradient in place."""
+    def accumulate_into(self, main_grads: dict[str, Parameter]) -> list[str]:
+        """From now on, add the weight's gradient to its main gradient in place, if this face can.
+
+        Returns:
+            Names of the weights for which that holds; they get no other gradient.
+        """
+        if face("matmul") != "fused":
+            return []
         self.main_grad = main_grads[self.weight.name]
         self.matmul_into = MatmulIntoMainGrad(self.compute_dtype)
+        return [self.weight.name]
 
     def construct(self, x_TI: Tensor) -> Tensor:
         """Return ``[T, outputs]``."""

@@ -10,8 +10,8 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.train.checkpoint import Checkpoint
 from telechat_moe.train.optimizer import AdamW
 
-# Counters that are zero between steps.
-TRANSIENT = ("expert_load", "dropped")
+# Zero between steps.
+TRANSIENT = ("expert_load", "dropped", "main_grad")
 
 Groups = dict[str, dict[str, np.ndarray]]
 

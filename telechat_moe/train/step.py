@@ -89,38 +89,59 @@ class ForwardBackward(nn.Cell):
 
 
 class Accumulate(nn.Cell):
-    """Add the gradient and losses of a micro-batch to the sums that :class:`TrainStep` takes up."""
+    """Add the gradient and losses of a micro-batch to the sums that :class:`TrainStep` takes up.
 
-    def __init__(self, forward_backward: ForwardBackward, params: ParameterTuple) -> None:
+    The sums are the main gradients. Cells with ``accumulate_into`` (linear layers, experts) add to
+    theirs while they compute it (GMMAdd); the gradients of all other parameters are added here.
+
+    Args:
+        model: Its cells are told to accumulate.
+        params: Parameters to train, in the order of the gradients.
+    """
+
+    def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
-        self.forward_backward = forward_backward
-        self.gradients = params.clone(prefix="accumulated", init="zeros")
+        sums = [_main_grad(p) for p in params]
+        self.main_grads = ParameterTuple(sums)
+        by_name = {p.name: main for p, main in zip(params, sums, strict=True)}
+        done: set[str] = set()
+        for _, cell in model.cells_and_names():
+            if hasattr(cell, "accumulate_into"):
+                done.update(cell.accumulate_into(by_name))
+        self.others = [i for i, p in enumerate(params) if p.name not in done]
+        self.forward_backward = ForwardBackward(
+            model, ParameterTuple([params[i] for i in self.others])
+        )
         zeros = initializer(Zero(), (3,), ms.float32)
         self.losses = Parameter(zeros, name="accumulated_losses", requires_grad=False)
         self.add = ops.AssignAdd()
         self.assign = ops.Assign()
-        self.plus = ops.Add()
         self.scale = ops.Mul()
 
     def construct(self, *batch: Tensor) -> Tensor:
         """Process one micro-batch; return its losses."""
         losses, gradients = self.forward_backward(*batch)
-        for i in range(len(self.gradients)):
-            self.add(self.gradients[i], gradients[i])
+        for i in range(len(self.others)):
+            self.add(self.main_grads[self.others[i]], gradients[i])
         self.add(self.losses, losses)
         return losses
 
-    def take(
-        self, losses: Tensor, gradients: tuple[Tensor, ...], share: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the means over all micro-batches, this last one included, and clear the sums."""
+    def take(self, losses: Tensor, share: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the means over all micro-batches and clear the sums."""
         means = ()
-        for i in range(len(self.gradients)):
-            means += (self.scale(self.plus(self.gradients[i], gradients[i]), share),)
-            self.assign(self.gradients[i], ops.zeros_like(gradients[i]))
-        losses = self.scale(self.plus(self.losses, losses), share)
-        self.assign(self.losses, ops.zeros_like(losses))
+        for main_grad in self.main_grads:
+            means += (self.scale(ops.depend(main_grad, losses), share),)
+        losses = self.scale(ops.depend(self.losses, losses), share)
+        done = (losses, means)
+        for main_grad in self.main_grads:
+            self.assign(main_grad, ops.depend(ops.zeros_like(main_grad), done))
+        self.assign(self.losses, ops.depend(ops.zeros_like(losses), done))
         return losses, means
+
+
+def _main_grad(parameter: Parameter) -> Parameter:
+    zeros = initializer(Zero(), parameter.shape, ms.float32)
+    return Parameter(zeros, name=f"{parameter.name}.main_grad", requires_grad=False)
 
 
 class TrainStep(nn.Cell):
@@ -145,12 +166,13 @@ class TrainStep(nn.Cell):
         bias_rate: float = 0.0,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.forward_backward = ForwardBackward(model, optimizer.params)
         self.optimizer = optimizer
         self.accumulate = None
         if micro_batches > 1:
-            self.accumulate = Accumulate(self.forward_backward, optimizer.params)
+            self.accumulate = Accumulate(model, optimizer.params)
             self.share = Tensor(1.0 / micro_batches, ms.float32)
+        else:
+            self.forward_backward = ForwardBackward(model, optimizer.params)
         self.norm = GlobalNorm(len(optimizer.params))
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
@@ -212,9 +234,10 @@ class TrainStep(nn.Cell):
         Returns:
             The fields of :class:`StepOutput` in order.
         """
-        losses, gradients = self.forward_backward(*batch)
         if self.accumulate is not None:
-            losses, gradients = self.accumulate.take(losses, gradients, self.share)
+            losses, gradients = self.accumulate.take(self.accumulate(*batch), self.share)
+        else:
+            losses, gradients = self.forward_backward(*batch)
         norm, square_sums = self.norm(gradients)
         applied = self.is_finite(norm + self.sum(losses))
         loads, dropped = self.take_loads()
