@@ -1,12 +1,13 @@
 """Matrix product of row groups, each with its own expert's weight.
 
 The plain face works on blocks of rows and the expert of each block; the fused face on rows sorted by
-expert and the number of rows of each expert (``group_list_type`` 1 of Ascend's ``GroupedMatmul``).
+expert and the number of rows of each expert (what ``group_list_type`` 1 of CANN's grouped product means).
 """
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops import auto_generate
 
 from telechat_moe.ops.custom import custom_op
 
@@ -62,6 +63,27 @@ class FusedGroupedMatmul(nn.Cell):
     ) -> tuple[Tensor, ...]:
         """Return the gradients of x and the weights."""
         return *self.backward(x_PI, weight_EIO, size_E, dout), ops.zeros_like(size_E)
+
+
+class AscendGroupedMatmul(nn.Cell):
+    """The Ascend face: ``GroupedMatmul`` over the rows of one tensor; built, but not run here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumsum = ops.CumSum()
+        self.to_int64 = ops.Cast()
+        self.matmul = auto_generate.GroupedMatmul(split_item=3, group_type=0)
+
+    def construct(self, x_PI: Tensor, weight_EIO: Tensor, size_E: Tensor) -> Tensor:
+        """Return ``[P, O]`` in the data type of x, which is the weight's.
+
+        Args:
+            x_PI: Rows sorted by expert.
+            weight_EIO: One matrix an expert.
+            size_E: Rows of each expert, int32. The primitive wants the last row of each, int64.
+        """
+        end_E = self.to_int64(self.cumsum(size_E, 0), ms.int64)
+        return self.matmul([x_PI], [weight_EIO], None, None, None, None, None, end_E)[0]
 
 
 class GroupedMatmulIntoMainGrad(nn.Cell):

@@ -1,9 +1,12 @@
 """Bring tokens into expert order and back.
 
-The fused face sorts pairs of token and expert by expert (a stable counting sort) and needs no padding:
+The fused face sorts pairs of token and expert by expert (a stable counting sort), without padding:
 :class:`SortPlan`, :class:`SortCapacityPlan`, :class:`FusedPermute`, :class:`FusedUnpermute`.
 
-The plain face has shapes that do not depend on the routing. Two plans say which row of the expert-ordered buffer each (token, expert) pair takes:
+The Ascend face sorts likewise: :class:`AscendPermute`, :class:`AscendUnpermute`.
+
+The plain face has shapes that do not depend on the routing. Two plans say which row of the
+expert-ordered buffer each (token, expert) pair takes:
 
 * :class:`BlockPlan` loses no pair: every expert's rows are padded to whole blocks of ``R`` rows, and
   there are as many blocks as the worst routing needs.
@@ -16,6 +19,7 @@ an expert gets no token.
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops import auto_generate
 
 from telechat_moe.ops.custom import custom_op
 
@@ -286,3 +290,52 @@ class FusedUnpermute(nn.Cell):
         """Return the gradients of the rows and the weights."""
         dy, dweight = self.backward(y_PH, pair_P, weight_TK, dout)
         return dy, ops.zeros_like(pair_P), ops.zeros_like(row_N), dweight
+
+
+class AscendPermute(nn.Cell):
+    """The Ascend face: ``MoeTokenPermute``, and the rows of each expert; built, but not run here.
+
+    Args:
+        num_experts: ``E``.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.permute = auto_generate.MoeTokenPermute()
+        self.reshape = ops.Reshape()
+        self.one_hot = ops.OneHot()
+        self.on, self.off = Tensor(1, ms.int32), Tensor(0, ms.int32)
+        self.count = ops.ReduceSum()
+
+    def construct(self, x_TH: Tensor, index_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(x_PH, row_N, size_E)``: rows sorted by expert, the row of each pair, group sizes."""
+        x_PH, row_N = self.permute(x_TH, index_TK, None, False)
+        member_NE = self.one_hot(self.reshape(index_TK, (-1,)), self.num_experts, self.on, self.off)
+        return x_PH, row_N, self.count(member_NE, 0)
+
+
+class AscendUnpermute(nn.Cell):
+    """The Ascend face: ``MoeTokenUnpermute``; built, but not run here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unpermute = auto_generate.MoeTokenUnpermute()
+
+    def construct(self, y_PH: Tensor, row_N: Tensor, weight_TK: Tensor) -> Tensor:
+        """Return ``[T, H]`` in y's data type."""
+        return self.unpermute(y_PH, row_N, weight_TK, False, None)
+
+
+def permute_reference(
+    x_TH: np.ndarray, index_TK: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Define the dropless permutation: ``(x_PH, pair_P, row_N)``, pairs in a stable order by expert."""
+    pair_P = np.argsort(index_TK, None, kind="stable")
+    return x_TH[pair_P // index_TK.shape[1]], pair_P, np.argsort(pair_P)
+
+
+def unpermute_reference(y_PH: np.ndarray, row_N: np.ndarray, weight_TK: np.ndarray) -> np.ndarray:
+    """Define the weighted sum of each token's rows in float64; a pair with row -1 adds nothing."""
+    y_NH = np.where(row_N[:, None] < 0, 0.0, y_PH.astype(np.float64)[row_N])
+    return np.einsum("tk,tkh->th", weight_TK, y_NH.reshape(*weight_TK.shape, -1))

@@ -1,5 +1,6 @@
 """Routing corner cases of one MoE layer, and the bias update, against `float64.py`."""
 
+import inspect
 import math
 
 import pytest
@@ -9,12 +10,14 @@ pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]'
 import float64
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 from tiny_models import random_batch, random_weights, tiny_config
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.model import CausalLM, Logits
 from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.block import MoE
+from telechat_moe.ops.select import using
 
 pytestmark = pytest.mark.mindspore
 
@@ -146,3 +149,98 @@ def test_residual_stream_dtype(fp32_residual):
     expected = float64.forward(config, weights, batch).logits
     error = Logits(model)(ids, position).asnumpy() - expected
     assert 1e-5 < np.abs(error).max() / np.abs(expected).max() < 1e-2
+
+
+# Loads from one expert with all tokens to none with any, Zipf between; added to the scores.
+BIASES = {
+    "even": np.zeros(8),
+    "zipf": -np.log(np.arange(1, 9)),
+    "empty": np.array([0, -9, 0, -9, -9, 0, -9, 0]),
+    "two": np.array([9, 0, 0, 9, 0, 0, 0, 0]),
+}
+CAPACITY = {"moe_token_drop_policy": "probs", "moe_expert_capacity_factor": 1.0}
+
+
+def test_plain_face_is_right_too():
+    with using("plain"):
+        layers = [Layer(), Layer(5), Layer(n_group=4, topk_group=2), Layer(**CAPACITY)]
+    for layer in layers:
+        for bias in BIASES.values():
+            layer.check(bias)
+
+
+class Trained(nn.Cell):
+    """An MoE layer that learns a fixed map by plain gradient descent."""
+
+    def __init__(self, face, bias, **changes):
+        super().__init__(auto_prefix=False)
+        with using(face):
+            self.moe = MoE(tiny_config(**changes)).set_train()
+        random_weights(self.moe, seed=1)
+        self.moe.router.expert_bias.set_data(Tensor(np.asarray(bias, np.float32)))
+        self.weights = self.moe.trainable_params()
+        self.assign = ops.AssignSub()
+
+        def loss(x, target):
+            y, aux = self.moe(x, B)
+            return ((y - target) ** 2).mean() + aux.sum()
+
+        self.grad = ms.value_and_grad(loss, 0, self.weights)
+
+    def construct(self, x, target):
+        loss, (dx, gradients) = self.grad(x, target)
+        for i in range(len(self.weights)):
+            loss = ops.depend(loss, self.assign(self.weights[i], 0.5 * gradients[i]))
+        return loss, dx
+
+
+@pytest.mark.parametrize("changes", [{}, CAPACITY], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("load", BIASES)
+def test_both_faces_train_alike_whatever_the_load(load, changes):
+    """Ten steps: losses and gradients agree, the loss falls, experts without tokens stay as they were."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((B * S, 48)).astype(np.float32)
+    target = 0.1 * rng.standard_normal((B * S, 48)).astype(np.float32)
+    losses, cells = {}, {}
+    for face in ("fused", "plain"):
+        cell = cells[face] = Trained(face, BIASES[load], **changes)
+        start = cell.moe.experts.down.asnumpy().copy()
+        found = [cell(Tensor(x), Tensor(target)) for _ in range(10)]
+        losses[face] = np.array([[float(loss), float((dx**2).sum())] for loss, dx in found])
+        moved = np.abs(cell.moe.experts.down.asnumpy() - start).max((1, 2)) > 0
+        np.testing.assert_array_equal(moved, cell.moe.router.expert_load.asnumpy() > 0)
+    np.testing.assert_allclose(losses["fused"], losses["plain"], rtol=2e-5)
+    assert losses["fused"][-1, 0] < losses["fused"][0, 0]
+    fused, plain = (cell.moe.router.expert_load.asnumpy() for cell in cells.values())
+    np.testing.assert_array_equal(fused, plain)
+
+
+def _arguments(primitive):
+    return list(inspect.signature(primitive.__call__).parameters)
+
+
+def test_ascend_primitives_are_built_where_no_pair_is_dropped():
+    """Their argument order is MindSpore's; they do not run here."""
+    with using(target="Ascend"):
+        dropless, capacity = MoE(tiny_config()), MoE(tiny_config(**CAPACITY))
+    experts, dispatch = dropless.experts, dropless.dispatch
+    matmul = experts.gate_matmul.matmul
+    assert (matmul.split_item, matmul.group_type) == (3, 0)
+    assert _arguments(matmul)[:3] == ["x", "weight", "bias"]
+    assert _arguments(matmul)[7:] == ["group_list"]
+    permute, unpermute = dispatch.permute.permute, dispatch.unpermute.unpermute
+    assert _arguments(permute) == ["tokens", "indices", "num_out_tokens", "padded_mode"]
+    names = ["permuted_tokens", "sorted_indices", "probs", "padded_mode", "restore_shape"]
+    assert _arguments(unpermute) == names
+    assert not capacity.dispatch.fused
+    assert not hasattr(capacity.experts.gate_matmul.matmul, "split_item")
+
+
+def test_dispatch_and_experts_have_one_face():
+    with using(each={"permute": "plain"}), pytest.raises(BadInputError, match="one face for both"):
+        MoE(tiny_config())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_fused_products_are_for_float32_and_bfloat16(dtype):
+    assert MoE(tiny_config(compute_dtype=dtype)).experts.fused == (dtype == "float32")
