@@ -18,6 +18,7 @@ Source: DVM, arXiv 2603.24239; design and code are our own.
 """
 
 from telechat_moe.ops.dvm.builder import Builder, Value, build
+from telechat_moe.ops.dvm.emit import emit_dvm_source
 from telechat_moe.ops.dvm.grad import grad
 from telechat_moe.ops.dvm.interpret import interpret
 from telechat_moe.ops.dvm.ir import Program, ProgramError
@@ -32,6 +33,7 @@ __all__ = [
     "build",
     "custom_op",
     "disassemble",
+    "emit_dvm_source",
     "explain",
     "grad",
     "interpret",

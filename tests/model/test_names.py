@@ -46,4 +46,5 @@ def test_cells_around_the_model_keep_its_names():
     optimizer = AdamW(model.trainable_params(), (0.9, 0.95), 1e-8, 0.1)
     TrainStep(model, optimizer, micro_batches=2, bias_rate=0.001)
     Logits(model)
-    assert [p.name for p in model.get_parameters()] == before
+    after = [p.name for p in model.get_parameters() if not p.name.endswith(".main_grad")]
+    assert after == before
