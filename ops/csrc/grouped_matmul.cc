@@ -3,6 +3,7 @@
 // Rows [offset(e), offset(e) + sizes[e]) belong to expert e (`group_list_type` 1 of Ascend's GroupedMatmul: sizes). A task
 // is a block of an expert's rows, or for weight gradients a block of a matrix's rows; one thread does it from start to end.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "aot.h"
@@ -17,7 +18,9 @@ using namespace telechat;
 constexpr int64_t kRows = 256;   // rows of a task: oneDNN repacks the weight once a call
 constexpr int64_t kTasks = 16;   // fewer are cut further, down to these
 constexpr int64_t kNarrow = 64;  // columns or rows of a weight
-enum Slot { kX, kW, kUp, kDy, kDgate, kDup };
+constexpr int64_t kDepth = 512;  // rows summed into a weight gradient at a time
+constexpr int64_t kFar = 1024;   // values between rows
+enum Slot { kX, kW, kUp, kDy, kDgate, kColumns };  // 6 and 7 are gemm's
 
 struct GroupedState : State {
   bool bf16;
@@ -123,14 +126,28 @@ void input_block(const Groups& g, const Block& b, const Operand& dy, const Opera
            dx + b.row * g.I + b.column, g.I);
 }
 
+template <typename T> const T* copy_columns(const T* x, int64_t ld, int64_t rows, int64_t columns) {
+  T* out = scratch<T>(kColumns, rows * columns);
+  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
+  return out;
+}
+
+// Columns that will be read down, copied together where rows lie far apart: each value would cost a page and push others
+// out of its cache set.
+Operand columns(const Operand& x, int64_t rows, int64_t count) {
+  if (x.ld < kFar) return x;
+  if (x.half) return {nullptr, copy_columns(x.half, x.ld, rows, count), count};
+  return {copy_columns(x.single, x.ld, rows, count), nullptr, count};
+}
+
 // dw[e] = beta dw[e] + x_e^T dy_e in a block
 void weight_block(const Groups& g, const Block& b, const Operand& x, const Operand& dy, float beta, float* dw) {
-  // Columns of x that lie a multiple of 4 KiB apart push each other out of the cache.
-  const int64_t size = g.size(b.expert), depth = x.ld % 1024 == 0 ? 512 : std::max<int64_t>(size, 1);
-  for (int64_t r = 0; r == 0 || r < size; r += depth) {
-    const int64_t row = g.start[b.expert] + r;
-    multiply(true, false, b.rows, g.O, std::min(depth, size - r), 1, x.at(row, b.row), dy.at(row, 0), r == 0 ? beta : 1,
-             dw + (b.expert * g.I + b.row) * g.O, g.O);
+  float* to = dw + (b.expert * g.I + b.row) * g.O;
+  const int64_t size = g.size(b.expert);
+  for (int64_t r = 0; r == 0 || r < size; r += kDepth) {
+    const int64_t row = g.start[b.expert] + r, depth = std::min(kDepth, size - r);
+    multiply(true, false, b.rows, g.O, depth, 1, columns(x.at(row, b.row), depth, b.rows), dy.at(row, 0),
+             r == 0 ? beta : 1, to, g.O);
   }
 }
 
@@ -179,7 +196,7 @@ void swiglu_gradients(const Call& call, float* dx, float* dgate_w, float* dup_w,
     const int64_t at = i * part;
     row_kernels().swiglu_grad(gate + at, up + at, dy + at, std::min(part, all - at), dgate + at, dup + at);
   });
-  const Operand dg = operand(dgate, g.P, g.O, bf16, kDy), du = operand(dup, g.P, g.O, bf16, kDup);
+  const Operand dg = operand(dgate, 2 * g.P, g.O, bf16, kDy), du = dg.at(g.P, 0);
   const std::vector<Block> of_w = g.weight_blocks(), of_x = g.row_blocks(g.I);
   const int64_t first = static_cast<int64_t>(of_w.size());
   parallel_for(2 * first + static_cast<int64_t>(of_x.size()), [&](int64_t i) {
