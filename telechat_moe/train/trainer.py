@@ -25,6 +25,7 @@ from telechat_moe.model import CausalLM, initialize
 from telechat_moe.model.init import count_parameters
 from telechat_moe.ops import select
 from telechat_moe.ops.custom import reason
+from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.train import checkpoint as checkpoints
 from telechat_moe.train import schedule, state
@@ -135,8 +136,12 @@ class Trainer:
         faces = own.operators
         with select.using(faces.default, faces.faces(), recipe.context.device_target):
             self.model = CausalLM(recipe.model_config, own.moe_block_rows)
+            fused = fuse_cells(self.model) if faces.fuse_plain else []
             self._build_step(recipe)
             self.operators = select.summary()
+            if fused:
+                regions = sum(region.program is not None for region in fused)
+                self.operators += f"; the fuser replaced {regions} regions"
 
     def _build_step(self, recipe: Recipe) -> None:
         own = recipe.telechat_moe

@@ -1,0 +1,267 @@
+"""Flash attention, MLA's assembly and rotary positions, on arrays and in MindSpore."""
+
+import numpy as np
+import pytest
+
+from telechat_moe.ops import native
+from telechat_moe.ops.native import Kernel, NativeError
+
+rng = np.random.default_rng(0)
+
+
+def reference(q, k, v, start, scale):
+    """Attention in float64 on ``[B, S, N, D]``."""
+    S = q.shape[1]
+    query, key = np.arange(S)[:, None], np.arange(S)[None, :]
+    visible = (key <= query) & (key >= start[:, :, None])
+    scores = np.einsum("bind,bjnd->bnij", q.astype(np.float64), k.astype(np.float64)) * scale
+    scores = np.where(visible[:, None], scores, -np.inf)
+    weight = np.exp(scores - scores.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    return np.einsum("bnij,bjnd->bind", weight, v.astype(np.float64)), weight
+
+
+def reference_gradients(q, k, v, start, scale, do):
+    """The gradients of q, k, v in float64."""
+    q, k, v, do = (x.astype(np.float64) for x in (q, k, v, do))
+    _, p = reference(q, k, v, start, scale)
+    dp = np.einsum("bind,bjnd->bnij", do, v)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    return (
+        np.einsum("bnij,bjnd->bind", ds, k),
+        np.einsum("bnij,bind->bjnd", ds, q),
+        np.einsum("bnij,bind->bjnd", p, do),
+    )
+
+
+def documents(B, S, mean):
+    """Return the first key of each query for random documents."""
+    start = np.zeros((B, S), np.int32)
+    for b in range(B):
+        at = 0
+        for i in range(S):
+            if mean and i and rng.random() < 1 / mean:
+                at = i
+            start[b, i] = at
+    return start
+
+
+def inputs(B, S, N, D, Dv, mean=0):
+    q, k = (rng.standard_normal((B, S, N, D)).astype(np.float32) for _ in range(2))
+    v = rng.standard_normal((B, S, N, Dv)).astype(np.float32)
+    return q, k, v, documents(B, S, mean)
+
+
+def run(q, k, v, start, do, bf16=False):
+    B, S, N, D = q.shape
+    attributes = {"scale": D**-0.5, "bf16": bf16}
+    o, lse = np.full_like(v, np.nan), np.full((B, N, S), np.nan, np.float32)
+    Kernel("FlashAttention", attributes)([q, k, v, start], [o, lse])
+    grads = [np.full_like(x, np.nan) for x in (q, k, v)]
+    Kernel("FlashAttentionGrad", attributes)([q, k, v, start, o, lse, do], grads)
+    return [o, *grads]
+
+
+SHAPES = [
+    (1, 1, 1, 4, 4, 0),
+    (2, 5, 3, 12, 10, 2),
+    (1, 64, 2, 16, 8, 0),
+    (2, 65, 1, 48, 32, 20),
+    (1, 700, 2, 24, 16, 0),
+    (1, 1100, 1, 8, 8, 300),
+    (1, 1100, 1, 8, 8, 0),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(shape):
+    q, k, v, start = inputs(*shape)
+    do = rng.standard_normal(v.shape).astype(np.float32)
+    found = run(q, k, v, start, do)
+    scale = shape[3] ** -0.5
+    expected = [
+        reference(q, k, v, start, scale)[0],
+        *reference_gradients(q, k, v, start, scale, do),
+    ]
+    for name, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        assert np.abs(a - b).max() < 3e-6 * max(1, np.abs(b).max()), name
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:5])
+def test_bf16_operands(shape):
+    q, k, v, start = inputs(*shape)
+    do = rng.standard_normal(v.shape).astype(np.float32)
+    found = run(q, k, v, start, do, bf16=True)
+    scale = shape[3] ** -0.5
+    expected = [
+        reference(q, k, v, start, scale)[0],
+        *reference_gradients(q, k, v, start, scale, do),
+    ]
+    for name, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
+        error = np.linalg.norm(a - b) / max(np.linalg.norm(b), np.linalg.norm(do))
+        assert 1e-5 < error < 2**-7, f"{name}: {error:.1e}"  # rounded, and not by more
+
+
+def test_large_scores():
+    q, k, v, start = inputs(1, 130, 1, 8, 8)
+    q *= 60
+    found = run(q, k, v, start, np.ones_like(v))
+    np.testing.assert_allclose(
+        found[0], reference(q, k, v, start, 8**-0.5)[0], rtol=2e-5, atol=2e-5
+    )
+    assert all(np.isfinite(x).all() for x in found)
+
+
+def test_threads_change_no_bit():
+    q, k, v, start = inputs(2, 1100, 3, 16, 8, 100)
+    do = rng.standard_normal(v.shape).astype(np.float32)
+    before = native.threads()
+    try:
+        native.set_threads(1)
+        one = run(q, k, v, start, do)
+        native.set_threads(3)
+        for a, b in zip(one, run(q, k, v, start, do), strict=True):
+            assert a.tobytes() == b.tobytes()
+    finally:
+        native.set_threads(before)
+
+
+def test_no_scores_in_memory():
+    """A sequence of 16,384: its scores would be 1 GiB a head; only one block of rows exists."""
+    import resource
+
+    q, k, v, start = inputs(1, 16384, 1, 8, 8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run(q, k, v, start, np.ones_like(v))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda a: a.__setitem__(3, a[3] + 9), "the first key of query 0 of sequence 0 is 9"),
+        (lambda a: a.__setitem__(3, a[3] - 1), "the first key of query 0 of sequence 0 is -1"),
+        (
+            lambda a: a.__setitem__(1, a[1][..., :3].copy()),
+            "q and k differ in dimension 3: 4 and 3",
+        ),
+        (lambda a: a.__setitem__(2, a[2][:, :4].copy()), "q and v differ in dimension 1: 6 and 4"),
+        (lambda a: a.__setitem__(0, a[0].astype(np.float64)), "q is float64, expected float32"),
+    ],
+)
+def test_bad_inputs_are_refused(spoil, says):
+    arrays = list(inputs(1, 6, 2, 4, 4))
+    spoil(arrays)
+    o, lse = np.empty((1, 6, 2, 4), np.float32), np.empty((1, 2, 6), np.float32)
+    with pytest.raises(NativeError, match=says):
+        Kernel("FlashAttention", {"scale": 0.5, "bf16": False})(arrays, [o, lse])
+
+
+def test_a_mask_becomes_the_first_key():
+    S, start = 50, documents(3, 50, 9)
+    key, query = np.arange(S)[None, :], np.arange(S)[:, None]
+    hidden = ~((key <= query) & (key >= start[:, :, None]))
+    found = np.empty((3, S), np.int32)
+    Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])
+    np.testing.assert_array_equal(found, start)
+    hidden[1, 30, 45] = False
+    with pytest.raises(NativeError, match=r"query 30 of sequence 1 .* attention to plain"):
+        Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])
+
+
+# ---------------------------------------------------------------------- assembly and rotary positions
+
+
+def rotated(x, angle, interleaved):
+    """Rotate the last dimension as complex numbers, float64."""
+    half = x.shape[-1] // 2
+    first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    turned = (first + 1j * second) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("rope", [2, 8, 64])
+def test_assembly_and_its_gradient(interleaved, rope):
+    B, S, N, nope, Dv = 2, 5, 3, 6, 7
+    T, half = B * S, rope // 2
+    angle = rng.uniform(-3, 3, (T, half))
+    cos, sin = (f(angle).astype(np.float32).reshape(B, S, 1, half) for f in (np.cos, np.sin))
+    q = rng.standard_normal((T, N * (nope + rope))).astype(np.float32)
+    kv = rng.standard_normal((T, N * (nope + Dv))).astype(np.float32)
+    shared = rng.standard_normal((T, rope)).astype(np.float32)
+    attributes = {"heads": N, "nope": nope, "interleaved": interleaved}
+    forward, backward = Kernel("MlaAssemble", attributes), Kernel("MlaAssembleGrad", attributes)
+    shapes = forward.shapes([q, kv, shared, cos, sin], 3)
+    Q, K, V = (np.empty(s, np.float32) for s in shapes)
+    forward([q, kv, shared, cos, sin], [Q, K, V])
+
+    def expected(q, kv, shared):
+        q, kv = q.reshape(T, N, -1), kv.reshape(T, N, -1)
+        turned = rotated(q[..., nope:], angle[:, None], interleaved)
+        key = np.broadcast_to(rotated(shared, angle, interleaved)[:, None], (T, N, rope))
+        return (
+            np.concatenate([q[..., :nope], turned], -1),
+            np.concatenate([kv[..., :nope], key], -1),
+            kv[..., nope:],
+        )
+
+    want = expected(q, kv, shared)
+    for a, b in zip((Q, K, V), want, strict=True):
+        np.testing.assert_allclose(a.reshape(b.shape), b, atol=1e-6)
+    # It is linear: its gradient is the transposed map, <assemble(x), y> = <x, gradient(y)>.
+    dQ, dK, dV = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+    grads = [np.empty_like(x) for x in (q, kv, shared)]
+    assert backward.shapes([dQ, dK, dV, cos, sin], 3) == [g.shape for g in grads]
+    backward([dQ, dK, dV, cos, sin], grads)
+    basis = [rng.standard_normal(x.shape) for x in (q, kv, shared)]
+    left = sum(
+        (y * d.reshape(y.shape)).sum() for y, d in zip(expected(*basis), (dQ, dK, dV), strict=True)
+    )
+    right = sum((x * g).sum() for x, g in zip(basis, grads, strict=True))
+    assert abs(left - right) < 1e-4 * max(1, abs(left))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_and_back(interleaved):
+    x = rng.standard_normal((2, 3, 4, 10)).astype(np.float32)
+    angle = rng.uniform(-3, 3, (2, 3, 1, 5))
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    y, back = np.empty_like(x), np.empty_like(x)
+    Kernel("Rope", {"interleaved": interleaved})([x, cos, sin], [y])
+    np.testing.assert_allclose(y, rotated(x, angle, interleaved), atol=1e-6)
+    Kernel("RopeGrad", {"interleaved": interleaved})([y, cos, sin], [back])
+    np.testing.assert_allclose(back, x, atol=1e-6)  # a rotation's transpose undoes it
+
+
+@pytest.mark.mindspore
+def test_attention_cells_in_a_graph():
+    ms = pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]')")
+    from mindspore import Tensor
+
+    from telechat_moe.ops import select
+    from telechat_moe.ops.attention import AttentionMask, FlashAttention, SoftmaxAttention
+
+    q, k, v, start = inputs(2, 40, 2, 12, 8, 10)
+    key, query = np.arange(40)[None, :], np.arange(40)[:, None]
+    hidden = ~((key <= query) & (key >= start[:, :, None]))
+    mask = Tensor(hidden[:, None].astype(np.uint8))
+    do = Tensor(rng.standard_normal(v.shape).astype(np.float32))
+
+    def gradients(face):
+        with select.using(face):
+            make = AttentionMask(2)
+        core = (FlashAttention if face == "fused" else SoftmaxAttention)(12**-0.5)
+        turn = (0, 2, 1, 3) if face == "plain" else (0, 1, 2, 3)
+
+        def loss(q, k, v):
+            visible = make(2, 40, mask)
+            o, _ = core(*[x.transpose(turn) for x in (q, k, v)], visible)
+            return (o.transpose(turn) * do).sum()
+
+        return ms.value_and_grad(loss, (0, 1, 2))(*[Tensor(x) for x in (q, k, v)])
+
+    (plain, d_plain), (fused, d_fused) = gradients("plain"), gradients("fused")
+    np.testing.assert_allclose(fused.asnumpy(), plain.asnumpy(), rtol=1e-5)
+    for a, b in zip(d_plain, d_fused, strict=True):
+        np.testing.assert_allclose(b.asnumpy(), a.asnumpy(), atol=1e-5)
