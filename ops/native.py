@@ -32,7 +32,9 @@ def path() -> Path:
     Raises:
         NativeError: There is none; says what to do.
     """
-    chosen = Path(os.environ.get("TELECHAT_OPS_LIBRARY", LIBRARY))  # tests point at checked builds
+    chosen = Path(
+        os.environ.get("TELECHAT_OPS_LIBRARY") or LIBRARY
+    )  # tests point at checked builds
     if not chosen.exists():
         raise NativeError(
             f"the native operators are not built ({chosen} is missing): g++ was not found when "

@@ -259,7 +259,8 @@ class FusedRegion(nn.Cell):
     def __init__(self, cell: nn.Cell, program: dvm.Program, parameters: list[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.cell = cell
-        self.inner = _INNER[program.inputs - 1](program)
+        inner = _INNER[program.inputs - 1]
+        self.inner = inner(program)
         self.own = tuple(parameters)
         self.reshape = ops.Reshape()
         self.rank = len(program.load_of(0).dims)
@@ -323,4 +324,4 @@ class _Inner4(_Inner):
         return self.backward(a, b, c, d, dout)
 
 
-_INNER = (_Inner1, _Inner2, _Inner3, _Inner4)
+_INNER: tuple[type[_Inner], ...] = (_Inner1, _Inner2, _Inner3, _Inner4)

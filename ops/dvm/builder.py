@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
@@ -75,6 +75,10 @@ class Value:
 
 class Builder:
     """Collects nodes; the ``k`` of a kernel function."""
+
+    if TYPE_CHECKING:  # operations are added below, from the tables of ir.py
+
+        def __getattr__(self, name: str) -> Callable[..., Value]: ...
 
     def __init__(self, file: str = "?") -> None:
         self.nodes: list[Node] = []

@@ -48,7 +48,7 @@ class LazyArray:
     def __init__(
         self,
         shape: tuple[int, ...],
-        dtype: np.dtype,
+        dtype: Any,
         value: np.ndarray | None = None,
         op: str = "",
         args: tuple[Any, ...] = (),
@@ -160,7 +160,7 @@ def array(x: Any) -> LazyArray:
 def where(condition: Any, x: Any, y: Any) -> LazyArray:
     """Return x where the condition holds, else y."""
     parts = [array(v) if not np.isscalar(v) else v for v in (condition, x, y)]
-    shape = np.broadcast_shapes(*[np.shape(v) for v in parts])
+    shape = np.broadcast_shapes(*[getattr(v, "shape", ()) for v in parts])
     kinds = [v.dtype for v in parts[1:] if isinstance(v, LazyArray)]
     return _record(
         shape, _arithmetic(kinds[0]) if kinds else np.dtype(np.float32), "select", tuple(parts)
@@ -175,7 +175,7 @@ def _unary(name: str, x: Any) -> LazyArray:
 
 def _binary(name: str, x: Any, y: Any) -> LazyArray:
     x, y = (v if np.isscalar(v) else array(v) for v in (x, y))
-    shape = np.broadcast_shapes(np.shape(x), np.shape(y))
+    shape = np.broadcast_shapes(getattr(x, "shape", ()), getattr(y, "shape", ()))
     like = x if isinstance(x, LazyArray) else y
     dtype = np.dtype(bool) if ir.BINARY[name] in ir.COMPARE else _arithmetic(like.dtype)
     return _record(shape, dtype, name, (x, y))

@@ -165,7 +165,7 @@ def test_a_mask_becomes_the_first_key():
     Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])
     np.testing.assert_array_equal(found, start)
     hidden[1, 30, 45] = False
-    with pytest.raises(NativeError, match=r"query 30 of sequence 1 .* attention to plain"):
+    with pytest.raises(NativeError, match=r"query 30 of sequence 1 .*attention to plain"):
         Kernel("AttentionStart")([hidden[:, None].astype(np.uint8)], [found])
 
 
