@@ -27,6 +27,7 @@ struct RoutingState : State {
         normalize(a.flag("normalize")), softmax(a.flag("softmax")) {
     check(k >= 1 && k <= kMost, "%ld experts for each token, expected 1 to %ld", long(k), long(kMost));
     check(groups >= 1 && kept >= 1 && kept <= groups, "%ld of %ld groups of experts kept", long(kept), long(groups));
+    check(kept <= kMost, "%ld groups kept, expected at most %ld", long(kept), long(kMost));
     best = std::max<int64_t>(1, k / kept);
   }
   void fits(int64_t experts) const {
@@ -37,11 +38,17 @@ struct RoutingState : State {
 
 // Indices of the k highest of n values, highest first; of equal ones the first.
 void top(const float* value, int64_t n, int64_t k, int32_t* index) {
+  float held[kMost];
   int64_t found = 0;
   for (int64_t i = 0; i < n; i++) {
-    if (found == k && !(value[i] > value[index[k - 1]])) continue;
+    const float v = value[i];
+    if (found == k && !(v > held[k - 1])) continue;
     int64_t at = found < k ? found++ : k - 1;
-    for (; at > 0 && value[index[at - 1]] < value[i]; at--) index[at] = index[at - 1];
+    for (; at > 0 && held[at - 1] < v; at--) {
+      held[at] = held[at - 1];
+      index[at] = index[at - 1];
+    }
+    held[at] = v;
     index[at] = static_cast<int32_t>(i);
   }
 }

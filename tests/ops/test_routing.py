@@ -69,7 +69,7 @@ def test_native_operator_is_its_definition(rule, tokens, seed, ties):
     exact_score, exact_index, exact_weight = routing_reference(rule, logits, bias)
     close(score, exact_score, 1e-6)
     rounded = score.astype(np.float64)  # what is compared is fp32: two sums may be equal there
-    choice = np.float64(np.float32(rounded + bias.astype(np.float64)))
+    choice = (rounded + bias.astype(np.float64)).astype(np.float32)
     same = (index == exact_index).all(1)
     if rule.groups == 1:
         picked = np.take_along_axis(choice, index, 1)
