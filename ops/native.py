@@ -125,6 +125,7 @@ class Kernel:
 
     def __init__(self, name: str, attributes: Mapping[str, Attribute] | None = None) -> None:
         self.name = name
+        self._checked: tuple[Any, ...] | None = None
         self._library = load()
         try:
             self._run = getattr(self._library, name)
@@ -177,6 +178,7 @@ class Kernel:
         Raises:
             NativeError: The operator refused its input; carries its sentence.
         """
+        self._check_outputs(inputs, outputs)
         arrays = [*inputs, *outputs]
         workspace = self._library.telechat_attributes_workspace(self._extra)
         if workspace:
@@ -190,6 +192,17 @@ class Kernel:
         if self._run(len(arrays), data, ranks, shapes, types, None, self._extra):
             raise NativeError(last_error())
         del keep
+
+    def _check_outputs(self, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
+        """Refuse results that the operator would write beyond; once for each set of shapes."""
+        key = tuple(a.shape for a in (*inputs, *outputs))
+        if key == self._checked:
+            return
+        expected = self.shapes(inputs, len(outputs))
+        found = [y.shape for y in outputs]
+        if found != expected:
+            raise NativeError(f"{self.name}: results of shapes {found}, expected {expected}")
+        self._checked = key
 
 
 def _describe(arrays: Sequence[np.ndarray]) -> tuple[Any, Any, Any]:

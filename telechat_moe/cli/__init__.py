@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 
 from telechat_moe import __version__
-from telechat_moe.cli import convert, data, recipes, train
+from telechat_moe.cli import bench, convert, data, recipes, train
 from telechat_moe.errors import TelechatMoeError
 
-VERBS = (recipes, data, train, convert)
+VERBS = (recipes, data, train, convert, bench)
 
 EPILOG = """\
 example:

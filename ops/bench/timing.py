@@ -1,0 +1,87 @@
+"""Timing of peers in turns, and what a case came to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Case:
+    """One operator on one shape.
+
+    Attributes:
+        group: Vector, dynamic, moe, attention, ...
+        op: Operator.
+        shape: In words.
+        threads: Threads of ours and torch.
+        dtype: Of the inputs.
+        ours: Name of our peer.
+        best: Best time of each peer, microseconds.
+        median: Median time of each peer.
+        compile: Time to compile, of each peer that does, microseconds.
+        error: Largest error against float64 relative to the largest value, ours.
+        extra: Further numbers.
+    """
+
+    group: str
+    op: str
+    shape: str
+    threads: int
+    dtype: str = "float32"
+    ours: str = "ours"
+    best: dict[str, float] = field(default_factory=dict)
+    median: dict[str, float] = field(default_factory=dict)
+    compile: dict[str, float] = field(default_factory=dict)
+    error: float | None = None
+    extra: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, peer: str) -> float | None:
+        """Return how many times faster we are than a peer, by best times."""
+        if peer not in self.best or self.ours not in self.best:
+            return None
+        return self.best[peer] / self.best[self.ours]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, with the ratios."""
+        ratios = {peer: self.ratio(peer) for peer in self.best if peer != self.ours}
+        return {**asdict(self), "ratios": ratios}
+
+
+def in_turns(case: Case, peers: dict[str, Call], seconds: float) -> None:
+    """Time all peers, one call each in turn, for about ``seconds``; at least 7 rounds."""
+    for call in peers.values():
+        for _ in range(WARM_UP):
+            call()
+    times: dict[str, list[float]] = {name: [] for name in peers}
+    end = time.perf_counter() + seconds
+    while len(next(iter(times.values()))) < 7 or time.perf_counter() < end:
+        for name, call in peers.items():
+            began = time.perf_counter()
+            call()
+            times[name].append((time.perf_counter() - began) * 1e6)
+    for name, values in times.items():
+        case.best[name] = min(values)
+        case.median[name] = statistics.median(values)
+
+
+def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
+    """Return the largest error relative to the largest value."""
+    scale = max(float(np.abs(exact).max(initial=0)), 1e-30)
+    return float(np.abs(found.astype(np.float64) - exact).max(initial=0)) / scale
+
+
+def check_same(case: Case, peer: str, ours: np.ndarray, theirs: Any, tolerance: float) -> None:
+    """Stop a benchmark whose peers do not compute the same."""
+    error = relative_error(np.asarray(theirs), np.asarray(ours, np.float64))
+    if not error <= tolerance:
+        raise RuntimeError(f"{case.op} {case.shape}: {peer} differs from ours by {error:.1e}")
