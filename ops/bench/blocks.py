@@ -335,7 +335,7 @@ def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
     n, size = 100, 20_000 if quick else 190_000
     groups = [[_normal(size) * s for _ in range(n)] for s in (1, 0.1, 0, 0.1)]
     groups[2] = [np.abs(_normal(size)) for _ in range(n)]
-    scalars = [np.float32(x).reshape(()) for x in (1e-4, 1e-8, 0.1, 1.0)]
+    scalars = [np.array(x, np.float32) for x in (1e-4, 1e-8, 0.1, 1.0)]
     token = np.empty(1, np.float32)
     kernel = Kernel(
         "AdamW", {"beta1": 0.9, "beta2": 0.95, "new1": 0.1, "new2": 0.05, "decayed": [1] * n}
