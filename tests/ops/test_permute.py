@@ -324,4 +324,4 @@ def test_rows_and_pairs_that_do_not_exist_are_refused():
     with pytest.raises(NativeError, match="row 5 holds pair 6 of 6"):
         Kernel("UnpermuteGrad")([y, row, weight, dout], [y.copy(), weight.copy()])
     with pytest.raises(NativeError, match="expected 1 to 64 each"):
-        Kernel("Permute")([x, row[:4], row[:4]], [y])
+        Kernel("Permute")([x, row[:4], row[:4]], [y[:4]])
