@@ -146,14 +146,16 @@ def measure(step: TrainStep, model: CausalLM, batch: int) -> dict[str, float]:
         parts["dense MLP"] = len(dense) * alone(dense[0].ffn, x, x)
     if sparse:
         moe = sparse[0].moe
-        rows = moe.dispatch.rows(pairs)
-        blocks = moe.dispatch.plan.num_blocks(pairs, rows)
-        expert = np.minimum(
-            np.arange(blocks) * rows // (pairs // config.n_routed_experts + rows),
-            config.n_routed_experts - 1,
-        )
-        y = random(blocks, rows, H)
-        owner = Tensor(expert.astype(np.int32))
+        if hasattr(moe.dispatch, "rows"):  # plain: blocks of rows, each with its expert
+            rows = moe.dispatch.rows(pairs)
+            blocks = moe.dispatch.plan.num_blocks(pairs, rows)
+            share = pairs // config.n_routed_experts + rows
+            group = np.minimum(np.arange(blocks) * rows // share, config.n_routed_experts - 1)
+            y = random(blocks, rows, H)
+        else:  # fused: rows sorted by expert, and how many each has
+            group = np.full(config.n_routed_experts, pairs // config.n_routed_experts)
+            y = random(pairs, H)
+        owner = Tensor(group.astype(np.int32))
         routed = alone(Routed(moe, batch), x, x)
         experts = alone(moe.experts, y, y, owner)
         shared = alone(moe.shared, x, x) if moe.has_shared else 0.0

@@ -3,6 +3,7 @@
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import FlashAttentionScore
 
 from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import face
@@ -30,22 +31,26 @@ class AttentionMask(nn.Cell):
         self.scale = ops.Mul()
         self.tile = ops.Tile()
         self.masked = Tensor(self.MASKED, ms.float32)
-        self.fused = face("attention") == "fused"
-        if self.fused:
+        self.face = face("attention")
+        if self.face == "fused":
             self.start = custom_op("AttentionStart", lambda mask: ms.int32)
 
     def construct(self, batch: int, length: int, mask_B1SS: Tensor | None) -> Tensor:
-        """Return ``[B, N, S, S]`` fp32, 0 where a key is visible; fused ``[B, S]`` int32.
+        """Return ``[B, N, S, S]`` fp32, 0 where a key is visible; fused ``[B, S]`` int32; ascend the mask.
 
         Args:
             batch: Sequences ``B``.
             length: Tokens in a sequence ``S``.
             mask_B1SS: uint8, 1 = hidden, as Megatron's dataset gives it; None = causal.
         """
-        if self.fused:
+        if self.face == "fused":
             if mask_B1SS is None:
                 return Tensor(np.zeros((batch, length), np.int32))
             return self.start(mask_B1SS)
+        if self.face == "ascend":
+            if mask_B1SS is None:
+                return Tensor(np.triu(np.ones((1, 1, length, length), np.uint8), 1))
+            return mask_B1SS
         if mask_B1SS is None:
             causal = Tensor(np.triu(np.full((1, 1, length, length), self.MASKED, np.float32), 1))
             return self.tile(causal, (batch, self.num_heads, 1, 1))
@@ -114,6 +119,28 @@ class SoftmaxAttention(nn.Cell):
         dq = self.scale_query(self.d_query(d_scores, k_BNSD), scale)
         dk = self.left(d_scores, self.scale_query(q_BNSD, scale))
         return dq, dk, self.left(weight, do), ops.zeros_like(mask_BNSS)
+
+
+class AscendAttention(nn.Cell):
+    """The Ascend face: ``FlashAttentionScore``; built, but not run here.
+
+    Args:
+        num_heads: Attention heads.
+        scale: Factor of the scores.
+    """
+
+    def __init__(self, num_heads: int, scale: float) -> None:
+        super().__init__()
+        self.flash = FlashAttentionScore(num_heads, scale_value=scale, input_layout="BNSD")
+
+    def construct(
+        self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_B1SS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, N, S, D of v]`` and the scores' row sums; the mask has 1 = hidden."""
+        _, row_sum, _, o = self.flash(
+            q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
+        )
+        return o, row_sum
 
 
 class FlashAttention(nn.Cell):

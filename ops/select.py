@@ -37,7 +37,7 @@ OPERATORS: dict[str, dict[str, str]] = {
     "matmul": {"fused": "row x column blocks, C++", "plain": "MatMul"},
     "permute": {"fused": "counting sort, C++", "plain": "elementary", "ascend": "MoeTokenPermute"},
     "rms_norm": {"fused": "DVM program", "plain": "elementary", "ascend": "RmsNorm"},
-    "rope": {"fused": "C++", "plain": "elementary", "ascend": "RotaryPositionEmbedding"},
+    "rope": {"fused": "C++", "plain": "elementary"},
     "routing": {"fused": "C++", "plain": "elementary"},
     "softmax": {"fused": "DVM program", "plain": "Softmax"},
     "swiglu": {"fused": "DVM program", "plain": "elementary", "ascend": "Swiglu"},

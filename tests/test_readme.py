@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,27 @@ def test_the_other_commands_run_in_ci() -> None:
     assert others == ["make train", "make test"]
     for line in others:
         assert f"\n{line}\n" in script
+
+
+def test_the_commands_of_the_page_on_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in commands("docs/ops.md"):
+        if line.startswith("telechat-moe bench"):
+            assert main([*shlex.split(line)[1:], "--only", "cross-entropy", "--threads", "1"]) == 0
+        else:
+            command = [sys.executable, *shlex.split(line)[1:]]
+            assert subprocess.run(command, check=False).returncode == 0, line
+
+
+def test_the_program_of_the_page_on_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
+    code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    exec(compile(code, "page", "exec"), {})
+    printed = capsys.readouterr().out
+    shown = re.findall(r"It prints\n\n```\n(.*?)```", page, re.S)[0]
+    words = [line.split()[2:] for line in shown.splitlines() if line.startswith("    ")]
+    found = [line.split()[2:] for line in printed.splitlines() if line.startswith("    ")]
+    assert found == words  # the instructions; the header depends on the cache
+    assert shown.splitlines()[0] in printed
 
 
 def test_the_error_of_the_readme_is_what_a_user_sees(

@@ -5,7 +5,12 @@ from mindspore.ops.auto_generate import SplitWithSize
 
 from telechat_moe.model.init import output_std
 from telechat_moe.model.linear import DTYPES, Linear
-from telechat_moe.ops.attention import FlashAttention, MlaAssemble, SoftmaxAttention
+from telechat_moe.ops.attention import (
+    AscendAttention,
+    FlashAttention,
+    MlaAssemble,
+    SoftmaxAttention,
+)
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import Rope
 from telechat_moe.ops.select import face
@@ -75,6 +80,8 @@ class MultiLatentAttention(nn.Cell):
         if self.fused:
             self.assemble = MlaAssemble(self.num_heads, self.nope, config.rope_interleave)
             self.core = FlashAttention(scale, compute)
+        elif face("attention") == "ascend":
+            self.core = AscendAttention(self.num_heads, scale)
         else:
             self.core = SoftmaxAttention(scale, DTYPES[config.softmax_compute_dtype])
 
