@@ -9,6 +9,12 @@ from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import face
 
 
+def attention_face(compute_dtype: ms.Type) -> str:
+    """Return the face that serves attention in this data type: the fused one has no float16."""
+    chosen = face("attention")
+    return "plain" if chosen == "fused" and compute_dtype == ms.float16 else chosen
+
+
 class AttentionMask(nn.Cell):
     """Say which keys each query sees, once for all layers: a mask to add, or the first visible key.
 
@@ -20,18 +26,19 @@ class AttentionMask(nn.Cell):
 
     Args:
         num_heads: Attention heads.
+        compute_dtype: Of attention's products; mask and attention must agree on the face.
     """
 
     MASKED = -1e30  # finite, so that a row with no visible key gives no NaN
 
-    def __init__(self, num_heads: int) -> None:
+    def __init__(self, num_heads: int, compute_dtype: ms.Type = ms.float32) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.to_float = ops.Cast()
         self.scale = ops.Mul()
         self.tile = ops.Tile()
         self.masked = Tensor(self.MASKED, ms.float32)
-        self.face = face("attention")
+        self.face = attention_face(compute_dtype)
         if self.face == "fused":
             self.start = custom_op("AttentionStart", lambda mask: ms.int32)
 

@@ -13,7 +13,6 @@ from telechat_moe.ops.attention import (
 )
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import Rope
-from telechat_moe.ops.select import face
 from telechat_moe.recipe import ModelConfig
 
 
@@ -76,11 +75,12 @@ class MultiLatentAttention(nn.Cell):
         self.heads_first = ops.Transpose()
         self.tokens_first = ops.Transpose()
         scale = (self.nope + self.rotary) ** -0.5
-        self.fused = face("attention") == "fused"
+        chosen = attention_face(compute)
+        self.fused = chosen == "fused"
         if self.fused:
             self.assemble = MlaAssemble(self.num_heads, self.nope, config.rope_interleave)
             self.core = FlashAttention(scale, compute)
-        elif face("attention") == "ascend":
+        elif chosen == "ascend":
             self.core = AscendAttention(self.num_heads, scale)
         else:
             self.core = SoftmaxAttention(scale, DTYPES[config.softmax_compute_dtype])

@@ -76,7 +76,7 @@ class CausalLM(nn.Cell):
         self.config = config
         self.embedding = Embedding(config)
         self.rope = RopeTable(config)
-        self.mask = AttentionMask(config.num_attention_heads)
+        self.mask = AttentionMask(config.num_attention_heads, DTYPES[config.compute_dtype])
         self.layers = nn.CellList(
             [
                 Block(config, i >= config.first_k_dense_replace, block_rows)
