@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(args.html)
     result = _measure(args)
     if args.html:
-        from telechat_moe.ops.bench.report import page
-
+        page: Callable[[Any], str] = import_module("telechat_moe.ops.bench.report").page
         Path(args.html).write_text(page(result), encoding="utf-8")
     if not write_json(args.json, result):
         _show(result)
@@ -64,8 +65,7 @@ def _check_writable(path: str) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    from telechat_moe.ops.bench import TUNED_MALLOC
-
+    malloc: dict[str, str] = import_module("telechat_moe.ops.bench").TUNED_MALLOC
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, "-m", "telechat_moe.ops.bench", str(out)]
@@ -73,7 +73,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         environment = {"GLOG_v": "3", "TORCHINDUCTOR_CACHE_DIR": folder}
         done = subprocess.run(
             [*command, *(["--quick"] if args.quick else [])],
-            env={**os.environ, **TUNED_MALLOC, **environment},
+            env={**os.environ, **malloc, **environment},
             stdout=subprocess.DEVNULL,
             check=False,
         )

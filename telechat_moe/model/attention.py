@@ -10,6 +10,7 @@ from telechat_moe.ops.attention import (
     FlashAttention,
     MlaAssemble,
     SoftmaxAttention,
+    attention_face,
 )
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import Rope
