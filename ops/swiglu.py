@@ -1,5 +1,6 @@
 """SwiGLU activation."""
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import SiLU, Swiglu
@@ -24,13 +25,12 @@ class SwiGLU(nn.Cell):
         elif self.face == "ascend":
             self.concat = ops.Concat(-1)
             self.swiglu = Swiglu()
-        else:
-            self.silu = SiLU()
-            self.mul = ops.Mul()
+        self.silu = SiLU()
+        self.mul = ops.Mul()
 
     def construct(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         """Return the activation; both inputs have the same shape and data type."""
-        if self.face == "fused":
+        if self.face == "fused" and gate_TF.dtype == ms.float32:
             return self.fused(gate_TF, up_TF)
         if self.face == "ascend":
             return self.swiglu(self.concat((gate_TF, up_TF)), -1)

@@ -129,6 +129,7 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Ca
 def _compiled(body: Body, specs: list[Any]) -> tuple[Any, ...]:
     worst = 0.0
     program = dvm.build(body, *specs)
+    run = dvm.Compiled(program)
     for i in range(12):  # the first runs warm Python up
         began = time.perf_counter()
         program = dvm.build(body, *specs)
