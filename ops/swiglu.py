@@ -53,16 +53,20 @@ class FusedSwiGLU(nn.Cell):
         super().__init__()
         self.forward = dvm.custom_op(swiglu_program())
         self.backward = dvm.custom_op(dvm.grad(swiglu_program()))
+        self.reshape = ops.Reshape()
 
-    def construct(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
-        """Return the activation ``[T, F]``."""
-        return self.forward(gate_TF, up_TF)
+    def rows(self, x: Tensor) -> Tensor:
+        """Return ``[T, F]`` of any leading dimensions."""
+        return self.reshape(x, (-1, x.shape[-1]))
 
-    def bprop(
-        self, gate_TF: Tensor, up_TF: Tensor, out: Tensor, dout: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def construct(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the activation, in the shape of the inputs."""
+        return self.reshape(self.forward(self.rows(gate), self.rows(up)), gate.shape)
+
+    def bprop(self, gate: Tensor, up: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
         """Return both gradients."""
-        return self.backward(gate_TF, up_TF, dout)
+        dgate, dup = self.backward(self.rows(gate), self.rows(up), self.rows(dout))
+        return self.reshape(dgate, gate.shape), self.reshape(dup, gate.shape)
 
 
 def swiglu_reference(gate_TF: np.ndarray, up_TF: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ import numpy as np
 from gradients import Gradient, close, finite_differences
 from mindspore import Tensor, nn
 
+from telechat_moe.ops import select
 from telechat_moe.ops.attention import AttentionMask, SoftmaxAttention, attention_reference
 from telechat_moe.ops.cross_entropy import CrossEntropy, cross_entropy_reference
 from telechat_moe.ops.grouped_matmul import GroupedMatmul, grouped_matmul_reference
@@ -17,6 +18,13 @@ from telechat_moe.ops.rope import Rope, rope_reference, rope_table
 from telechat_moe.ops.swiglu import SwiGLU, swiglu_reference
 
 pytestmark = pytest.mark.mindspore
+
+
+@pytest.fixture(params=["plain", "fused"], autouse=True)
+def face(request):
+    """Every test on both faces."""
+    with select.using(request.param):
+        yield request.param
 
 
 def normal(seed, *shape):
@@ -131,7 +139,8 @@ def test_grouped_matmul_of_one_block_an_expert():
 class MaskedAttention(nn.Cell):
     def __init__(self, scale):
         super().__init__()
-        self.mask, self.core = AttentionMask(3), SoftmaxAttention(scale)
+        with select.using("plain"):
+            self.mask, self.core = AttentionMask(3), SoftmaxAttention(scale)
 
     def construct(self, q, k, v, hidden=None):
         return self.core(q, k, v, self.mask(q.shape[0], q.shape[2], hidden))
