@@ -405,12 +405,12 @@ def show(result: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title=f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
-    ours = list(result["ratios"])
+    first = result["peers"][0]["name"]
     titles = ("", "min s", "median s", "tokens/s", "roofline", "peak GiB", "first step s")
-    for name in (*titles, *[f"'{x}' is (min/median)" for x in ours]):
+    for name in (*titles, f"'{first}' is"):
         table.add_column(name, justify="right" if name else "left")
     for row in result["peers"]:
-        ratios = [result["ratios"][x].get(row["name"]) for x in ours]
+        ratio = result["ratios"][first].get(row["name"])
         table.add_row(
             row["name"],
             f"{row['seconds_min']:.3f}",
@@ -419,7 +419,7 @@ def show(result: dict[str, Any]) -> None:
             f"{100 * row['roofline']:.0f} %",
             f"{row['peak_memory_gib']:.2f}",
             f"{row['first_step_seconds']:.1f}",
-            *[f"{r['min']:.2f}x / {r['median']:.2f}x" if r else "" for r in ratios],
+            f"{ratio['min']:.2f}x" if ratio else "",
         )
     console.print(table)
     parts = Table(title=f"where a step of '{result['peers'][0]['name']}' goes")

@@ -151,7 +151,7 @@ class AscendAttention(nn.Cell):
 
 
 class FlashAttention(nn.Cell):
-    """``softmax(q k^T * scale) v`` over the visible keys; no more than 64 rows of scores exist at once.
+    """``softmax(q k^T * scale) v`` over the visible keys; no more than 128 rows of scores exist at once.
 
     Args:
         scale: Factor of the scores.

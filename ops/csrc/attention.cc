@@ -21,8 +21,8 @@ namespace {
 
 using namespace telechat;
 
-constexpr int64_t kQueries = 64;        // of a block; the diagonal wastes half of its square
-constexpr int64_t kKeys = 1024;         // of a chunk forward: 64 x 1024 scores stay in L2
+constexpr int64_t kQueries = 128;       // of a block; the diagonal wastes half of its square
+constexpr int64_t kKeys = 1024;         // of a chunk forward: 128 x 1024 scores stay in L2
 constexpr int64_t kKeysBackward = 512;  // two such blocks at once
 enum Slot { kQ, kK, kV, kDo, kScores, kHalf, kRow, kPart };
 
