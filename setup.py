@@ -49,6 +49,9 @@ setup(
     package_dir=package_dir,
     package_data={
         "telechat_moe": ["py.typed"],
+        "telechat_moe.graph": ["*.cc", "*.html"],
+        "telechat_moe.tools.align": ["*.html", "kit/*"],
+        "telechat_moe.tools.plan": ["*.html", "*.yaml", "devices/*.yaml"],
         "telechat_moe.recipes": ["*/*.yaml", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },

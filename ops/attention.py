@@ -22,7 +22,7 @@ class AttentionMask(nn.Cell):
     mask is refused when it arrives. The plain face takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
-    times faster on CPU than broadcasting one inside every layer.
+    times faster on CPU than broadcasting one inside every layer. Without ``stretch`` it is not.
 
     Args:
         num_heads: Attention heads.
@@ -38,12 +38,16 @@ class AttentionMask(nn.Cell):
         self.scale = ops.Mul()
         self.tile = ops.Tile()
         self.masked = Tensor(self.MASKED, ms.float32)
+        self.stretch = True
         self.face = attention_face(compute_dtype)
         if self.face == "fused":
             self.start = custom_op("AttentionStart", lambda mask: ms.int32)
 
     def construct(self, batch: int, length: int, mask_B1SS: Tensor | None) -> Tensor:
-        """Return ``[B, N, S, S]`` fp32, 0 where a key is visible; fused ``[B, S]`` int32; ascend the mask.
+        """Return the mask as the chosen face wants it.
+
+        Plain: ``[B, N, S, S]`` fp32, 0 where a key is visible; fused: ``[B, S]`` int32; Ascend: the mask, or
+        the 2048 x 2048 triangle of its compressed causal mode.
 
         Args:
             batch: Sequences ``B``.
@@ -56,22 +60,19 @@ class AttentionMask(nn.Cell):
             return self.start(mask_B1SS)
         if self.face == "ascend":
             if mask_B1SS is None:
-                return Tensor(np.triu(np.ones((1, 1, length, length), np.uint8), 1))
+                return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
             return mask_B1SS
         if mask_B1SS is None:
             causal = Tensor(np.triu(np.full((1, 1, length, length), self.MASKED, np.float32), 1))
-            return self.tile(causal, (batch, self.num_heads, 1, 1))
+            return self.tile(causal, (batch, self.num_heads, 1, 1)) if self.stretch else causal
         mask = self.scale(self.to_float(mask_B1SS, ms.float32), self.masked)
+        if not self.stretch:
+            return mask
         return self.tile(mask, (1, self.num_heads, 1, 1))
 
 
-class SoftmaxAttention(nn.Cell):
-    """``softmax(q k^T * scale + mask) v`` with the scores in memory.
-
-    The backward pass is written out: with ``P`` the weights and ``O = P v``, the row sums of
-    ``P * dP`` that softmax needs are those of ``O * dO`` (Dao et al. 2022, appendix B.2), which is
-    ``S / D`` times less work; and subtracting them costs nothing where they ride as one more column
-    in the product that gives ``dP``.
+class PlainAttention(nn.Cell):
+    """``softmax(q k^T * scale + mask) v`` with the scores in memory, differentiated by MindSpore.
 
     Args:
         scale: Factor of the scores.
@@ -82,6 +83,7 @@ class SoftmaxAttention(nn.Cell):
         super().__init__()
         self.softmax_dtype = softmax_dtype
         self.scale = Tensor(scale, softmax_dtype)
+        self.cast_scale = ops.Cast()
         self.scale_query = ops.Mul()
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.to_softmax = ops.Cast()
@@ -89,6 +91,31 @@ class SoftmaxAttention(nn.Cell):
         self.softmax = ops.Softmax(-1)
         self.to_value = ops.Cast()
         self.weighted_sum = ops.BatchMatMul()
+
+    def construct(
+        self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BNSS: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, N, S, D of v]`` and the weights, both in v's data type."""
+        q = self.scale_query(q_BNSD, self.cast_scale(self.scale, q_BNSD.dtype))
+        scores = self.to_softmax(self.scores(q, k_BNSD), self.softmax_dtype)
+        weight = self.to_value(self.softmax(self.add_mask(scores, mask_BNSS)), v_BNSD.dtype)
+        return self.weighted_sum(weight, v_BNSD), weight
+
+
+class SoftmaxAttention(PlainAttention):
+    """:class:`PlainAttention` with a faster backward pass, written out.
+
+    With ``P`` the weights and ``O = P v``, the row sums of ``P * dP`` that softmax needs are those of
+    ``O * dO`` (Dao et al. 2022, appendix B.2), which is ``S / D`` times less work; and subtracting them
+    costs nothing where they ride as one more column in the product that gives ``dP``.
+
+    Args:
+        scale: Factor of the scores.
+        softmax_dtype: Data type of scores and softmax; the product with v is in v's.
+    """
+
+    def __init__(self, scale: float, softmax_dtype: ms.Type = ms.float32) -> None:
+        super().__init__(scale, softmax_dtype)
         self.left = ops.BatchMatMul(transpose_a=True)
         self.row_product = ops.Mul()
         self.row_sum = ops.ReduceSum(keep_dims=True)
@@ -96,15 +123,6 @@ class SoftmaxAttention(nn.Cell):
         self.d_weight = ops.BatchMatMul(transpose_b=True)
         self.d_scores = ops.Mul()
         self.d_query = ops.BatchMatMul()
-
-    def construct(
-        self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_BNSS: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the output ``[B, N, S, D of v]`` and the weights, both in v's data type."""
-        q = self.scale_query(q_BNSD, self.to_softmax(self.scale, q_BNSD.dtype))
-        scores = self.to_softmax(self.scores(q, k_BNSD), self.softmax_dtype)
-        weight = self.to_value(self.softmax(self.add_mask(scores, mask_BNSS)), v_BNSD.dtype)
-        return self.weighted_sum(weight, v_BNSD), weight
 
     def bprop(
         self,
@@ -118,7 +136,7 @@ class SoftmaxAttention(nn.Cell):
         """Return the gradients of q, k, v; the mask has none and the weights give none."""
         o, weight = out
         do = dout[0]
-        scale = self.to_softmax(self.scale, q_BNSD.dtype)
+        scale = self.cast_scale(self.scale, q_BNSD.dtype)
         row = self.row_sum(self.row_product(o, do), -1)
         minus_one = ops.zeros_like(row) - ops.ones_like(row)
         d_weight = self.d_weight(self.append((do, row)), self.append((v_BNSD, minus_one)))
@@ -138,12 +156,22 @@ class AscendAttention(nn.Cell):
 
     def __init__(self, num_heads: int, scale: float) -> None:
         super().__init__()
-        self.flash = FlashAttentionScore(num_heads, scale_value=scale, input_layout="BNSD")
+        given = {"scale_value": scale, "input_layout": "BNSD"}
+        self.flash = FlashAttentionScore(num_heads, **given)
+        self.flash_causal = FlashAttentionScore(num_heads, next_tokens=0, sparse_mode=2, **given)
 
     def construct(
         self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSD: Tensor, mask_B1SS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the output ``[B, N, S, D of v]`` and the scores' row sums; the mask has 1 = hidden."""
+        """Return the output ``[B, N, S, D of v]`` and the scores' row sums.
+
+        The mask has 1 = hidden; one of two dimensions is the triangle of causal attention.
+        """
+        if mask_B1SS.ndim == 2:
+            _, row_sum, _, o = self.flash_causal(
+                q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
+            )
+            return o, row_sum
         _, row_sum, _, o = self.flash(
             q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
         )

@@ -6,7 +6,7 @@ from mindspore import Tensor, nn, ops
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import face, target
 
 
 def carried(dtype: ms.Type) -> ms.Type:
@@ -20,7 +20,7 @@ def carried(dtype: ms.Type) -> ms.Type:
     """
     if _fused(dtype):
         return ms.float32
-    if dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
+    if dtype == ms.bfloat16 and target() == "CPU":
         raise BadInputError(
             "compute_dtype bfloat16 on CPU needs the fused operator `matmul` (MindSpore has no "
             "bfloat16 products there), and plain was chosen; see `python -m telechat_moe.ops.select`"

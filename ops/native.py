@@ -72,6 +72,8 @@ def load() -> ctypes.CDLL:
         ctypes.c_int64,
     ]
     library.telechat_infer.restype = ctypes.c_int64
+    library.telechat_tap_begin.restype = library.telechat_tap_end.restype = ctypes.c_int64
+    library.telechat_tap_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64]
     found = importlib.util.find_spec("mindspore")
     if found and found.submodule_search_locations:
         onednn = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"
@@ -105,6 +107,21 @@ def threads() -> int:
 def set_threads(count: int) -> None:
     """Use ``count`` threads from now on; results do not change."""
     load().telechat_set_threads(count)
+
+
+def copy_memory(
+    to: np.ndarray, start: np.ndarray, nbytes: np.ndarray, *, all_threads: bool
+) -> None:
+    """Copy many pieces of memory at once, past the caches: what is copied is not read soon.
+
+    Args:
+        to: Addresses, uint64.
+        start: Addresses of what is copied, uint64; no piece overlaps another.
+        nbytes: Bytes of each, int64.
+        all_threads: Share the work; else this thread does it.
+    """
+    pointers = (ctypes.c_void_p(x.ctypes.data) for x in (to, start, nbytes))
+    load().telechat_copy(ctypes.c_int64(len(to)), *pointers, ctypes.c_bool(all_threads))
 
 
 def dtype_name(array: np.ndarray) -> str:

@@ -20,13 +20,21 @@ class RMSNorm(nn.Cell):
     Args:
         width: Size of the last dimension.
         eps: Added to the mean square.
-        compute_dtype: Data type of the arithmetic; the result has the input's.
+        compute_dtype: Data type of the arithmetic.
+        out_dtype: Data type of the result; None = the input's.
 
     Source: Zhang and Sennrich 2019, equation 4.
     """
 
-    def __init__(self, width: int, eps: float, compute_dtype: ms.Type = ms.float32) -> None:
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        compute_dtype: ms.Type = ms.float32,
+        out_dtype: ms.Type | None = None,
+    ) -> None:
         super().__init__()
+        self.out_dtype = out_dtype
         self.weight = Parameter(initializer(One(), (width,), ms.float32), name="weight")
         self.face = face("rms_norm")
         if self.face == "fused" and compute_dtype != ms.float32:
@@ -38,25 +46,28 @@ class RMSNorm(nn.Cell):
         self.eps = Tensor(eps, compute_dtype)
         self.compute_dtype = compute_dtype
         self.to_compute = ops.Cast()
+        self.weight_to_compute = ops.Cast()
         self.square = ops.Square()
         self.mean = ops.ReduceMean(keep_dims=True)
         self.add_eps = ops.Add()
         self.rsqrt = ops.Rsqrt()
         self.normalize = ops.Mul()
         self.scale = ops.Mul()
-        self.to_input = ops.Cast()
+        self.to_out = ops.Cast()
 
     def construct(self, x_TH: Tensor) -> Tensor:
         """Normalise the last dimension of ``x_TH`` (any leading dimensions)."""
         x = self.to_compute(x_TH, self.compute_dtype)
+        dtype = x_TH.dtype if self.out_dtype is None else self.out_dtype
         if self.face == "fused":
-            return self.to_input(self.fused(x, self.weight), x_TH.dtype)
+            return self.to_out(self.fused(x, self.weight), dtype)
         if self.face == "ascend":
-            weight_H = self.to_compute(self.weight, self.compute_dtype)
-            return self.to_input(self.rms_norm(x, weight_H)[0], x_TH.dtype)
+            weight_H = self.weight_to_compute(self.weight, self.compute_dtype)
+            return self.to_out(self.rms_norm(x, weight_H)[0], dtype)
         inverse = self.rsqrt(self.add_eps(self.mean(self.square(x), -1), self.eps))
-        y = self.scale(self.normalize(x, inverse), self.to_compute(self.weight, self.compute_dtype))
-        return self.to_input(y, x_TH.dtype)
+        weight_H = self.weight_to_compute(self.weight, self.compute_dtype)
+        y = self.scale(self.normalize(x, inverse), weight_H)
+        return self.to_out(y, dtype)
 
 
 def rms_norm_program(width: int, eps: float) -> dvm.Program:

@@ -27,9 +27,8 @@ from telechat_moe.ops.custom import custom_op
 class _ExpertRank(nn.Cell):
     """Number the pairs of each expert in the order given (a stable counting sort)."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_experts = num_experts
         self.one_hot = ops.OneHot()
         self.on = Tensor(1, ms.int32)
         self.off = Tensor(0, ms.int32)
@@ -39,9 +38,9 @@ class _ExpertRank(nn.Cell):
         self.sub_one = ops.Sub()
         self.count = ops.ReduceSum()
 
-    def construct(self, expert_N: Tensor) -> tuple[Tensor, Tensor]:
+    def construct(self, expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """Return ``(rank_N, load_E)`` int32."""
-        member_NE = self.one_hot(expert_N, self.num_experts, self.on, self.off)
+        member_NE = self.one_hot(expert_N, num_experts, self.on, self.off)
         rank_N = self.sub_one(self.pick(self.own(member_NE, self.cumsum(member_NE, 0)), 1), self.on)
         return rank_N, self.count(member_NE, 0)
 
@@ -57,7 +56,7 @@ class BlockPlan(nn.Cell):
         super().__init__()
         self.num_experts = num_experts
         self.reshape = ops.Reshape()
-        self.rank = _ExpertRank(num_experts)
+        self.rank = _ExpertRank()
         self.add = ops.Add()
         self.sub = ops.Sub()
         self.mul = ops.Mul()
@@ -81,7 +80,7 @@ class BlockPlan(nn.Cell):
             rows: Rows ``R`` of a block; fewer pad less, more multiply faster.
         """
         expert_N = self.reshape(index_TK, (-1,))
-        rank_N, load_E = self.rank(expert_N)
+        rank_N, load_E = self.rank(expert_N, self.num_experts)
         block_rows = Tensor(rows, ms.int32)
         block_E = self.blocks(self.add(load_E, block_rows - 1), block_rows)
         end_E = self.cumsum(block_E, 0)
@@ -107,7 +106,7 @@ class CapacityPlan(nn.Cell):
         self.num_experts = num_experts
         self.by_weight = policy == "probs"
         self.reshape = ops.Reshape()
-        self.rank = _ExpertRank(num_experts)
+        self.rank = _ExpertRank()
         self.sort = ops.Sort(descending=True)
         self.reorder = ops.Gather()
         self.restore = ops.ScatterNd()
@@ -117,20 +116,21 @@ class CapacityPlan(nn.Cell):
         self.select = ops.Select()
 
     def construct(
-        self, index_TK: Tensor, weight_TK: Tensor, capacity: int
+        self, index_TK: Tensor, weight_TK: Tensor, capacity: int, num_experts: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return ``(row_N, kept_N)``: row ``E * C`` and False for a dropped pair."""
+        experts = self.num_experts if num_experts is None else num_experts
         expert_N = self.reshape(index_TK, (-1,))
         pairs = expert_N.shape[0]
         if self.by_weight:
             _, order_N = self.sort(ops.stop_gradient(self.reshape(weight_TK, (-1,))))
-            sorted_rank_N, _ = self.rank(self.reorder(expert_N, order_N, 0))
+            sorted_rank_N, _ = self.rank(self.reorder(expert_N, order_N, 0), experts)
             rank_N = self.restore(self.reshape(order_N, (-1, 1)), sorted_rank_N, (pairs,))
         else:
-            rank_N, _ = self.rank(expert_N)
+            rank_N, _ = self.rank(expert_N, experts)
         kept_N = self.fits(rank_N, Tensor(capacity, ms.int32))
         row_N = self.add(self.mul(expert_N, Tensor(capacity, ms.int32)), rank_N)
-        spare_N = ops.zeros_like(row_N) + Tensor(self.num_experts * capacity, ms.int32)
+        spare_N = ops.zeros_like(row_N) + Tensor(experts * capacity, ms.int32)
         return self.select(kept_N, row_N, spare_N), kept_N
 
 
@@ -160,14 +160,20 @@ class _CopyToRows(nn.Cell):
 
 
 class Permute(nn.Cell):
-    """Copy each token to the rows of its pairs. Rows that no pair takes hold token 0."""
+    """Copy each token to the rows of its pairs. Rows that no pair takes hold token 0.
 
-    def __init__(self) -> None:
+    Args:
+        differentiable: Leave the backward pass to MindSpore instead of writing it out (inside Morph).
+    """
+
+    def __init__(self, differentiable: bool = False) -> None:
         super().__init__()
         self.to_int = ops.Cast()
         self.keep = ops.Mul()
         self.reshape = ops.Reshape()
         self.token_of_row = ops.ScatterNd()
+        self.differentiable = differentiable
+        self.gather = ops.Gather()
         self.copy = _CopyToRows()
 
     def construct(
@@ -180,6 +186,8 @@ class Permute(nn.Cell):
         if kept_N is not None:  # dropped pairs share a row, and ScatterNd adds up
             token_N = self.keep(token_N, self.to_int(kept_N, ms.int32))
         token_P = self.token_of_row(self.reshape(row_N, (-1, 1)), token_N, (rows,))
+        if self.differentiable:
+            return self.gather(x_TH, token_P, 0)
         return self.copy(x_TH, token_P, row_N)
 
 

@@ -126,6 +126,12 @@ def _automatic(operator: str, faces: Mapping[str, str], target: str) -> Choice:
     return Choice(operator, "fused", f"target CPU ({native.isa()}, {native.gemm_backend()})")
 
 
+def target() -> str:
+    """Return the target for which cells are built now: ``CPU`` or ``Ascend``."""
+    selection = _selection.get()
+    return selection.target if selection is not None else "CPU"
+
+
 def face(operator: str) -> str:
     """Return the face that serves ``operator`` now."""
     return choose(operator).face

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 from telechat_moe.ops import native
-from telechat_moe.ops.bench import blocks, vector
+from telechat_moe.ops.bench import blocks, decoder, vector
 from telechat_moe.ops.bench.report import targets
 from telechat_moe.ops.bench.timing import Case
 
 GROUPS = {
     "vector": vector.cases,
-    "dynamic": vector.dynamic_cases,
+    "dynamic": lambda *how: [*vector.dynamic_cases(*how), *decoder.cases(*how)],
     "gmm": blocks.grouped_matmul,
     "moe": blocks.moe,
     "attention": blocks.attention,

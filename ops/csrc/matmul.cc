@@ -11,6 +11,7 @@ namespace {
 using namespace telechat;
 
 constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
+constexpr int64_t kWorth = 1 << 20;  // multiplications that are worth a task
 constexpr int64_t kFar = 1024;  // values between rows from which on a strip of columns is copied together
 constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2, kSlotStrip = 3;
 
@@ -30,6 +31,18 @@ struct Blocks {
     body(r, c, std::min(rows, m - r), std::min(columns, n - c));
   }
 };
+
+// Rows of a task of [m, depth] x [depth, n]: fewer where the whole is small, so that there is work for other threads;
+// below 128 rows oneDNN loses more than a few threads gain.
+int64_t product_rows(int64_t m, int64_t n, int64_t depth) {
+  int64_t rows = kRows;
+  const auto few = [&] {
+    const int64_t tasks = Blocks(m, n, rows).count();
+    return (rows > 128 && tasks < 8) || (rows > 32 && tasks < 2);
+  };
+  while (few() && rows / 2 * std::min(n, kColumns) * depth >= kWorth) rows /= 2;
+  return rows;
+}
 
 // The rows of dw are few and its sum is long: smaller blocks, so that there are enough of them.
 int64_t weight_rows(int64_t outputs) { return outputs >= 2048 ? 256 : outputs >= 512 ? 128 : 64; }
@@ -66,7 +79,7 @@ void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, floa
   const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
   const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
   const Operand Dy = operand(dy.as<const float>("dy"), T, O, bf16, kSlotDy);
-  const Blocks of_x(T, I, kRows), of_w(O, I, weight_rows(O));
+  const Blocks of_x(T, I, product_rows(T, I, O)), of_w(O, I, weight_rows(O));
   const int64_t width = I, depth = O, tokens = T;
   parallel_for(of_x.count() + of_w.count(), [&](int64_t task) {
     if (task < of_w.count()) {
@@ -93,7 +106,7 @@ TELECHAT_RUN(Matmul) {
   const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
   const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
   float* y = call[2].as<float>("y");
-  const Blocks blocks(T, O, kRows);
+  const Blocks blocks(T, O, product_rows(T, O, I));
   const int64_t depth = I, width = O;
   parallel_for(blocks.count(), [&](int64_t task) {
     blocks.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {

@@ -18,6 +18,28 @@ from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
 Shape = Sequence[int | str]
 Operand = "Value | float | int"
 
+_new = tuple.__new__  # of a named tuple in a third of the time
+_KIND = {dtype: ir.value_type(dtype) for dtype in ir.DTYPES}
+_NUMBERS = ("float32", "int32")
+_TYPES = {  # what an operation takes, if it is not numbers (binary) or float32 (unary)
+    "logical_not": ("bool",),
+    "logical_and": ("bool",),
+    "logical_or": ("bool",),
+    "div": ("float32",),
+    "pow": ("float32",),
+    "neg": _NUMBERS,
+    "abs": _NUMBERS,
+}
+# operation -> code, types it takes, type of its result if not theirs
+_UNARY = {
+    name: (op, _TYPES.get(name, ("float32",)), "bool" if name == "isfinite" else "")
+    for name, op in ir.UNARY.items()
+}
+_BINARY = {
+    name: (op, _TYPES.get(name, _NUMBERS), "bool" if op in ir.COMPARE else "")
+    for name, op in ir.BINARY.items()
+}
+
 
 class Value:
     """A node of a program being built; supports arithmetic and comparison operators."""
@@ -28,46 +50,46 @@ class Value:
         self.builder, self.index, self.dtype, self.dims = builder, index, dtype, dims
 
     def __add__(self, other: Any) -> Value:
-        return self.builder.add(self, other)
+        return self.builder._binary("add", self, other)
 
     def __radd__(self, other: Any) -> Value:
-        return self.builder.add(other, self)
+        return self.builder._binary("add", other, self)
 
     def __sub__(self, other: Any) -> Value:
-        return self.builder.sub(self, other)
+        return self.builder._binary("sub", self, other)
 
     def __rsub__(self, other: Any) -> Value:
-        return self.builder.sub(other, self)
+        return self.builder._binary("sub", other, self)
 
     def __mul__(self, other: Any) -> Value:
-        return self.builder.mul(self, other)
+        return self.builder._binary("mul", self, other)
 
     def __rmul__(self, other: Any) -> Value:
-        return self.builder.mul(other, self)
+        return self.builder._binary("mul", other, self)
 
     def __truediv__(self, other: Any) -> Value:
-        return self.builder.div(self, other)
+        return self.builder._binary("div", self, other)
 
     def __rtruediv__(self, other: Any) -> Value:
-        return self.builder.div(other, self)
+        return self.builder._binary("div", other, self)
 
     def __pow__(self, other: Any) -> Value:
-        return self.builder.pow(self, other)
+        return self.builder._binary("pow", self, other)
 
     def __neg__(self) -> Value:
-        return self.builder.neg(self)
+        return self.builder._unary("neg", self)
 
     def __lt__(self, other: Any) -> Value:
-        return self.builder.less(self, other)
+        return self.builder._binary("less", self, other)
 
     def __le__(self, other: Any) -> Value:
-        return self.builder.less_equal(self, other)
+        return self.builder._binary("less_equal", self, other)
 
     def __gt__(self, other: Any) -> Value:
-        return self.builder.greater(self, other)
+        return self.builder._binary("greater", self, other)
 
     def __ge__(self, other: Any) -> Value:
-        return self.builder.greater_equal(self, other)
+        return self.builder._binary("greater_equal", self, other)
 
     def __bool__(self) -> bool:
         raise ProgramError("a value of a program has no truth while it is built; use k.select")
@@ -218,38 +240,33 @@ class Builder:
         return Program(self.nodes, self.inputs, self.outputs, list(self.symbols), self.file)
 
     def _unary(self, name: str, x: Value) -> Value:
-        line, op = _line(), ir.UNARY[name]
-        kind = ir.value_type(x.dtype)
-        wanted = ("bool",) if name == "logical_not" else ("float32",)
-        if name in ("neg", "abs"):
-            wanted = ("float32", "int32")
+        line = _line()
+        op, wanted, result = _UNARY[name]
+        kind = _KIND[x.dtype]
         if kind not in wanted:
             self._refuse(name, line, x.dtype, " or ".join(wanted))
-        dtype = "bool" if name == "isfinite" else kind
-        return self._node(op, dtype, (x.index,), x.dims, (), line)
+        return self._node(op, result or kind, (x.index,), x.dims, (), line)
 
     def _binary(self, name: str, x: Any, y: Any) -> Value:
-        line, op = _line(), ir.BINARY[name]
+        line = _line()
+        op, wanted, result = _BINARY[name]
         if not isinstance(x, Value):
-            x = self._value(x, ir.value_type(y.dtype))
+            x = self._value(x, _KIND[y.dtype])
         elif not isinstance(y, Value):
-            y = self._value(y, ir.value_type(x.dtype))
-        kind, other = ir.value_type(x.dtype), ir.value_type(y.dtype)
-        if kind != other:
+            y = self._value(y, _KIND[x.dtype])
+        kind = _KIND[x.dtype]
+        if kind != _KIND[y.dtype]:
             self._refuse(name, line, f"{x.dtype} and {y.dtype}", "one type; cast one")
-        wanted = ("float32", "int32")
-        if name in ("logical_and", "logical_or"):
-            wanted = ("bool",)
-        elif name in ("div", "pow"):
-            wanted = ("float32",)
         if kind not in wanted:
             self._refuse(name, line, x.dtype, " or ".join(wanted))
         dims = x.dims
         if dims != y.dims:
-            dims = self._joint(name, line, x.dims, y.dims)
-            x, y = self._spread(x, dims, line), self._spread(y, dims, line)
-        dtype = "bool" if op in ir.COMPARE else kind
-        return self._node(op, dtype, (x.index, y.index), dims, (), line)
+            dims = self._joint(name, line, dims, y.dims)
+            if x.dims != dims:
+                x = self._spread(x, dims, line)
+            if y.dims != dims:
+                y = self._spread(y, dims, line)
+        return self._node(op, result or kind, (x.index, y.index), dims, (), line)
 
     def _reduce(self, name: str, x: Value, dims: Any, keepdims: bool) -> Value:
         line = _line()
@@ -281,7 +298,7 @@ class Builder:
         line: int,
     ) -> Value:
         nodes = self.nodes
-        nodes.append(Node(op, dtype, args, dims, attrs, line))
+        nodes.append(_new(Node, (op, dtype, args, dims, attrs, line)))
         return Value(self, len(nodes) - 1, dtype, dims)
 
     def _value(self, x: Any, dtype: str) -> Value:
@@ -293,7 +310,9 @@ class Builder:
         return self._node(ir.BROADCAST, ir.value_type(x.dtype), (x.index,), dims, (), line)
 
     def _joint(self, name: str, line: int, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-        rank = max(len(s) for s in shapes)
+        if len(shapes) == 2 and not all(shapes):  # a single number stretches to anything
+            return shapes[0] or shapes[1]
+        rank = max(map(len, shapes))
         dims = [1] * rank
         for shape in shapes:
             for i, d in enumerate(shape, rank - len(shape)):

@@ -136,8 +136,9 @@ class Program:
         """Return the flat form."""
         if self._ints is None:
             flat = [MAGIC, self.inputs, self.outputs, len(self.symbols), len(self.nodes)]
+            code = DTYPE_CODE
             for op, dtype, args, dims, attrs, line in self.nodes:
-                flat += (op, DTYPE_CODE[dtype], len(args), *args, len(dims), *dims)
+                flat += (op, code[dtype], len(args), *args, len(dims), *dims)
                 flat += (len(attrs), *attrs, line)
             self._ints = flat
         return self._ints

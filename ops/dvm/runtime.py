@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,15 +53,16 @@ class Compiled:
         self.program = program
         self._library = _library()
         flat = program.to_ints()
-        words = (ctypes.c_int64 * len(flat))(*flat)
-        self._handle = self._library.dvm_create(words, len(flat))
+        words = array("q", flat)  # ctypes' own arrays take five times as long
+        self._handle = self._library.dvm_create(words.buffer_info()[0], len(flat))
         if not self._handle:
             raise ProgramError(f"{program.file}: {native.last_error()}")
-        self._types = [program.load_of(i).dtype for i in range(program.inputs)]
-        self._ranks = [len(program.load_of(i).dims) for i in range(program.inputs)]
-        stores = [program.store_of(i) for i in range(program.outputs)]
-        self._out_types = [n.dtype for n in stores]
-        self._out_ranks = [len(n.dims) for n in stores]
+        loads = sorted((n.attrs[0], n) for n in program.nodes if n.op == ir.LOAD)
+        stores = sorted((n.attrs[0], n) for n in program.nodes if n.op == ir.STORE)
+        self._types = [n.dtype for _, n in loads]
+        self._ranks = [len(n.dims) for _, n in loads]
+        self._out_types = [n.dtype for _, n in stores]
+        self._out_ranks = [len(n.dims) for _, n in stores]
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
@@ -141,6 +143,17 @@ class Compiled:
         text = ctypes.create_string_buffer(_ROOM)
         self._library.dvm_explain(self._handle, text, _ROOM)
         return json.loads(text.value.decode())
+
+    def encode(self, shapes: Sequence[Sequence[int]]) -> None:
+        """Have the bytecode for these input shapes ready.
+
+        Raises:
+            ProgramError: The shapes do not fit.
+        """
+        flat = [d for shape in shapes for d in shape]
+        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
+        if self._library.dvm_encode(self._handle, given):
+            raise ProgramError(f"{self.program.file}: {native.last_error()}")
 
     def encode_nanoseconds(self, shapes: Sequence[Sequence[int]], repeats: int) -> np.ndarray:
         """Return the time of each of ``repeats`` encodings for a new shape."""

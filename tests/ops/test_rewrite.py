@@ -48,7 +48,7 @@ def test_the_fused_model_is_the_plain_one():
     assert {r.cell for r in fused.values()} == {"RMSNorm", "SwiGLU", "AddRMSNorm"}
     assert "layers.0.attention.q_norm" in fused
     text = rewrite.explain(regions)
-    assert "fused layers.1.moe.experts.act (SwiGLU): 3 operations in 1 stage" in text
+    assert "fused layers.1.moe.experts.products.act (SwiGLU): 3 operations in 1 stage" in text
     assert "kept Linear: MatMul is no operation of the machine" in text
 
 

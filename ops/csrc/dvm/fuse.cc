@@ -5,16 +5,30 @@
 namespace telechat::dvm {
 namespace {
 
-Dims padded(const Dims& dims, size_t rank) {
-  Dims all(rank - dims.size(), 1);
-  all.insert(all.end(), dims.begin(), dims.end());
-  return all;
-}
+// Dimensions with ones in front, up to a rank.
+class Padded {
+ public:
+  Padded(const Dims& dims, size_t rank) : dims_(dims), rank_(rank), ones_(rank - dims.size()) {
+    check(dims.size() <= rank, "a value has more dimensions than its stage");
+  }
+  size_t size() const { return rank_; }
+  int64_t operator[](size_t i) const { return i < ones_ ? 1 : dims_[i - ones_]; }
+  bool operator==(const Dims& other) const {
+    for (size_t i = 0; i < rank_; i++) {
+      if ((*this)[i] != other[i]) return false;
+    }
+    return true;
+  }
+
+ private:
+  const Dims& dims_;
+  const size_t rank_, ones_;
+};
 
 // Every dimension of `small` is that of `large`, or 1.
 bool fits(const Dims& small, const Dims& large) {
   if (small.size() > large.size()) return false;
-  const Dims p = padded(small, large.size());
+  const Padded p(small, large.size());
   for (size_t i = 0; i < p.size(); i++) {
     if (p[i] != large[i] && p[i] != 1) return false;
   }
@@ -24,7 +38,8 @@ bool fits(const Dims& small, const Dims& large) {
 // Where the rows of a value that is not full end: [1, 1, x] or [x, x, 1] in a domain [x, x, x]; -1 where it is full or
 // single, -2 where ones and others mix.
 int boundary(const Dims& dims, const Dims& domain) {
-  const Dims p = padded(dims, domain.size());
+  if (dims == domain) return -1;
+  const Padded p(dims, domain.size());
   int changes = 0, at = -1, last = -1;
   for (size_t i = 0; i < p.size(); i++) {
     if (domain[i] == 1) continue;
@@ -137,6 +152,8 @@ class Fuser {
     const Node& n = g_.nodes[i];
     const Dims& dims = is_reduce(n.op) ? g_.nodes[n.args[0]].dims : n.op == Store ? stored_dims(n, index) : n.dims;
     if (s.nodes.empty()) s.domain = dims;
+    const int split = s.split;
+    bool grown = false;
     if (!fits(dims, s.domain)) {
       if (s.frozen || !fits(s.domain, dims)) {
         *why = "its extents are not those of the stage";
@@ -144,6 +161,7 @@ class Fuser {
       }
       if (s.split >= 0) s.split += static_cast<int>(dims.size() - s.domain.size());
       s.domain = dims;
+      grown = true;
     }
     if (is_reduce(n.op) && !join_reduce(s, n, why)) return false;
     if (n.op == GatherLoad && !join_gather(s, n, why)) return false;
@@ -162,6 +180,7 @@ class Fuser {
         return false;
       }
     }
+    if (!grown && s.split == split) return true;  // what is there lies as it did
     for (int other : s.nodes) {
       const Node& o = g_.nodes[other];
       if (!lies(s, o.op == Store ? stored_dims(o, index) : o.dims, why)) return false;
@@ -190,12 +209,11 @@ class Fuser {
 
   bool join_reduce(Stage& s, const Node& n, const char** why) {
     const Dims& from = g_.nodes[n.args[0]].dims;
-    if (padded(from, s.domain.size()) != s.domain) {
+    if (!(Padded(from, s.domain.size()) == s.domain)) {
       *why = "it reduces a part of the stage";
       return false;
     }
-    const Dims to = padded(n.dims, s.domain.size());
-    int at = boundary(to, s.domain);
+    int at = boundary(n.dims, s.domain);
     if (at == -2) {
       *why = "only leading or trailing dimensions can be reduced; reshape first";
       return false;
@@ -216,7 +234,7 @@ class Fuser {
     const int from = source(g_, n.args[0]);
     if (g_.nodes[from].op != Load) refuse(n, "the index is computed, expected a load");
     const int pad = static_cast<int>(s.domain.size() - n.dims.size());
-    if (padded(n.dims, s.domain.size()) != s.domain || !set_split(s, pad + static_cast<int>(index.size()))) {
+    if (!(Padded(n.dims, s.domain.size()) == s.domain) || !set_split(s, pad + static_cast<int>(index.size()))) {
       *why = "rows of a table do not lie in the rows of the stage";
       return false;
     }
@@ -240,7 +258,7 @@ int source(const Graph& g, int node, bool* reshaped) {
 }
 
 bool kind_of(const Dims& dims, const Stage& s, Kind* kind) {
-  const Dims p = padded(dims, s.domain.size());
+  const Padded p(dims, s.domain.size());
   const int split = s.split < 0 ? static_cast<int>(s.domain.size()) : s.split;
   bool rows_full = true, rows_one = true, columns_full = true, columns_one = true;
   for (int i = 0; i < static_cast<int>(p.size()); i++) {

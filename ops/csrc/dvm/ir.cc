@@ -18,6 +18,8 @@ const char* type_name(int type) {
 
 int value_type(int type) { return type == kF16 || type == kBf16 ? static_cast<int>(kF32) : type; }
 
+static const char kUnknown[] = "unknown";
+
 const char* op_name(int op) {
   switch (op) {
 #define X(name, code, text) \
@@ -25,7 +27,7 @@ const char* op_name(int op) {
     TELECHAT_DVM_UNARY(X) TELECHAT_DVM_BINARY(X) TELECHAT_DVM_OTHER(X)
 #undef X
   }
-  return "unknown";
+  return kUnknown;
 }
 
 void refuse(const Node& node, const char* format, ...) {
@@ -137,11 +139,14 @@ Graph parse(const int64_t* words, int64_t count) {
     Node n;
     n.op = static_cast<int>(in.next());
     n.dtype = static_cast<int>(in.next());
-    for (int64_t k = in.count(3, "arguments"); k > 0; k--) n.args.push_back(static_cast<int>(in.next()));
-    for (int64_t k = in.count(kMaxRank, "dimensions"); k > 0; k--) n.dims.push_back(in.next());
-    for (int64_t k = in.count(8, "attributes"); k > 0; k--) n.attrs.push_back(in.next());
+    n.args.resize(in.count(3, "arguments"));
+    for (int& x : n.args) x = static_cast<int>(in.next());
+    n.dims.resize(in.count(kMaxRank, "dimensions"));
+    for (int64_t& x : n.dims) x = in.next();
+    n.attrs.resize(in.count(8, "attributes"));
+    for (int64_t& x : n.attrs) x = in.next();
     n.line = in.next();
-    if (std::string(op_name(n.op)) == "unknown") refuse(n, "operation %d", n.op);
+    if (op_name(n.op) == kUnknown) refuse(n, "operation %d", n.op);
     if (n.dtype < 0 || n.dtype > kBool) refuse(n, "data type %d", n.dtype);
     for (int64_t d : n.dims) {
       if (d < -g.symbols) refuse(n, "unbound symbol %ld", long(-1 - d));

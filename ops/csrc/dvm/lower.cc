@@ -15,8 +15,13 @@ class Lowering {
     out_.domain = stage_.domain;
     out_.split = stage_.split;
     out_.by_rows = by_rows;
+    uses_.assign(g.nodes.size(), 0);
+    user_.assign(g.nodes.size(), -1);
     for (int n : stage_.nodes) {
-      for (int arg : g.nodes[n].args) uses_[source(g, arg)]++;
+      for (int arg : g.nodes[n].args) {
+        uses_[source(g, arg)]++;
+        user_[arg] = n;
+      }
     }
   }
 
@@ -82,23 +87,14 @@ class Lowering {
   // Its only user takes it up into its own instruction.
   bool absorbed(int n) const {
     if (f_.kept[n] || !inside(n)) return false;
-    const auto used = uses_.find(n);
-    if (used == uses_.end() || used->second != 1) return false;
-    for (int user : stage_.nodes) {
-      for (int arg : g_.nodes[user].args) {
-        if (arg == n) return takes(user) == n;
-      }
-    }
-    return false;
+    return uses_[n] == 1 && user_[n] >= 0 && takes(user_[n]) == n;
   }
 
   // The argument that the instruction of `user` computes on the way, or -1.
   int takes(int user) const {
     const Node& u = g_.nodes[user];
     const auto single = [&](int arg, int op) {
-      const auto used = uses_.find(arg);
-      return inside(arg) && g_.nodes[arg].op == op && g_.nodes[arg].dtype == kF32 && used != uses_.end() && used->second == 1 &&
-             !f_.kept[arg];
+      return inside(arg) && g_.nodes[arg].op == op && g_.nodes[arg].dtype == kF32 && uses_[arg] == 1 && !f_.kept[arg];
     };
     if (u.op == Sum && single(u.args[0], Mul)) return u.args[0];
     if (u.op == Exp && single(u.args[0], Sub)) return u.args[0];
@@ -363,7 +359,7 @@ class Lowering {
   void allocate() {
     for (const auto& [from, to] : bound_) out_.registers[from] = out_.registers[to];
     bound_.clear();
-    std::map<int, int> last;
+    std::vector<int> last(out_.registers.size(), -1);
     for (int i = 0; i < static_cast<int>(body_->size()); i++) {
       for (int r : {(*body_)[i].a, (*body_)[i].b, (*body_)[i].c}) last[r] = i;
     }
@@ -374,11 +370,10 @@ class Lowering {
       const bool in_place = code.id < kSum && code.id != kSelect;
       const auto release = [&](int r) {
         const Binding& b = out_.registers[r];
-        const auto end = last.find(r);
-        if (b.place != Place::arena || b.index < 0 || end == last.end() || end->second != i) return;
+        if (b.place != Place::arena || b.index < 0 || last[r] != i) return;
         if (b.kind == Kind::full) free_full.push_back(b.index);
         if (b.kind == Kind::column && out_.by_rows) free_column.push_back(b.index);
-        last.erase(end);
+        last[r] = -1;
       };
       if (in_place) {
         if (code.kinds[1] == code.kinds[0]) release(code.a);
@@ -405,7 +400,7 @@ class Lowering {
   const int index_;
   const std::vector<int>& workspace_of_;
   LoweredStage out_;
-  std::map<int, int> uses_;
+  std::vector<int> uses_, user_;  // of each node in this stage: how often, and by whom
   std::vector<int> level_;
   int passes_ = 1;
   std::vector<Code>* body_ = nullptr;

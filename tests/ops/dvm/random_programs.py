@@ -1,5 +1,7 @@
 """Random programs and inputs for them, and how far the machine may be from the oracle."""
 
+import math
+
 import numpy as np
 
 import telechat_moe.ops.dvm as dvm
@@ -100,6 +102,14 @@ def _reduction(k, rng, x):
         y, size = y * 1e-3, x.size * 100
         return Bounded(y, size) if size < 1e6 else None
     return None if rng.random() < 0.5 else Bounded(y, x.size)
+
+
+def largest(program, arrays):
+    """Return how many elements the largest value has."""
+    extents = {}
+    for i, array in enumerate(arrays):
+        extents.update(zip(program.load_of(i).dims, array.shape, strict=True))
+    return max(math.prod(extents.get(d, d) for d in node.dims) for node in program.nodes)
 
 
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}

@@ -11,9 +11,10 @@ import telechat_moe.ops.dvm as dvm
 from telechat_moe.ops import native
 
 sys.path.insert(0, str(Path(__file__).parent))
-from random_programs import random_program, worst
+from random_programs import largest, random_program, worst
 
 CI, LONG = 2_000, 1_000_000
+MOST = 100_000_000
 
 
 def check(seed):
@@ -50,4 +51,6 @@ def test_many_random_programs():
     """A million, or TELECHAT_FUZZ programs; about 400 a second on one core."""
     count = int(os.environ.get("TELECHAT_FUZZ", LONG))
     for seed in range(CI, CI + count):
-        check(seed)
+        program, arrays = random_program(np.random.default_rng(seed))
+        if largest(program, arrays) < MOST:  # one in some thousands needs 36 GB in the oracle
+            check(seed)
