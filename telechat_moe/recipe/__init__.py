@@ -3,7 +3,7 @@
 Nothing here imports mindspore.
 """
 
-from telechat_moe.recipe.load import find, load, loads, schema_file, shipped_names
+from telechat_moe.recipe.load import find, load, loads, schema_file, sections, shipped_names
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema_model import ModelConfig
@@ -21,5 +21,6 @@ __all__ = [
     "load",
     "loads",
     "schema_file",
+    "sections",
     "shipped_names",
 ]

@@ -125,7 +125,7 @@ def parameters(c: ModelConfig) -> Parameters:
 class Flops:
     """FLOPs per token, in the convention of this module."""
 
-    products: int
+    products: float
     """Forward pass: products with weights."""
 
     attention: float

@@ -97,6 +97,18 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> 
     return _Loader(Path(name)).parse(text, overrides, None)
 
 
+def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> dict[str, Any]:
+    """Return what YAML text says with overrides put in, its meaning unchecked; see `load`.
+
+    For programs with rules of their own, such as MindFormers.
+    """
+    loader = _Loader(Path(name))
+    plain = loader.tree(text, overrides).plain()
+    if loader.problems:
+        raise RecipeError(list(loader.problems.values()))
+    return plain
+
+
 class _Loader:
     """Loads one file and collects its problems."""
 
@@ -128,6 +140,9 @@ class _Loader:
         raise RecipeError(list(self.problems.values()))
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
+        return self._resolve(self.tree(text, overrides), devices)
+
+    def tree(self, text: str, overrides: Sequence[str]) -> Node:
         def in_file(line: int, key: str, found: str, expected: str) -> None:
             self.report(self.file, line, key, found, expected)
 
@@ -139,7 +154,7 @@ class _Loader:
             raise RecipeError(list(self.problems.values()))
         for override in overrides:
             self._override(root, override)
-        return self._resolve(root, devices)
+        return root
 
     def _resolve(self, root: Node, devices: int | None) -> Recipe:
         model_class = _complete_model(root)

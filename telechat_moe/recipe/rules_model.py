@@ -51,13 +51,17 @@ def top_k(m: AnyModel) -> Iterator[Broken]:
 
 
 def rotary(m: AnyModel) -> Iterator[Broken]:
-    """Rotary pairs need an even width; MindFormers' MLA refuses `rotary_interleaved`."""
+    """Rotary pairs need an even width; MindFormers' MLA refuses `rotary_interleaved`, and scales scores as for YaRN."""
     if m.qk_rope_head_dim is not None and m.qk_rope_head_dim % 2:
         yield AT + "qk_rope_head_dim", str(m.qk_rope_head_dim), "an even number"
     if m.multi_latent_attention and m.rotary_interleaved:
         yield AT + "rotary_interleaved", "True with MLA", "False: MLA rotates neighbours anyway"
     if m.multi_latent_attention and m.apply_rope_fusion:
         yield AT + "apply_rope_fusion", "True with MLA", "False: MindFormers refuses it with MLA"
+    rope = m.multi_latent_attention and m.position_embedding_type == "rope"
+    if rope and m.rotary_scaling_factor is None:
+        found = "left out; MindFormers takes 40 and multiplies attention scores by 1.59"
+        yield AT + "rotary_scaling_factor", found, "1.0 with position_embedding_type rope"
 
 
 def dense_layers(m: AnyModel) -> Iterator[Broken]:

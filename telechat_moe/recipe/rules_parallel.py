@@ -62,7 +62,7 @@ def parallel_mode(r: Recipe) -> Iterator[Broken]:
 
 
 def cpu(r: Recipe) -> Iterator[Broken]:
-    """MindSpore on CPU: no device queue, bfloat16 only in fused products, data parallelism only."""
+    """MindSpore on CPU: no device queue, bfloat16 only in fused products."""
     if r.context.device_target != "CPU":
         return
     if r.runner_config.sink_mode and r.run_mode in TRAINING:
@@ -82,11 +82,6 @@ def cpu(r: Recipe) -> Iterator[Broken]:
                     found,
                     "float32: MindSpore has no bfloat16 products there",
                 )
-    p = r.parallel_config
-    for key in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel"):
-        if getattr(p, key) > 1:
-            found = f"{getattr(p, key)} on CPU"
-            yield f"parallel_config.{key}", found, "1: CPU trains with data parallelism only"
 
 
 def tensor_parallel(r: Recipe) -> Iterator[Broken]:
@@ -142,6 +137,86 @@ def expert_parallel(r: Recipe) -> Iterator[Broken]:
         )
         found += f" x context_parallel ({p.context_parallel}) = {stage} devices per stage"
         yield EP, found, f"a divisor of {stage}"
+
+
+def expert_mesh(r: Recipe) -> Iterator[Broken]:
+    """Experts take the innermost devices first: all of tensor, then of context, then of data parallelism."""
+    m, p = r.model.model_config, r.parallel_config
+    dp, cp, tp, ep = p.data_parallel, p.context_parallel, p.model_parallel, p.expert_parallel
+    if not _trains_split(r) or ep == 1 or dp * cp * tp % ep:
+        return
+    said = f"{ep}, with data_parallel ({dp}) x context_parallel ({cp}) x model_parallel ({tp})"
+    if r.telechat_moe.sharding.expert_tensor_parallel and tp > 1:
+        if dp % ep:
+            found = (
+                f"{ep} with expert_tensor_parallel, which spreads experts over data_parallel ({dp})"
+            )
+            yield EP, found, f"a divisor of {dp}"
+        width = m.moe_intermediate_size
+        if width is not None and width % tp:
+            key = "telechat_moe.sharding.expert_tensor_parallel"
+            yield key, f"True with moe_intermediate_size {width}", f"a multiple of {tp}, or False"
+        return
+    fits = {d for d in range(1, tp + 1) if tp % d == 0}
+    fits |= {tp * d for d in range(1, cp + 1) if cp % d == 0}
+    fits |= {tp * cp * d for d in range(1, dp + 1) if dp % d == 0}
+    if ep not in fits:
+        known = ", ".join(map(str, sorted(fits)))
+        yield EP, said, f"one of {known}: each degree is used up before the next, tensor first"
+
+
+def rows(r: Recipe) -> Iterator[Broken]:
+    """Rows of a micro-batch are spread evenly over the devices of a stage, and in the order of the sequences."""
+    m, p, batch = r.model.model_config, r.parallel_config, r.runner_config.batch_size
+    if not _trains_split(r) or m.seq_length is None:
+        return
+    devices = p.context_parallel * p.model_parallel
+    told = p.use_seq_parallel or m.seq_length % p.context_parallel  # by the rules about sequences
+    if batch * m.seq_length % devices and not told:
+        found = f"{batch} x seq_length {m.seq_length} = {batch * m.seq_length} rows for {devices} devices"
+        found += f" (context_parallel {p.context_parallel} x model_parallel {p.model_parallel})"
+        yield "runner_config.batch_size", found, f"rows a multiple of {devices}"
+    if p.context_parallel > 1 and batch > 1:
+        found = f"{batch} with context_parallel {p.context_parallel}, which would put rows in another order"
+        yield (
+            "runner_config.batch_size",
+            found,
+            "1; more data_parallel or micro-batches instead of more sequences",
+        )
+
+
+def tied_table(r: Recipe) -> Iterator[Broken]:
+    """A table that is head, too, stands on one pipeline stage."""
+    m, p, key = r.model.model_config, r.parallel_config, AT + "tie_word_embeddings"
+    if not m.tie_word_embeddings or not _trains_split(r):
+        return
+    if p.pipeline_stage > 1:
+        found = f"True with pipeline_stage {p.pipeline_stage}: its users stand on different stages"
+        yield key, found, "False, or pipeline_stage 1"
+
+
+def capacity_tokens(r: Recipe) -> Iterator[Broken]:
+    """Tokens that share an expert's capacity are as many on each device; `alltoallv` drops none."""
+    m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
+    drops = bool(m.moe_token_drop_policy) and m.moe_expert_capacity_factor is not None
+    if not drops or r.run_mode not in TRAINING:
+        return
+    factor, chosen = m.moe_expert_capacity_factor, own.sharding.dispatcher
+    if chosen == "alltoallv":
+        found = f"alltoallv, which drops no token, with moe_expert_capacity_factor {factor:g}"
+        yield "telechat_moe.sharding.dispatcher", found, "alltoall, or no capacity factor"
+    share, batch = own.moe_capacity_tokens, r.runner_config.batch_size
+    if share is None or m.seq_length is None:
+        return
+    cut = p.context_parallel * (1 if own.sharding.expert_tensor_parallel else p.model_parallel)
+    tokens = batch * m.seq_length // (cut if r.use_parallel else 1)
+    if tokens % share:
+        found = f"{share}, with {tokens} tokens of a micro-batch on a device"
+        yield "telechat_moe.moe_capacity_tokens", found, f"a divisor of {tokens}"
+
+
+def _trains_split(r: Recipe) -> bool:
+    return r.use_parallel and r.run_mode in TRAINING
 
 
 def dispatcher(r: Recipe) -> Iterator[Broken]:
@@ -367,6 +442,10 @@ RULES = (
     tensor_parallel,
     sequence_parallel,
     expert_parallel,
+    expert_mesh,
+    rows,
+    tied_table,
+    capacity_tokens,
     dispatcher,
     context_parallel,
     interleave,

@@ -206,6 +206,25 @@ def profiling(r: Recipe) -> Iterator[Broken]:
             yield f"callbacks.{index}.stop_step", found, f"at least {callback.start_step}"
 
 
+def spikes(r: Recipe) -> Iterator[Broken]:
+    """MindFormers overwrites the spike settings of `runner_wrapper` by those of the top level."""
+    wrapper, guard = r.runner_wrapper, r.telechat_moe.loss_guard
+    if wrapper.use_skip_data_by_global_norm is not None:
+        expected = "use_skip_data_by_global_norm at the top level instead"
+        yield "runner_wrapper.use_skip_data_by_global_norm", "overwritten", expected
+    if wrapper.global_norm_spike_threshold is not None:
+        expected = "monitor_config.global_norm_spike_threshold instead"
+        yield "runner_wrapper.global_norm_spike_threshold", "overwritten", expected
+    if guard is None:
+        return
+    if guard.min_steps > guard.window:
+        found = f"{guard.min_steps}, the window holds {guard.window}"
+        yield "telechat_moe.loss_guard.min_steps", found, f"at most {guard.window}"
+    if guard.action == "rollback" and r.checkpoints is None:
+        found = "rollback, but no CheckpointMonitor saves anything to go back to"
+        yield "telechat_moe.loss_guard.action", found, "the callback, or skip"
+
+
 def sections(r: Recipe) -> Iterator[Broken]:
     """Keys that MindFormers drops or needs in silence."""
     if r.moe_config is not None:
@@ -230,6 +249,7 @@ RULES = (
     bias_callback,
     callback_copies,
     profiling,
+    spikes,
     sections,
 )
 DOCUMENTED = RULES

@@ -105,6 +105,11 @@ class Recipe:
     print_separate_loss: bool = True
     """Log main, balance and MTP loss apart."""
 
+    use_skip_data_by_global_norm: bool = False
+    """Skip the update of steps whose gradient norm is not below
+    `monitor_config.global_norm_spike_threshold` (1.0 without that section). `telechat_moe.loss_guard` has
+    thresholds that follow the run."""
+
     train_precision_sync: bool | None = None
     """Deterministic training on Ascend. None: as the environment says."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Length, NonNegative, Positive, Range, Text
+from telechat_moe.recipe.fields import Above0, Count, Length, NonNegative, Positive, Range, Text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,7 +14,7 @@ class Evaluation:
     """Steps between evaluations. 0: none."""
 
     batches: Positive = 8
-    """Batches per evaluation."""
+    """Global batches per evaluation; the same samples in every layout."""
 
     data_path: list[Text] | None = None
     """Like `train_dataset.data_loader.config.data_path`. None: the training prefix with its last
@@ -108,6 +108,81 @@ class Operators:
         return {name: face for name, face in named.items() if face is not None}
 
 
+Recomputed = Literal["mla_up", "norms", "swiglu", "permute", "moe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """`telechat_moe.sharding`: how the model is split, beyond the degrees of `parallel_config`."""
+
+    dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = "auto"
+    """How tokens reach their experts. `alltoallv`: exactly the rows that were routed (Ascend).
+    `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst case.
+    `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` on Ascend without a
+    capacity, else `alltoall`."""
+
+    expert_tensor_parallel: bool = False
+    """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
+    False: whole experts on all devices of the expert group (TP-extend-EP)."""
+
+    recompute: list[Recomputed] = field(default_factory=list[Recomputed])
+    """Modules computed again in the backward pass: `mla_up` (query and key-value up-projections),
+    `norms`, `swiglu` (dense layers and shared experts), `permute` (bringing tokens to experts and back),
+    `moe` (router, dispatch and experts)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
+
+    background: bool = True
+    """Write while training goes on, which stops only to copy the parameters (as much memory again).
+    False: as `callbacks[].async_save` says, which is also what MindFormers goes by."""
+
+    max_failed: Count = 0
+    """Checkpoints in a row that may fail to be written, with a warning, before training stops. 0: stop at
+    the first. The last one of a run must succeed."""
+
+
+Factor = Annotated[float, Range(1, above=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossGuard:
+    """`telechat_moe.loss_guard`: what counts as a spike of the loss, and what is done then.
+
+    A step is a spike if its loss or its gradient norm is not below every limit that is set. Its update is not applied.
+    The limits follow from the last steps that were applied. MindFormers' fixed threshold is
+    `use_skip_data_by_global_norm`.
+    """
+
+    action: Literal["skip", "rollback"] = "skip"
+    """`skip`: go on with the next batch. `rollback`: go back to the newest good checkpoint before the
+    spike and go on with the data after it; what lies between is left out."""
+
+    window: Positive = 64
+    """Applied steps whose median is the measure."""
+
+    min_steps: Positive = 16
+    """Applied steps that must be in the window before the rules hold; at most `window`."""
+
+    norm_factor: Factor | None = 10.0
+    """Limit of the gradient norm, in medians of it. None: no such limit."""
+
+    loss_factor: Factor | None = 1.5
+    """Limit of the loss, in medians of it. None: no such limit."""
+
+    sigma: Above0 | None = None
+    """Limit of both, in standard deviations above the median (1.4826 times the median absolute
+    deviation). None: no such limit."""
+
+    rollback_steps: Count = 0
+    """The checkpoint to go back to is at least so many steps older than the step before the spike."""
+
+    max_rollbacks: Count = 3
+    """Times that a run goes back; at the next spike it stops."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
@@ -121,14 +196,28 @@ class TelechatMoe:
     sample: Sample | None = None
     """Text sample at the end. None: none."""
 
+    saving: Saving = field(default_factory=Saving)
+    """How checkpoints are written."""
+
     max_skipped_steps: Count = 10
-    """Steps with NaN or Inf that are skipped before training stops. 0: stop at the first."""
+    """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
+    first."""
+
+    loss_guard: LossGuard | None = None
+    """Rules against spikes of the loss. None: only NaN and Inf are skipped."""
 
     weight_decay_exclude: list[Text] = field(default_factory=lambda: [r".*norm.*", r".*bias"])
     """Regular expressions for names of parameters without weight decay."""
 
     moe_block_rows: Positive | None = None
     """Rows per block of the dropless experts on plain operators. None: chosen from the batch."""
+
+    moe_capacity_tokens: Positive | None = None
+    """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
+    drops depend on the layout; a number that divides them makes drops the same everywhere."""
+
+    sharding: Sharding = field(default_factory=Sharding)
+    """How the model is split over devices."""
 
     operators: Operators = field(default_factory=Operators)
     """What computes each operator."""

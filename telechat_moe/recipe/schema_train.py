@@ -19,7 +19,12 @@ class Trainer:
     """`trainer`: which of MindFormers' trainers runs."""
 
     type: Text = "CausalLanguageModelingTrainer"
-    """Class of the trainer; language models use `CausalLanguageModelingTrainer`."""
+    """Class of the trainer. `TelechatMoeTrainer` builds this package's model, `CausalLanguageModelingTrainer`
+    MindFormers' own."""
+
+    auto_register: Text | None = None
+    """Module and class that MindFormers imports from its `--register_path` (`telechat-moe plugin-path`):
+    `telechat_moe_plugin.TelechatMoeTrainer`."""
 
     model_name: Text | None = None
     """Name used in logs and file names."""

@@ -52,6 +52,7 @@ TRUE_COMPLAINTS: dict[str, dict[str, str]] = {
     },
     "deepseek3/pretrain_deepseek3_671b.yaml": {
         "lr_schedule.lr_end": "ConstantWarmUpLR swallows it in **kwargs",
+        "model.model_config.rotary_scaling_factor": "rope, but 40 by default: scores times 1.59",
     },
     "qwen3_moe/predict_qwen3_moe.yaml": {
         "context.enable_graph_kernel": "not in MindFormers' list of context keys: no effect",
@@ -99,6 +100,14 @@ def test_the_complaints_are_true() -> None:
     import inspect
 
     assert "lr_end" not in inspect.signature(ConstantWarmUpLR.__init__).parameters
+
+    from mindformers.parallel_core.training_graph.transformer import multi_latent_attention
+    from mindformers.parallel_core.transformer_config import MLATransformerConfig
+
+    default = MLATransformerConfig(num_layers=1, num_attention_heads=1)
+    assert default.position_embedding_type == "rope"
+    scale = multi_latent_attention._yarn_get_mscale(default.rotary_scaling_factor, default.mscale)
+    assert scale**2 == pytest.approx(1.59, abs=0.005)
 
 
 def test_model_keys_are_read_by_mindformers() -> None:

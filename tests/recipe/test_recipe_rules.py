@@ -16,6 +16,9 @@ D = "train_dataset."
 C = "train_dataset.data_loader.config."
 L = "train_dataset.data_loader."
 S = "lr_schedule."
+OWN = "telechat_moe."
+TIED = {M + "tie_word_embeddings": "True"}
+DROPS = {M + "moe_expert_capacity_factor": "1.5", M + "moe_token_drop_policy": "probs"}
 
 # rule: [(recipe, {key: value; None removes}, keys that complain), ...]
 CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
@@ -55,6 +58,7 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         ),
         (TINY, {M + "rotary_interleaved": "True"}, M + "rotary_interleaved"),
         (TINY, {M + "apply_rope_fusion": "True"}, M + "apply_rope_fusion"),
+        (TINY, {M + "rotary_scaling_factor": "null"}, M + "rotary_scaling_factor"),
     ],
     "dense_layers": [
         (TINY, {M + "first_k_dense_replace": "5"}, M + "first_k_dense_replace"),
@@ -126,7 +130,7 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (
             LARGE,
             {"context.device_target": "CPU"},
-            f"runner_config.sink_mode {P}model_parallel {P}pipeline_stage {P}expert_parallel",
+            "runner_config.sink_mode",
         ),
     ],
     "tensor_parallel": [
@@ -155,6 +159,43 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
     "expert_parallel": [
         (LARGE, {P + "expert_parallel": "5"}, P + "expert_parallel"),
         (LARGE, {P + "expert_parallel": "64"}, P + "expert_parallel"),
+    ],
+    "expert_mesh": [
+        (
+            LARGE,
+            {P + "model_parallel": "4", P + "data_parallel": "6", P + "expert_parallel": "6"},
+            P + "expert_parallel",
+        ),
+        (
+            LARGE,
+            {P + "expert_parallel": "8", OWN + "sharding.expert_tensor_parallel": "True"},
+            P + "expert_parallel",
+        ),
+        (
+            LARGE,
+            {M + "moe_intermediate_size": "1540", OWN + "sharding.expert_tensor_parallel": "True"},
+            OWN + "sharding.expert_tensor_parallel",
+        ),
+    ],
+    "rows": [
+        (
+            LARGE,
+            {P + "use_seq_parallel": "False", C + "seq_length": "4092"},
+            "runner_config.batch_size",
+        ),
+        (
+            LARGE,
+            {P + "context_parallel": "2", "runner_config.batch_size": "2"},
+            "runner_config.batch_size",
+        ),
+    ],
+    "tied_table": [
+        (LARGE, TIED, M + "tie_word_embeddings"),
+    ],
+    "capacity_tokens": [
+        (LARGE, {**DROPS, OWN + "sharding.dispatcher": "alltoallv"}, OWN + "sharding.dispatcher"),
+        (LARGE, {**DROPS, OWN + "moe_capacity_tokens": "1024"}, OWN + "moe_capacity_tokens"),
+        (TINY, {**DROPS, OWN + "moe_capacity_tokens": "100"}, OWN + "moe_capacity_tokens"),
     ],
     "dispatcher": [
         (LARGE, {M + "moe_token_dispatcher_type": "alltoal"}, M + "moe_token_dispatcher_type"),
@@ -463,6 +504,23 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             "callbacks.0.num_layers callbacks.0.mtp_depth",
         ),
     ],
+    "spikes": [
+        (
+            TINY,
+            {"runner_wrapper.use_skip_data_by_global_norm": "True"},
+            "runner_wrapper.use_skip_data_by_global_norm",
+        ),
+        (
+            TINY,
+            {"runner_wrapper.global_norm_spike_threshold": "3.0"},
+            "runner_wrapper.global_norm_spike_threshold",
+        ),
+        (
+            TINY,
+            {OWN + "loss_guard": "{window: 4, min_steps: 5}"},
+            OWN + "loss_guard.min_steps",
+        ),
+    ],
     "profiling": [
         (TINY, {"profile": "True", "profile_start_step": "11"}, "profile_stop_step"),
         (
@@ -505,6 +563,10 @@ FINE: list[tuple[str, dict[str, str | None]]] = [
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "0"}),
     (VPP, {M + "num_hidden_layers": "64", M + "offset": "[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]"}),
     (LARGE, {P + "expert_parallel": "32"}),
+    (LARGE, {P + "expert_parallel": "16"}),
+    (LARGE, {OWN + "sharding.expert_tensor_parallel": "True"}),
+    (LARGE, {P + "context_parallel": "2"}),
+    (LARGE, {**DROPS, OWN + "moe_capacity_tokens": "512"}),
     (VPP, {M + "qk_nope_head_dim": "64"}),
     (VPP, {M + "router_dense_type": None, M + "moe_router_dtype": "bfloat16"}),
     (LARGE, {M + "router_dense_type": "bfloat16"}),
