@@ -17,6 +17,19 @@ from telechat_moe.ops.rope import Rope
 from telechat_moe.recipe import ModelConfig
 
 
+class ShareKey(nn.Cell):
+    """Give every head its copy of the rotary key."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.tile = ops.Tile()
+
+    def construct(self, k_BS1R: Tensor) -> Tensor:
+        """Return ``[B, S, N, R]``."""
+        return self.tile(k_BS1R, (1, 1, self.num_heads, 1))
+
+
 class MultiLatentAttention(nn.Cell):
     """Attention whose keys and values come from one small latent per token.
 
@@ -70,9 +83,10 @@ class MultiLatentAttention(nn.Cell):
         rotary_dtype = DTYPES[config.rotary_dtype]
         self.rope_query = Rope(self.rotary, config.rope_interleave, rotary_dtype)
         self.rope_key = Rope(self.rotary, config.rope_interleave, rotary_dtype)
-        self.share_key = ops.Tile()
+        self.share_key = ShareKey(self.num_heads)
         self.concat_query = ops.Concat(-1)
         self.concat_key = ops.Concat(-1)
+        self.query_heads_first = ops.Transpose()
         self.heads_first = ops.Transpose()
         self.tokens_first = ops.Transpose()
         scale = (self.nope + self.rotary) ** -0.5
@@ -119,12 +133,15 @@ class MultiLatentAttention(nn.Cell):
         kv = self.reshape(kv, (B, S, N, self.nope + self.v_width))
         k_nope, v = self.split_key_value(kv, (self.nope, self.v_width), -1)
         k_rope = self.reshape(k_rope, (B, S, 1, self.rotary))
-        k_rope = self.share_key(self.rope_key(k_rope, cos_BS1r, sin_BS1r), (1, 1, N, 1))
+        k_rope = self.share_key(self.rope_key(k_rope, cos_BS1r, sin_BS1r))
         k = self.concat_key((k_nope, k_rope))
 
         order = (0, 2, 1, 3)
         o_BNSD, _ = self.core(
-            self.heads_first(q, order), self.heads_first(k, order), self.heads_first(v, order), mask
+            self.query_heads_first(q, order),
+            self.heads_first(k, order),
+            self.heads_first(v, order),
+            mask,
         )
         o_TD = self.reshape(self.tokens_first(o_BNSD, order), (B * S, N * self.v_width))
         return self.out(o_TD)

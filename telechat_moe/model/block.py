@@ -1,6 +1,5 @@
 """Transformer blocks: attention, then a dense MLP or a mixture of experts."""
 
-import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.model.attention import MultiLatentAttention
@@ -30,12 +29,15 @@ class MoE(nn.Cell):
     Args:
         config: Model section of the recipe.
         block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
+        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
+    ) -> None:
         super().__init__()
         self.router = Router(config)
-        self.dispatch = build_dispatch(config, block_rows)
+        self.dispatch = build_dispatch(config, block_rows, capacity_tokens)
         self.experts = Experts(config)
         self.has_shared = config.shared_width > 0
         if self.has_shared:
@@ -60,9 +62,16 @@ class Block(nn.Cell):
         config: Model section of the recipe.
         is_moe: Mixture of experts, or dense MLP.
         block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
+        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(self, config: ModelConfig, is_moe: bool, block_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        is_moe: bool,
+        block_rows: int | None = None,
+        capacity_tokens: int | None = None,
+    ) -> None:
         super().__init__()
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
         self.is_moe = is_moe
@@ -70,22 +79,26 @@ class Block(nn.Cell):
         self.attention = MultiLatentAttention(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_dtype)
         if is_moe:
-            self.moe = MoE(config, block_rows)
+            self.moe = MoE(config, block_rows, capacity_tokens)
         else:
             self.ffn = _mlp(config, config.intermediate_size)
         self.to_residual = ops.Cast()
         self.add_attention = AddRMSNorm(self.ffn_norm, config.hidden_size, config.rms_norm_eps)
         self.add_ffn = ops.Add()
-        self.no_aux = Tensor([0.0], ms.float32)
+        self.add_aux = ops.Add()
 
     def construct(
-        self, x_TH: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask: Tensor
+        self, x_TH: Tensor, aux: Tensor, cos_BS1r: Tensor, sin_BS1r: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(y_TH, aux)``."""
+        """Return ``(y_TH, aux)``, this block's balance losses added to ``aux``.
+
+        Added here, not between blocks: a pipeline chunk ends with its block.
+        """
         o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask)
         normed, h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))
         if self.is_moe:
-            y, aux = self.moe(normed, cos_BS1r.shape[0])
+            y, own = self.moe(normed, cos_BS1r.shape[0])
+            aux = self.add_aux(aux, own)
         else:
-            y, aux = self.ffn(normed), self.no_aux
+            y = self.ffn(normed)
         return self.add_ffn(h, self.to_residual(y, h.dtype)), aux

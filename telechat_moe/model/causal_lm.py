@@ -15,6 +15,18 @@ from telechat_moe.ops.rope import rope_table
 from telechat_moe.recipe import ModelConfig
 
 
+class TableRows(nn.Cell):
+    """Rows of a table: ``[V, H]`` and ``[T]`` ids to ``[T, H]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+
+    def construct(self, table_VH: Tensor, id_T: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        return self.gather(table_VH, id_T, 0)
+
+
 class Embedding(nn.Cell):
     """Token embedding, ``[V, H]``."""
 
@@ -26,12 +38,12 @@ class Embedding(nn.Cell):
         residual_fp32 = config.fp32_residual_connection
         self.dtype = ms.float32 if residual_fp32 else carried(DTYPES[config.compute_dtype])
         self.reshape = ops.Reshape()
-        self.gather = ops.Gather()
+        self.rows = TableRows()
         self.to_residual = ops.Cast()
 
     def construct(self, id_BS: Tensor) -> Tensor:
         """Return ``[T, H]`` in the residual stream's data type."""
-        rows = self.gather(self.weight, self.reshape(id_BS, (-1,)), 0)
+        rows = self.rows(self.weight, self.reshape(id_BS, (-1,)))
         return self.to_residual(rows, self.dtype)
 
 
@@ -65,12 +77,15 @@ class CausalLM(nn.Cell):
     Args:
         config: Model section of the recipe.
         block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
+        capacity_tokens: ``telechat_moe.moe_capacity_tokens`` of the recipe.
 
     Raises:
         BadInputError: The section asks for something that this model does not have.
     """
 
-    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
+    ) -> None:
         super().__init__()
         check_supported(config)
         self.config = config
@@ -79,7 +94,7 @@ class CausalLM(nn.Cell):
         self.mask = AttentionMask(config.num_attention_heads, DTYPES[config.compute_dtype])
         self.layers = nn.CellList(
             [
-                Block(config, i >= config.first_k_dense_replace, block_rows)
+                Block(config, i >= config.first_k_dense_replace, block_rows, capacity_tokens)
                 for i in range(config.num_hidden_layers)
             ]
         )
@@ -89,7 +104,7 @@ class CausalLM(nn.Cell):
         compute = DTYPES[config.compute_dtype]
         if self.tied:
             self.carried = carried(compute)
-            self.head_cast = ops.Cast()
+            self.head_cast, self.head_table_cast = ops.Cast(), ops.Cast()
             self.head_matmul = matmul(compute)
         else:
             self.head = Linear(
@@ -102,12 +117,13 @@ class CausalLM(nn.Cell):
         self.loss = CrossEntropy()
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
-            self.mtp = nn.CellList([MTPLayer(config, block_rows) for _ in range(self.mtp_depth)])
+            self.mtp = nn.CellList(
+                [MTPLayer(config, block_rows, capacity_tokens) for _ in range(self.mtp_depth)]
+            )
             self.mtp_loss = CrossEntropy()
             self.shift = ShiftLeft()
             self.mtp_scale = Tensor([(config.mtp_loss_factor or 0.0) / self.mtp_depth], ms.float32)
         self.reshape = ops.Reshape()
-        self.add_aux = ops.Add()
         self.add_mtp = ops.Add()
         self.scale_mtp = ops.Mul()
         self.zero = Tensor([0.0], ms.float32)
@@ -120,14 +136,13 @@ class CausalLM(nn.Cell):
         mask = self.mask(id_BS.shape[0], id_BS.shape[1], mask_B1SS)
         x, aux = self.embedding(id_BS), self.zero
         for layer in self.layers:
-            x, layer_aux = layer(x, cos, sin, mask)
-            aux = self.add_aux(aux, layer_aux)
+            x, aux = layer(x, aux, cos, sin, mask)
         return self.norm(x), aux, (cos, sin, mask)
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
         """Return ``[T, V]``."""
         if self.tied:
-            table = self.head_cast(self.embedding.weight, self.carried)
+            table = self.head_table_cast(self.embedding.weight, self.carried)
             return self.head_matmul(self.head_cast(hidden_TH, self.carried), table)
         return self.head(hidden_TH)
 
@@ -161,9 +176,8 @@ class CausalLM(nn.Cell):
             next_id, label, keep = labels, labels, loss_mask
             for layer in self.mtp:
                 # Depth k reads token i + k, which is the label of depth k - 1, and predicts the next.
-                embedding = self.embedding(next_id)
-                hidden, layer_aux = layer(embedding, hidden, *context)
-                aux = self.add_aux(aux, layer_aux)
+                embedding = layer.embed_norm(self.embedding(next_id))
+                hidden, aux = layer(embedding, hidden, aux, *context)
                 label, keep = self.shift(label), self.shift(keep)
                 next_id = label
                 loss = self.mtp_loss(

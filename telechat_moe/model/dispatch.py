@@ -3,6 +3,7 @@
 import math
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
@@ -107,7 +108,9 @@ class DroplessDispatch(nn.Cell):
 class CapacityDispatch(nn.Cell):
     """Drop and pad: each expert takes at most ``C = ceil(factor * T * K / E)`` pairs.
 
-    A dropped pair adds nothing to its token; the weights of the others stay as they are.
+    A dropped pair adds nothing to its token; the weights of the others stay as they are. With
+    ``capacity_tokens`` each run of so many tokens has a capacity of its own, so that a device that holds some
+    of the runs drops what one device with all of them drops.
 
     State:
         dropped: ``[1]`` fp32, pairs dropped since it was last cleared (training only).
@@ -117,13 +120,27 @@ class CapacityDispatch(nn.Cell):
         factor: Capacity factor.
         policy: ``probs`` or ``position``, see :class:`telechat_moe.ops.permute.CapacityPlan`.
         fused: Rows sorted by native operators.
+        capacity_tokens: Tokens that share a capacity; None = those of the batch. Plain face only.
 
     Source: Switch Transformer, section 2.2; Pangu Ultra MoE compares it with dropless.
     """
 
-    def __init__(self, num_experts: int, factor: float, policy: str, fused: bool) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        factor: float,
+        policy: str,
+        fused: bool,
+        capacity_tokens: int | None = None,
+    ) -> None:
         super().__init__()
+        if fused and capacity_tokens is not None:
+            raise BadInputError(
+                f"telechat_moe.moe_capacity_tokens is {capacity_tokens}: the fused face gives one capacity to "
+                "all tokens; set telechat_moe.operators.permute and grouped_matmul to plain"
+            )
         self.num_experts, self.factor, self.fused = num_experts, factor, fused
+        self.capacity_tokens = capacity_tokens
         if self.fused:
             self.sort_plan = SortCapacityPlan(num_experts, factor, policy)
             self.fused_permute = FusedPermute()
@@ -141,10 +158,15 @@ class CapacityDispatch(nn.Cell):
         self.accumulate = ops.AssignAdd()
         self.keep = ops.Mul()
         self.clip = ops.Minimum()
+        self.spread, self.add_group = ops.Mul(), ops.Add()
 
     def capacity(self, pairs: int) -> int:
         """Return ``C`` for ``T * K`` pairs."""
         return math.ceil(self.factor * pairs / self.num_experts)
+
+    def groups(self, tokens: int) -> int:
+        """Return ``g``, the runs of tokens with a capacity of their own."""
+        return tokens // min(tokens, self.capacity_tokens or tokens)
 
     def construct(
         self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: nn.Cell
@@ -157,9 +179,13 @@ class CapacityDispatch(nn.Cell):
             y_PH = experts(self.fused_permute(x_TH, pair_P, row_N), size_E)
             return self.fused_unpermute(y_PH, pair_P, row_N, weight_TK)
         T, K = index_TK.shape
-        E, H = self.num_experts, x_TH.shape[1]
-        C = self.capacity(T * K)
-        row_N, kept_N = self.plan(index_TK, weight_TK, C)
+        E, H, g = self.num_experts, x_TH.shape[1], self.groups(T)
+        C = self.capacity(T // g * K)
+        if g > 1:  # a buffer for each run, those of an expert next to each other
+            group_T1 = Tensor((np.arange(T, dtype=np.int32) // (T // g))[:, None])
+            index_TK = self.add_group(self.spread(index_TK, Tensor(g, ms.int32)), group_T1)
+        row_N, kept_N = self.plan(index_TK, weight_TK, C, E * g)
+        C = C * g
         x_PH = self.permute(x_TH, row_N, E * C + 1, kept_N)  # dropped pairs share the last row
         y_ECH = experts(self.reshape(x_PH[: E * C], (E, C, H)))
         kept_N = self.to_float(kept_N, ms.float32)
@@ -197,8 +223,15 @@ def drops(config: ModelConfig) -> bool:
     return bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
 
 
-def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cell:
+def build_dispatch(
+    config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
+) -> nn.Cell:
     """Return the dispatch that the recipe asks for.
+
+    Args:
+        config: Model section of the recipe.
+        block_rows: See :class:`DroplessDispatch`.
+        capacity_tokens: See :class:`CapacityDispatch`.
 
     Raises:
         BadInputError: See :func:`expert_face`.
@@ -206,7 +239,7 @@ def build_dispatch(config: ModelConfig, block_rows: int | None = None) -> nn.Cel
     experts, chosen = config.n_routed_experts, expert_face(config)
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
     if factor is not None and policy:
-        return CapacityDispatch(experts, factor, policy, chosen == "fused")
+        return CapacityDispatch(experts, factor, policy, chosen == "fused", capacity_tokens)
     if chosen == "fused":
         return SortedDispatch(experts)
     if chosen == "ascend":

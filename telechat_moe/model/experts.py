@@ -18,6 +18,27 @@ from telechat_moe.ops.swiglu import SwiGLU
 from telechat_moe.recipe import ModelConfig
 
 
+class ExpertProducts(nn.Cell):
+    """The plain or the Ascend face of the experts, with weights that it is given.
+
+    Args:
+        chosen: ``plain`` or ``ascend``.
+    """
+
+    def __init__(self, chosen: str) -> None:
+        super().__init__()
+        product = AscendGroupedMatmul if chosen == "ascend" else GroupedMatmul
+        self.gate_matmul, self.up_matmul, self.down_matmul = product(), product(), product()
+        self.act = SwiGLU()
+
+    def construct(
+        self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: Tensor | None = None
+    ) -> Tensor:
+        """Return the results in the shape of ``x``; see :class:`Experts`."""
+        y = self.act(self.gate_matmul(x, gate, group), self.up_matmul(x, up, group))
+        return self.down_matmul(y, down, group)
+
+
 class Experts(nn.Cell):
     """``E`` SwiGLU MLPs, each applied to its own rows.
 
@@ -38,6 +59,7 @@ class Experts(nn.Cell):
         self.compute_dtype = DTYPES[config.compute_dtype]
         self.carried = carried(self.compute_dtype)
         self.cast = ops.Cast()
+        self.cast_gate, self.cast_up, self.cast_down = ops.Cast(), ops.Cast(), ops.Cast()
         chosen = expert_face(config)
         self.fused = chosen == "fused"
         self.into_main_grads = False
@@ -45,9 +67,7 @@ class Experts(nn.Cell):
             self.gate_up = GroupedSwiGLU(self.compute_dtype)
             self.down_matmul = FusedGroupedMatmul(self.compute_dtype)
         else:
-            product = AscendGroupedMatmul if chosen == "ascend" else GroupedMatmul
-            self.gate_matmul, self.up_matmul, self.down_matmul = product(), product(), product()
-            self.act = SwiGLU()
+            self.products = ExpertProducts(chosen)
 
     def accumulate_into(self, main_grads: dict[str, Parameter]) -> list[str]:
         """Like :meth:`telechat_moe.model.linear.Linear.accumulate_into` (GMMAdd)."""
@@ -61,6 +81,14 @@ class Experts(nn.Cell):
         self.into_main_grads = True
         return [w.name for w in (self.gate, self.up, self.down)]
 
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, up and down as the products take them."""
+        return (
+            self.cast_gate(self.gate, self.carried),
+            self.cast_up(self.up, self.carried),
+            self.cast_down(self.down, self.carried),
+        )
+
     def construct(self, rows: Tensor, group: Tensor | None = None) -> Tensor:
         """Return the results in the shape of ``rows``.
 
@@ -69,13 +97,11 @@ class Experts(nn.Cell):
             group: Rows of each expert ``[E]``, or the expert of each block ``[G]`` (None: ``g``).
         """
         x = self.cast(rows, self.carried)
-        gate, up = self.cast(self.gate, self.carried), self.cast(self.up, self.carried)
-        down = self.cast(self.down, self.carried)
+        gate, up, down = self.weights()
         if self.into_main_grads:
             y, _, _ = self.gate_up_into(x, gate, up, group, self.gate_main, self.up_main)
             return self.down_into(y, down, group, self.down_main)
         if self.fused:
             y, _, _ = self.gate_up(x, gate, up, group)
             return self.down_matmul(y, down, group)
-        y = self.act(self.gate_matmul(x, gate, group), self.up_matmul(x, up, group))
-        return self.down_matmul(y, down, group)
+        return self.products(x, gate, up, down, group)

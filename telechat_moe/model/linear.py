@@ -43,6 +43,7 @@ class Linear(nn.Cell):
         self.compute_dtype = compute_dtype
         self.carried = carried(compute_dtype)
         self.cast = ops.Cast()
+        self.cast_weight = ops.Cast()
         self.matmul = matmul(compute_dtype)
         self.main_grad = None
 
@@ -61,7 +62,7 @@ class Linear(nn.Cell):
     def construct(self, x_TI: Tensor) -> Tensor:
         """Return ``[T, outputs]``."""
         x = self.cast(x_TI, self.carried)
-        weight_OI = self.cast(self.weight, self.carried)
+        weight_OI = self.cast_weight(self.weight, self.carried)
         if self.main_grad is not None:
             return self.matmul_into(x, weight_OI, self.main_grad)
         return self.matmul(x, weight_OI)

@@ -4,6 +4,7 @@ from mindspore import Tensor, nn, ops
 
 from telechat_moe.model.block import Block
 from telechat_moe.model.linear import DTYPES, Linear
+from telechat_moe.ops.matmul import carried
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.recipe import ModelConfig
 
@@ -17,14 +18,21 @@ class MTPLayer(nn.Cell):
     Args:
         config: Model section of the recipe.
         block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
+        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(self, config: ModelConfig, block_rows: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
+    ) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
-        self.embed_norm = RMSNorm(H, eps, norm_dtype)
-        self.hidden_norm = RMSNorm(H, eps, norm_dtype)
+        # What their product reads; the embedding crosses a pipeline in this type.
+        into = carried(DTYPES[config.compute_dtype])
+        self.embed_norm = RMSNorm(
+            H, eps, norm_dtype, into
+        )  # called by the model, before this layer
+        self.hidden_norm = RMSNorm(H, eps, norm_dtype, into)
         self.concat = ops.Concat(-1)
         self.proj = Linear(
             2 * H,
@@ -35,21 +43,22 @@ class MTPLayer(nn.Cell):
         )
         self.to_residual = ops.Cast()
         is_moe = config.num_hidden_layers > config.first_k_dense_replace
-        self.block = Block(config, is_moe, block_rows)
+        self.block = Block(config, is_moe, block_rows, capacity_tokens)
         self.norm = RMSNorm(H, eps, norm_dtype)
 
     def construct(
         self,
         embedding_TH: Tensor,
         hidden_TH: Tensor,
+        aux: Tensor,
         cos_BS1r: Tensor,
         sin_BS1r: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(hidden_TH, aux)``."""
-        pair = self.concat((self.embed_norm(embedding_TH), self.hidden_norm(hidden_TH)))
+        """Return ``(hidden_TH, aux)``; the embedding is already normalised; see :meth:`telechat_moe.model.block.Block.construct`."""
+        pair = self.concat((embedding_TH, self.hidden_norm(hidden_TH)))
         x = self.to_residual(self.proj(pair), hidden_TH.dtype)
-        y, aux = self.block(x, cos_BS1r, sin_BS1r, mask)
+        y, aux = self.block(x, aux, cos_BS1r, sin_BS1r, mask)
         return self.norm(y), aux
 
 

@@ -30,6 +30,7 @@ class Router(nn.Cell):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.config = config
         self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
         shape = (self.num_experts, config.hidden_size)
         params = DTYPES[config.params_dtype]
@@ -40,6 +41,7 @@ class Router(nn.Cell):
         self.use_bias = config.moe_router_enable_expert_bias
         self.dtype = DTYPES[config.router_dense_type]
         self.to_router = ops.Cast()
+        self.weight_to_router = ops.Cast()
         self.gate = ops.MatMul(transpose_b=True)
         self.to_float = ops.Cast()
         rule = Rule(
@@ -55,6 +57,9 @@ class Router(nn.Cell):
         self.accumulate_load = ops.AssignAdd()
         self.balance = BalanceLoss(config)
         self.z_loss = ZLoss(config.moe_z_loss_coeff or 0.0)
+        self.losses: nn.Cell | None = (
+            None  # takes the place of both where tokens are spread over devices
+        )
 
     def _state(self, name: str) -> Parameter:
         zeros = initializer(Zero(), (self.num_experts,), ms.float32)
@@ -70,11 +75,13 @@ class Router(nn.Cell):
         Returns:
             ``(index_TK, weight_TK, aux)``: int32, fp32, and the balance and z-loss, ``(1,)`` fp32.
         """
-        gate = self.to_router(self.weight, self.dtype)
+        gate = self.weight_to_router(self.weight, self.dtype)
         logits_TE = self.to_float(self.gate(self.to_router(x_TH, self.dtype), gate), ms.float32)
         bias = self.expert_bias if self.use_bias else self.no_bias
         score_TE, index_TK, weight_TK, chosen_TE, load_E = self.choose(logits_TE, bias)
         if self.training:
             self.accumulate_load(self.expert_load, load_E)
+        if self.losses is not None:
+            return index_TK, weight_TK, self.losses(logits_TE, score_TE, chosen_TE)
         aux = self.balance(score_TE, chosen_TE, batch) + self.z_loss(logits_TE)
         return index_TK, weight_TK, aux

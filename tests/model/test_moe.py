@@ -144,7 +144,7 @@ def test_residual_stream_dtype(fp32_residual):
     x = model.embedding(ids)
     assert x.dtype == (ms.float32 if fp32_residual else ms.float16)
     cos, sin = model.rope(position)
-    y, _ = model.layers[0](x, cos, sin, model.mask(2, 16, None))
+    y, _ = model.layers[0](x, model.zero, cos, sin, model.mask(2, 16, None))
     assert y.dtype == x.dtype
     expected = float64.forward(config, weights, batch).logits
     error = Logits(model)(ids, position).asnumpy() - expected
@@ -224,7 +224,7 @@ def test_ascend_primitives_are_built_where_no_pair_is_dropped():
     with using(target="Ascend"):
         dropless, capacity = MoE(tiny_config()), MoE(tiny_config(**CAPACITY))
     experts, dispatch = dropless.experts, dropless.dispatch
-    matmul = experts.gate_matmul.matmul
+    matmul = experts.products.gate_matmul.matmul
     assert (matmul.split_item, matmul.group_type) == (3, 0)
     assert _arguments(matmul)[:3] == ["x", "weight", "bias"]
     assert _arguments(matmul)[7:] == ["group_list"]
@@ -233,7 +233,7 @@ def test_ascend_primitives_are_built_where_no_pair_is_dropped():
     names = ["permuted_tokens", "sorted_indices", "probs", "padded_mode", "restore_shape"]
     assert _arguments(unpermute) == names
     assert not capacity.dispatch.fused
-    assert not hasattr(capacity.experts.gate_matmul.matmul, "split_item")
+    assert not hasattr(capacity.experts.products.gate_matmul.matmul, "split_item")
 
 
 def test_dispatch_and_experts_have_one_face():

@@ -1,0 +1,287 @@
+"""Cells that hold collectives: what replaces a cell of the model when it runs on more than one device.
+
+``telechat_moe.sharding`` chooses them and puts them in. Their bodies see the shapes of one device, because each is the
+function of a ``Morph`` primitive, which MindSpore expands after it has cut the tensors and before it differentiates.
+
+Gradients follow MindSpore's convention: where a tensor has copies, their gradients add up to the true one. So the
+backward of an ``AllReduce`` is an ``AllReduce``, and copies of a result are never differentiated twice.
+
+Legend: T tokens, t tokens of this device, K choices of a token, E experts, e experts of this device, H hidden width,
+F an expert's width, C rows of an expert's buffer, g groups of tokens that share a capacity, P pairs, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from telechat_moe.model.balance import BalanceLoss, ZLoss
+
+
+class Group(NamedTuple):
+    """A communication group as one of its members sees it.
+
+    Attributes:
+        name: Name under which it was created.
+        size: Members.
+        place: Place of this device among them.
+    """
+
+    name: str
+    size: int
+    place: int
+
+
+def _first(*shapes: Any) -> Any:
+    return shapes[0]
+
+
+def _second(*shapes: Any) -> Any:
+    return shapes[1]
+
+
+def _rows_of_table(table: Any, ids: Any) -> Any:
+    return [ids[0], table[1]]
+
+
+def _one(*shapes: Any) -> Any:
+    return [1]
+
+
+class Morphed(nn.Cell):
+    """Run a function on the slices of this device.
+
+    Args:
+        body: Takes and returns tensors; sees local shapes.
+        infer_shape: Global shapes of the inputs to those of the outputs.
+        infer_dtype: Likewise data types.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        infer_shape: Callable[..., Any] = _first,
+        infer_dtype: Callable[..., Any] = _first,
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.morph = ops.Morph(body, infer_shape, infer_dtype)
+        self.morph.add_prim_attr("self_define_shard", True)
+        # Pure functions: without this the pipeline passes lose the monad's type ("pointer[abs] is null").
+        for effect in ("side_effect_mem", "side_effect_io", "side_effect_backprop"):
+            self.morph.add_prim_attr(effect, False)
+
+    def construct(self, *inputs: Tensor) -> Any:
+        """Return what the body returns."""
+        return self.morph(*inputs)
+
+
+def sum_over(group: Group | None, scatter: bool = False) -> Any:
+    """Return the collective that adds up partial results over a group, None without one."""
+    if group is None or group.size == 1:
+        return None
+    kind = ops.ReduceScatter if scatter else ops.AllReduce
+    return kind(ops.ReduceOp.SUM, group.name)
+
+
+class RouterLosses(nn.Cell):
+    """Balance loss and z-loss of tokens that are spread over devices.
+
+    Args:
+        balance: The cell that it replaces.
+        z_loss: Likewise.
+        sequences: ``B`` of the micro-batch, over all devices.
+        replicas: Groups of devices that hold different sequences.
+        first_row: Place of the device's first token among the tokens of its group's sequences.
+        within: Devices that share the same sequences, or None.
+        across: Devices that hold different sequences, or None.
+
+    Source: DeepSeek-V3, equations 17 to 20; ST-MoE, equation 5.
+    """
+
+    def __init__(
+        self,
+        balance: BalanceLoss,
+        z_loss: ZLoss,
+        sequences: int,
+        replicas: int,
+        first_row: int,
+        within: Group | None,
+        across: Group | None,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.balance, self.z_loss = balance, z_loss
+        self.by_sequence = balance.kind == "seq_aux_loss"
+        self.sequences, self.replicas, self.first_row = sequences, replicas, first_row
+        self.sum_within = sum_over(within)
+        self.sum_score_within = sum_over(within)
+        self.sum_across = sum_over(across)
+        self.sum_fraction_across, self.sum_score_across = sum_over(across), sum_over(across)
+        self.sum_z_within, self.sum_z_across = sum_over(within), sum_over(across)
+        self.rows = ops.MatMul()
+        self.reshape = ops.Reshape()
+        self.shared = within.size if within is not None else 1
+        self.run = Morphed(self.body, _one)
+
+    def membership(self, tokens: int) -> Tensor:
+        """Return ``[b, t]``: 1 where a token of this device belongs to sequence ``b`` of its group."""
+        sequences = self.sequences // self.replicas if self.by_sequence else 1
+        length = tokens * self.shared // sequences
+        row = (np.arange(tokens) + self.first_row) // length
+        return Tensor((row[None] == np.arange(sequences)[:, None]).astype(np.float32))
+
+    def body(self, logits_tE: Tensor, score_tE: Tensor, chosen_tE: Tensor) -> Tensor:
+        """Return the loss, ``(1,)`` fp32, the same on all devices."""
+        b = self.balance
+        aux = b.zero
+        t = score_tE.shape[0]
+        if b.active:
+            score_tE = b.divide(score_tE, b.add_eps(b.sum_experts(score_tE, -1), b.eps))
+            member_bt = self.membership(t)
+            fraction_bE = self.rows(member_bt, ops.stop_gradient(chosen_tE))
+            score_bE = self.rows(member_bt, score_tE)
+            if self.sum_within is not None:
+                fraction_bE = self.sum_within(fraction_bE)
+                score_bE = self.sum_score_within(score_bE)
+            if not self.by_sequence and self.sum_across is not None:
+                fraction_bE = self.sum_fraction_across(fraction_bE)
+                score_bE = self.sum_score_across(score_bE)
+            aux = self.reshape(b.total(b.product(ops.stop_gradient(fraction_bE), score_bE)), (1,))
+            groups = self.sequences if self.by_sequence else 1
+            length = t * self.shared * self.replicas // groups
+            factor = b.coefficient * b.num_experts / (b.top_k * groups * length * length)
+            aux = aux * Tensor(factor, ms.float32)
+            if self.by_sequence and self.sum_across is not None:
+                aux = self.sum_across(aux)
+        if self.z_loss.coefficient:
+            z = self.z_loss(logits_tE)
+            if self.sum_z_within is not None:
+                z = self.sum_z_within(z)
+            if self.sum_z_across is not None:
+                z = self.sum_z_across(z)
+            aux = aux + z * Tensor(1.0 / (self.shared * self.replicas), ms.float32)
+        return aux
+
+    def construct(self, logits_TE: Tensor, score_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        """Return the loss, ``(1,)`` fp32."""
+        return self.run(logits_TE, score_TE, chosen_TE)
+
+
+class PartOfVocabulary(nn.Cell):
+    """Where tokens lie in this device's part of the vocabulary.
+
+    Args:
+        place: Which part it is.
+    """
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+        self.sub_first, self.at_most, self.at_least = ops.Sub(), ops.Minimum(), ops.Maximum()
+        self.equal, self.cast = ops.Equal(), ops.Cast()
+
+    def construct(self, id_t: Tensor, v: int, dtype: Any) -> tuple[Tensor, Tensor]:
+        """Return each token's row among ``v``, any row for those elsewhere, and 1 where it is here, else 0."""
+        own_t = self.sub_first(id_t, Tensor(self.place * v, ms.int32))
+        row_t = self.at_least(self.at_most(own_t, Tensor(v - 1, ms.int32)), Tensor(0, ms.int32))
+        return row_t, self.cast(self.equal(own_t, row_t), dtype)
+
+
+class VocabularyRows(nn.Cell):
+    """Rows of an embedding table that is cut along the vocabulary.
+
+    Every device looks up the tokens that are in its part and finds zeros for the others; the sum over the group is
+    the embedding. With sequence parallel it is scattered: each device needs its own rows only.
+
+    Args:
+        group: Devices that hold the parts.
+        scatter: Rows of the result are spread over the group, instead of repeated.
+    """
+
+    def __init__(self, group: Group, scatter: bool) -> None:
+        super().__init__()
+        self.many = group.size > 1
+        self.part = PartOfVocabulary(group.place)
+        self.gather, self.reshape, self.keep = ops.Gather(), ops.Reshape(), ops.Mul()
+        self.sum = sum_over(group, scatter)
+        self.run = Morphed(self.body, _rows_of_table, _first)
+
+    def body(self, table_vH: Tensor, id_t: Tensor) -> Tensor:
+        """Return ``[t, H]``, or with ``scatter`` this device's part of its rows."""
+        if not self.many:
+            return self.gather(table_vH, id_t, 0)
+        row_t, here_t = self.part(id_t, table_vH.shape[0], table_vH.dtype)
+        rows_tH = self.keep(self.gather(table_vH, row_t, 0), self.reshape(here_t, (-1, 1)))
+        return self.sum(rows_tH)
+
+    def construct(self, table_VH: Tensor, id_T: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        return self.run(table_VH, id_T)
+
+
+class TokenCrossEntropy(nn.Cell):
+    """Negative log-likelihood of each token, logits cut along the vocabulary.
+
+    Args:
+        group: Devices that hold the parts of a row.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.many = group.size > 1
+        self.part = PartOfVocabulary(group.place)
+        self.max = ops.ReduceMax(keep_dims=True)
+        self.sub = ops.Sub()
+        self.exp = ops.Exp()
+        self.sum = ops.ReduceSum(keep_dims=True)
+        self.log = ops.Log()
+        self.pick = ops.GatherD()
+        self.reshape = ops.Reshape()
+        self.keep = ops.Mul()
+        if self.many:
+            self.max_all = ops.AllReduce(ops.ReduceOp.MAX, group.name)
+            self.sum_all = ops.AllReduce(ops.ReduceOp.SUM, group.name)
+            self.pick_all = ops.AllReduce(ops.ReduceOp.SUM, group.name)
+        self.run = Morphed(self.body, _second)
+
+    def body(self, logits_tv: Tensor, label_t: Tensor) -> Tensor:
+        """Return ``[t]`` fp32."""
+        t, v = logits_tv.shape
+        top_t1 = self.max(ops.stop_gradient(logits_tv), 1)
+        if self.many:
+            top_t1 = ops.stop_gradient(self.max_all(top_t1))
+        shifted_tv = self.sub(logits_tv, top_t1)
+        total_t1 = self.sum(self.exp(shifted_tv), 1)
+        row_t1, here_t1 = self.part(self.reshape(label_t, (t, 1)), v, ms.float32)
+        picked_t1 = self.keep(self.pick(shifted_tv, 1, row_t1), here_t1)
+        if self.many:
+            total_t1, picked_t1 = self.sum_all(total_t1), self.pick_all(picked_t1)
+        return self.reshape(self.sub(self.log(total_t1), picked_t1), (t,))
+
+    def construct(self, logits_TV: Tensor, label_T: Tensor) -> Tensor:
+        """Return ``[T]`` fp32."""
+        return self.run(logits_TV, label_T)
+
+
+class ParallelCrossEntropy(nn.Cell):
+    """:class:`telechat_moe.ops.cross_entropy.CrossEntropy` of logits cut along the vocabulary."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(auto_prefix=False)
+        self.to_float = ops.Cast()
+        self.token_loss = TokenCrossEntropy(group)
+        self.weigh = ops.Mul()
+        self.sum_loss, self.sum_mask = ops.ReduceSum(), ops.ReduceSum()
+        self.add_tiny, self.mean = ops.Add(), ops.RealDiv()
+        self.reshape = ops.Reshape()
+        self.tiny = Tensor(1e-8, ms.float32)
+
+    def construct(self, logits_TV: Tensor, label_T: Tensor, mask_T: Tensor) -> Tensor:
+        """Return the loss, shape ``(1,)`` fp32."""
+        loss_T = self.token_loss(self.to_float(logits_TV, ms.float32), label_T)
+        total = self.sum_loss(self.weigh(loss_T, mask_T), 0)
+        return self.reshape(
+            self.mean(total, self.add_tiny(self.sum_mask(mask_T, 0), self.tiny)), (1,)
+        )
