@@ -1,0 +1,1 @@
+"""A rank's real graph: compiled for Ascend on this machine, read, rewritten for CPU, and run."""

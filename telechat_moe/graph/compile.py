@@ -1,0 +1,114 @@
+"""Compile the graph of a rank for target Ascend on this machine, in a forked child."""
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from telechat_moe.graph.children import in_children
+from telechat_moe.graph.simulated_device import SimulatedDevice, library
+
+
+class Built(NamedTuple):
+    """What a caller hands to :func:`compile_rank`: a finished step and one batch for it."""
+
+    step: Any
+    inputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGraph:
+    """The compiled graph of one rank.
+
+    Attributes:
+        rank: Global rank.
+        devices: Number of devices.
+        mindir: Serialised MindIR, forward, backward and optimizer.
+        groups: Communication groups by name, global ranks.
+        layouts: Parameter name to MindSpore's layout entry (device matrix, tensor map, slice ...).
+        build_seconds: Time to build the cells.
+        compile_seconds: Time in MindSpore's front end.
+        peak_memory: Peak resident memory of the compiling process, bytes.
+    """
+
+    rank: int
+    devices: int
+    mindir: bytes = field(repr=False)
+    groups: Mapping[str, list[int]] = field(repr=False)
+    layouts: Mapping[str, list[Any]] = field(repr=False)
+    build_seconds: float
+    compile_seconds: float
+    peak_memory: int
+
+
+def compile_ranks(
+    build: Callable[[int], Built],
+    ranks: Sequence[int],
+    devices: int,
+    settings: Mapping[str, Any],
+    context: Mapping[str, Any] | None = None,
+    done: Callable[[], object] | None = None,
+) -> list[RankGraph]:
+    """Compile what ``build`` returns for each of ``ranks``, as many at a time as there are cores.
+
+    Args:
+        build: Takes a rank; called in a forked child, where MindSpore takes itself for that rank, target
+            still CPU.
+        ranks: Global ranks.
+        devices: Number of devices.
+        settings: For ``set_auto_parallel_context``; semi-automatic mode, the rank and the number of
+            devices are set here.
+        context: For ``set_context``.
+        done: Called after each rank.
+
+    Raises:
+        CompileError: MindSpore refused a graph, or its compiler died.
+    """
+    path = library()
+
+    def work(rank: int) -> Callable[[], RankGraph]:
+        return lambda: _compile(
+            lambda: build(rank), SimulatedDevice(rank, devices, path), settings, context or {}
+        )
+
+    return in_children([(work(rank), f"rank {rank} of {devices}") for rank in ranks], done=done)
+
+
+def _compile(
+    build: Callable[[], Built],
+    device: SimulatedDevice,
+    settings: Mapping[str, Any],
+    context: Mapping[str, Any],
+) -> RankGraph:
+    import mindspore as ms
+    from mindspore.graph.api import _cell_graph_executor as executor
+    from mindspore.parallel._auto_parallel_context import auto_parallel_context
+
+    ms.set_context(mode=ms.GRAPH_MODE, **context)
+    ms.reset_auto_parallel_context()
+    ms.set_auto_parallel_context(
+        parallel_mode="semi_auto_parallel",
+        device_num=device.size,
+        **settings,
+    )
+    # Not through set_auto_parallel_context, whose check ends at rank 4095; the compiler's does not.
+    auto_parallel_context()._context_handle.set_global_rank(device.rank)
+    began = time.perf_counter()
+    built = build()
+    ready = time.perf_counter()
+    device.to_ascend()
+    phase, _ = executor.compile(built.step, *built.inputs, phase="export.mindir")
+    done = time.perf_counter()
+    mindir = executor._get_func_graph_proto(built.step, phase, "mind_ir")
+    layouts = built.step.parameter_layout_dict or {}
+    return RankGraph(
+        rank=device.rank,
+        devices=device.size,
+        mindir=mindir,
+        groups=device.groups(),
+        layouts={name: list(entry) for name, entry in layouts.items()},
+        build_seconds=ready - began,
+        compile_seconds=done - ready,
+        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )

@@ -1,0 +1,196 @@
+"""Run rewritten rank graphs on CPU processes: load one, cut its parameters, call it."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.mindir import kinds
+from telechat_moe.graph.rewrite import for_cpu
+
+# Parameters that a step reads and the host sets before each call.
+SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
+# Gradient norm and loss must be below these; the host may lower them.
+LIMITS = ("step_norm_limit", "step_loss_limit")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rank graphs in a folder: ``rank_N.mindir`` and ``ranks.pickle`` beside them.
+
+    Attributes:
+        folder: The folder.
+        ranks: What is known of each rank's graph.
+        groups: Communication groups of all ranks by name.
+        rewritten: Collectives that were rewritten for CPU, by kind, for each rank.
+        operators: Primitives before that, by kind, for each rank.
+    """
+
+    folder: Path
+    ranks: list[RankGraph]
+    groups: dict[str, list[int]]
+    rewritten: list[dict[str, int]]
+    operators: list[dict[str, int]]
+
+    @staticmethod
+    def write(folder: Path, graphs: Sequence[RankGraph]) -> "Job":
+        """Rewrite the graphs of all ranks for CPU and write them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        groups: dict[str, list[int]] = {}
+        light, counts, operators = [], [], []
+        for graph in graphs:
+            rewritten = for_cpu(graph.mindir, graph.rank, graph.groups)
+            (folder / f"rank_{graph.rank}.mindir").write_bytes(rewritten.mindir)
+            groups.update({name: list(ranks) for name, ranks in graph.groups.items()})
+            groups.update(rewritten.pairs)
+            light.append(replace(graph, mindir=b""))
+            counts.append(rewritten.counts)
+            operators.append(dict(kinds(graph.mindir)))
+        known = (light, groups, counts, operators)
+        (folder / "ranks.pickle").write_bytes(pickle.dumps(known))
+        return Job(folder, *known)
+
+    @staticmethod
+    def read(folder: Path) -> "Job":
+        """Read what :meth:`write` wrote."""
+        return Job(folder, *pickle.loads((folder / "ranks.pickle").read_bytes()))
+
+
+class RankProgram:
+    """This process's part of a job; MindSpore's communication must be initialised.
+
+    Args:
+        job: The job; its groups are created here, all processes in the same order.
+        rank: This process.
+        made: Groups that exist already, by ranks; extended here.
+    """
+
+    def __init__(self, job: Job, rank: int, made: set[str] | None = None) -> None:
+        import mindspore as ms
+        from mindspore import nn
+        from mindspore.communication import create_group
+
+        self.job, self.rank, self.graph = job, rank, job.ranks[rank]
+        made = set() if made is None else made
+        for name in sorted(job.groups):
+            ranks = job.groups[name]
+            if name not in made and rank in ranks:
+                create_group(name, ranks)
+            made.add(name)
+        self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
+        self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
+
+    def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
+        """Cut whole tensors for this rank and put them in; after the first call ``in_place``.
+
+        Raises:
+            BadInputError: A parameter has no value, or its piece another shape.
+        """
+        from mindspore import Tensor, ops
+
+        for name, parameter in self.parameters.items():
+            if name in SCHEDULE:
+                continue
+            if name in LIMITS:
+                if not in_place:
+                    parameter.set_data(Tensor(np.float32(np.inf)))
+                continue
+            if name not in values:
+                raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
+            piece = cut(values[name], self.graph, name)
+            if tuple(piece.shape) != tuple(parameter.shape):
+                raise BadInputError(
+                    f"rank {self.rank}: {name} is {tuple(piece.shape)} after cutting, "
+                    f"the graph has {tuple(parameter.shape)}"
+                )
+            if in_place:
+                ops.assign(parameter, Tensor(piece))
+            else:
+                parameter.set_data(Tensor(piece))
+
+    def set_limits(self, norm: float, loss: float) -> None:
+        """Let the next steps be applied only where gradient norm and loss are below these."""
+        from mindspore import Tensor, ops
+
+        for name, value in zip(LIMITS, (norm, loss), strict=True):
+            if name in self.parameters:
+                ops.assign(self.parameters[name], Tensor(np.float32(value)))
+
+    def pieces(self) -> dict[str, np.ndarray]:
+        """Return copies of this rank's parameters."""
+        return {name: p.asnumpy().copy() for name, p in self.parameters.items()}
+
+    def __call__(self, rate: Any, epsilon: Any, decay: Any, *batch: Any) -> Any:
+        """Run the graph; the first three come from the optimizer's ``scalars``."""
+        from mindspore import ops
+
+        # In place: after the first call the graph's branches hold on to a parameter's memory, and what
+        # set_data puts in its stead never reaches them (MindSpore 2.9.0).
+        for name, value in zip(SCHEDULE, (rate, epsilon, decay), strict=True):
+            if name in self.parameters:  # MindSpore drops what a graph does not read
+                ops.assign(self.parameters[name], value)
+        return self.cell(*batch)
+
+
+def piece_of(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[slice, ...] | None:
+    """Return which part of a whole tensor a rank holds; None if it holds all of it."""
+    entry = graph.layouts.get(name)
+    if entry is None:
+        return None
+    matrix, tensor_map, shard_group = entry[0], entry[1], entry[5]
+    coordinates = np.unravel_index(graph.rank % int(np.prod(matrix)), matrix)
+    per_dimension = _by_dimension(shape, entry)
+    slices = []
+    for length, axes in zip(shape, per_dimension, strict=True):
+        start = 0
+        for axis in axes:
+            place = len(matrix) - 1 - axis
+            length //= matrix[place]
+            start += int(coordinates[place]) * length
+        slices.append([start, start + length])
+    if shard_group:
+        members = graph.groups[shard_group]
+        rows = (slices[0][1] - slices[0][0]) // len(members)
+        start = slices[0][0] + members.index(graph.rank) * rows
+        slices[0] = [start, start + rows]
+    del tensor_map
+    return tuple(slice(a, b) for a, b in slices)
+
+
+def _by_dimension(shape: Sequence[int], entry: Sequence[Any]) -> list[list[int]]:
+    """Return the axes that cut each dimension, numbered from the right of the device matrix.
+
+    MindSpore gives a dimension that several axes cut as several entries of the tensor map.
+    """
+    matrix, tensor_map = entry[0], entry[1]
+    if all(not isinstance(x, list | tuple) for x in tensor_map) and len(tensor_map) == len(shape):
+        return [[x] if x != -1 else [] for x in tensor_map]
+    if len(tensor_map) == len(shape):
+        nested = [x if isinstance(x, list | tuple) else [x] for x in tensor_map]
+        return [[a for a in axes if a != -1] for axes in nested]
+    parts, view = list(tensor_map), list(entry[7])
+    result: list[list[int]] = []
+    position = 0
+    for length in shape:
+        axes, extent = [], 1
+        while position < len(parts):
+            axis = parts[position]
+            factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
+            if extent == length and factor != 1:
+                break
+            extent *= factor
+            axes += [axis] if axis != -1 else []
+            position += 1
+        result.append(axes)
+    return result
+
+
+def cut(whole: np.ndarray, graph: RankGraph, name: str) -> np.ndarray:
+    """Return the part of a whole tensor that a rank holds."""
+    where = piece_of(whole.shape, graph, name)
+    return whole if where is None else np.ascontiguousarray(whole[where])

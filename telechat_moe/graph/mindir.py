@@ -1,0 +1,240 @@
+"""Read and edit MindIR, MindSpore's serialised graph."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore.train import mind_ir_pb2 as pb
+
+COLLECTIVES = (
+    "AllReduce",
+    "AllGather",
+    "ReduceScatter",
+    "AlltoAll",
+    "AlltoAllV",
+    "Broadcast",
+    "Send",
+    "Receive",
+)
+ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
+NUMPY = {
+    1: np.float32,
+    3: np.int8,
+    2: np.uint8,
+    6: np.int32,
+    7: np.int64,
+    9: np.bool_,
+    10: np.float16,
+}
+
+
+class Operation(NamedTuple):
+    """A node of a graph and its primitive."""
+
+    graph: str
+    node: Any
+    primitive: Any
+
+    @property
+    def kind(self) -> str:
+        """Name of the primitive."""
+        return self.primitive.op_type
+
+    @property
+    def scope(self) -> str:
+        """Path of the cell that made the node; backward ones start with ``Gradients``."""
+        return self.node.domain
+
+    def attribute(self, name: str) -> Any:
+        """Return the value of an attribute of the primitive, None if it has none."""
+        for attribute in self.primitive.attribute:
+            if attribute.name == name:
+                return value_of(attribute)
+        return None
+
+    def shapes(self) -> list[tuple[tuple[int, ...], int]]:
+        """Return ``(shape, element type)`` of each output."""
+        return output_shapes(self.node)
+
+
+class Model:
+    """A parsed MindIR file.
+
+    Args:
+        data: Serialised ``ModelProto``.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self.proto = pb.ModelProto()
+        self.proto.ParseFromString(data)
+        self.primitives = {p.name: p for p in self.proto.primitives}
+
+    def graphs(self) -> list[Any]:
+        """Return the main graph and the functions that it calls."""
+        return [self.proto.graph, *self.proto.functions]
+
+    def primitive(self, node: Any) -> Any:
+        """Return the primitive of a node, or None for constants and calls."""
+        kind = node.op_type
+        return self.primitives.get(kind[5:]) if kind.startswith("REF::") else None
+
+    def operations(self) -> Iterator[Operation]:
+        """Return all nodes with a primitive, graph by graph, in their order."""
+        for graph in self.graphs():
+            for node in graph.node:
+                primitive = self.primitive(node)
+                if primitive is not None:
+                    yield Operation(graph.name, node, primitive)
+
+
+def kinds(data: bytes) -> Counter[str]:
+    """Return how many nodes of each primitive a serialised graph has."""
+    return Counter(operation.kind for operation in Model(data).operations())
+
+
+def value_of(attribute: Any) -> Any:
+    """Return the Python value of an attribute."""
+    kinds = pb.AttributeProto
+    if attribute.type == kinds.STRING:
+        text = attribute.s
+        return text.decode() if isinstance(text, bytes) else text
+    if attribute.type in (kinds.TUPLE, kinds.LIST):
+        return tuple(value_of(item) for item in attribute.values)
+    if attribute.type in (kinds.FLOAT, kinds.DOUBLE):
+        return attribute.f if attribute.type == kinds.FLOAT else attribute.d
+    if attribute.type == kinds.BOOL:
+        return bool(attribute.i)
+    if attribute.ints and not attribute.i:
+        return attribute.ints[0] if len(attribute.ints) == 1 else tuple(attribute.ints)
+    return attribute.i
+
+
+def output_shapes(node: Any) -> list[tuple[tuple[int, ...], int]]:
+    """Return ``(shape, element type)`` of each output of a node."""
+    found: list[tuple[tuple[int, ...], int]] = []
+
+    def walk(attribute: Any) -> None:
+        found.extend((tuple(t.dims), t.data_type) for t in attribute.tensors)
+        for item in attribute.values:
+            walk(item)
+
+    for attribute in node.attribute:
+        if attribute.name == "shape":
+            walk(attribute)
+    return found
+
+
+class Editor:
+    """Adds nodes to a graph, in front of those that follow.
+
+    Args:
+        model: Where new primitives go.
+        nodes: Where new nodes go.
+    """
+
+    _count = 0
+
+    def __init__(self, model: Model, nodes: Any) -> None:
+        self.model, self.nodes = model, nodes
+
+    def name(self, what: str) -> str:
+        """Return a name that is not taken."""
+        Editor._count += 1
+        return f"telechat_{what}_{Editor._count}"
+
+    def constant(self, value: int | Sequence[int]) -> str:
+        """Add an integer, or a tuple of them."""
+        node = self.nodes.add()
+        node.name = self.name("constant")
+        node.output.append(node.name)
+        node.op_type = "Constant"
+        attribute = node.attribute.add()
+        attribute.name = "value"
+        if isinstance(value, int):
+            attribute.i, attribute.type = value, pb.AttributeProto.INT64
+            return node.name
+        attribute.type = pb.AttributeProto.TUPLE
+        for item in value:
+            part = attribute.values.add()
+            part.ints.append(item)
+            part.type = pb.AttributeProto.INT64
+        return node.name
+
+    def zeros(self, shape: Sequence[int], kind: int) -> str:
+        """Add a tensor of zeros."""
+        node = self.nodes.add()
+        node.name = self.name("zeros")
+        node.output.append(node.name)
+        node.op_type = "Constant"
+        attribute = node.attribute.add()
+        attribute.name, attribute.type = "value", pb.AttributeProto.TENSORS
+        tensor = attribute.tensors.add()
+        tensor.dims.extend(shape)
+        tensor.data_type, tensor.name = kind, node.name
+        tensor.raw_data = np.zeros(shape, NUMPY[kind]).tobytes()
+        return node.name
+
+    def primitive(
+        self, kind: str, like: Any = None, keep: Sequence[str] = (), **attributes: Any
+    ) -> str:
+        """Add a primitive with integer and string attributes; of ``like`` those named in ``keep`` stay."""
+        primitive = self.model.proto.primitives.add()
+        primitive.name, primitive.op_type = self.name(kind), kind
+        if like is not None:
+            primitive.prim_type, primitive.instance_name = like.prim_type, like.instance_name
+            for attribute in like.attribute:
+                if attribute.name in keep and attribute.name not in attributes:
+                    primitive.attribute.add().CopyFrom(attribute)
+        for name, value in attributes.items():
+            attribute = primitive.attribute.add()
+            attribute.name = name
+            if isinstance(value, str):
+                attribute.type = pb.AttributeProto.STRING
+                attribute.s = value.encode()
+            else:
+                attribute.i, attribute.type = value, pb.AttributeProto.INT64
+        self.model.primitives[primitive.name] = primitive
+        return f"REF::{primitive.name}"
+
+    def node(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        shape: Sequence[int],
+        element: int,
+        scope: str,
+        name: str | None = None,
+    ) -> str:
+        """Add a node with one tensor as output; ``kind`` comes from :meth:`primitive`."""
+        node = self.nodes.add()
+        node.name = name or self.name("node")
+        node.op_type = kind
+        node.input.extend(inputs)
+        node.output.append(node.name)
+        node.domain = f"{scope}-{Editor._count}"
+        attribute = node.attribute.add()
+        attribute.name, attribute.type = "shape", pb.AttributeProto.TENSORS
+        tensor = attribute.tensors.add()
+        tensor.dims.extend(shape)
+        tensor.data_type = element
+        return node.name
+
+    def pack(self, parts: Sequence[str], shape: Sequence[int], element: int, scope: str) -> str:
+        """Add a tuple of tensors of one shape."""
+        node = self.nodes.add()
+        node.name = self.name("tuple")
+        node.op_type = self.primitive("MakeTuple")
+        node.input.extend(parts)
+        node.output.append(node.name)
+        node.domain = scope
+        attribute = node.attribute.add()
+        attribute.name, attribute.type = "shape", pb.AttributeProto.TUPLE
+        attribute.seq_info.is_dyn_len = False
+        for _ in parts:
+            value = attribute.values.add()
+            value.type = pb.AttributeProto.TENSORS
+            tensor = value.tensors.add()
+            tensor.dims.extend(shape)
+            tensor.data_type = element
+        return node.name

@@ -1,0 +1,523 @@
+"""What a rank's compiled graph does in a step: collectives, operators, bytes, the order of micro-batches.
+
+A backward collective carries the id of its forward one, or the name of the parameter whose gradient it sums, so it is
+attributed to a module without guessing from its scope, which MindSpore often gives another layer's name.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, Model, value_of
+from telechat_moe.graph.nodes import (
+    PHASES,
+    STRUCTURE,
+    Graph,
+    Node,
+    Shape,
+    call_counts,
+    module_of,
+    owner_of,
+    root_of,
+    size_of,
+)
+from telechat_moe.graph.schedule import Event, Transfer, events, micro_of, pass_of
+from telechat_moe.sharding.mesh import Mesh
+
+POINT_TO_POINT = ("Send", "Receive")
+
+
+class Expected(NamedTuple):
+    """What sizes of dynamic exchanges follow from, with tokens spread evenly over experts.
+
+    Attributes:
+        elements: Elements of a device's part of an AlltoAllV: tokens x top-k x hidden size.
+        rows: Its rows, tokens x top-k.
+    """
+
+    elements: int
+    rows: int = 0
+
+
+class Collective(NamedTuple):
+    """A collective as it stands in the graph, and how often a step runs it.
+
+    Attributes:
+        kind: Primitive.
+        group: Axes of the mesh, ``dp``, ``dp x tp = ep``; ``pp`` between stages.
+        ranks: Global ranks of the group that this rank is in; of Send and Receive: this rank and the other.
+        phase: One of :data:`PHASES`.
+        module: Module, of a gradient's the parameter's; ``unknown`` where MindSpore keeps none.
+        purpose: ``activations``, ``weights`` (gathered from a sharded optimizer), ``gradients``, ``step``
+            (norm, losses, loads) or ``pipeline``.
+        micro: Micro-batch; None: not in one.
+        shape: Of the output; -1 where it depends on the routing.
+        times: Calls a step.
+        bytes: The larger of input and output, one call; for AlltoAllV with evenly spread tokens.
+        sent: What a device sends in a call: ring, or direct for exchanges.
+        floor: For AlltoAllV: bytes that are certain whatever the routing; else as ``bytes``.
+    """
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]
+    phase: str
+    module: str
+    purpose: str
+    micro: int | None
+    shape: tuple[int, ...]
+    times: int
+    bytes: int
+    sent: int
+    floor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes that a rank holds, from the shapes in its graph.
+
+    Attributes:
+        parameters: Weights and biases, own part.
+        optimizer: Moments.
+        gradients: Accumulators where there are some; else one gradient for each trained parameter, which
+            are all alive when the global norm is taken.
+        other: Counters and shares.
+        copies: Weights gathered from a sharded optimizer, or in the precision of products, that all calls of a
+            shared network read. Elsewhere they count as activations of all micro-batches.
+        activations: Forward tensors that backward nodes read, by micro-batch and chunk (None: all; chunk 0:
+            all chunks, unless micro-batches share a network). An estimate: no memory plan stands behind it.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    other: int
+    copies: int = 0
+    activations: dict[tuple[int, int] | None, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What :func:`read` found.
+
+    Attributes:
+        rank: Global rank.
+        collectives: In the order of the graph.
+        operators: Phase to kind to calls a step.
+        memory: Bytes.
+        parameters: Name to own shape.
+        order: Of micro-batches; empty without them.
+    """
+
+    rank: int
+    collectives: list[Collective]
+    operators: dict[str, Counter[str]]
+    memory: Memory
+    parameters: dict[str, tuple[int, ...]]
+    order: list[Event]
+
+    @property
+    def recomputed(self) -> Counter[str]:
+        """Kind to forward operators that run again."""
+        return self.operators["recompute"]
+
+
+def group_name(ranks: Sequence[int], rank: int, mesh: Mesh) -> str:
+    """Return the axes of the mesh along which a group lies, e.g. ``dp``, ``dp x tp = ep``, ``all``."""
+    wanted = sorted(ranks)
+    if len({mesh.stage(r) for r in wanted}) > 1:
+        return "all" if len(wanted) == mesh.devices else "pp"
+    names = []
+    degrees = [d for d in ("dp", "cp", "tp") if getattr(mesh, d) > 1]
+    subsets = [
+        [d for i, d in enumerate(degrees) if chosen >> i & 1]
+        for chosen in range(1, 1 << len(degrees))
+    ]
+    for subset in sorted(subsets, key=len):
+        if mesh.group(rank, mesh.axes(*subset)) == wanted:
+            names.append(" x ".join(subset))
+            break
+    if mesh.ep > 1:
+        inner = mesh.axes("ep")
+        outer = [a for a in mesh.axes("dp", "cp", "tp") if a not in inner]
+        if mesh.group(rank, inner) == wanted:
+            names.append("ep")
+        elif not names and mesh.group(rank, outer) == wanted:
+            names.append("dp x cp x tp / ep" if not mesh.expert_tp else "dp / ep")
+    return " = ".join(names) or ",".join(map(str, wanted))
+
+
+def sent_bytes(kind: str, size: int, number: int) -> int:
+    """Return what a device sends in a call, by the usual algorithms.
+
+    Args:
+        kind: Ring for AllReduce, AllGather, ReduceScatter; direct for AlltoAll and Send.
+        size: Larger of input and output, bytes.
+        number: Devices in the group.
+    """
+    if kind == "Send":
+        return size
+    if kind == "Receive":
+        return 0
+    rounds = 2 if kind == "AllReduce" else 1
+    return rounds * size * (number - 1) // number
+
+
+def read(graph: RankGraph, mesh: Mesh, expected: Expected) -> Reading:
+    """Read the graph of a rank.
+
+    Args:
+        graph: Compiled.
+        mesh: Of its recipe.
+        expected: Sizes of dynamic exchanges.
+    """
+    model = Model(graph.mindir)
+    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
+    times = call_counts(model, functions)
+    collectives: list[Collective] = []
+    operators: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
+    activations: Counter[tuple[int, int] | None] = Counter()
+    links = _Links(functions.values())
+    transfers: dict[str, Transfer] = {}
+    for name, function in functions.items():
+        if not times[name]:
+            continue
+        micro = micro_of(function)
+        for node in function.nodes.values():
+            if not node.kind or node.kind == "Constant" or node.kind in STRUCTURE:
+                continue
+            operators[function.phases[node.name]][node.kind] += times[name]
+            if node.kind in COLLECTIVES:
+                site = _Site(graph, mesh, expected, links, function, node)
+                collectives.append(site.collective(times[name], micro.get(node.name)))
+                if node.kind in POINT_TO_POINT:
+                    transfers[node.name] = site.transfer()
+        if function.part is None:
+            for number, size in _kept(function, micro, expected).items():
+                activations[None if number is None else (number, 0)] += size * times[name]
+    main = functions[model.proto.graph.name]
+    kept, copies = _kept_by_calls(main, functions, expected)
+    activations.update(kept)
+    shapes = {p.name.split(":")[-1]: p for p in model.proto.graph.parameter}
+    return Reading(
+        rank=graph.rank,
+        collectives=collectives,
+        operators=operators,
+        memory=_memory(shapes, dict(activations), copies),
+        parameters={name: tuple(p.dims) for name, p in shapes.items()},
+        order=events(main, transfers),
+    )
+
+
+def _memory(
+    parameters: dict[str, Any], activations: dict[tuple[int, int] | None, int], copies: int
+) -> Memory:
+    sums: Counter[str] = Counter()
+    trained = {n.removeprefix("adam_m.") for n in parameters if n.startswith("adam_m.")}
+    accumulates = any(n.startswith("accu_grads.") for n in parameters)
+    for name, proto in parameters.items():
+        size = size_of((tuple(proto.dims), proto.data_type)) or 0
+        if name.startswith(("adam_m.", "adam_v.")):
+            sums["optimizer"] += size
+        elif name.startswith("accu_grads."):
+            sums["gradients"] += size
+        elif name in trained or name.endswith(("weight", "bias")):
+            sums["parameters"] += size
+            sums["gradients"] += size if name in trained and not accumulates else 0
+        else:
+            sums["other"] += size
+    return Memory(
+        parameters=sums["parameters"],
+        optimizer=sums["optimizer"],
+        gradients=sums["gradients"],
+        other=sums["other"],
+        copies=copies,
+        activations=activations,
+    )
+
+
+def _kept(function: Graph, micro: dict[str, int], expected: Expected) -> Counter[int | None]:
+    """Return the bytes of forward tensors that backward or recomputed nodes read, by micro-batch."""
+    kept: dict[tuple[str, int | None], Node] = {}
+    for node in function.nodes.values():
+        if function.phases[node.name] not in ("backward", "recompute"):
+            continue
+        for source in node.inputs:
+            owner, item = owner_of(function, source)
+            if owner is not None and function.phases[owner.name] == "forward":
+                kept[owner.name, item] = owner
+    sizes: Counter[int | None] = Counter()
+    for (name, item), owner in kept.items():
+        shapes = owner.shapes if item is None else owner.shapes[item : item + 1]
+        sizes[micro.get(name)] += sum(_likely_size(shape, expected) for shape in shapes)
+    return sizes
+
+
+def _likely_size(shape: Shape, expected: Expected) -> int:
+    """Return the bytes of a tensor; rows that depend on the routing as if tokens were spread evenly."""
+    dims, element = shape
+    return size_of((tuple(expected.rows if d < 0 else d for d in dims), element)) or 0
+
+
+def _kept_by_calls(
+    main: Graph, functions: Mapping[str, Graph], expected: Expected
+) -> tuple[Counter[tuple[int, int]], int]:
+    """Return the bytes that calls of a shared network keep for its backward, by micro-batch and chunk.
+
+    Second: the bytes that are the same for all calls.
+    """
+    kept: Counter[tuple[int, int]] = Counter()
+    common = 0
+    own = {p.name for p in main.model.proto.graph.parameter}
+    calls: dict[str, list[Node]] = {}
+    for name, call in main.calls.items():
+        if name == call.name:
+            calls.setdefault(call.proto.op_type[5:], []).append(call)
+    for name, same in calls.items():
+        forward, inside = functions[name], 0
+        for value, item in dict.fromkeys(_captured(forward)):
+            owner = forward.nodes.get(value)
+            if owner is not None and owner.kind not in ("Constant", "", *STRUCTURE):
+                shapes = owner.shapes if item is None else owner.shapes[item : item + 1]
+                inside += sum(_likely_size(shape, expected) for shape in shapes)
+            elif owner is None and value in forward.given:
+                place = forward.given.index(value)
+                sources = {root_of(main, call.proto.input[place])[0] for call in same}
+                size = sum(_likely_size(shape, expected) for shape in forward.shapes[value])
+                if len(sources) > 1:
+                    inside += size
+                elif not sources & own and _is_computed(main, *sources):
+                    common += size
+        for call in same:
+            event = pass_of(main, call.name)
+            kept[event.micro, event.chunk] += inside
+    return kept, common
+
+
+def _is_computed(graph: Graph, name: str) -> bool:
+    node = graph.nodes.get(name)
+    return node is not None and node.kind != "Constant"
+
+
+def _captured(forward: Graph) -> Iterable[tuple[str, int | None]]:
+    """Return the values that the forward function of a shared network hands to its backward function."""
+    result = forward.nodes[forward.result]
+    for part in result.inputs:
+        node = forward.nodes.get(part)
+        if node is not None and node.kind == "Partial":
+            yield from (root_of(forward, value) for value in node.inputs[1:])
+
+
+class _Links:
+    """Finds the forward node of a backward one."""
+
+    def __init__(self, functions: Iterable[Graph]) -> None:
+        self.forward: dict[str, tuple[Graph, Node]] = {}
+        for function in functions:
+            for node in function.nodes.values():
+                if node.kind in COLLECTIVES and not node.scope.startswith("Gradients"):
+                    mark = node.mark("unique_id")
+                    if mark:  # the first: copies to be run again stand behind it
+                        self.forward.setdefault(mark, (function, node))
+
+    def of(self, node: Node) -> Node | None:
+        """Return the forward collective that a backward one is the derivative of."""
+        found = self.forward.get(node.mark("forward_unique_id") or "")
+        return found[1] if found else None
+
+
+class _Site:
+    """One collective that is being read."""
+
+    def __init__(
+        self,
+        graph: RankGraph,
+        mesh: Mesh,
+        expected: Expected,
+        links: _Links,
+        function: Graph,
+        node: Node,
+    ) -> None:
+        self.graph, self.mesh, self.expected, self.links = graph, mesh, expected, links
+        self.function, self.node = function, node
+        self.primitive = function.model.primitive(node.proto)
+
+    def attribute(self, name: str) -> Any:
+        return _attribute(self.primitive, name)
+
+    def ranks(self) -> list[int]:
+        """Return the group; of a Send or Receive: both ends."""
+        ranks = list(self.graph.groups.get(self.attribute("group"), ()))
+        if self.node.kind in POINT_TO_POINT:
+            return sorted((self.graph.rank, self.peer()))
+        return ranks
+
+    def peer(self) -> int:
+        """Return the other end of a Send or Receive."""
+        place = self.attribute("dest_rank" if self.node.kind == "Send" else "src_rank")
+        return self.graph.groups[self.attribute("group")][place]
+
+    def transfer(self) -> Transfer:
+        """Return what the order of micro-batches needs."""
+        phase = self._pipeline_phase("")
+        return Transfer(
+            sends=self.node.kind == "Send",
+            backward=phase == "backward",
+            micro=self.attribute("micro") or self.node.mark("micro") or 0,
+            chunk=self.attribute("chunk") or self.node.mark("chunk") or 0,
+            peer=self.peer(),
+            tag=self.attribute("sr_tag") or 0,
+            bytes=self._bytes(2)[0],
+        )
+
+    def collective(self, times: int, micro: int | None) -> Collective:
+        """Return what stands here."""
+        kind, ranks = self.node.kind, self.ranks()
+        size, floor = self._bytes(len(ranks))
+        phase = self.function.phases[self.node.name]
+        pair = kind in POINT_TO_POINT
+        return Collective(
+            kind=kind,
+            group="pp" if pair else group_name(ranks, self.graph.rank, self.mesh),
+            ranks=tuple(ranks),
+            phase=self._pipeline_phase(phase),
+            module="boundary" if pair else self.module(),
+            purpose=self._purpose(phase),
+            micro=self.node.mark("micro") if pair else micro,
+            shape=self.node.shapes[0][0] if self.node.shapes else (),
+            times=times,
+            bytes=size,
+            sent=sent_bytes(kind, size, len(ranks)),
+            floor=floor,
+        )
+
+    def _pipeline_phase(self, phase: str) -> str:
+        if self.node.kind in POINT_TO_POINT:
+            backward = self.node.scope.startswith("Gradients") or self.attribute("is_bp")
+            return "backward" if backward else "forward"
+        return phase
+
+    def _purpose(self, phase: str) -> str:
+        if self.node.kind in POINT_TO_POINT:
+            return "pipeline"
+        if "Mirror" in self.node.scope or "mirror" in self.primitive.instance_name:
+            return "gradients"
+        if "parallel_optimizer" in self.primitive.instance_name:
+            return "gradients" if phase == "backward" else "weights"
+        return "step" if phase == "optimizer" else "activations"
+
+    def module(self) -> str:
+        """Return the module: an attribute of our own, the forward node's, the parameter's, the scope's."""
+        origin = self.node
+        if self.node.scope.startswith("Gradients"):
+            linked = self.links.of(self.node)
+            if linked is None:
+                return _parameter_module(self.node.mark("mirror_user_id"))
+            origin = linked
+        primitive = self.function.model.primitive(origin.proto)
+        own = _attribute(primitive, "module")
+        if own:
+            return str(own)
+        if "parallel_optimizer" in primitive.instance_name:
+            return _parameter_module(origin.mark("mirror_user_id"))
+        if self.function.phases.get(origin.name) == "optimizer":
+            return "step"
+        return module_of(origin.scope)
+
+    def _bytes(self, number: int) -> tuple[int, int]:
+        """Return bytes of a call (larger of input and output), and those that are certain."""
+        out = size_of(self.node.shapes[0]) if self.node.shapes else None
+        source = self.node.inputs[0] if self.node.inputs else ""
+        if self.node.kind == "AlltoAllV":
+            into = [s for s in self.function.shapes.get(source, []) if s[0]]
+            given = size_of(into[0]) if into else None
+            certain = max(out or 0, given or 0)
+            element = self.node.shapes[0][1] if self.node.shapes else 0
+            if not certain:
+                return self.expected.elements * ITEM_BYTES.get(element, 4), 0
+            return certain, certain
+        if self.node.kind == "Send":
+            into = self.function.shapes.get(source, [])
+            out = size_of(into[0]) if into else out
+        size = out or 0
+        if self.node.kind == "ReduceScatter":
+            size *= number
+        return size, size
+
+
+def _attribute(primitive: Any, name: str) -> Any:
+    return next((value_of(a) for a in primitive.attribute if a.name == name), None)
+
+
+def _parameter_module(name: str | None) -> str:
+    """Return the module of a parameter."""
+    return name.removesuffix(".weight").removesuffix(".bias") if name else "unknown"
+
+
+def substitute(ranks: Sequence[int], mesh: Mesh, old: int, new: int) -> list[int]:
+    """Return the group of rank ``new`` that a group of rank ``old`` of the same stage corresponds to.
+
+    Groups along axes of the mesh are :meth:`Mesh.group` of the new rank; others, and pairs between stages, move
+    by the same steps along each axis.
+    """
+    here, there = mesh.coordinates(old), mesh.coordinates(new)
+    moved = []
+    for rank in ranks:
+        place, at = 0, mesh.coordinates(rank)
+        for axis, size in mesh.sizes.items():
+            place = place * size + (at[axis] + there[axis] - here[axis]) % size
+        moved.append(mesh.stage(rank) * mesh.stage_devices + place)
+    return sorted(moved)
+
+
+class Step(NamedTuple):
+    """An operation as two ranks of a stage must have it in common."""
+
+    kind: str
+    shapes: tuple[tuple[tuple[int, ...], int], ...]
+    ranks: tuple[int, ...]
+
+
+def sequence(graph: RankGraph) -> list[Step]:
+    """Return the operations of a rank in order, collectives with the global ranks of their groups."""
+    model = Model(graph.mindir)
+    found = []
+    for operation in model.operations():
+        ranks: list[int] = []
+        if operation.kind in COLLECTIVES:
+            ranks = list(graph.groups.get(operation.attribute("group"), ()))
+            if operation.kind in POINT_TO_POINT:
+                place = "dest_rank" if operation.kind == "Send" else "src_rank"
+                ranks = sorted((graph.rank, ranks[operation.attribute(place)]))
+        found.append(Step(operation.kind, tuple(operation.shapes()), tuple(ranks)))
+    return found
+
+
+def differences(graph: RankGraph, other: RankGraph, mesh: Mesh) -> list[str]:
+    """Return where a rank's graph is not the one derived from another rank of its stage, at most five.
+
+    Compared: kinds, output shapes and types, and groups mapped through the mesh, node by node. Constants, such
+    as the first row of a rank's part of the vocabulary, differ by design and are not compared.
+    """
+    derived = [
+        step._replace(ranks=tuple(substitute(step.ranks, mesh, graph.rank, other.rank)))
+        for step in sequence(graph)
+    ]
+    compiled = [step._replace(ranks=tuple(sorted(step.ranks))) for step in sequence(other)]
+    found = []
+    if len(derived) != len(compiled):
+        found.append(f"{len(derived)} operations derived, {len(compiled)} compiled")
+    for place, (a, b) in enumerate(zip(derived, compiled, strict=False)):
+        if a != b:
+            found.append(f"operation {place}: derived {_said(a)}, compiled {_said(b)}")
+        if len(found) == 5:
+            break
+    return found
+
+
+def _said(step: Step) -> str:
+    shapes = " ".join(str(list(shape)) for shape, _ in step.shapes)
+    ranks = f" over {list(step.ranks)}" if step.ranks else ""
+    return f"{step.kind} {shapes}{ranks}"

@@ -1,0 +1,387 @@
+"""The dry run's report: plain data made of readings, its tables for a terminal, and the difference of two.
+
+``telechat_moe.graph.page`` makes the HTML page of the same data.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.nodes import PHASES
+from telechat_moe.graph.read import Collective, Expected, Reading, differences, read
+from telechat_moe.graph.schedule import Event, in_flight, most_kept, unmatched
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.recipe import mesh_of
+
+LIMITS = (
+    "Front end only: MindSpore's Ascend graph before the backend, so no kernel selection, memory plan, "
+    "stream assignment or fusion of collectives; nothing was run."
+)
+NOTES = {
+    "bytes": "the larger of input and output of each call, summed over a step",
+    "sent": "what one device sends: ring for AllReduce (2(n-1)/n), AllGather and ReduceScatter ((n-1)/n), "
+    "direct for AlltoAll and Send",
+    "AlltoAllV": "sizes depend on the routing: expected with tokens spread evenly (tokens x top-k x hidden); "
+    "certain is what the static shapes say",
+    "activations": "an estimate: forward tensors that backward or recomputed operators read, micro-batches in "
+    "flight at most",
+    "copies": "weights that all micro-batches read, gathered from a sharded optimizer or in the precision of the "
+    "products, where micro-batches share a network",
+    "gradients": "accumulators where there are some, else one gradient a trained parameter (all alive at the "
+    "global norm)",
+}
+ALL_KINDS = "together"
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def expected_sizes(recipe: Recipe, mesh: Mesh) -> Expected:
+    """Return the sizes of exchanges whose shapes are dynamic, with tokens spread evenly."""
+    config = recipe.model_config
+    tokens = recipe.runner_config.batch_size * mesh.dp * config.seq_length
+    spread = mesh.dp * mesh.cp if mesh.expert_tp else mesh.stage_devices
+    rows = tokens // spread * config.num_experts_per_tok
+    return Expected(rows * config.hidden_size, rows)
+
+
+class Subject(NamedTuple):
+    """What a report is about.
+
+    Attributes:
+        name: Of the recipe.
+        mesh: Its devices.
+        expected: Sizes of dynamic exchanges.
+        model: Whose model was compiled from it.
+    """
+
+    name: str
+    mesh: Mesh
+    expected: Expected
+    model: str = "telechat-moe"
+
+
+def subject_of(recipe: Recipe) -> Subject:
+    """Return what a report on our own model says of itself."""
+    mesh = mesh_of(recipe)
+    return Subject(str(recipe.source), mesh, expected_sizes(recipe, mesh))
+
+
+def first_ranks(mesh: Mesh) -> list[int]:
+    """Return the first rank of each pipeline stage."""
+    return [stage * mesh.stage_devices for stage in range(mesh.pp)]
+
+
+def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[str, Any]:
+    """Return the report on compiled ranks.
+
+    Args:
+        subject: Their recipe.
+        graphs: One rank a stage.
+        target: Faces of the operators.
+    """
+    mesh = subject.mesh
+    readings = [read(graph, mesh, subject.expected) for graph in graphs]
+    orders = {r.rank: r.order for r in readings}
+    return {
+        "recipe": subject.name,
+        "model": subject.model,
+        "layout": mesh.describe(),
+        "mesh": {
+            **{name: getattr(mesh, name) for name in ("dp", "cp", "tp", "pp", "ep")},
+            "sequence_parallel": mesh.sp,
+            "expert_tensor_parallel": mesh.expert_tp,
+        },
+        "devices": mesh.devices,
+        "target": target,
+        "mindspore": version("mindspore"),
+        "limits": LIMITS,
+        "notes": NOTES,
+        "stages": [_stage(r, g, mesh) for r, g in zip(readings, graphs, strict=True)],
+        "unmatched_transfers": unmatched(orders),
+        "check": None,
+    }
+
+
+def _stage(reading: Reading, graph: RankGraph, mesh: Mesh) -> dict[str, Any]:
+    stage = mesh.stage(reading.rank)
+    first = stage * mesh.stage_devices
+    others = [r for r in range(first, first + mesh.stage_devices) if r != reading.rank]
+    return {
+        "stage": stage,
+        "rank": reading.rank,
+        "derived_ranks": others,
+        "collectives": [_row(key, rows) for key, rows in _grouped(reading.collectives)],
+        "calls": sum(c.times for c in reading.collectives),
+        "sent": sum(c.sent * c.times for c in reading.collectives),
+        "operators": {
+            kind: {phase: reading.operators[phase][kind] for phase in PHASES}
+            for kind in sorted(set().union(*reading.operators.values()))
+        },
+        "recomputation": _recomputation(reading),
+        "memory": _memory(reading),
+        "order": [_event(event) for event in reading.order],
+        "order_text": " ".join(map(str, reading.order)),
+        "compile_seconds": round(graph.compile_seconds, 2),
+        "build_seconds": round(graph.build_seconds, 2),
+        "peak_memory": graph.peak_memory,
+    }
+
+
+def _grouped(found: Iterable[Collective]) -> list[tuple[Collective, list[Collective]]]:
+    rows: dict[tuple[object, ...], list[Collective]] = {}
+    for c in found:
+        key = (c.phase, c.purpose, c.kind, c.group, c.ranks, c.module, c.shape)
+        rows.setdefault(key, []).append(c)
+    return [(same[0], same) for same in rows.values()]
+
+
+def _row(c: Collective, same: Sequence[Collective]) -> dict[str, Any]:
+    return {
+        "phase": c.phase,
+        "purpose": c.purpose,
+        "kind": c.kind,
+        "group": c.group,
+        "ranks": list(c.ranks),
+        "size": len(c.ranks),
+        "module": c.module,
+        "shape": list(c.shape),
+        "count": sum(s.times for s in same),
+        "bytes": sum(s.bytes * s.times for s in same),
+        "sent": sum(s.sent * s.times for s in same),
+        "certain": sum(s.floor * s.times for s in same),
+    }
+
+
+def _recomputation(reading: Reading) -> dict[str, Any]:
+    again = [c for c in reading.collectives if c.phase == "recompute"]
+    return {
+        "operators": sum(reading.recomputed.values()),
+        "by_kind": dict(sorted(reading.recomputed.items())),
+        "collectives": sum(c.times for c in again),
+        "sent": sum(c.sent * c.times for c in again),
+    }
+
+
+def _memory(reading: Reading) -> dict[str, Any]:
+    memory = reading.memory
+    kept = {micro: size for micro, size in memory.activations.items() if micro is not None}
+    shared = memory.activations.get(None, 0)
+    flying = in_flight(reading.order)
+    most = most_kept(reading.order, kept) if flying else sum(kept.values())
+    per_micro: Counter[int] = Counter()
+    for (micro, _), size in kept.items():
+        per_micro[micro] += size
+    states = memory.parameters + memory.optimizer + memory.gradients + memory.other + memory.copies
+    return {
+        "parameters": memory.parameters,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients,
+        "other": memory.other,
+        "copies": memory.copies,
+        "activations": shared + most,
+        "activations_per_micro_batch": max(per_micro.values(), default=shared),
+        "micro_batches_in_flight": max(flying, 1),
+        "total": states + shared + most,
+    }
+
+
+def _event(event: Event) -> dict[str, Any]:
+    return {name: value for name, value in event._asdict().items() if value is not None}
+
+
+def check_derived(
+    result: dict[str, Any], mesh: Mesh, graphs: Sequence[RankGraph], other: RankGraph
+) -> bool:
+    """Compare a compiled rank with the one derived for it, and put the answer into the report.
+
+    Args:
+        result: From :func:`report`; its ``check`` is set.
+        mesh: Of the ranks.
+        graphs: Compiled ranks, among them one of the same stage.
+        other: The rank to check.
+
+    Returns:
+        Whether they are the same.
+    """
+    source = next(g for g in graphs if mesh.stage(g.rank) == mesh.stage(other.rank))
+    found = differences(source, other, mesh)
+    result["check"] = {
+        "rank": other.rank,
+        "derived_from": source.rank,
+        "same": not found,
+        "differences": found,
+        "compared": "operations in order, output shapes and types, groups; not constants",
+    }
+    return not found
+
+
+def size_text(size: float) -> str:
+    """Return bytes in the unit that suits them."""
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(size) >= limit:
+            return f"{size / limit:,.2f} {unit}"
+    return f"{size:,.0f} B"
+
+
+def by_group(stage: dict[str, Any]) -> dict[tuple[str, str, str, str], Counter[str]]:
+    """Return ``(phase, purpose, kind, group)`` to sums of count, bytes, sent and certain."""
+    sums: dict[tuple[str, str, str, str], Counter[str]] = {}
+    for row in stage["collectives"]:
+        key = (row["phase"], row["purpose"], row["kind"], f"{row['group']} ({row['size']})")
+        total = sums.setdefault(key, Counter())
+        for name in ("count", "bytes", "sent", "certain"):
+            total[name] += row[name]
+    order = {phase: place for place, phase in enumerate(PHASES)}
+    return dict(sorted(sums.items(), key=lambda item: (order[item[0][0]], item[0])))
+
+
+def by_module(stage: dict[str, Any]) -> dict[tuple[str, str, str], Counter[str]]:
+    """Return forward ``(module, kind, group)`` to sums; ``layers.*`` is all layers that have such a module."""
+    sums: dict[tuple[str, str, str], Counter[str]] = {}
+    for row in stage["collectives"]:
+        if row["phase"] != "forward" or row["purpose"] != "activations":
+            continue
+        module = re.sub(r"\.\d+(?=\.|$)", ".*", row["module"])
+        key = (module, row["kind"], f"{row['group']} ({row['size']})")
+        total = sums.setdefault(key, Counter())
+        for name in ("count", "bytes", "sent"):
+            total[name] += row[name]
+    return sums
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """Return the tables of a report for a terminal: title, headers, rows."""
+    found: list[Table] = []
+    for stage in result["stages"]:
+        name = f"stage {stage['stage']}, rank {stage['rank']}"
+        rows = [
+            [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
+            for key, s in by_group(stage).items()
+        ]
+        head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent "]
+        found.append((f"{name}: collectives a step", head, rows))
+        rows = [
+            [*key, str(s["count"]), size_text(s["bytes"])] for key, s in by_module(stage).items()
+        ]
+        head = ["module", "collective", "group", "calls ", "bytes "]
+        found.append((f"{name}: forward collectives by module", head, rows))
+        found.append((f"{name}: operators a step", *_operators(stage)))
+    found.append(("memory of a device", *_memory_table(result)))
+    return [table for table in found if table[2]]
+
+
+def _operators(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    counts = sorted(stage["operators"].items(), key=lambda item: -sum(item[1].values()))
+    rows = [[kind, *(str(c[p] or "") for p in PHASES)] for kind, c in counts[:12]]
+    rest = counts[12:]
+    if rest:
+        sums = [sum(c[p] for _, c in rest) for p in PHASES]
+        rows.append([f"{len(rest)} other kinds", *(str(s or "") for s in sums)])
+    return ["operator", *(f"{phase} " for phase in PHASES)], rows
+
+
+def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    names = ("parameters", "optimizer", "gradients", "other", "copies", "activations", "total")
+    rows = [
+        [str(s["stage"]), *(size_text(s["memory"][n]) for n in names)] for s in result["stages"]
+    ]
+    return [
+        "stage",
+        "parameters ",
+        "optimizer ",
+        "gradients ",
+        "other ",
+        "copies ",
+        "activations (estimate) ",
+        "sum ",
+    ], rows
+
+
+def difference(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:
+    """Return two reports side by side, stage by stage where both have them."""
+    shared = zip(one["stages"], two["stages"], strict=False)
+    names = ("recipe", "model", "layout", "devices")
+    return {
+        "one": {name: one[name] for name in names},
+        "two": {name: two[name] for name in names},
+        "stages_compared": min(len(one["stages"]), len(two["stages"])),
+        "stages": [_stage_difference(a, b) for a, b in shared],
+    }
+
+
+def _stage_difference(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    first, second = by_group(a), by_group(b)
+    rows = []
+    for key in dict.fromkeys([*first, *second]):
+        x, y = first.get(key, Counter()), second.get(key, Counter())
+        row: dict[str, Any] = dict(zip(("phase", "purpose", "kind", "group"), key, strict=True))
+        for name in ("count", "bytes", "sent"):
+            row[name] = [x[name], y[name]]
+        rows.append(row)
+    groups: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        for kind in (row["kind"], ALL_KINDS):
+            empty = {n: [0, 0] for n in ("count", "bytes", "sent")}
+            total = groups.setdefault((row["group"], kind), empty)
+            for name in empty:
+                total[name] = [a + b for a, b in zip(total[name], row[name], strict=True)]
+    kinds = sorted({*a["operators"], *b["operators"]})
+    operators = {
+        kind: [sum(s["operators"].get(kind, {}).values()) for s in (a, b)] for kind in kinds
+    }
+    return {
+        "stages": [a["stage"], b["stage"]],
+        "collectives": rows,
+        "groups": [
+            {"group": group, "kind": kind, **groups[group, kind]} for group, kind in sorted(groups)
+        ],
+        "sent": [a["sent"], b["sent"]],
+        "operators": {kind: pair for kind, pair in operators.items() if pair[0] != pair[1]},
+        "recomputed": [s["recomputation"]["operators"] for s in (a, b)],
+        "memory": {name: [a["memory"][name], b["memory"][name]] for name in a["memory"]},
+    }
+
+
+def difference_tables(result: dict[str, Any]) -> list[Table]:
+    """Return the tables of :func:`difference`."""
+    found: list[Table] = []
+    for stage in result["stages"]:
+        name = "stage {} and {}".format(*stage["stages"])
+        rows = [
+            [
+                *(r["group"], r["kind"]),
+                *map(str, r["count"]),
+                *map(size_text, r["bytes"]),
+                *map(size_text, r["sent"]),
+                _change(*r["sent"]),
+            ]
+            for r in stage["groups"]
+        ]
+        head = ["group", "collective", "calls 1 ", "calls 2 ", "bytes 1 ", "bytes 2 ", "sent 1 "]
+        found.append((f"{name}: each group, all phases", [*head, "sent 2 ", "change "], rows))
+        rows = []
+        for r in stage["collectives"]:
+            calls, sent = r["count"], r["sent"]
+            sizes = [size_text(sent[0]), size_text(sent[1]), _change(*sent)]
+            rows.append([r["phase"], r["purpose"], r["kind"], r["group"], *map(str, calls), *sizes])
+        head = ["phase", "purpose", "collective", "group", "calls 1 ", "calls 2 "]
+        found.append((f"{name}: collectives", [*head, "sent 1 ", "sent 2 ", "change "], rows))
+        rows = [
+            [kind, str(x), str(y), f"{y - x:+d}"] for kind, (x, y) in stage["operators"].items()
+        ]
+        found.append((f"{name}: operators that differ", ["operator", "1 ", "2 ", "change "], rows))
+        rows = [
+            [n.replace("_", " "), size_text(x), size_text(y), _change(x, y)]
+            for n, (x, y) in stage["memory"].items()
+            if n != "micro_batches_in_flight"
+        ]
+        found.append((f"{name}: memory of a device", ["", "1 ", "2 ", "change "], rows))
+    return [table for table in found if table[2]]
+
+
+def _change(a: float, b: float) -> str:
+    """Return the change in bytes; ``=`` for none."""
+    return "=" if a == b else ("+" if b > a else "-") + size_text(abs(b - a))

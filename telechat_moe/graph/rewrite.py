@@ -1,0 +1,259 @@
+"""Rewrite a rank's collectives into the one that MindSpore's CPU backend has for every group: a summing AllReduce.
+
+===============  =====================================================================
+Ascend           CPU
+===============  =====================================================================
+AllReduce sum    itself
+AllReduce max    gather, then Maximum of the parts (min likewise)
+AllGather        AllReduce of a concatenation that is zero except for the own part
+ReduceScatter    AllReduce, then the own slice
+AlltoAll         gather, then the own slices of all parts
+Send, Receive    AllReduce of ``x`` and of zeros on the group of the two
+===============  =====================================================================
+
+Every value is exact: zeros are added, or the same terms in AllReduce's own order. All collectives of a graph are
+chained in the order in which they stand, so that no two ranks wait for each other.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.mindir import COLLECTIVES, Editor, Model, Operation
+
+FLOAT32, FLOATS = 1, (1, 10)
+TYPE_ID = {1: 43, 6: 34, 7: 35}  # element type of MindIR to the number that Cast takes
+KEEP = ("group", "no_eliminate", "side_effect_mem", "side_effect_io", "side_effect_backprop")
+
+
+class Rewritten(NamedTuple):
+    """A rank's graph for CPU.
+
+    Attributes:
+        mindir: Serialised graph.
+        pairs: Groups of two that Send and Receive need, by name.
+        counts: Collectives rewritten, by kind.
+    """
+
+    mindir: bytes
+    pairs: dict[str, list[int]]
+    counts: dict[str, int]
+
+
+class _Site:
+    """One collective that is being rewritten."""
+
+    def __init__(
+        self, editor: Editor, operation: Operation, ranks: Sequence[int], rank: int
+    ) -> None:
+        self.editor, self.operation, self.ranks = editor, operation, ranks
+        self.rank, self.me, self.size = rank, ranks.index(rank), len(ranks)
+        node = operation.node
+        self.name, self.scope = node.name, node.domain
+        self.source = node.input[0]
+        shapes = operation.shapes()
+        self.shape, self.element = list(shapes[0][0]), shapes[0][1]
+
+    def all_reduce(self, x: str, shape: Sequence[int], name: str | None = None, **more: Any) -> str:
+        kind = self.editor.primitive(
+            "AllReduce", self.operation.primitive, KEEP, op="sum", index=0, fusion=0, **more
+        )
+        if self.element in FLOATS:
+            return self.editor.node(kind, [x], shape, self.element, self.scope, name)
+        # CPU adds floats only: exact for integers below 2^24, which ids, places and masks are.
+        cast = self.editor.primitive("Cast")
+        there, back = (self.editor.constant(TYPE_ID[e]) for e in (FLOAT32, self.element))
+        x = self.editor.node(cast, [x, there], shape, FLOAT32, self.scope)
+        total = self.editor.node(kind, [x], shape, FLOAT32, self.scope)
+        return self.editor.node(cast, [total, back], shape, self.element, self.scope, name)
+
+    def gather(self, x: str, shape: Sequence[int], name: str | None = None) -> str:
+        """Put the parts of all ranks one after another along dimension 0."""
+        zero = self.make("ZerosLike", [x], shape)
+        parts = [zero] * self.me + [x] + [zero] * (self.size - 1 - self.me)
+        whole = [shape[0] * self.size, *shape[1:]]
+        packed = self.editor.pack(parts, shape, self.element, self.scope)
+        joined = self.make("Concat", [packed, self.editor.constant(0)], whole)
+        return self.all_reduce(joined, whole, name)
+
+    def make(
+        self, kind: str, inputs: Sequence[str], shape: Sequence[int], name: str | None = None
+    ) -> str:
+        primitive = self.editor.primitive(kind)
+        return self.editor.node(primitive, inputs, shape, self.element, self.scope, name)
+
+    def slice(
+        self, x: str, begin: Sequence[int], end: Sequence[int], name: str | None = None
+    ) -> str:
+        shape = [e - b for b, e in zip(begin, end, strict=True)]
+        zero = self.editor.constant(0)
+        places = [self.editor.constant(list(v)) for v in (begin, end, [1] * len(shape))]
+        return self.make("StridedSlice", [x, *places, *[zero] * 5], shape, name)
+
+
+def _all_gather(site: _Site) -> None:
+    site.gather(site.source, [site.shape[0] // site.size, *site.shape[1:]], site.name)
+
+
+def _reduce_scatter(site: _Site) -> None:
+    rows, rest = site.shape[0], site.shape[1:]
+    total = site.all_reduce(site.source, [rows * site.size, *rest])
+    begin = [site.me * rows] + [0] * len(rest)
+    site.slice(total, begin, [begin[0] + rows, *rest], site.name)
+
+
+def _extreme(site: _Site) -> None:
+    """AllReduce with max or min."""
+    kind = "Maximum" if site.operation.attribute("op") == "max" else "Minimum"
+    shape = site.shape or [1]
+    x = site.source
+    if not site.shape:
+        x = site.make("Reshape", [x, site.editor.constant([1])], [1])
+    whole = site.gather(x, shape)
+    rows = shape[0]
+    result = site.slice(whole, [0] * len(shape), shape)
+    for part in range(1, site.size):
+        begin = [part * rows] + [0] * (len(shape) - 1)
+        other = site.slice(whole, begin, [begin[0] + rows, *shape[1:]])
+        last = part == site.size - 1
+        result = site.make(kind, [result, other], shape, site.name if last and site.shape else None)
+    if not site.shape:
+        site.make("Reshape", [result, site.editor.constant([])], [], site.name)
+
+
+def _all_to_all(site: _Site) -> None:
+    split, concat = site.operation.attribute("split_dim"), site.operation.attribute("concat_dim")
+    own = list(site.shape)
+    own[split] *= site.size
+    own[concat] //= site.size
+    whole = site.gather(site.source, own)
+    stacked = [site.size, *own]
+    parts = site.make("Reshape", [whole, site.editor.constant(stacked)], stacked)
+    width = own[split] // site.size
+    begin, end = [0] * len(stacked), list(stacked)
+    begin[split + 1], end[split + 1] = site.me * width, (site.me + 1) * width
+    cut = site.slice(parts, begin, end)
+    shape = [e - b for b, e in zip(begin, end, strict=True)]
+    order = [*range(1, concat + 1), 0, *range(concat + 1, len(stacked))]
+    moved = site.make("Transpose", [cut, site.editor.constant(order)], [shape[i] for i in order])
+    site.make("Reshape", [moved, site.editor.constant(site.shape)], site.shape, site.name)
+
+
+def pair_name(a: int, b: int) -> str:
+    """Return the name of the group of two ranks."""
+    return f"pair-{min(a, b)}-{max(a, b)}"
+
+
+def _send_receive(site: _Site) -> None:
+    place = "dest_rank" if site.operation.kind == "Send" else "src_rank"
+    pair = pair_name(site.rank, site.ranks[site.operation.attribute(place)])
+    source = site.source
+    if site.operation.kind == "Receive":
+        zeros = site.editor.zeros(site.shape, site.element)
+        after = site.make("Depend", [zeros, source], site.shape)
+        source = site.make("ZerosLike", [after], site.shape)
+    primitive = site.editor.primitive("AllReduce", None, op="sum", group=pair, index=0, fusion=0)
+    site.editor.node(primitive, [source], site.shape, site.element, site.scope, site.name)
+
+
+# What stands for what, in words.
+FORMS = {
+    "AllReduce": "max or min: gathered by AllReduce, then Maximum or Minimum of the parts",
+    "AllGather": "AllReduce of a concatenation that is zero except for the own part",
+    "ReduceScatter": "AllReduce, then the own slice",
+    "AlltoAll": "gathered by AllReduce, then the own slices of all parts",
+    "Send": "AllReduce with zeros on the group of the two",
+    "Receive": "AllReduce with zeros on the group of the two",
+}
+REWRITES: dict[str, Callable[[_Site], None]] = {
+    "AllGather": _all_gather,
+    "ReduceScatter": _reduce_scatter,
+    "AlltoAll": _all_to_all,
+    "Send": _send_receive,
+    "Receive": _send_receive,
+}
+
+
+def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Rewritten:
+    """Return a rank's graph in the form that CPU processes can run.
+
+    Args:
+        mindir: Exported graph.
+        rank: Global rank.
+        groups: Groups by name, global ranks.
+
+    Raises:
+        BadInputError: A collective has no static form (AlltoAllV) or an unknown group.
+    """
+    model = Model(mindir)
+    counts: dict[str, int] = {}
+    pairs: dict[str, list[int]] = {}
+    for graph in model.graphs():
+        nodes = list(graph.node)
+        fresh = type(graph)()
+        editor = Editor(model, fresh.node)
+        before: str | None = None
+        for node in nodes:
+            primitive = model.primitive(node)
+            if primitive is None or primitive.op_type not in COLLECTIVES:
+                fresh.node.add().CopyFrom(node)
+                continue
+            chained = type(node)()
+            chained.CopyFrom(node)
+            operation = Operation(graph.name, chained, primitive)
+            ranks = groups.get(operation.attribute("group"))
+            if ranks is None:
+                raise BadInputError(
+                    f"rank {rank}: {operation.kind} in {operation.scope} uses the group "
+                    f"{operation.attribute('group')!r}, which nobody made"
+                )
+            site = _Site(editor, operation, ranks, rank)
+            if before is not None:
+                depend = editor.primitive("Depend", side_effect_propagate=1)
+                shape, element = _input_shape(site)
+                chained.input[0] = site.source = editor.node(
+                    depend, [site.source, before], shape, element, site.scope
+                )
+            before = site.name
+            if not _rewrite(site, fresh, chained):
+                continue
+            counts[operation.kind] = counts.get(operation.kind, 0) + 1
+            if operation.kind in ("Send", "Receive"):
+                place = "dest_rank" if operation.kind == "Send" else "src_rank"
+                peer = ranks[operation.attribute(place)]
+                pairs[pair_name(rank, peer)] = sorted((rank, peer))
+        del graph.node[:]
+        graph.node.extend(fresh.node)
+    return Rewritten(model.proto.SerializeToString(), pairs, counts)
+
+
+def _input_shape(site: _Site) -> tuple[list[int], int]:
+    """Return shape and type of what a collective takes."""
+    shape = list(site.shape)
+    kind = site.operation.kind
+    if kind == "AllGather":
+        shape[0] //= site.size
+    elif kind == "ReduceScatter":
+        shape[0] *= site.size
+    elif kind == "AlltoAll":
+        shape[site.operation.attribute("split_dim")] *= site.size
+        shape[site.operation.attribute("concat_dim")] //= site.size
+    return shape, site.element
+
+
+def _rewrite(site: _Site, fresh: Any, node: Any) -> bool:
+    """Add the CPU form of a collective; return whether it differs."""
+    kind = site.operation.kind
+    if kind == "AllReduce":
+        if site.operation.attribute("op") in ("max", "min"):
+            _extreme(site)
+            return True
+        fresh.node.add().CopyFrom(node)
+        return False
+    if kind not in REWRITES:
+        raise BadInputError(
+            f"{kind} in {site.scope} has no static form: its sizes depend on the routing; "
+            "run the recipe with telechat_moe.sharding.dispatcher alltoall, the padded form of the same exchange"
+        )
+    REWRITES[kind](site)
+    return True

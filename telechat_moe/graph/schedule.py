@@ -1,0 +1,277 @@
+"""The order in which a rank works on its micro-batches, read from its graph.
+
+Legend: ``F3`` forward of micro-batch 3, ``B3`` its backward, ``.1`` a second chunk of layers; ``sf`` / ``rf`` send and
+receive of an activation, ``sb`` / ``rb`` of a gradient, ``>5`` the other rank. MindSpore pins the order of sends and
+receives; a pass stands where the network that micro-batches share is called, else where the middle one of its matrix
+products stands.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from telechat_moe.graph.nodes import SAME_MEMORY, Graph, Node
+
+PRODUCTS = (
+    "MatMul",
+    "BatchMatMul",
+    "MatMulExt",
+    "BatchMatMulExt",
+    "FlashAttentionScore",
+    "FlashAttentionScoreGrad",
+    "GroupedMatmul",
+    "GroupedMatmulV4",
+)
+
+SLICES = ("StridedSlice", "Slice", "SliceExt")
+
+
+class Event(NamedTuple):
+    """A step of a rank's order.
+
+    Attributes:
+        kind: ``F``, ``B``, or ``sf``, ``sb``, ``rf``, ``rb``.
+        micro: Micro-batch.
+        chunk: Chunk of layers, 0 without interleaving.
+        peer: Other rank of a send or receive.
+        tag: MindSpore's number of the pair.
+        bytes: Of what is sent or received.
+    """
+
+    kind: str
+    micro: int
+    chunk: int = 0
+    peer: int | None = None
+    tag: int | None = None
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        chunk = f".{self.chunk}" if self.chunk else ""
+        peer = f">{self.peer}" if self.peer is not None else ""
+        return f"{self.kind}{self.micro}{chunk}{peer}"
+
+
+class Transfer(NamedTuple):
+    """What a Send or Receive says about itself."""
+
+    sends: bool
+    backward: bool
+    micro: int
+    chunk: int
+    peer: int
+    tag: int
+    bytes: int
+
+
+def micro_of(graph: Graph) -> dict[str, int]:
+    """Return the micro-batch of each node that belongs to one.
+
+    MindSpore marks slices of the batch and receives, and loses the mark of many nodes behind them; so it is carried
+    along the data here. A node that mixes micro-batches has none, and a received weight belongs to all.
+    """
+    seeds = {
+        name: node.mark("micro")
+        for name, node in graph.nodes.items()
+        if node.kind in SLICES and node.mark("micro") is not None and _of_batch(graph, node)
+    }
+    received = {
+        name: node.mark("micro")
+        for name, node in graph.nodes.items()
+        if node.kind == "Receive" and node.mark("micro") is not None
+    }
+    if received:
+        by_slice = _spread(graph, seeds)
+        users = {name: _users(graph, name, by_slice) for name in received}
+        seeds |= {name: micro for name, micro in received.items() if len(users[name]) < 2}
+    return _spread(graph, seeds)
+
+
+def _of_batch(graph: Graph, node: Node) -> bool:
+    """Return whether a slice is cut from an input of the step."""
+    source = node.inputs[0]
+    while (producer := graph.nodes.get(source)) is not None:
+        if producer.kind not in SAME_MEMORY | {"Cast"}:
+            return False
+        source = producer.inputs[0]
+    return True
+
+
+def _spread(graph: Graph, seeds: Mapping[str, int]) -> dict[str, int]:
+    found: dict[str, frozenset[int]] = {}
+    for name, node in graph.nodes.items():
+        micros = frozenset[int]().union(*(found[i] for i in node.inputs if i in found))
+        found[name] = frozenset([seeds[name]]) if name in seeds else micros
+    return {name: next(iter(micros)) for name, micros in found.items() if len(micros) == 1}
+
+
+def _users(graph: Graph, source: str, micro: Mapping[str, int]) -> set[int]:
+    """Return the micro-batches of the forward nodes behind a node."""
+    behind = {source}
+    for name, node in graph.nodes.items():
+        if graph.phases[name] == "forward" and any(i in behind for i in node.inputs):
+            behind.add(name)
+    return {micro[name] for name in behind if name in micro}
+
+
+def events(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
+    """Return a rank's order; empty without micro-batches.
+
+    Args:
+        graph: Main function.
+        transfers: Sends and receives by name of the node.
+    """
+    if graph.calls:
+        return _of_calls(graph, transfers)
+    micro = micro_of(graph)
+    places: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    order: list[tuple[float, Event]] = []
+    for place, (name, node) in enumerate(graph.nodes.items()):
+        if name in transfers:
+            order.append((place, _transfer(transfers[name])))
+            continue
+        pass_ = _pass(graph, node)
+        if pass_ and node.kind in PRODUCTS and name in micro:
+            places[pass_, micro[name], node.mark("chunk") or 0].append(place)
+    for (kind, number, chunk), found in places.items():
+        order.append((sorted(found)[len(found) // 2], Event(kind, number, chunk)))
+    return [event for _, event in sorted(order, key=lambda item: item[0])]
+
+
+def _of_calls(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
+    found = []
+    for name in graph.nodes:
+        if name in transfers:
+            found.append(_transfer(transfers[name]))
+        elif name in graph.calls:
+            found.append(pass_of(graph, name))
+    return found
+
+
+def pass_of(graph: Graph, name: str) -> Event:
+    """Return which pass a call of a shared network is.
+
+    Marks of a backward call get lost, so its forward's count. Without a pipeline there are none: calls stand in order.
+    """
+    forward = graph.calls[name]
+    micro = forward.mark("micro")
+    if micro is None:
+        micro = [call for key, call in graph.calls.items() if key == call.name].index(forward)
+    kind = "F" if name == forward.name else "B"
+    return Event(kind, micro, forward.mark("chunk") or 0)
+
+
+def _transfer(t: Transfer) -> Event:
+    kind = ("s" if t.sends else "r") + ("b" if t.backward else "f")
+    return Event(kind, t.micro, t.chunk, t.peer, t.tag, t.bytes)
+
+
+def _pass(graph: Graph, node: Node) -> str | None:
+    if node.mark("is_bp"):
+        return "B"
+    return {"forward": "F", "backward": "B"}.get(graph.phases[node.name])
+
+
+def in_flight(order: Sequence[Event]) -> int:
+    """Return how many micro-batches have been through forward and not through backward, at most."""
+    alive: set[tuple[int, int]] = set()
+    most = 0
+    for event in order:
+        if event.kind == "F":
+            alive.add((event.micro, event.chunk))
+        elif event.kind == "B":
+            alive.discard((event.micro, event.chunk))
+        most = max(most, len(alive))
+    return most
+
+
+def most_kept(order: Sequence[Event], sizes: Mapping[tuple[int, int], int]) -> int:
+    """Return the bytes that are kept at most.
+
+    Args:
+        order: Of a rank.
+        sizes: Micro-batch and chunk to the bytes that its forward pass keeps until its backward pass has run.
+    """
+    alive = most = 0
+    for event in order:
+        if event.kind in "FB":
+            size = sizes.get((event.micro, event.chunk), 0)
+            alive += size if event.kind == "F" else -size
+        most = max(most, alive)
+    return most
+
+
+def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
+    """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
+
+    Compared by micro-batch and size. Not by MindSpore's numbers of the pairs: it numbers what it finds in a rank's
+    graph, and where other stages are stand-ins that is another order.
+
+    Args:
+        orders: Rank to its order.
+    """
+    problems: dict[tuple[int, str, int], list[str]] = defaultdict(list)
+    for rank, order in orders.items():
+        here = Counter((e.kind, e.peer, e.micro, e.bytes) for e in order)
+        for (kind, peer, micro, size), times in here.items():
+            if peer is None or peer not in orders:
+                continue
+            other = ("r" if kind[0] == "s" else "s") + kind[1:]
+            there = sum(
+                (e.kind, e.peer, e.micro, e.bytes) == (other, rank, micro, size)
+                for e in orders[peer]
+            )
+            if there != times:
+                what = "receives" if other[0] == "r" else "sends"
+                problems[rank, kind, peer].append(
+                    f"rank {rank}: {times} x {kind}{micro}>{peer} ({size} bytes); rank {peer} {what} that {there} times"
+                )
+    return [
+        same[0] + (f"; {len(same) - 1} more like it" if len(same) > 1 else "")
+        for same in problems.values()
+    ]
+
+
+class Slot(NamedTuple):
+    """A pass on the drawn time line, in units of a forward pass."""
+
+    event: Event
+    start: float
+    end: float
+
+
+def timeline(orders: Mapping[int, Sequence[Event]]) -> dict[int, list[Slot]]:
+    """Return when each pass would run if a forward took 1, a backward 2 and a transfer no time.
+
+    A picture of the order and its waits, not a measurement. A receive from a rank that is not given, or without a
+    send there, does not wait.
+    """
+    clock = dict.fromkeys(orders, 0.0)
+    place = dict.fromkeys(orders, 0)
+    sent: dict[tuple[int, int, str, int | None], float] = {}
+    promised = {
+        (rank, e.peer or 0, e.kind[1], e.tag)
+        for rank, order in orders.items()
+        for e in order
+        if e.kind[0] == "s"
+    }
+    slots: dict[int, list[Slot]] = {rank: [] for rank in orders}
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in orders.items():
+            while place[rank] < len(order):
+                event = order[place[rank]]
+                if event.kind[0] == "r":
+                    key = (event.peer or 0, rank, event.kind[1], event.tag)
+                    if key in promised and key not in sent:
+                        break
+                    clock[rank] = max(clock[rank], sent.get(key, 0.0))
+                elif event.kind[0] == "s":
+                    sent[rank, event.peer or 0, event.kind[1], event.tag] = clock[rank]
+                else:
+                    end = clock[rank] + (1 if event.kind == "F" else 2)
+                    slots[rank].append(Slot(event, clock[rank], end))
+                    clock[rank] = end
+                place[rank] += 1
+                moved = True
+    return slots

@@ -1,0 +1,134 @@
+"""The devices as a mesh with named axes.
+
+A pipeline stage is ``data x context x tensor`` devices, tensor-parallel ranks next to each other. Expert parallelism
+takes the innermost of them, so its groups are as near as they can be: first the tensor-parallel ranks
+(TP-extend-EP, Pangu Ultra MoE section 4.1: they hold whole experts), then context, then data. Each of the three axes
+is therefore cut in an outer and an inner part, the inner ones being the expert-parallel group.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from telechat_moe.errors import BadInputError
+
+AXES = ("dp_outer", "dp_inner", "cp_outer", "cp_inner", "tp_outer", "tp_inner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Parallel degrees and what follows from them.
+
+    Args:
+        dp: Data parallel.
+        cp: Context parallel.
+        tp: Tensor parallel.
+        pp: Pipeline stages.
+        ep: Expert parallel; its groups lie within a stage.
+        sp: Sequence parallel: between the matrices, rows are spread over ``tp`` too.
+        expert_tp: Cut each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
+            whole experts over all devices.
+
+    Raises:
+        BadInputError: The degrees do not fit together.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sp: bool = False
+    expert_tp: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "tp", "pp", "ep"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"mesh: {name} is {getattr(self, name)}, expected 1 or more")
+        _ = self.sizes
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.stage_devices * self.pp
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Size of each axis of a stage, in the order of the device matrix."""
+        left, inner = self.ep, {}
+        for axis in ("dp",) if self.expert_tp else ("tp", "cp", "dp"):
+            degree = getattr(self, axis)
+            inner[axis] = math.gcd(left, degree)
+            left //= inner[axis]
+            if left > 1 and inner[axis] != degree:
+                break
+        if left > 1:
+            over = "data_parallel" if self.expert_tp else "tp x cp x dp, the innermost first"
+            raise BadInputError(
+                f"mesh: expert_parallel {self.ep} does not fit dp {self.dp} x cp {self.cp} x tp {self.tp}; "
+                f"experts spread over {over}: each of these must be used up before the next"
+            )
+        sizes = {}
+        for axis in ("dp", "cp", "tp"):
+            part = inner.get(axis, 1)
+            sizes[f"{axis}_outer"], sizes[f"{axis}_inner"] = getattr(self, axis) // part, part
+        return sizes
+
+    def axes(self, *degrees: str) -> tuple[str, ...]:
+        """Return the axes of degrees ``dp``, ``cp``, ``tp``; of ``ep``: the inner ones."""
+        found: list[str] = []
+        for degree in degrees:
+            if degree == "ep":
+                found += ["dp_inner"] + ([] if self.expert_tp else ["cp_inner", "tp_inner"])
+            else:
+                found += [f"{degree}_outer", f"{degree}_inner"]
+        return tuple(axis for axis in AXES if axis in found)
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along ``axes``."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a rank stands within its stage."""
+        rest, place = rank % self.stage_devices, {}
+        for axis in reversed(AXES):
+            rest, place[axis] = divmod(rest, self.sizes[axis])
+        return place
+
+    def index(self, rank: int, axes: Iterable[str]) -> int:
+        """Return the position of a rank along ``axes``, the first the slowest."""
+        place, position = self.coordinates(rank), 0
+        for axis in axes:
+            position = position * self.sizes[axis] + place[axis]
+        return position
+
+    def group(self, rank: int, axes: Iterable[str]) -> list[int]:
+        """Return the ranks that differ from ``rank`` along ``axes`` only, in order."""
+        chosen = set(axes)
+        first, fixed = self.stage(rank) * self.stage_devices, self.coordinates(rank)
+        return [
+            first + other
+            for other in range(self.stage_devices)
+            if all(
+                value == fixed[axis]
+                for axis, value in self.coordinates(other).items()
+                if axis not in chosen
+            )
+        ]
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        return rank // self.stage_devices
+
+    def describe(self) -> str:
+        """Return the degrees in a few words: ``dp2 tp2 sp ep4``."""
+        parts = [f"{n}{getattr(self, n)}" for n in ("dp", "cp", "tp", "pp") if getattr(self, n) > 1]
+        parts += ["sp"] if self.sp and self.tp > 1 else []
+        parts += [f"ep{self.ep}" + (" x tp" if self.expert_tp else "")] if self.ep > 1 else []
+        return " ".join(parts) or "one device"

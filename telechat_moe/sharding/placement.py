@@ -1,0 +1,291 @@
+"""Put the layout of one primitive, weight or cell on it; :mod:`telechat_moe.sharding.place` does a whole model.
+
+Traps of MindSpore 2.9.0 that this module is built around, each refused or avoided (docs/graph.md):
+
+* a tuple strategy lets unused devices repeat on the right, so its axes must be the first of the device matrix;
+* ``self_define_shard`` is believed blindly: never for a computed axis that is cut;
+* an output layout on ``BatchMatMul`` gives wrong numbers: none is set;
+* a placement after the first compile, or on a copied primitive, is silently lost;
+* a primitive without a placement is cut along its first dimension over all devices: values stay right, and
+  collectives appear that nobody asked for (:func:`unplaced`);
+* the optimizer's sharding takes state that is not trained, too.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mindspore import Parameter, nn, ops
+from mindspore.parallel import Layout
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.model.block import Block
+from telechat_moe.model.causal_lm import Embedding
+from telechat_moe.model.elsewhere import (
+    BlockElsewhere,
+    EmbeddingElsewhere,
+    HiddenElsewhere,
+    LossElsewhere,
+    MTPElsewhere,
+)
+from telechat_moe.model.mtp import MTPLayer
+from telechat_moe.model.parallel import Group, Morphed, ParallelCrossEntropy
+from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, Rule, dimensions
+from telechat_moe.sharding.mesh import AXES, Mesh
+from telechat_moe.sharding.stages import Place
+
+ONLY_TUPLE = {"Gather"}
+# Where ``self_define_shard`` may be used: the axis along which the primitive computes; None = its own attribute.
+COMPUTED_AXIS = {
+    "Concat": None,
+    "Softmax": None,
+    "ReduceMean": -1,
+    "ReduceSum": -1,
+    "ReduceMax": -1,
+}
+# Primitives that need no placement, by cell: of one number, or not run in a placed model.
+UNPLACED = {
+    "CausalLM": {"add_mtp", "scale_mtp"},
+    "ParallelCrossEntropy": {"add_tiny", "mean"},
+    "PlainAttention": {"cast_scale"},
+    "AttentionMask": {"tile"},
+}
+
+
+class Placement:
+    """Placement of one model on one mesh, as one rank does it.
+
+    Args:
+        mesh: Devices.
+        rank: Global rank; names the groups of cells with collectives.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int) -> None:
+        self.mesh, self.rank = mesh, rank
+        self.layout = Layout(tuple(mesh.sizes[a] for a in AXES), AXES)
+        # The same devices in the same order, for primitives that take one axis a dimension.
+        self.coarse = Layout((mesh.dp, mesh.cp, mesh.tp), ("dp", "cp", "tp"))
+        self.placed: dict[int, ops.Primitive] = {}  # kept alive: a number would be given again
+        self._rules: dict[int, Rule] = {}
+        self._groups: dict[tuple[int, ...], str] = {}
+        self._weights: dict[int, str] = {}
+        self._stages: dict[int, int] = {}
+
+    # ------------------------------------------------------------------ one primitive
+
+    def put(self, primitive: ops.Primitive, rule: Rule) -> None:
+        """Place one primitive.
+
+        Raises:
+            BadInputError: A layout that MindSpore would turn into wrong numbers.
+        """
+        other = self._rules.setdefault(id(primitive), rule)
+        if other != rule:
+            raise BadInputError(
+                f"{primitive.name} stands in two places, as {other.inputs} and as {rule.inputs}; MindSpore has one "
+                "layout a primitive, so it needs two of them"
+            )
+        self.placed[id(primitive)] = primitive
+        if rule.kind == "tuple":
+            primitive.shard(tuple(self.strategy(layout, primitive.name) for layout in rule.inputs))
+            return
+        if rule.kind == "coarse":
+            primitive.shard(tuple(self.of_degrees(layout) for layout in rule.inputs))
+            return
+        if rule.kind == "own":
+            refuse_cut_axis(primitive, rule, self.mesh)
+            primitive.add_prim_attr("self_define_shard", True)
+        outputs = tuple(self.of(layout) for layout in rule.outputs) or None
+        if outputs and primitive.name == "BatchMatMul":
+            raise BadInputError(
+                "BatchMatMul was given an output layout: MindSpore 2.9.0 computes wrong values there"
+            )
+        inputs = tuple(self.of(layout) for layout in rule.inputs)
+        if rule.kind == "own" and primitive.name in ("Concat",):
+            inputs = (inputs,)
+        primitive.shard(inputs, outputs)
+
+    def of(self, layout: str) -> Any:
+        """Return MindSpore's layout."""
+        return self.layout(*(_axes(axes) for axes in dimensions(layout, self.mesh)))
+
+    def of_degrees(self, layout: str) -> Any:
+        """Return MindSpore's layout over dp, cp and tp, not cut in inner and outer parts."""
+        names = {"batch": "dp", "seq": "cp", "tp": "tp", ".": "None"}
+        return self.coarse(*(names[word] for word in layout.split()))
+
+    def strategy(self, layout: str, name: str) -> tuple[int, ...]:
+        """Return MindSpore's tuple strategy.
+
+        Raises:
+            BadInputError: Its axes are not the first of the device matrix, in order.
+        """
+        dims = dimensions(layout, self.mesh)
+        used = [a for axes in dims for a in axes if self.mesh.sizes[a] > 1]
+        matrix = [a for a in AXES if self.mesh.sizes[a] > 1]
+        if name not in ONLY_TUPLE and used != matrix[: len(used)]:
+            raise BadInputError(
+                f"{name}: the tuple strategy of {layout!r} uses the axes {used}, which are not the first of "
+                f"{matrix}; MindSpore would put other devices together"
+            )
+        return tuple(self.mesh.size(axes) for axes in dims)
+
+    def cell(self, cell: nn.Cell, table: str) -> None:
+        """Place the primitives of a cell by a row of the table."""
+        for name, rule in TABLE[table].items():
+            primitive = getattr(cell, name, None)
+            if primitive is not None:
+                self.put(primitive, rule)
+        for name, layout in WEIGHTS.get(table, {}).items():
+            self._weights[id(getattr(cell, name))] = layout
+
+    def weight(self, parameter: Parameter) -> str:
+        """Return the layout of a weight; one that the table does not name is whole everywhere."""
+        return self._weights.get(id(parameter), " ".join("." * len(parameter.shape)))
+
+    def is_here(self, parameter: Parameter) -> bool:
+        """Return whether the parameter lives on this rank's pipeline stage."""
+        return self._stages.get(id(parameter), 0) == self.mesh.stage(self.rank)
+
+    def stand(self, cell: nn.Cell, place: Place) -> None:
+        """Give a cell its pipeline stage and chunk."""
+        cell.pipeline_stage = place.stage
+        for parameter in cell.get_parameters():
+            self._stages.setdefault(id(parameter), place.stage)
+
+    def elsewhere(self, cell: nn.Cell, place: Place) -> nn.Cell:
+        """Return a cell without parameters that stands for one of another stage, placed."""
+        if isinstance(cell, Embedding):
+            other, row = EmbeddingElsewhere(cell.weight.shape[1], cell.dtype), "EmbeddingElsewhere"
+        elif isinstance(cell, ParallelCrossEntropy):
+            other, row = LossElsewhere(), "LossElsewhere"
+        elif isinstance(cell, Block):
+            name = f"elsewhere_{len(self.placed)}"
+            other, row = BlockElsewhere(name, cell.is_moe), "BlockElsewhere"
+            self.put(other.add_aux, TABLE["Block"]["add_aux"])
+        elif isinstance(cell, MTPLayer):
+            other, row = MTPElsewhere(), "MTPElsewhere"
+        else:
+            other = HiddenElsewhere(getattr(cell, "out_dtype", None))
+            row = "HiddenElsewhere"
+        self.morphed(other.run, row)
+        self.stand(other, place)
+        return other
+
+    def parts(self, parameter: Parameter, shard_threshold: int | None = None) -> int:
+        """Return in how many different parts a gradient is cut within its stage.
+
+        Args:
+            parameter: Its weight.
+            shard_threshold: Bytes from which MindSpore shards the optimizer's state of a weight over all
+                devices that hold copies (ZeRO-1); None = it does not.
+        """
+        cuts = [self.mesh.size(axes) for axes in dimensions(self.weight(parameter), self.mesh)]
+        parts = math.prod(cuts)
+        copies = self.mesh.stage_devices // parts
+        if shard_threshold is None or not getattr(parameter, "parallel_optimizer", True):
+            return parts
+        rows = parameter.shape[0] // cuts[0]
+        size = math.prod(parameter.shape) // parts * parameter.itemsize
+        return parts * copies if rows % copies == 0 and size >= shard_threshold else parts
+
+    def morphed(self, cell: Morphed, row: str) -> None:
+        """Place a cell that runs on slices."""
+        inputs, outputs = LOCAL[row]
+        self.placed[id(cell.morph)] = cell.morph
+        # What runs on slices has no layout of its own.
+        owner = getattr(cell.morph.__morph_fn__, "__self__", None)
+        if isinstance(owner, nn.Cell):
+            self.placed |= {id(p): p for _, _, p in primitives(owner)}
+        cell.morph.shard(
+            tuple(self.of(layout) for layout in inputs),
+            tuple(self.of(layout) for layout in outputs),
+        )
+
+    def local(
+        self, cell: nn.Cell, row: str, infer_shape: Any = None, infer_dtype: Any = None
+    ) -> Morphed:
+        """Return a cell that runs ``cell`` on slices."""
+        given = {"infer_shape": infer_shape, "infer_dtype": infer_dtype}
+        morphed = Morphed(cell.construct, **{k: v for k, v in given.items() if v is not None})
+        self.morphed(morphed, row)
+        return morphed
+
+    def group(self, axes: Sequence[str]) -> Group:
+        """Return the group along ``axes``, created once."""
+        from mindspore.communication import create_group
+
+        ranks = self.mesh.group(self.rank, axes)
+        place = ranks.index(self.rank)
+        if len(ranks) == 1:
+            return Group("", 1, 0)
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = "-".join([*_degrees(axes), *map(str, _short(ranks))])
+            create_group(self._groups[key], ranks)
+        return Group(self._groups[key], len(ranks), place)
+
+
+def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
+    """Refuse ``self_define_shard`` where a primitive computes along a dimension that is cut.
+
+    MindSpore believes the rule and adds no collective: each device would compute along its own part.
+
+    Raises:
+        BadInputError: The dimension is cut, or it is not known.
+    """
+    name = primitive.name
+    if name not in COMPUTED_AXIS:
+        known = ", ".join(COMPUTED_AXIS)
+        raise BadInputError(
+            f"{name} was given an output layout of its own, which MindSpore does not check; known to be right: {known}"
+        )
+    given = COMPUTED_AXIS[name]
+    axis = getattr(primitive, "axis") if given is None else given  # noqa: B009
+    for layout in rule.inputs:
+        cut = dimensions(layout, mesh)
+        for place in axis if isinstance(axis, tuple) else (axis,):
+            parts = mesh.size(cut[place])
+            if parts > 1:
+                raise BadInputError(
+                    f"{name} computes along dimension {place} of {layout!r}, which is cut in {parts} over "
+                    f"{cut[place]}; each device would see its own part, and MindSpore adds no collective"
+                )
+
+
+def primitives(cell: nn.Cell) -> Iterator[tuple[nn.Cell, str, ops.Primitive]]:
+    """Yield ``(cell, attribute, primitive)`` of a cell and those below it."""
+    for _, owner in cell.cells_and_names():
+        for name, value in [*vars(owner).items(), *getattr(owner, "_primitives", {}).items()]:
+            if isinstance(value, ops.Primitive):
+                yield owner, name, value
+
+
+def _axes(axes: tuple[str, ...]) -> Any:
+    return "None" if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _degrees(axes: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(axis.split("_")[0] for axis in axes))
+
+
+def _short(ranks: Sequence[int]) -> list[int]:
+    """Return what tells an evenly spaced group from others: first rank, distance, number."""
+    return [ranks[0], ranks[1] - ranks[0], len(ranks)]
+
+
+def unplaced(model: nn.Cell, placement: Placement) -> list[str]:
+    """Return the primitives that have no placement and need one, as ``cell.primitive (kind)``.
+
+    MindSpore cuts the first dimension of such a primitive over all devices; values stay right, and
+    collectives appear where none are needed. Reshape carries its producer's layout and needs none.
+    """
+    names = {id(cell): name for name, cell in model.cells_and_names()}
+    found: dict[int, str] = {}
+    for cell, attribute, primitive in primitives(model):
+        needs_none = attribute in UNPLACED.get(type(cell).__name__, ())
+        if id(primitive) in placement.placed or primitive.name == "Reshape" or needs_none:
+            continue
+        where = f"{names[id(cell)]}.{attribute}".lstrip(".")
+        found[id(primitive)] = f"{where} ({primitive.name})"
+    return sorted(found.values())

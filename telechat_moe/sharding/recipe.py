@@ -1,0 +1,127 @@
+"""What a recipe says about splitting: mesh, options, MindSpore's settings."""
+
+from typing import Any
+
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.stages import Place, layer_places
+
+
+def mesh_of(recipe: Recipe) -> Mesh:
+    """Return the mesh of a recipe.
+
+    Raises:
+        BadInputError: The degrees do not fit together.
+    """
+    if not recipe.use_parallel:
+        return Mesh()
+    p = recipe.parallel_config
+    return Mesh(
+        dp=p.data_parallel,
+        cp=p.context_parallel,
+        tp=p.model_parallel,
+        pp=p.pipeline_stage,
+        ep=p.expert_parallel,
+        sp=p.use_seq_parallel and p.model_parallel > 1,
+        expert_tp=recipe.telechat_moe.sharding.expert_tensor_parallel and p.model_parallel > 1,
+    )
+
+
+def micro_batches(recipe: Recipe) -> int:
+    """Return the micro-batches of a step, those of gradient accumulation included."""
+    if recipe.parallel_config.pipeline_stage > 1:
+        return recipe.parallel_config.micro_batch_num
+    return recipe.runner_config.gradient_accumulation_steps
+
+
+def places_of(recipe: Recipe) -> list[Place] | None:
+    """Return stage and chunk of each layer; None without a pipeline.
+
+    Raises:
+        BadInputError: The recipe's offsets do not fit.
+    """
+    stages, config = mesh_of(recipe).pp, recipe.model_config
+    if stages == 1:
+        return None
+    given = recipe.parallel.pipeline_config
+    chunks = config.pp_interleave_num if given is not None and given.pipeline_interleave else 1
+    return layer_places(config.num_hidden_layers, stages, chunks, config.offset)
+
+
+def recomputed_layers(recipe: Recipe) -> set[int]:
+    """Return the layers that are recomputed as a whole: all, none, or the first of each stage and chunk."""
+    asked, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
+    if isinstance(asked, bool):
+        return set(range(layers)) if asked else set()
+    places = places_of(recipe) or [Place(0, 0)] * layers
+    rows: list[Any] = asked if asked and isinstance(asked[0], list) else [asked]
+    left = {
+        Place(stage, chunk): layers if count is True else int(count)
+        for chunk, row in enumerate(rows)
+        for stage, count in enumerate(row)
+    }
+    chosen = set()
+    for i, place in enumerate(places):
+        if left.get(place, 0):
+            left[place] -= 1
+            chosen.add(i)
+    return chosen
+
+
+def dispatcher(recipe: Recipe, target: str) -> str:
+    """Return how tokens reach their experts on a target."""
+    asked = recipe.telechat_moe.sharding.dispatcher
+    config = recipe.model_config
+    drops = bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
+    if asked == "auto":
+        return "alltoallv" if target == "Ascend" and not drops else "alltoall"
+    return asked
+
+
+def shard_threshold(recipe: Recipe) -> int | None:
+    """Return from which size on, bytes, MindSpore shards optimizer states; None: it does not."""
+    if not recipe.parallel.enable_parallel_optimizer:
+        return None
+    config = recipe.parallel.parallel_optimizer_config
+    return (config.parallel_optimizer_threshold if config is not None else 64) * 1024
+
+
+def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str, Any]:
+    """Return the settings of a recipe for MindSpore's ``set_auto_parallel_context``.
+
+    Args:
+        recipe: Loaded recipe.
+        full_batch: Every process feeds the whole batch; None = as the recipe says.
+    """
+    given, mesh = recipe.parallel, mesh_of(recipe)
+    whole = given.full_batch if full_batch is None else full_batch
+    settings: dict[str, Any] = {
+        "enable_alltoall": True,
+        "full_batch": whole,
+        "gradients_mean": False,
+        "search_mode": "sharding_propagation",
+    }
+    if not whole and isinstance(given.dataset_strategy, list):
+        settings["dataset_strategy"] = tuple(tuple(axes) for axes in given.dataset_strategy)
+        del settings["full_batch"]
+    if mesh.pp > 1:
+        settings["pipeline_stages"] = mesh.pp
+        config = given.pipeline_config
+        if config is not None and config.pipeline_interleave:
+            settings["pipeline_config"] = {
+                "pipeline_interleave": True,
+                "pipeline_scheduler": config.pipeline_scheduler,
+            }
+    if given.enable_parallel_optimizer:
+        settings["enable_parallel_optimizer"] = True
+        config = given.parallel_optimizer_config
+        threshold = config.parallel_optimizer_threshold if config is not None else 64
+        accumulate = config.gradient_accumulation_shard if config is not None else False
+        settings["parallel_optimizer_config"] = {
+            "parallel_optimizer_threshold": threshold,
+            "gradient_accumulation_shard": accumulate,
+        }
+        size = config.optimizer_weight_shard_size if config is not None else None
+        if size:
+            settings["parallel_optimizer_config"]["optimizer_weight_shard_size"] = size
+    return settings

@@ -1,0 +1,99 @@
+"""What is computed again in the backward pass, by recipe: whole layers, or modules of all layers."""
+
+from collections.abc import Callable, Iterator, Set
+
+from mindspore import nn, ops
+
+from telechat_moe.model.block import Block
+from telechat_moe.model.causal_lm import CausalLM
+from telechat_moe.model.mtp import MTPLayer
+from telechat_moe.model.parallel import Morphed
+
+
+def _up(block: Block) -> Iterator[object]:
+    attention = block.attention
+    yield attention.q_up if attention.compress_query else attention.q_proj
+    yield attention.kv_up
+    # and what makes queries, keys and values of them, which attention would keep
+    yield from (attention.reshape, attention.split_query, attention.split_key_value)
+    yield from (attention.rope_query, attention.share_key)
+    yield from (attention.concat_query, attention.concat_key)
+    yield from (attention.query_heads_first, attention.heads_first)
+
+
+def _norms(block: Block) -> Iterator[object]:
+    attention = block.attention
+    yield block.input_norm
+    yield block.ffn_norm
+    if attention.norm_latents:
+        yield attention.kv_norm
+        if attention.compress_query:
+            yield attention.q_norm
+
+
+def _swiglu(block: Block) -> Iterator[object]:
+    if not block.is_moe:
+        yield block.ffn.act
+    elif block.moe.has_shared:
+        yield block.moe.shared.act
+
+
+def _permute(block: Block) -> Iterator[object]:
+    if block.is_moe:
+        dispatch = block.moe.dispatch
+        yield dispatch.permute
+        yield getattr(dispatch, "sort_rows", None)  # of the exchange by AlltoAllV
+
+
+# Names of telechat_moe.sharding.recompute -> cells and primitives of a block. "moe" is its cell.
+MODULES: dict[str, Callable[[Block], Iterator[object]]] = {
+    "mla_up": _up,
+    "norms": _norms,
+    "swiglu": _swiglu,
+    "permute": _permute,
+}
+
+
+def _primitives(part: object) -> Iterator[ops.Primitive]:
+    if isinstance(part, ops.Primitive):
+        yield part
+    elif isinstance(part, Morphed):
+        yield from _primitives(getattr(part.body, "__self__", None))
+    elif isinstance(part, nn.Cell):
+        for _, cell in nn.Cell.cells_and_names(part):
+            for value in [*vars(cell).values(), *getattr(cell, "_primitives", {}).values()]:
+                if isinstance(value, ops.Primitive):
+                    yield value
+
+
+def recompute(
+    model: CausalLM, layers: Set[int], mtp: bool, modules: Set[str], communication: bool
+) -> None:
+    """Mark cells of a placed model for recomputation.
+
+    Args:
+        model: Its cells of other stages may be stand-ins, which are left alone.
+        layers: Places of the layers that are recomputed as a whole.
+        mtp: The MTP layers too.
+        modules: Names of :data:`MODULES`, in the layers that are not.
+        communication: Collectives within them are repeated as well.
+    """
+    blocks = [(layer, i in layers) for i, layer in enumerate(model.layers)]
+    if model.mtp_depth:
+        blocks += [(layer, mtp) for layer in model.mtp]
+    for cell, whole in blocks:
+        if not isinstance(cell, Block | MTPLayer):
+            continue
+        block = cell if isinstance(cell, Block) else cell.block
+        if block.is_moe:  # counted once, not once more in the backward pass
+            block.moe.router.accumulate_load.recompute(False)
+        if whole:
+            cell.recompute(mp_comm_recompute=communication)
+            continue
+        if "moe" in modules and block.is_moe:
+            block.moe.recompute(mp_comm_recompute=communication)
+        # Primitives, not cells: the outputs of a recomputed cell are kept, and here they are what is large.
+        for name in modules - {"moe"}:
+            for part in MODULES[name](block):
+                for primitive in _primitives(part):
+                    primitive.add_prim_attr("recompute", True)

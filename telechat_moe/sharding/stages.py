@@ -1,0 +1,59 @@
+"""Which layer stands on which pipeline stage and, with interleaving, in which chunk."""
+
+from typing import Any, NamedTuple
+
+from telechat_moe.errors import BadInputError
+
+
+class Place(NamedTuple):
+    """Where a layer stands.
+
+    Attributes:
+        stage: Pipeline stage.
+        chunk: Model chunk of the stage, 0 without interleaving.
+    """
+
+    stage: int
+    chunk: int
+
+
+def layer_places(
+    layers: int, stages: int, chunks: int = 1, offset: int | list[int] | list[list[int]] = 0
+) -> list[Place]:
+    """Return the place of each layer.
+
+    Each chunk of each stage has ``layers // (stages * chunks)`` layers and as many more as ``offset`` says
+    (MindFormers' meaning). A chunk may be left without layers where the offset is negative: then the stage
+    passes activations on, which is what a no-op layer does.
+
+    Args:
+        layers: Decoder layers, MTP not counted.
+        stages: Pipeline stages.
+        chunks: Chunks a stage (virtual pipeline).
+        offset: 0, or additional layers by stage, or by chunk and stage.
+
+    Raises:
+        BadInputError: The offsets do not add up to the layers that are left over, or a count is negative.
+    """
+    rows: list[Any] = offset if isinstance(offset, list) else [0] * stages
+    table: list[list[int]] = rows if rows and isinstance(rows[0], list) else [rows] * chunks
+    if chunks > 1 and rows and not isinstance(rows[0], list) and any(rows):
+        raise BadInputError(
+            f"offset {offset}: with {chunks} chunks a stage it needs one list of {stages} numbers a chunk"
+        )
+    base = layers // (stages * chunks)
+    counts = [[base + int(extra) for extra in row] for row in table]
+    total = sum(map(sum, counts))
+    if len(counts) != chunks or any(len(row) != stages for row in counts) or total != layers:
+        raise BadInputError(
+            f"offset {offset} places {total} of {layers} layers on {stages} stages x {chunks} chunks; the "
+            f"additions must sum to {layers - base * stages * chunks}"
+        )
+    if min(map(min, counts)) < 0:
+        raise BadInputError(f"offset {offset} gives a chunk {min(map(min, counts))} layers")
+    return [
+        Place(stage, chunk)
+        for chunk in range(chunks)
+        for stage in range(stages)
+        for _ in range(counts[chunk][stage])
+    ]

@@ -1,0 +1,23 @@
+"""Functions for test_children.py; a new interpreter imports them."""
+
+import os
+import signal
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.children import in_children, in_clean_process
+
+
+@in_clean_process
+def answer(value, done=None):
+    """Return two children's results and processes."""
+    return in_children([(lambda i=i: (os.getppid(), value + i), "") for i in range(2)], done=done)
+
+
+@in_clean_process
+def refuse():
+    raise BadInputError("no such layout")
+
+
+@in_clean_process
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)

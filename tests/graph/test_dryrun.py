@@ -1,0 +1,389 @@
+"""The parts of the dry run's reading that need no compilation, and its command."""
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+from mindspore.train import mind_ir_pb2 as pb
+
+from telechat_moe.cli import dryrun, main
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.nodes import Graph, call_counts, module_of
+from telechat_moe.graph.page import page
+from telechat_moe.graph.read import Expected, group_name, read, sent_bytes, substitute
+from telechat_moe.graph.report import NOTES, Subject, difference, size_text
+from telechat_moe.graph.schedule import Event, in_flight, most_kept, timeline, unmatched
+from telechat_moe.sharding.mesh import Mesh
+
+
+def test_module_of_a_scope():
+    path = "Default/network-Pipeline/network-LossVector/model-CausalLM/layers-CellList/0-Block/attention-X/AllGather-op3"
+    assert module_of(path) == "layers.0.attention"
+    assert module_of("Default/AllReduce-op0") == "unknown"
+
+
+def test_group_names():
+    mesh = Mesh(dp=2, tp=2, pp=2, sp=True, ep=4)
+    assert group_name([4, 5], 5, mesh) == "tp"
+    assert group_name([5, 7], 5, mesh) == "dp"
+    assert group_name([4, 5, 6, 7], 5, mesh) == "dp x tp = ep"
+    assert group_name(range(8), 5, mesh) == "all"
+    assert group_name([1, 5], 5, mesh) == "pp"
+    assert group_name([4, 7], 7, mesh) == "4,7"
+
+
+@pytest.mark.parametrize("new", range(8, 16))
+def test_substituted_groups_are_the_mesh_s(new):
+    mesh = Mesh(dp=2, cp=2, tp=2, pp=2, ep=2)
+    for axes in (("dp",), ("cp",), ("tp",), ("dp", "cp"), ("dp", "tp"), ("ep",)):
+        given = mesh.group(8, mesh.axes(*axes))
+        assert substitute(given, mesh, 8, new) == mesh.group(new, mesh.axes(*axes))
+    assert substitute([0, 8], mesh, 8, new) == [new - 8, new]
+
+
+def test_bytes_that_a_device_sends():
+    assert sent_bytes("AllReduce", 100, 4) == 150
+    assert sent_bytes("AllGather", 100, 4) == 75
+    assert sent_bytes("Receive", 100, 2) == 0
+    assert sent_bytes("Send", 100, 2) == 100
+
+
+class Builder:
+    """Writes MindIR by hand."""
+
+    def __init__(self):
+        self.proto = pb.ModelProto()
+        self.graphs = {}
+
+    def graph(self, name):
+        main = not self.graphs
+        graph = self.proto.graph if main else self.proto.functions.add()
+        graph.name = name
+        self.graphs[name] = graph
+        return graph
+
+    def node(
+        self, graph, name, kind, *inputs, shape=(2, 2), scope="Default/network-Net", **attributes
+    ):
+        node = self.graphs[graph].node.add()
+        node.name, node.domain = name, scope
+        node.input.extend(inputs)
+        node.output.append(name)
+        if kind in self.graphs or kind in self.names(graph):
+            node.op_type = f"REF::{kind}"
+        else:
+            primitive = self.proto.primitives.add()
+            primitive.name, primitive.op_type = f"{kind}:{len(self.proto.primitives)}", kind
+            node.op_type = f"REF::{primitive.name}"
+            for key, value in attributes.items():
+                attribute = primitive.attribute.add()
+                attribute.name = key
+                text = isinstance(value, str)
+                attribute.type = pb.AttributeProto.STRING if text else pb.AttributeProto.INT64
+                if text:
+                    attribute.s = value.encode()
+                else:
+                    attribute.i = value
+        attribute = node.attribute.add()
+        attribute.name, attribute.type = "shape", pb.AttributeProto.TENSORS
+        tensor = attribute.tensors.add()
+        tensor.dims.extend(shape)
+        tensor.data_type = 1
+        return node
+
+    def given(self, graph, name, shape):
+        """Add an input, of the main graph a parameter."""
+        graph = self.graphs[graph]
+        if graph is self.proto.graph:
+            given = graph.parameter.add()
+            given.dims.extend(shape)
+            given.data_type = 1
+        else:
+            given = graph.input.add()
+            tensor = given.tensor.add()
+            tensor.dims.extend(shape)
+            tensor.data_type = 1
+        given.name = name
+
+    def integer(self, graph, name, value):
+        node = self.graphs[graph].node.add()
+        node.name, node.op_type = name, "Constant"
+        attribute = node.attribute.add()
+        attribute.name, attribute.i, attribute.type = "value", value, pb.AttributeProto.INT64
+
+    def names(self, graph):
+        return {node.name for node in self.graphs[graph].node}
+
+    def compiled(self):
+        return RankGraph(
+            rank=0,
+            devices=4,
+            mindir=self.proto.SerializeToString(),
+            groups={"g": [0, 1], "w": [0, 1, 2, 3]},
+            layouts={},
+            build_seconds=0.1,
+            compile_seconds=2.0,
+            peak_memory=2**30,
+        )
+
+
+def called_graph():
+    """A function called twice, once through a partial application; a branch that is not taken."""
+    b = Builder()
+    for name in ("main", "layer", "no"):
+        b.graph(name)
+    b.node("layer", "layer:x", "AllReduce", "in", group="g")
+    b.node("layer", "layer:d", "Gather", "layer:x", shape=(-1,))
+    b.node("layer", "layer:v", "AlltoAllV", "layer:d", group="w", shape=(-1,))
+    b.node("no", "no:x", "AllGather", "in", group="g")
+    b.node("main", "a", "layer", "x")
+    b.node("main", "p", "Partial", "layer", "a")
+    b.node("main", "n", "Partial", "no", "a")
+    b.node("main", "s", "Switch", "condition", "p", "n")
+    b.node("main", "b", "s")
+    b.node("main", "norm", "AllReduce", "b", group="w", scope="Default", shape=())
+    return b
+
+
+def test_calls_multiply():
+    compiled = called_graph().compiled()
+    model = Model(compiled.mindir)
+    functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
+    assert call_counts(model, functions) == {"main": 1, "layer": 2, "no": 0}
+    found = read(compiled, Mesh(dp=2, tp=2), Expected(100)).collectives
+    assert {(c.kind, c.group, c.phase, c.times, c.bytes, c.floor) for c in found} == {
+        ("AllReduce", "tp", "forward", 2, 16, 16),
+        ("AlltoAllV", "dp x tp", "forward", 2, 400, 0),
+        ("AllReduce", "dp x tp", "optimizer", 1, 4, 4),
+    }
+
+
+def test_recomputed_nodes_are_told_apart():
+    b = Builder()
+    b.graph("main")
+    b.node("main", "f", "MatMul", "x", scope="recompute_Default/network-Net")
+    again = b.node("main", "r", "MatMul", "x", scope="recompute_Default/network-Net")
+    mark = again.node_attr.add()
+    mark.name, mark.type, mark.i = "duplicated", pb.AttributeProto.BOOL, 1
+    b.node("main", "g", "MatMul", "r", "f", scope="Gradients/recompute_Default/network-Net")
+    found = read(b.compiled(), Mesh(dp=2, tp=2), Expected(0))
+    assert {phase: sum(kinds.values()) for phase, kinds in found.operators.items()} == {
+        "forward": 1,
+        "recompute": 1,
+        "backward": 1,
+        "optimizer": 0,
+    }
+    assert found.recomputed == {"MatMul": 1}
+    assert found.memory.activations == {None: 16}  # f only: r is made again
+
+
+def shared_graph():
+    """A network that two micro-batches share: a product that is kept and one that runs again."""
+    b = Builder()
+    for name in ("main", "1▸net", "2◂net"):
+        b.graph(name)
+    for name in ("x", "w", "w16"):
+        b.given("1▸net", f"f:{name}", (4, 4))
+    net = {"scope": "recompute_Default/network-Net"}
+    b.node("1▸net", "f:m", "MatMul", "f:x", "f:w16", shape=(4, 8), **net)
+    b.node("1▸net", "f:g", "AllGather", "f:m", group="g", shape=(8, 8), **net)
+    b.node("1▸net", "f:r", "Reshape", "f:m", shape=(32,), scope="Default")
+    b.node("1▸net", "f:p", "Partial", "2◂net", "f:m", "f:r", "f:x", "f:w", "f:w16")
+    b.node("1▸net", "f:out", "MakeTuple", "f:g", "f:p")
+    b.graphs["1▸net"].output.add().name = "f:out"
+    b.node("2◂net", "b:g", "AllGather", "b:m", group="g", shape=(8, 8), **net)
+    b.node("2◂net", "b:s", "ReduceScatter", "b:g", group="g", scope="Gradients/Default/x")
+    b.node("2◂net", "b:w", "AssignAdd", "b:s", scope="Default")
+    b.given("main", "w", (4, 4))
+    b.integer("main", "one", 1)
+    b.node("main", "w16", "Cast", "w", scope="Default")
+    for micro in (0, 1):
+        b.node("main", f"x{micro}", "StridedSlice", "batch", scope="Default")
+        call = b.node("main", f"F{micro}", "1▸net", f"x{micro}", "w", "w16", scope="Default")
+        mark = call.node_attr.add()
+        mark.name, mark.type, mark.i = "micro", pb.AttributeProto.INT64, micro
+    for micro in (0, 1):
+        b.node("main", f"t{micro}", "TupleGetItem", f"F{micro}", "one", scope="Default")
+        b.node("main", f"B{micro}", f"t{micro}", "sens", scope="Default")
+    return b
+
+
+def test_a_network_that_micro_batches_share():
+    found = read(shared_graph().compiled(), Mesh(dp=2, tp=2), Expected(0))
+    calls = {(c.kind, c.phase): c.times for c in found.collectives}
+    assert calls == {
+        ("AllGather", "forward"): 2,
+        ("AllGather", "recompute"): 2,
+        ("ReduceScatter", "backward"): 2,
+    }
+    assert found.recomputed == {"AllGather": 2}
+    assert found.operators["backward"]["AssignAdd"] == 2
+    assert [str(e) for e in found.order] == ["F0", "F1", "B0", "B1"]
+    # The product once, although two views of it are kept; the micro-batch's own input; no weights.
+    kept = 4 * (4 * 8 + 4 * 4)
+    assert found.memory.activations == {(0, 0): kept, (1, 0): kept}
+    assert found.memory.copies == 4 * 4 * 4  # w16; w is a parameter
+    assert most_kept(found.order, {(0, 0): 5, (1, 0): 7}) == 12
+    assert most_kept([*found.order[::2], *found.order[1::2]], {(0, 0): 5, (1, 0): 7}) == 7
+
+
+ORDERS = {
+    0: [
+        *[Event("F", 0), Event("sf", 0, peer=1, tag=0, bytes=8)],
+        *[Event("F", 1), Event("sf", 1, peer=1, tag=1, bytes=8)],
+        *[Event("rb", 0, peer=1, tag=0, bytes=8), Event("B", 0)],
+        *[Event("rb", 1, peer=1, tag=1, bytes=8), Event("B", 1)],
+    ],
+    1: [
+        *[Event("rf", 0, peer=0, tag=0, bytes=8), Event("F", 0), Event("B", 0)],
+        Event("sb", 0, peer=0, tag=0, bytes=8),
+        *[Event("rf", 1, peer=0, tag=1, bytes=8), Event("F", 1), Event("B", 1)],
+        Event("sb", 1, peer=0, tag=1, bytes=8),
+    ],
+}
+
+
+def test_order_in_flight_and_time_line():
+    assert in_flight(ORDERS[0]) == 2
+    assert in_flight(ORDERS[1]) == 1
+    lanes = timeline(ORDERS)
+    assert [(str(s.event), s.start, s.end) for s in lanes[0]] == [
+        ("F0", 0, 1),
+        ("F1", 1, 2),
+        ("B0", 4, 6),
+        ("B1", 7, 9),
+    ]
+    assert unmatched(ORDERS) == []
+    other = {0: ORDERS[0], 1: [e for e in ORDERS[1] if str(e) != "sb1>0"]}
+    assert unmatched(other) == ["rank 0: 1 x rb1>1 (8 bytes); rank 1 sends that 0 times"]
+
+
+def report_of(compiled, times=1):
+    """A report as the verb makes it, from a graph written by hand."""
+    from telechat_moe.graph import report as module
+
+    mesh = Mesh(dp=2, tp=2)
+    stage = module._stage(read(compiled, mesh, Expected(100 * times)), compiled, mesh)
+    stage["order"] = [module._event(e) for e in ORDERS[0]]
+    stage["order_text"] = " ".join(map(str, ORDERS[0]))
+    return {
+        "recipe": "a <recipe>.yaml",
+        "model": "telechat-moe",
+        "layout": "dp2 tp2",
+        "devices": 4,
+        "target": "CPU",
+        "mindspore": "2.9.0",
+        "limits": module.LIMITS,
+        "notes": NOTES,
+        "stages": [stage],
+        "unmatched_transfers": [],
+        "check": None,
+    }
+
+
+class Page(HTMLParser):
+    """Every address and every tag of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.addresses += [v for k, v in attrs if k in ("src", "href", "xlink:href")]
+
+
+def test_page_is_whole_and_fetches_nothing():
+    one, two = report_of(called_graph().compiled()), report_of(called_graph().compiled(), 2)
+    text = page(one, difference(one, two))
+    parsed = Page()
+    parsed.feed(text)
+    assert parsed.addresses == []
+    assert not {"script", "link", "img", "iframe"} & set(parsed.tags)
+    assert "url(" not in text
+    assert "{{" not in text
+    assert "a &lt;recipe&gt;.yaml" in text
+    assert parsed.tags.count("rect") == 4
+    for word in ("AlltoAllV", "dp x tp", "in words"):
+        assert word in text
+
+
+def test_difference():
+    one, two = report_of(called_graph().compiled()), report_of(called_graph().compiled(), 2)
+    found = difference(one, two)["stages"][0]
+    rows = {r["kind"]: r for r in found["collectives"] if r["phase"] == "forward"}
+    assert rows["AlltoAllV"]["bytes"] == [800, 1600]
+    assert rows["AllReduce"]["bytes"] == [32, 32]
+    groups = {(r["group"], r["kind"]): r["bytes"] for r in found["groups"]}
+    assert groups["dp x tp (4)", "AlltoAllV"] == [800, 1600]
+    assert groups["dp x tp (4)", "together"] == [804, 1604]
+    assert found["operators"] == {}
+
+
+def test_sizes():
+    assert size_text(512) == "512 B"
+    assert size_text(3 * 2**20) == "3.00 MiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--rank", "1"], 2, "ranks 0 to 0"),
+        (["--check-rank", "0"], 2, "is the rank that others are derived from"),
+        (["--devices", "3"], 3, "3 devices were given"),
+        (["--rank", "0", "--stage", "all"], 2, "not allowed with"),
+        (["--mindformers", "--target", "CPU"], 2, "Ascend's operators only"),
+        (["--html", "/no/such/folder/x.html"], 2, "does not exist"),
+        (["--set", "nonsense=1"], 3, "nonsense"),
+    ],
+)
+def test_refusals(arguments, code, words, capsys):
+    assert main(["dryrun", "telechat3_moe/pretrain_tiny.yaml", *arguments]) == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--mindformers", "--diff-mindformers"])
+def test_without_mindformers(option, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = report_of(called_graph().compiled())
+    monkeypatch.setattr(dryrun, "_ours", lambda *args: (_subject(), lambda *ranks: ["graph"]))
+    monkeypatch.setattr("telechat_moe.graph.report.report", lambda *args: result)
+    assert main(["dryrun", "telechat3_moe/pretrain_tiny.yaml", option]) == 3
+    assert "mindformers is not installed; pip install mindformers==" in capsys.readouterr().err
+
+
+def _subject():
+    return Subject("tiny", Mesh(), Expected(0))
+
+
+def test_terminal_and_exit_code_of_a_failed_check(monkeypatch, capsys, tmp_path):
+    """The verb around a compilation that is not run."""
+    compiled = called_graph().compiled()
+    result = report_of(compiled)
+    monkeypatch.setattr(dryrun, "_compile", lambda *args, **more: (result, None, [], object()))
+
+    def differs(result, *rest):
+        result["check"] = {
+            "rank": 3,
+            "derived_from": 0,
+            "same": False,
+            "differences": ["operation 7: derived Add, compiled Sub"],
+            "compared": "operations",
+        }
+        return False
+
+    monkeypatch.setattr("telechat_moe.graph.report.check_derived", differs)
+    target = tmp_path / "report.json"
+    command = ["dryrun", "x.yaml", "--json", str(target), "--html", str(tmp_path / "x.html")]
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert "NOT equal" in printed
+    assert "operation 7" in printed
+    assert "AlltoAllV" in printed
+    assert "Front end only" in printed
+    assert json.loads(target.read_text())["check"]["same"] is False

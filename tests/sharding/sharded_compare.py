@@ -1,0 +1,146 @@
+"""Compile, run and read groups of cases; put pieces of tensors together and measure differences."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import sharded_run as run
+
+from telechat_moe.graph.execute import Job, piece_of
+
+TIMEOUT = 7200
+LOSSES, NORM, LOADS, APPLIED = range(4)
+
+
+class Found(NamedTuple):
+    """What a case gave: one process, and each rank."""
+
+    case: run.Case
+    reference: dict[str, Any]
+    ranks: list[dict[str, Any]]
+    job: Job
+
+
+def run_cases(folder: Path, names: Sequence[str]) -> dict[str, Found]:
+    """Compile cases of one number of devices, run them in one process and on processes."""
+    cases = [run.Case.of(name) for name in names]
+    devices = {case.layout.devices for case in cases}
+    assert len(devices) == 1, devices
+    call(folder, "compile", names)
+    call(folder, "reference", names)
+    call(folder, "work", names, devices.pop())
+    return {case.name: read(folder, case) for case in cases}
+
+
+def call(folder: Path, verb: str, names: Sequence[str], processes: int = 0) -> None:
+    """Run a verb of ``sharded_run.py``, on processes if their number is given."""
+    script = [run.__file__, verb, str(folder), *names]
+    drop = ("MS_DEV_PRECOMPILE_ONLY", "MS_ROLE", "MS_NODE_ID", "RANK_ID", "RANK_SIZE")
+    environment = {k: v for k, v in os.environ.items() if k not in drop}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
+    environment.setdefault("GLOG_v", "3")
+    command = [sys.executable, *script]
+    if processes:
+        environment["OMP_NUM_THREADS"] = "1"
+        logs = folder / "logs"
+        command = [
+            *(sys.executable, "-m", "mindspore.parallel.cluster.run"),
+            *(f"--worker_num={processes}", f"--local_worker_num={processes}"),
+            *("--master_addr=127.0.0.1", f"--master_port={_free_port()}"),
+            *(f"--log_dir={logs}", "--join=True", "--cluster_time_out=300"),
+            *script,
+        ]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, f"{verb}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def read(folder: Path, case: run.Case) -> Found:
+    """Read what a case wrote."""
+    place = folder / case.folder
+    reference = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
+    outs = [place / f"out_{rank}.pickle" for rank in range(case.layout.devices)]
+    ranks = [pickle.loads(out.read_bytes()) for out in outs]
+    return Found(case, reference, ranks, Job.read(place))
+
+
+def whole(found: Found, state: str, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return whole tensors from the pieces of all ranks.
+
+    Copies must be equal to the last bit, except where something is done wrong on purpose.
+    """
+    given = {**found.reference["start"], **found.reference["last"]}
+    tensors: dict[str, np.ndarray] = {}
+    for name in names:
+        shape = given[name].shape
+        tensor, seen = np.full(shape, np.nan, np.float32), {}
+        for rank, held in enumerate(found.ranks):
+            if name not in held[state]:
+                continue
+            piece = held[state][name]
+            where = piece_of(shape, found.job.ranks[rank], name)
+            where = where or tuple(slice(0, n) for n in shape)
+            key = tuple((s.start, s.stop) for s in where)
+            first, copy = seen.setdefault(key, (rank, piece))
+            same = piece.tobytes() == copy.tobytes() or found.case.fault
+            assert same, f"{name}: ranks {first} and {rank} hold copies that differ"
+            tensor[where] = piece
+        assert seen, f"{name}: no rank holds it"
+        assert not np.isnan(tensor).any(), f"{name}: not whole, or not a number"
+        tensors[name] = tensor
+    return tensors
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the norm of ``a - b`` over that of ``b``."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    norm = np.linalg.norm(b)
+    off = float(np.linalg.norm(a - b))
+    return off / norm if norm else off
+
+
+def steps(ranks: Sequence[dict[str, Any]], part: int) -> np.ndarray:
+    """Return one part of the steps' answers, the same on all ranks: losses, norm, loads, applied."""
+    values = [np.array([np.asarray(step[part]) for step in rank["steps"]]) for rank in ranks]
+    for rank, other in enumerate(values):
+        np.testing.assert_array_equal(other, values[0], err_msg=f"rank {rank}")
+    return values[0]
+
+
+def weights(found: Found) -> dict[str, np.ndarray]:
+    """Return the model's tensors after the last step; the counter of dropped pairs stays in one process."""
+    names = [name for name in found.reference["last"] if not name.endswith(".dropped")]
+    return whole(found, "last", names)
+
+
+def errors(found: Found) -> dict[str, float]:
+    """Return the largest relative errors: losses, gradients of the first step, weights after the last."""
+    ours = steps(found.ranks, LOSSES)
+    reference = np.array([step[LOSSES] for step in found.reference["steps"][: len(ours)]])
+    scale = np.where(reference == 0, 1.0, np.abs(reference))
+    measured = {"loss": float(np.max(np.abs(ours - reference) / scale))}
+    first, given = whole(found, "first", found.reference["first"]), found.reference
+    measured["gradient"] = max(difference(first[n], given["first"][n]) for n in first)
+    if len(ours) == len(given["steps"]):
+        last = weights(found)
+        measured["weight"] = max(difference(last[n], given["last"][n]) for n in last)
+    return measured

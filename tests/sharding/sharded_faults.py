@@ -1,0 +1,105 @@
+"""What is done wrong on purpose, to see that the comparison notices."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from telechat_moe.graph import rewrite
+
+# Faults in the layout, compiled in; the others are faults in the rewriting.
+LAYOUT = ("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary")
+
+
+@contextmanager
+def in_layout(fault: str) -> Iterator[None]:
+    """Build and place the model with a fault."""
+    from telechat_moe.model import parallel, parallel_dispatch
+    from telechat_moe.sharding import placement
+    from telechat_moe.sharding.layouts import TABLE, Rule
+
+    if fault == "cut-softmax":
+        # Softmax computes along its last dimension; self_define_shard makes MindSpore believe this.
+        cut = Rule(("batch . seq tp",), ("batch . seq tp",), "own")
+        rules = {**TABLE["PlainAttention"], "softmax": cut}
+        with (
+            mock.patch.dict(TABLE, {"PlainAttention": rules}),
+            mock.patch.object(placement, "refuse_cut_axis", return_value=None),
+        ):
+            yield
+    elif fault == "no-sum-of-balance":
+        losses = parallel.RouterLosses.__init__
+
+        def alone(self, *args):
+            with mock.patch.object(parallel, "sum_over", return_value=None):
+                losses(self, *args)
+
+        with mock.patch.object(parallel.RouterLosses, "__init__", alone):
+            yield
+    elif fault == "no-sum-of-widths":
+        with mock.patch.object(parallel_dispatch, "sum_over", return_value=None):
+            yield
+    elif fault == "no-sum-of-vocabulary":
+        whole = parallel.TokenCrossEntropy.__init__
+
+        def alone(self, group):
+            whole(self, group._replace(size=1))
+
+        with mock.patch.object(parallel.TokenCrossEntropy, "__init__", alone):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def in_rewriting(fault: str) -> Iterator[None]:
+    """Rewrite collectives for CPU with a fault."""
+    if fault == "slice-of-another-rank":
+
+        def wrong(site):
+            site.me = (site.me + 1) % site.size
+            scatter(site)
+
+        scatter = rewrite.REWRITES["ReduceScatter"]
+        with mock.patch.dict(rewrite.REWRITES, {"ReduceScatter": wrong}):
+            yield
+    elif fault == "parts-in-another-order":
+        exchange = rewrite.REWRITES["AlltoAll"]
+
+        def wrong(site):
+            make = site.make
+
+            def interleaved(kind, inputs, shape, name=None):
+                if kind != "Transpose":
+                    return make(kind, inputs, shape, name)
+                concat = site.operation.attribute("concat_dim")
+                rank = len(shape)
+                order = [*range(1, concat + 2), 0, *range(concat + 2, rank)]
+                stacked = [shape[concat], *shape[:concat], *shape[concat + 1 :]]
+                moved = [stacked[i] for i in order]
+                return make(kind, [inputs[0], site.editor.constant(order)], moved, name)
+
+            site.make = interleaved
+            exchange(site)
+
+        with mock.patch.dict(rewrite.REWRITES, {"AlltoAll": wrong}):
+            yield
+    elif fault == "another-pair":
+        whole, name = rewrite.for_cpu, rewrite.pair_name
+
+        def crossed(rank, peer):  # two stages of two ranks: 0 talks to 3 and 1 to 2
+            return name(rank, peer ^ 1)
+
+        def with_groups(*given):
+            rewritten = whole(*given)
+            pairs = {name: [int(x) for x in name.split("-")[1:]] for name in rewritten.pairs}
+            return rewritten._replace(pairs=pairs)
+
+        from telechat_moe.graph import execute
+
+        with (
+            mock.patch.object(rewrite, "pair_name", crossed),
+            mock.patch.object(execute, "for_cpu", with_groups),
+        ):
+            yield
+    else:
+        yield

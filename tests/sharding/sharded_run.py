@@ -1,0 +1,392 @@
+"""Compile small layouts, run them on processes, and run the same steps in one process.
+
+    python sharded_run.py compile FOLDER CASE...      graphs of all ranks, and what each case starts from
+    python sharded_run.py reference FOLDER CASE...    one process, the model as it is
+    msrun ... sharded_run.py work FOLDER CASE...      one process a rank
+
+A case is ``LAYOUT:OPTIMIZER`` or ``LAYOUT:OPTIMIZER:FAULT``; ``OPTIMIZER-deep`` has four layers. A program of its own, because compiling for a simulated
+device leaves marks on a process.
+"""
+
+import os
+import pickle
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from telechat_moe.recipe import load
+
+LENGTH, STEPS, RATE = 16, 10, 3e-3
+MOMENTS = {"momentum": ("momentum",), "adamw": ("adam_m", "adam_v")}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees as in :class:`telechat_moe.sharding.mesh.Mesh`; what else a recipe chooses."""
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sp: bool = False
+    expert_tp: bool = False
+    zero: bool = False
+    dispatcher: str = "auto"
+    micro: int = 1
+    policy: str | None = None
+    documents: bool = False
+    tied: bool = False
+    z_loss: bool = False
+    recompute: str = ""  # whole: layers; else names of modules
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a micro-batch, over all devices."""
+        return self.dp if self.cp > 1 else 4
+
+    @property
+    def single(self) -> "Layout":
+        """The same batch and model on one device."""
+        plain = {"policy", "documents", "tied", "z_loss"}
+        same = {k: v for k, v in asdict(self).items() if k in plain}
+        return Layout(micro=self.micro_batches, **same)
+
+    @property
+    def micro_batches(self) -> int:
+        return 2 if self.pp > 1 else self.micro
+
+
+LAYOUTS = {
+    # two processes
+    "tp2": Layout(tp=2),
+    "tp2-sp": Layout(tp=2, sp=True, z_loss=True),
+    "tp2-sp-tied": Layout(tp=2, sp=True, tied=True),
+    "tp2-sp-recompute": Layout(tp=2, sp=True, recompute="whole"),
+    "dp2-ep2-recompute": Layout(dp=2, ep=2, recompute="mla_up,norms,swiglu,permute"),
+    "dp2-ep2": Layout(dp=2, ep=2),
+    "dp2-accumulate": Layout(dp=2, ep=2, micro=2),
+    "dp2-zero": Layout(dp=2, zero=True),
+    "cp2": Layout(cp=2),
+    "pp2": Layout(pp=2),
+    # four
+    "tp4-sp-ep2-tied": Layout(tp=4, sp=True, ep=2, tied=True),
+    "dp2-tp2-sp-documents": Layout(dp=2, tp=2, sp=True, documents=True),
+    "dp2-tp2-sp-ep4": Layout(dp=2, tp=2, sp=True, ep=4),
+    "dp2-tp2-ep4": Layout(dp=2, tp=2, ep=4),
+    "dp2-tp2-sp-ep2": Layout(dp=2, tp=2, sp=True, ep=2),
+    "dp2-tp2-sp-ep2-width": Layout(dp=2, tp=2, sp=True, ep=2, expert_tp=True),
+    "dp2-tp2-ep2-width": Layout(dp=2, tp=2, ep=2, expert_tp=True),
+    "dp2-tp2-sp-ep4-gather": Layout(dp=2, tp=2, sp=True, ep=4, dispatcher="allgather"),
+    "dp2-tp2-sp-ep2-width-gather": Layout(
+        dp=2, tp=2, sp=True, ep=2, expert_tp=True, dispatcher="allgather"
+    ),
+    "dp2-tp2-sp-ep4-capacity": Layout(dp=2, tp=2, sp=True, ep=4, policy="probs"),
+    "dp2-tp2-ep4-capacity-gather": Layout(
+        dp=2, tp=2, ep=4, dispatcher="allgather", policy="position"
+    ),
+    "dp2-tp2-sp-zero": Layout(dp=2, tp=2, sp=True, zero=True),
+    "dp4-ep2-zero": Layout(dp=4, ep=2, zero=True),
+    "pp2-tp2-sp": Layout(pp=2, tp=2, sp=True),
+    "pp2-dp2-ep2": Layout(pp=2, dp=2, ep=2),
+    "pp2-dp2-zero": Layout(pp=2, dp=2, zero=True),
+    "cp2-tp2-sp-ep4": Layout(cp=2, tp=2, sp=True, ep=4),
+    "dp2-cp2-ep2": Layout(dp=2, cp=2, ep=2),
+    # eight
+    "dp2-tp2-pp2-sp-ep4": Layout(dp=2, tp=2, pp=2, sp=True, ep=4),
+    "dp2-cp2-tp2-sp-ep8": Layout(dp=2, cp=2, tp=2, sp=True, ep=8),
+    "dp4-tp2-sp-ep2-width-zero": Layout(dp=4, tp=2, sp=True, ep=2, expert_tp=True, zero=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, what updates its weights, and what is done wrong on purpose."""
+
+    name: str
+    layout: Layout
+    optimizer: str
+    layers: int
+    fault: str
+
+    @staticmethod
+    def of(name: str) -> "Case":
+        chosen, optimizer, *fault = name.split(":")
+        optimizer, _, deep = optimizer.partition("-")
+        layout = LAYOUTS[chosen]
+        layers = 4 if deep or layout.pp > 1 else 2
+        return Case(name, layout, optimizer, layers, fault[0] if fault else "")
+
+    @property
+    def folder(self) -> str:
+        return self.name.replace(":", "_")
+
+    @property
+    def reference(self) -> str:
+        """Name of the run in one process that it is compared with."""
+        single = self.layout.single
+        parts = [self.optimizer, self.layout.sequences, self.layers, single.micro]
+        parts += [single.policy, single.documents, single.tied, single.z_loss]
+        return "reference_" + "_".join(map(str, parts))
+
+
+def recipe(layout: Layout, layers: int, sequences: int | None = None):
+    """Return the recipe of a layout; the model has one MTP layer more."""
+    rows = (sequences or layout.sequences) // layout.dp
+    accumulate = 1 if layout.pp > 1 else layout.micro
+    model = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 8,
+        "v_head_dim": 8,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "seq_length": LENGTH,
+        "max_position_embeddings": LENGTH,
+        "initializer_range": 0.1,
+        "batch_size": rows,
+        "use_flash_attention": layout.cp > 1,
+        "tie_word_embeddings": layout.tied,
+        "moe_z_loss_coeff": 0.01 if layout.z_loss else 0.0,
+    }
+    if layout.policy is not None:
+        model |= {"moe_token_drop_policy": layout.policy, "moe_expert_capacity_factor": 1.0}
+    settings = {f"model.model_config.{name}": value for name, value in model.items()}
+    settings |= {
+        "train_dataset.data_loader.config.seq_length": LENGTH,
+        "runner_config.batch_size": rows,
+        "runner_config.gradient_accumulation_steps": accumulate,
+        "use_parallel": layout.devices > 1,
+        "parallel_config.data_parallel": layout.dp,
+        "parallel_config.model_parallel": layout.tp,
+        "parallel_config.pipeline_stage": layout.pp,
+        "parallel_config.expert_parallel": layout.ep,
+        "parallel_config.context_parallel": layout.cp,
+        "parallel_config.use_seq_parallel": layout.sp,
+        "parallel_config.micro_batch_num": 2 if layout.pp > 1 else 1,
+        "callbacks.1.micro_batch_num": 2 if layout.pp > 1 else 1,
+        "callbacks.1.gradient_accumulation_steps": accumulate,
+        "parallel.parallel_mode": 1,
+        "parallel.full_batch": True,
+        "parallel.enable_parallel_optimizer": layout.zero,
+        "telechat_moe.sharding.expert_tensor_parallel": layout.expert_tp,
+        "telechat_moe.sharding.dispatcher": layout.dispatcher,
+    }
+    if layout.recompute == "whole":
+        settings["recompute_config.recompute"] = True
+    elif layout.recompute:
+        settings["telechat_moe.sharding.recompute"] = f"[{layout.recompute}]"
+    if layout.tied:
+        settings["model.model_config.untie_embeddings_and_output_weights"] = False
+    if layout.policy is not None:
+        settings["telechat_moe.moe_capacity_tokens"] = 8
+    if layout.documents:
+        columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
+        settings["train_dataset.input_columns"] = columns
+        settings["train_dataset.construct_args_key"] = columns
+        for key in ("reset_position_ids", "create_attention_mask", "reset_attention_mask"):
+            settings[f"train_dataset.data_loader.config.{key}"] = True
+    if layout.zero:
+        settings["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = 0
+    return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])
+
+
+def batches(case: Case, folder: Path) -> list[tuple[np.ndarray, ...]]:
+    """Return the batch of each step, as the loader gives them: documents of counting tokens."""
+    from telechat_moe.data import Loader, open_recipe, write_indexed
+
+    layout = case.layout
+    prefix = folder / "data" / "train"
+    if not prefix.with_suffix(".idx").exists():
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        random = np.random.default_rng(5)
+        documents = []
+        for _ in range(80):
+            start, stride = random.integers(1, 64), random.integers(1, 4)
+            tokens = (start + stride * np.arange(random.integers(5, 30))) % 63 + 1
+            documents.append(np.append(tokens, 0).astype(np.uint16))
+        write_indexed(prefix, documents, np.dtype(np.uint16))
+    rows = layout.sequences * layout.micro_batches
+    name = "train_dataset.data_loader."
+    overrides = {
+        f"{name}config.data_path": f"['1', '{prefix}']",
+        f"{name}sizes": f"[{rows * STEPS}, 0, 0]",
+        f"{name}config.eod_mask_loss": True,
+        f"{name}config.seq_length": LENGTH,
+        "model.model_config.seq_length": LENGTH,
+        f"{name}config.reset_position_ids": layout.documents,
+        "lr_schedule.warmup_steps": 1,
+    }
+    if layout.documents:
+        columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
+        overrides |= {"train_dataset.input_columns": columns}
+        overrides |= {"train_dataset.construct_args_key": columns}
+        overrides |= {f"{name}config.create_attention_mask": True}
+        overrides |= {f"{name}config.reset_attention_mask": True}
+    r = load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in overrides.items()])
+    found = []
+    with Loader(open_recipe(r), rows) as loader:
+        for _ in range(STEPS):
+            columns = next(loader)
+            found.append(tuple(tensor_of(columns, name) for name in r.train_dataset.input_columns))
+    return found
+
+
+def tensor_of(columns: dict[str, np.ndarray], name: str) -> np.ndarray:
+    types = {"loss_mask": np.float32, "attention_mask": np.uint8}
+    return np.ascontiguousarray(columns[name].astype(types.get(name, np.int32)))
+
+
+def make_optimizer(kind: str):
+    """Return what makes the optimizer of a step."""
+    from telechat_moe.train.optimizer import AdamW, Momentum
+
+    if kind == "momentum":
+        return lambda params: Momentum(params)
+    return lambda params: AdamW(params, (0.9, 0.95), 1e-8, 0.1)
+
+
+# ------------------------------------------------------------------ compile
+
+
+def compile_cases(folder: Path, cases: list[Case]) -> None:
+    """Write the graphs of each case; those that differ in a rewriting fault share theirs."""
+    import sharded_faults as faults
+
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.train.sharded import compile_recipe
+
+    done: dict[str, list] = {}
+    for case in cases:
+        compiled = case.name if case.fault in faults.LAYOUT else case.name.rsplit(":", 1)[0]
+        compiled = case.name if not case.fault else compiled
+        if compiled not in done:
+            with faults.in_layout(case.fault):
+                done[compiled] = compile_recipe(
+                    recipe(case.layout, case.layers),
+                    target="CPU",
+                    optimizer=make_optimizer(case.optimizer),
+                )
+        with faults.in_rewriting(case.fault):
+            Job.write(folder / case.folder, done[compiled])
+
+
+# ------------------------------------------------------------------ one process
+
+
+def reference(folder: Path, cases: list[Case]) -> None:
+    """Run the model in one process for each kind of batch and model among the cases."""
+    import mindspore as ms
+    from mindspore import Tensor
+
+    from telechat_moe.model import CausalLM, initialize
+    from telechat_moe.ops import select
+    from telechat_moe.train.step import TrainStep
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    for case in {c.reference: c for c in cases}.values():
+        layout, out = case.layout, folder / f"{case.reference}.pickle"
+        if out.exists():
+            continue
+        r = recipe(layout.single, case.layers, layout.sequences)
+        config, own = r.model_config, r.telechat_moe
+        with select.using("plain"):
+            model = CausalLM(config, own.moe_block_rows, own.moe_capacity_tokens)
+            initialize(model, 1)
+            model.set_train()
+            optimizer = make_optimizer(case.optimizer)(model.trainable_params())
+            micro = layout.micro_batches
+            rate = config.moe_router_bias_update_rate
+            step = TrainStep(model, optimizer, 1.0, micro, rate)
+            step.set_train()
+        start = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
+        rows, found = batches(case, folder), {"start": start, "batches": None, "steps": []}
+        size, prefixes = layout.sequences, MOMENTS[case.optimizer]
+        for s, batch in enumerate(rows):
+            parts = [
+                tuple(Tensor(x[i * size : (i + 1) * size]) for x in batch) for i in range(micro)
+            ]
+            for part in parts[:-1]:
+                step.accumulate(*part)
+            losses, norm, _, applied, loads, dropped = step(
+                *optimizer.scalars(s + 1, RATE), *parts[-1]
+            )
+            answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
+            found["steps"].append((*answer, bool(applied.asnumpy())))
+            found["dropped"] = found.get("dropped", 0.0) + float(dropped.asnumpy()[0])
+            if s == 0:
+                found["first"] = {
+                    p.name: p.asnumpy().copy() for p in optimizer.get_parameters()
+                    if p.name.split(".")[0] == prefixes[0]
+                }  # fmt: skip
+        found["last"] = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
+        for p in model.trainable_params():
+            for prefix in (*prefixes, "accu_grads"):
+                found["start"][f"{prefix}.{p.name}"] = np.zeros(p.shape, np.float32)
+        found["batches"] = rows
+        out.write_bytes(pickle.dumps(found))
+
+
+# ------------------------------------------------------------------ one process a rank
+
+
+def work(folder: Path, cases: list[Case]) -> None:
+    """Run this process's rank of each case."""
+    import mindspore as ms
+    from mindspore import Tensor
+    from mindspore.communication import get_rank, init
+
+    from telechat_moe.graph.execute import Job, RankProgram
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    rank, made = get_rank(), set()
+    for case in cases:
+        given = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
+        program = RankProgram(Job.read(folder / case.folder), rank, made)
+        program.set_parameters(given["start"])
+        scalars = make_scalars(case.optimizer)
+        found = {"steps": []}
+        for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
+            losses, norm, applied, loads = program(*scalars(s + 1), *map(Tensor, batch))
+            answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
+            found["steps"].append((*answer, bool(applied.asnumpy())))
+            if s == 0:
+                prefix = MOMENTS[case.optimizer][0]
+                found["first"] = {
+                    name: x for name, x in program.pieces().items() if name.split(".")[0] == prefix
+                }
+        found["last"] = program.pieces()
+        (folder / case.folder / f"out_{rank}.pickle").write_bytes(pickle.dumps(found))
+
+
+def make_scalars(kind: str):
+    """Return what gives the scalars of a step; the weights do not matter for it."""
+    from mindspore import Parameter, Tensor
+
+    weight = Parameter(Tensor(np.zeros(1, np.float32)), name="any")
+    optimizer = make_optimizer(kind)([weight])
+    return lambda step: optimizer.scalars(step, RATE)
+
+
+if __name__ == "__main__":
+    verb, place, names = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    os.environ.setdefault("GLOG_v", "3")
+    verbs = {"compile": compile_cases, "reference": reference, "work": work}
+    verbs[verb](place, [Case.of(name) for name in names])

@@ -1,0 +1,128 @@
+"""Every layout computes what one process computes: losses, gradients, weights, loads, biases.
+
+The graphs are those that MindSpore's front end makes for Ascend, their collectives rewritten for processes on this
+machine. What is done wrong on purpose shows that the comparison sees it.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+import sharded_compare as compare
+import sharded_run as run
+
+BOUND = 1e-5
+# After ten steps. Adam divides by the root of the second moment, which magnifies the last bits of small gradients.
+WEIGHTS = {"momentum": 1e-6, "adamw": 1e-4}
+TOP_K = 2
+
+# By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
+FAST = {
+    2: ("dp2-zero:adamw", "cp2:momentum"),
+    4: ("dp2-tp2-sp-ep4:adamw", "dp2-tp2-sp-ep2-width:momentum", "pp2-dp2-ep2:momentum"),
+}
+FAST_FAULTS = {2: ("tp2-sp:momentum:slice-of-another-rank",), 4: ()}
+SLOW_FAULTS = {
+    2: (
+        "dp2-ep2:momentum:parts-in-another-order",
+        "tp2:momentum:cut-softmax",
+        "dp2-ep2:momentum:no-sum-of-balance",
+        "tp2:momentum:no-sum-of-vocabulary",
+    ),
+    4: (
+        "dp2-tp2-ep2-width:momentum:no-sum-of-widths",
+        "pp2-dp2-ep2:momentum:another-pair",
+    ),
+}
+FAST_CASES = [name for names in FAST.values() for name in names]
+SLOW = {
+    devices: tuple(
+        f"{name}:{optimizer}"
+        for name, layout in run.LAYOUTS.items()
+        for optimizer in ("momentum" if layout.pp > 1 else "momentum-deep", "adamw")
+        if layout.devices == devices and f"{name}:{optimizer}" not in FAST_CASES
+    )
+    for devices in (2, 4, 8)
+}
+
+
+AT_ONCE = 8  # a process keeps the graphs that it has loaded
+
+
+def groups():
+    """Return the cases that run together."""
+    for devices, names in FAST.items():
+        yield (*names, *FAST_FAULTS[devices])
+    for devices, names in SLOW.items():
+        yield from (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE))
+        yield SLOW_FAULTS.get(devices, ())
+
+
+def parameters(fast, slow):
+    """Return the cases of both suites."""
+    rest = [name for names in slow.values() for name in names]
+    return [name for names in fast.values() for name in names] + [
+        pytest.param(name, marks=pytest.mark.slow) for name in rest
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What cases gave; those of a group run together when the first of them is asked for."""
+    folder, made = tmp_path_factory.mktemp("layouts"), {}
+
+    def get(name):
+        if name not in made:
+            group = next(names for names in groups() if name in names)
+            made.update(compare.run_cases(folder, group))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", parameters(FAST, SLOW))
+def test_a_layout_computes_what_one_process_does(name, found):
+    got = found(name)
+    layout, reference = got.case.layout, got.reference["steps"]
+    measured = compare.errors(got)
+    assert measured["loss"] < BOUND, measured
+    assert measured["gradient"] < BOUND, measured
+    assert measured["weight"] < WEIGHTS[got.case.optimizer], measured
+
+    assert compare.steps(got.ranks, compare.APPLIED).all()
+    norms = compare.steps(got.ranks, compare.NORM)
+    np.testing.assert_allclose(norms, [step[compare.NORM] for step in reference], rtol=BOUND)
+
+    # Loads count every token of the batch once, so they are reduced over all devices that hold some.
+    loads = compare.steps(got.ranks, compare.LOADS)
+    tokens = layout.sequences * layout.micro_batches * run.LENGTH
+    assert (loads.sum(-1) == tokens * TOP_K).all()
+    np.testing.assert_array_equal(loads, [step[compare.LOADS] for step in reference])
+    biases = {n: x for n, x in compare.weights(got).items() if n.endswith("expert_bias")}
+    assert len(biases) == loads.shape[1]
+    for bias, value in biases.items():
+        np.testing.assert_array_equal(value, got.reference["last"][bias], err_msg=bias)
+
+    assert (got.reference["dropped"] > 0) == (layout.policy is not None)
+    for rank in got.ranks:
+        assert not any(x.any() for n, x in rank["last"].items() if n.startswith("accu_grads"))
+
+
+@pytest.mark.parametrize("name", parameters(FAST_FAULTS, SLOW_FAULTS))
+def test_what_is_wrong_on_purpose_is_seen(name, found):
+    measured = compare.errors(found(name))
+    assert max(measured["loss"], measured["gradient"]) > 100 * BOUND, measured
+
+
+def test_the_fast_cases_split_in_every_way():
+    layouts = [run.LAYOUTS[name.split(":")[0]] for name in FAST_CASES]
+    assert {n for x in layouts for n in ("dp", "tp", "cp", "pp", "ep") if getattr(x, n) > 1} == {
+        *("dp", "tp", "cp", "pp", "ep")
+    }
+    assert any(x.zero for x in layouts)
+    assert any(x.sp for x in layouts)
+    assert any(x.expert_tp for x in layouts)
+    assert any(x.ep > x.dp for x in layouts), "experts over tensor-parallel devices"
+    assert len(run.LAYOUTS) >= 16
