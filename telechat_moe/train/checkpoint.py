@@ -15,24 +15,25 @@ process dies, keeps two live processes from cleaning up after each other.
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.train import manifest, shards
-from telechat_moe.train.manifest import STEP_NAME, BrokenCheckpointError
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.train import folder, manifest, shards
+from telechat_moe.train.folder import CheckpointError, list_checkpoints
+from telechat_moe.train.manifest import BrokenCheckpointError
 from telechat_moe.train.shards import BFLOAT16, Array
 
 __all__ = [
@@ -55,11 +56,6 @@ SHARD_BYTES = 256 << 20
 _GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
 _BLOCK_BYTES = 4096
 _THREADS = 4
-_LOCK_PATIENCE_S = 600.0
-
-
-class CheckpointError(TelechatMoeError):
-    """A checkpoint could not be written; earlier ones are untouched (exit code 1)."""
 
 
 @dataclass(frozen=True)
@@ -117,29 +113,31 @@ def save(
             f"step ({step}) must be >= 0, keep_last ({keep_last}) and shard_bytes "
             f"({shard_bytes}) >= 1"
         )
-    planned = _plan(tensors, shard_bytes)
+    planned = plan(tensors, shard_bytes)
     content = manifest.build(step, planned, state)
-    sizes = [len(manifest.seal(content)), *(s.nbytes for _, s in planned)]
-    needed = sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
+    needed = space([len(manifest.seal(content)), *(s.nbytes for _, s in planned)])
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root) as locked:
+        with folder.locked(root) as locked:
             if locked:
-                _sweep(root)
-            free = shutil.disk_usage(root).free
-            if free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+                folder.sweep(root)
+            refuse_full(root, needed)
             path = _write(root, step, planned, content)
             if keep_last is not None:
-                _retire(root, step, keep_last)
+                folder.retire(root, step, keep_last)
     except OSError as error:
-        raise CheckpointError(_explain(error, root, step, needed)) from error
+        raise CheckpointError(explain(error, root, step, needed)) from error
     return path
 
 
-def _plan(
-    tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int
+def plan(
+    tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int = SHARD_BYTES, suffix: str = ""
 ) -> list[tuple[str, shards.Shard]]:
+    """Return the files of each group; their names begin with the group's and the suffix.
+
+    Raises:
+        BadInputError: A group or tensor cannot be stored.
+    """
     planned: list[tuple[str, shards.Shard]] = []
     for group in sorted(tensors):
         if not _GROUP_NAME.fullmatch(group):
@@ -147,7 +145,9 @@ def _plan(
         for name in tensors[group]:
             manifest.check_text(name, f"name of a tensor of {group!r}")
         try:
-            planned += [(group, s) for s in shards.plan(group, tensors[group], shard_bytes)]
+            planned += [
+                (group, s) for s in shards.plan(group + suffix, tensors[group], shard_bytes)
+            ]
         except BadInputError as error:
             raise BadInputError(f"group {group!r}: {error}") from error
     return planned
@@ -156,34 +156,33 @@ def _plan(
 def _write(
     root: Path, step: int, planned: list[tuple[str, shards.Shard]], content: dict[str, Any]
 ) -> Path:
-    final = root / f"step-{step:08d}"
-    hidden = root / f".saving-step-{step:08d}-{os.getpid()}-{secrets.token_hex(4)}"
+    path = folder.final(root, step)
+    hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     hidden.mkdir()
     try:
-        todo = [shard for _, shard in planned]
-        for shard, sha256 in zip(
-            todo, _parallel(lambda s: shards.write(hidden, s), todo), strict=True
-        ):
-            content["files"][shard.file]["sha256"] = sha256
-        with (hidden / manifest.FILE).open("xb") as file:
-            file.write(manifest.seal(content))
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(hidden)
-        if final.exists():
-            replaced = root / f".replaced-{final.name}"
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-            hidden.rename(final)
-            _sync_folder(root)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            hidden.rename(final)
-            _sync_folder(root)
+        digests = write_files(hidden, [shard for _, shard in planned])
+        for name, sha256 in digests.items():
+            content["files"][name]["sha256"] = sha256
+        write_manifest(hidden, content)
+        folder.publish(hidden, path)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-    return final
+    return path
+
+
+def write_files(hidden: Path, planned: list[shards.Shard]) -> dict[str, str]:
+    """Write tensor files in a few threads; return the SHA-256 of each by name."""
+    digests = _parallel(lambda shard: shards.write(hidden, shard), planned)
+    return dict(zip((shard.file for shard in planned), digests, strict=True))
+
+
+def write_manifest(hidden: Path, content: dict[str, Any], name: str = manifest.FILE) -> None:
+    """Write a JSON file with its own checksum and wait until it is on the disk."""
+    with (hidden / name).open("xb") as file:
+        file.write(manifest.seal(content))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
@@ -195,93 +194,26 @@ def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def space(sizes: list[int]) -> int:
+    """Return the bytes that files of these sizes take on a disk."""
+    return sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
 
 
-@contextmanager
-def _locked(root: Path) -> Iterator[bool]:
-    """Hold the lock of ROOT; yields False where the file system has no locks."""
-    with (root / ".lock").open("a+b") as file:
-        supported = True
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        waiting = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise CheckpointError(
-                        f"another process has been saving into {root} for {_LOCK_PATIENCE_S:.0f} s; "
-                        "give each run its own output_dir"
-                    ) from None
-                if not waiting:
-                    logger.warning("waiting for another process that is saving into %s", root)
-                waiting = True
-                time.sleep(0.05)
-            except OSError:
-                logger.warning("%s: no file locks; leftovers of killed saves are kept", root)
-                supported = False
-                break
-        try:
-            yield supported
-        finally:
-            if supported:
-                fcntl.flock(file, fcntl.LOCK_UN)
+def refuse_full(root: Path, needed: int) -> None:
+    """Raise what a full disk would, before anything is written."""
+    if shutil.disk_usage(root).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
 
 
-def _sweep(root: Path) -> None:
-    """Remove what killed saves left behind. Only the holder of the lock may call this."""
-    for path in sorted(root.iterdir()):
-        if path.name.startswith((".saving-step-", ".removing-step-")):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(".replaced-step-"):
-            final = root / path.name.removeprefix(".replaced-")
-            if final.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            else:  # killed between the two renames of a replacement
-                path.rename(final)
-                _sync_folder(root)
-
-
-def _retire(root: Path, step: int, keep_last: int) -> None:
-    """Remove older checkpoints, counting as kept only those whose files are all there."""
-    kept = 0
-    for path in list_checkpoints(root):
-        if _step_of(path) > step:
-            continue
-        if kept < keep_last:
-            kept += _looks_complete(path)
-            continue
-        hidden = root / f".removing-{path.name}"
-        try:
-            path.rename(hidden)
-            shutil.rmtree(hidden)
-        except OSError as error:
-            logger.warning("cannot remove the old checkpoint %s: %s", path, error)
-
-
-def _looks_complete(path: Path) -> bool:
-    try:
-        files = manifest.read(path)["files"]
-        return all((path / name).stat().st_size == f["bytes"] for name, f in files.items())
-    except (OSError, BrokenCheckpointError):
-        return False
-
-
-def _explain(error: OSError, root: Path, step: int, needed: int) -> str:
+def explain(error: OSError, root: Path, step: int, needed: int) -> str:
+    """Say why a save failed, and which checkpoint is still good."""
     where = Path(error.filename) if error.filename else root
     text = f"cannot save the checkpoint of step {step} into {root}: {error.strerror or error}"
     if where != root:
         text += f" ({where})"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        folder = next(p for p in (root, *root.absolute().parents) if p.exists())
-        free = shutil.disk_usage(folder).free
+        there = next(p for p in (root, *root.absolute().parents) if p.exists())
+        free = shutil.disk_usage(there).free
         text += f"; {_size(needed)} needed, {_size(free)} free"
         if free >= needed:
             text += " (a quota, a limit on files or another process stands in the way)"
@@ -301,26 +233,6 @@ def _size(count: int) -> str:
 
 
 # --------------------------------------------------------------------------------------- reading
-
-
-def _step_of(path: Path) -> int:
-    match = STEP_NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
-def list_checkpoints(root: str | Path) -> list[Path]:
-    """Return the folders of all checkpoints under ``root``, newest step first, unverified."""
-    root = Path(root)
-    try:
-        found = {p for p in root.iterdir() if STEP_NAME.fullmatch(p.name) and p.is_dir()}
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise BadInputError(f"cannot list the checkpoints in {root}: {error.strerror}") from error
-    # A replacement that was killed between its two renames left the old one under a hidden name.
-    visible = {p for p in found if not p.name.startswith(".")}
-    hidden = {p for p in found - visible if root / p.name.removeprefix(".replaced-") not in visible}
-    return sorted(visible | hidden, key=_step_of, reverse=True)
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -428,20 +340,42 @@ def _tensors(
     for group, wanted in described.items():
         tensors[group] = {}
         for name, want in wanted.items():
-            array = in_file.get(want["file"], {}).pop(name, None)
-            if array is None:
-                problems.append(f"{want['file']}: tensor {name!r} is missing")
-                continue
-            found = {"dtype": shards.dtype_name(array.dtype), "shape": list(array.shape)}
-            problems += [
-                f"{want['file']}: tensor {name!r} has {key} {value}, {manifest.FILE} says {want[key]}"
-                for key, value in found.items()
-                if value != want[key]
-            ]
-            tensors[group][name] = array
+            array = _tensor(name, want, in_file, problems)
+            if array is not None:
+                tensors[group][name] = array
     for file, rest in in_file.items():
         problems += [f"{file}: tensor {name!r} is not in {manifest.FILE}" for name in rest]
     return tensors
+
+
+def _tensor(
+    name: str, want: dict[str, Any], in_file: dict[str, dict[str, Array]], problems: list[str]
+) -> Array | None:
+    """Return a tensor, put together if it lies in pieces; None if something is wrong."""
+    pieces = manifest.pieces(want)
+    before = len(problems)
+    if not manifest.tiles(want["shape"], [region for _, region in pieces]):
+        problems.append(f"{manifest.FILE}: the pieces of {name!r} do not cover {want['shape']}")
+    whole: Array | None = None
+    for file, region in pieces:
+        array = in_file.get(file, {}).pop(name, None)
+        if array is None:
+            problems.append(f"{file}: tensor {name!r} is missing")
+            continue
+        found = {"dtype": shards.dtype_name(array.dtype), "shape": list(array.shape)}
+        expected = {"dtype": want["dtype"], "shape": [end - begin for begin, end in region]}
+        problems += [
+            f"{file}: tensor {name!r} has {key} {value}, {manifest.FILE} says {expected[key]}"
+            for key, value in found.items()
+            if value != expected[key]
+        ]
+        if len(problems) > before:
+            continue
+        if len(pieces) == 1:
+            return array
+        whole = np.empty(want["shape"], array.dtype) if whole is None else whole
+        whole[tuple(slice(begin, end) for begin, end in region)] = array
+    return whole if len(problems) == before else None
 
 
 # ---------------------------------------------------------------------------------------- resume

@@ -11,13 +11,17 @@
      "files":   {"model-00001-of-00001.safetensors": {"bytes": 4096, "sha256": "..."}},
      "tensors": {"model": {"norm.weight": {"dtype": "F32", "shape": [256], "file": "model-..."}}}
     }
+
+Version 2 is what several ranks wrote together: ``ranks`` and ``layout`` say which, and a tensor has, instead of
+``file``, ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``, the part of it that lies in each file
+as (begin, end) of every dimension. The pieces of a tensor are of one shape and tile it.
 """
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +30,15 @@ from telechat_moe.train import shards
 
 FILE = "checkpoint.json"
 FORMAT = "telechat-moe checkpoint"
-VERSION = 1
+VERSION, VERSION_SHARDED = 1, 2
+
+Region = tuple[tuple[int, int], ...]
 
 STEP_NAME = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
 """Name of a checkpoint's folder; the prefix marks one whose replacement was interrupted."""
 
 _FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{5,}-of-\d{5,}\.safetensors")
-_ZEROS = "0" * 64
+ZEROS = "0" * 64
 
 
 class BrokenCheckpointError(BadInputError):
@@ -65,15 +71,55 @@ def build(
                 "shape": list(array.shape),
                 "file": shard.file,
             }
+    files = {s.file: {"bytes": s.nbytes, "sha256": ZEROS} for _, s in planned}
+    return describe(step, state, files, described, {"version": VERSION})
+
+
+def describe(
+    step: int,
+    state: Mapping[str, Any],
+    files: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the content of checkpoint.json; ``about``: its version and what else belongs to it.
+
+    Raises:
+        BadInputError: If JSON would change or lose a part of ``state``; names the part.
+    """
     return {
-        "sha256": _ZEROS,
+        "sha256": ZEROS,
         "format": FORMAT,
-        "version": VERSION,
+        **about,
         "step": step,
         "state": _plain(state, "state"),
-        "files": {s.file: {"bytes": s.nbytes, "sha256": _ZEROS} for _, s in planned},
-        "tensors": {group: dict(sorted(names.items())) for group, names in described.items()},
+        "files": dict(files),
+        "tensors": {group: dict(sorted(names.items())) for group, names in tensors.items()},
     }
+
+
+def pieces(described: Mapping[str, Any]) -> list[tuple[str, Region]]:
+    """Return the files that a tensor lies in and which part of it lies in each."""
+    if "pieces" not in described:
+        return [(described["file"], tuple((0, n) for n in described["shape"]))]
+    return [(p["file"], tuple((a, b) for a, b in p["region"])) for p in described["pieces"]]
+
+
+def tiles(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Return whether regions of one shape cover a whole tensor, each element once."""
+    if not regions or any(len(region) != len(shape) for region in regions):
+        return False
+    lengths = [end - begin for begin, end in regions[0]]
+    for region in regions:
+        for (begin, end), length, whole in zip(region, lengths, shape, strict=True):
+            aligned = begin % length == 0 if length else begin == 0
+            if end - begin != length or not aligned or not 0 <= begin <= end <= whole:
+                return False
+    return (
+        len(set(regions)) == len(regions)
+        and math.prod(lengths) * len(regions) == math.prod(shape)
+        and all(length or not whole for length, whole in zip(lengths, shape, strict=True))
+    )
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -109,7 +155,16 @@ def seal(content: dict[str, Any]) -> bytes:
     """Return the bytes of checkpoint.json, its own checksum included."""
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return text.replace(_ZEROS, digest, 1).encode()
+    return text.replace(ZEROS, digest, 1).encode()
+
+
+def tampered(raw: bytes, content: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the bytes of a sealed JSON file, None if its own checksum agrees."""
+    claimed = str(content.get("sha256"))
+    actual = hashlib.sha256(raw.replace(claimed.encode(), ZEROS.encode(), 1)).hexdigest()
+    if actual == claimed:
+        return None
+    return f"checksum differs, the file was changed (sha256 {actual}, not {claimed})"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -134,12 +189,12 @@ def read(path: Path) -> dict[str, Any]:
         raise broken(f"not valid JSON, truncated or changed ({error})") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise broken(f"not the description of a checkpoint (no format {FORMAT!r})")
-    if content.get("version") != VERSION:
-        raise broken(f"version {content.get('version')!r}; this program reads version {VERSION}")
-    claimed = str(content.get("sha256"))
-    actual = hashlib.sha256(raw.replace(claimed.encode(), _ZEROS.encode(), 1)).hexdigest()
-    if actual != claimed:
-        raise broken(f"checksum differs, the file was changed (sha256 {actual}, not {claimed})")
+    if content.get("version") not in (VERSION, VERSION_SHARDED):
+        raise broken(
+            f"version {content.get('version')!r}; this program reads versions {VERSION} and {VERSION_SHARDED}"
+        )
+    if problem := tampered(raw, content):
+        raise broken(problem)
     if lost := [k for k in ("step", "state", "files", "tensors") if k not in content]:
         raise broken(f"key {lost[0]!r} is missing")
     match = STEP_NAME.fullmatch(path.name)

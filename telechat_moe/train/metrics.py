@@ -5,12 +5,23 @@ Every line has ``event`` and ``step``. Events and their other keys:
 ``step``
     ``loss`` (total), ``lm_loss``, ``mtp_loss``, ``aux_loss`` (the parts of the total, in nats),
     ``grad_norm``, ``learning_rate``, ``seconds``, ``tokens`` (of this step), ``tokens_per_second``,
-    ``skipped`` (true: the weights were left as they are, because of a NaN or Inf), and if given
+    ``skipped`` (true: the weights were left as they are, because of a NaN, an Inf or a spike), and if given
     ``data_seconds`` (waiting for data), ``expert_load_max_over_mean`` (1.0 is perfect balance),
     ``expert_load_by_layer`` (that ratio for each MoE layer), ``drop_rate`` and what else the trainer
     passes.
 ``evaluation``
     ``loss``: mean next-token loss on the validation set, in nats.
+``save``
+    ``stall_ms``: how long training stood still for the checkpoint of this step; it may still be
+    being written.
+
+``guard``
+    A step was skipped: ``action`` (``skip``), ``reason`` (``gradient norm``, ``loss``, ``not finite``), ``loss``,
+    ``norm``, ``limit``, ``median``, ``window``.
+``rollback``
+    The run went back to the checkpoint of ``step`` = ``to_step`` because of a spike in ``from_step``; ``left_out``: the
+    samples, counted through all epochs, from the first to behind the last; and the keys of ``guard``. Lines of the
+    steps that were undone move to ``metrics.rolled_back.jsonl``.
 
 Floats are written so that reading gives the same bits. JSON has no NaN: such a value is null, and
 ``not_finite`` says what it was, for example ``{"loss": "nan", "grad_norm": "inf"}``.
@@ -26,6 +37,7 @@ from typing import Any
 from telechat_moe.errors import BadInputError, TelechatMoeError
 
 FILE = "metrics.jsonl"
+ROLLED_BACK = "metrics.rolled_back.jsonl"
 
 
 def encode(event: str, step: int, values: Mapping[str, Any]) -> bytes:
@@ -99,6 +111,8 @@ class MetricsFile:
         """Number of skipped steps in the lines that were kept on resume."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step == 0:
+                path.with_name(ROLLED_BACK).unlink(missing_ok=True)
             if path.exists():
                 self._continue(resume_step)
             self._file = path.open("ab", buffering=0)
@@ -109,13 +123,31 @@ class MetricsFile:
         if resume_step == 0:
             self.path.replace(self.path.with_name("metrics.previous.jsonl"))
             return
+        self._keep(resume_step)
+
+    def rewind(self, step: int) -> None:
+        """Move the lines after a step to ``metrics.rolled_back.jsonl``; writing goes on after it."""
+        try:
+            self._file.close()
+            undone = self._keep(step)
+            with self.path.with_name(ROLLED_BACK).open("ab") as file:
+                file.writelines(undone)
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _keep(self, last_step: int) -> list[bytes]:
+        """Rewrite the file without the lines after a step; return these."""
         kept: list[bytes] = []
+        undone: list[bytes] = []
+        self.skipped = 0
         for line in self.path.read_bytes().splitlines(keepends=True):
             record = decode(line)
             if record is None:
                 self.damaged += 1
-            elif record["step"] > resume_step:
+            elif record["step"] > last_step:
                 self.dropped += 1
+                undone.append(line)
             else:
                 self.skipped += bool(record.get("skipped"))
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
@@ -125,6 +157,7 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         hidden.replace(self.path)
+        return undone
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one record."""

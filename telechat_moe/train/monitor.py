@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from telechat_moe.data import sample_log
+from telechat_moe.data.sample_log import SampleLog
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.train import metrics
 
@@ -67,6 +69,7 @@ class Monitor:
         self._last_validation: float | None = None
         self._metrics = metrics.MetricsFile(self.output_dir / metrics.FILE, resume_step)
         self._skipped = self._metrics.skipped
+        self._samples: SampleLog | None = None
         self._live = self._start_live(quiet)
         self._tensorboard = self._start_tensorboard() if tensorboard else None
         if self._metrics.damaged:
@@ -130,7 +133,7 @@ class Monitor:
             grad_norm: Global norm of the gradient before clipping.
             learning_rate: Learning rate of this step.
             seconds: Wall time of the step.
-            skipped: Whether the weights were left as they are because of a NaN or Inf.
+            skipped: Whether the weights were left as they are because of a NaN, an Inf or a spike.
             data_seconds: The part of ``seconds`` that was spent waiting for data.
             expert_load_max_over_mean: Tokens of the busiest expert over the mean, worst layer.
             expert_load_by_layer: The same ratio for each MoE layer.
@@ -192,6 +195,57 @@ class Monitor:
             self._draw(force=True)
         else:
             self._print(f"evaluation step={step} validation_loss={loss:.4f}")
+
+    def saved(self, step: int, stall_ms: float) -> None:
+        """Record how long training stood still for the checkpoint of a step, milliseconds."""
+        self._metrics.write("save", step, {"stall_ms": float(stall_ms)})
+
+    def begin(self, values: Mapping[str, Any]) -> None:
+        """Begin to record which samples a step sees; ``values`` are those of a ``start`` in samples.jsonl."""
+        path = self.output_dir / sample_log.FILE
+        self._samples = SampleLog(path, fresh=self._resume_step == 0)
+        self._samples.write("start", values)
+
+    def samples(
+        self, step: int, first: int, count: int, input_ids: Iterable[Any], applied: bool
+    ) -> None:
+        """Record which samples a step saw.
+
+        Args:
+            step: Number of the step.
+            first: First sample, counted through all epochs.
+            count: Number of samples.
+            input_ids: Their token ids, micro-batch by micro-batch.
+            applied: Whether the weights were updated.
+        """
+        if self._samples is not None:
+            content = sample_log.content(ids.asnumpy() for ids in input_ids)
+            values = {"first": first, "count": count, "content": content, "applied": applied}
+            self._samples.write("step", {"step": step, **values})
+
+    def sync(self) -> None:
+        """Bring the record of samples to the disk, before a checkpoint that goes on from it."""
+        if self._samples is not None:
+            self._samples.sync()
+
+    def skipped(self, step: int, numbers: Mapping[str, Any], text: str) -> None:
+        """Record why the update of a step was left out."""
+        self._metrics.write("guard", step, {"action": "skip", **numbers})
+        self.message(f"step {step} skipped: {text}")
+
+    def rolled_back(self, record: Mapping[str, Any], text: str) -> None:
+        """Record that the run went back; lines of the steps that were undone are moved away."""
+        step = int(record["to_step"])
+        self._metrics.rewind(step)
+        self._skipped = self._metrics.skipped
+        self._metrics.write("rollback", step, {"action": "rollback", **record})
+        if self._samples is not None:
+            self._samples.write("rollback", record)
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._resume_step = step
+            self._tensorboard = self._start_tensorboard()
+        self.message(text)
 
     def message(self, text: str) -> None:
         """Print a line of text (above the live line, if there is one)."""
@@ -287,6 +341,8 @@ class Monitor:
             self._live.stop()
             self._live = None
         self._metrics.close()
+        if self._samples is not None:
+            self._samples.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         try:

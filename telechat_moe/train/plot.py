@@ -1,14 +1,17 @@
 """The picture of a run, made from its metrics.jsonl alone.
 
     python -m telechat_moe.train.plot metrics.jsonl loss.png
+    python -m telechat_moe.train.plot one/metrics.jsonl other/metrics.jsonl both.png
 
 Above: next-token loss in training (thin: every step, thick: smoothed) and validation (dots). Below:
 the busiest expert's load over the mean, its worst layer (line) and the spread over layers (band).
-The suffix of the second file chooses the format (png, svg, pdf).
+Of several runs: their curves over each other, and how far each is from the first.
+The suffix of the last file chooses the format (png, svg, pdf).
 """
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +106,81 @@ def plot(source: str | Path, target: str | Path) -> Path | None:
     return Path(target)
 
 
+def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> Floats:
+    """Return how far a run's total losses are from those of the first one, step by step.
+
+    Raises:
+        BadInputError: The runs did not do the same steps.
+    """
+    mine, its = ([r for r in run if r["event"] == "step"] for run in (records, first))
+    if not mine or [r["step"] for r in mine] != [r["step"] for r in its]:
+        raise BadInputError(f"runs of {len(its)} and {len(mine)} steps cannot be compared")
+    a, b = _column(mine, "loss"), _column(its, "loss")
+    return np.abs(a - b) / np.abs(b)
+
+
+def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Floats]:
+    """Draw the losses of several runs over each other, and their distances from the first.
+
+    Args:
+        runs: Name and metrics.jsonl of each.
+        target: Picture to write.
+
+    Returns:
+        The relative errors of each run but the first.
+
+    Raises:
+        BadInputError: A file is broken, or the runs did not do the same steps.
+        TelechatMoeError: If ``target`` cannot be written.
+    """
+    records = {name: metrics.read(path) for name, path in runs.items()}
+    first, *others = records
+    errors = {name: relative_errors(records[name], records[first]) for name in others}
+    worst = max(float(e.max()) for e in errors.values())
+    steps = [r for r in records[first] if r["event"] == "step"]
+    x = _column(steps, "step")
+    colours, styles = (_GREY, _BLUE, _VERMILION, _GREEN), ("-", (0, (6, 4)), (0, (1, 2.5)), "-.")
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.5, 6.0), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.0, 1])
+        for i, (name, found) in enumerate(records.items()):
+            loss = _column([r for r in found if r["event"] == "step"], "loss")
+            width = 5.0 if i == 0 else 2.2  # the first one as a band, so that all are seen
+            look = {"color": colours[i % 4], "linestyle": styles[i % 4], "linewidth": width}
+            above.plot(x, loss, label=name, alpha=0.35 if i == 0 else 1.0, **look)
+        for i, (name, error) in enumerate(errors.items(), start=1):
+            # A logarithm has no place for two losses that are equal to the last bit.
+            seen = np.maximum(error, 2e-8)
+            below.plot(x, seen, "o-", markersize=3, linewidth=1.0, color=colours[i % 4], label=name)
+        eps = float(np.finfo(np.float32).eps)
+        below.axhline(eps, color=_GREY, linestyle="--", linewidth=1.0)
+        below.annotate(
+            "float32 epsilon",
+            (1, eps),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, -4),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            color=_GREY,
+            fontsize=9,
+        )
+        below.set_yscale("log")
+        below.set_ylabel(f"relative distance\nfrom {first}")
+        below.set_xlabel("step")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        above.set_ylabel("training loss (nats)")
+        above.legend(loc="upper right")
+        title = f"{len(runs)} runs, one curve: losses within {worst:.0e} in {len(x)} steps"
+        above.set_title(title, loc="left", fontweight="bold", fontsize=15)
+        try:
+            figure.savefig(target, metadata=_no_date(Path(target).suffix))
+        except (OSError, ValueError) as error:
+            raise TelechatMoeError(f"cannot write the picture {target}: {error}") from error
+    return errors
+
+
 def _no_date(suffix: str) -> dict[str, None]:
     """Leave the date out, so that the same numbers give the same file."""
     return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
@@ -191,12 +269,14 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("metrics", type=Path)
+    parser.add_argument("metrics", type=Path, nargs="+")
     parser.add_argument("picture", type=Path)
     args = parser.parse_args(argv)
     try:
-        if plot(args.metrics, args.picture) is None:
-            raise BadInputError(f"{args.metrics} has no finished step, nothing to draw")
+        if len(args.metrics) > 1:
+            compare({path.parent.name: path for path in args.metrics}, args.picture)
+        elif plot(args.metrics[0], args.picture) is None:
+            raise BadInputError(f"{args.metrics[0]} has no finished step, nothing to draw")
     except TelechatMoeError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code

@@ -105,8 +105,14 @@ def plan(group: str, tensors: Mapping[str, Array], shard_bytes: int) -> list[Sha
     return shards
 
 
-def _header(tensors: Mapping[str, Array]) -> bytes:
-    entries: dict[str, Any] = {}
+def single(file: str, tensors: Mapping[str, Array], metadata: Mapping[str, str]) -> Shard:
+    """Return one file with all tensors and a few words about it."""
+    ordered = dict(sorted(sorted(tensors.items()), key=lambda item: -item[1].dtype.itemsize))
+    return Shard(file, _header(ordered, metadata), ordered)
+
+
+def _header(tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
     for name, array in tensors.items():
         if name == "__metadata__":
@@ -180,12 +186,8 @@ def read(path: Path, *, keep: bool) -> FileContent:
     return FileContent(found, digest.hexdigest(), data if keep else None)
 
 
-def parse(data: NDArray[np.uint8]) -> dict[str, Array]:
-    """Return the tensors in the bytes of a safetensors file, as writable views of ``data``.
-
-    Raises:
-        ValueError: If the header does not describe the bytes; the message says how.
-    """
+def _entries(data: NDArray[np.uint8]) -> tuple[dict[str, Any], NDArray[np.uint8]]:
+    """Return the header of a safetensors file and what follows it."""
     if len(data) < 8:
         raise ValueError(f"{len(data)} bytes are too few for a header")
     length = int.from_bytes(data[:8].tobytes(), "little")
@@ -197,8 +199,27 @@ def parse(data: NDArray[np.uint8]) -> dict[str, Array]:
         raise ValueError(f"the header is not valid JSON ({error})") from error
     if not isinstance(entries, dict):
         raise ValueError("the header is not a JSON object")
+    return entries, data[8 + length :]
+
+
+def metadata(data: NDArray[np.uint8]) -> dict[str, str]:
+    """Return the words that the bytes of a safetensors file carry.
+
+    Raises:
+        ValueError: See :func:`parse`.
+    """
+    found = _entries(data)[0].get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
+def parse(data: NDArray[np.uint8]) -> dict[str, Array]:
+    """Return the tensors in the bytes of a safetensors file, as writable views of ``data``.
+
+    Raises:
+        ValueError: If the header does not describe the bytes; the message says how.
+    """
+    entries, body = _entries(data)
     entries.pop("__metadata__", None)
-    body = data[8 + length :]
     tensors: dict[str, Array] = {}
     for name, entry in entries.items():
         try:

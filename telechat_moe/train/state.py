@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.train.checkpoint import Checkpoint
@@ -13,43 +13,57 @@ from telechat_moe.train.optimizer import AdamW
 # Zero between steps.
 TRANSIENT = ("expert_load", "dropped", "main_grad")
 
-Groups = dict[str, dict[str, np.ndarray]]
 
-
-def _parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
+def parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
+    """Return all parameters that a checkpoint holds, by group and name."""
     kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
     moments = [*optimizer.moment1, *optimizer.moment2]
     return {"model": kept, "optimizer": {p.name: p for p in moments}}
 
 
-def collect(model: nn.Cell, optimizer: AdamW) -> Groups:
-    """Return copies of all parameters by group and name.
-
-    A copy is needed: on CPU ``asnumpy`` shares the parameter's memory.
-    """
-    return {
-        group: {name: p.asnumpy().copy() for name, p in parameters.items()}
-        for group, parameters in _parameters(model, optimizer).items()
-    }
-
-
-def restore(model: nn.Cell, optimizer: AdamW, checkpoint: Checkpoint) -> None:
+def restore(
+    model: nn.Cell, optimizer: AdamW, checkpoint: Checkpoint, in_place: bool = False
+) -> None:
     """Put a checkpoint's tensors into the parameters; all fit or nothing is changed.
+
+    Args:
+        model: Built model.
+        optimizer: Of its parameters.
+        checkpoint: What to put in.
+        in_place: Write into the memory that the parameters have. Needed once a graph with branches has run: it holds
+            on to that memory (MindSpore 2.9.0).
 
     Raises:
         BadInputError: Tensors are missing, unknown, or of another shape or data type; lists all.
     """
-    groups = _parameters(model, optimizer)
+    groups = parameters(model, optimizer)
     problems = []
-    for group, parameters in groups.items():
-        problems += _differences(group, parameters, checkpoint.tensors.get(group, {}))
+    for group, found in groups.items():
+        problems += _differences(group, found, checkpoint.tensors.get(group, {}))
     if problems:
         raise BadInputError(
             f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(problems)
         )
-    for group, parameters in groups.items():
-        for name, parameter in parameters.items():
-            parameter.set_data(Tensor(checkpoint.tensors[group][name]))
+    for group, found in groups.items():
+        for name, parameter in found.items():
+            value = Tensor(checkpoint.tensors[group][name])
+            if in_place:
+                ops.assign(parameter, value)
+            else:
+                parameter.set_data(value)
+
+
+def restore_weights(model: nn.Cell, checkpoint: Checkpoint) -> None:
+    """Put a checkpoint's weights into the parameters, as :func:`restore` does."""
+    kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
+    weights = checkpoint.tensors.get("model", {})
+    problems = _differences("model", kept, weights)
+    if problems:
+        raise BadInputError(
+            f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(problems)
+        )
+    for name, parameter in kept.items():
+        parameter.set_data(Tensor(weights[name]))
 
 
 def _differences(
@@ -76,10 +90,13 @@ def load_weights(model: nn.Cell, source: str | Path) -> None:
             (``telechat-moe convert`` brings Hugging Face's into them). F16 and BF16 are widened.
 
     Raises:
-        BadInputError: Nothing readable is there, or tensors are missing, unknown or of another shape.
+        BadInputError: Nothing readable is there, the files differ from their checksums, or tensors are missing,
+            unknown or of another shape.
     """
+    from telechat_moe.interop import checksums
     from telechat_moe.interop.tensor_files import read_entries
 
+    checksums.require(Path(source))
     entries = {
         name: entry
         for name, entry in read_entries(Path(source)).items()

@@ -6,6 +6,7 @@ import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
+from telechat_moe.graph.execute import LIMITS
 from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.dispatch import CapacityDispatch
 from telechat_moe.model.router import Router
@@ -20,18 +21,19 @@ class StepOutput(NamedTuple):
     Attributes:
         losses: ``[3]`` fp32: next-token, MTP, balance and z-loss; means over micro-batches.
         norm: Global norm of the gradient before clipping.
-        square_sums: ``[parameters]``, to name the one that is not finite.
-        applied: False when the step was skipped because loss or gradient is not finite.
+        square_sums: ``[parameters]``, to name the one that is not finite; None where a process has
+            a part of the gradient only.
+        applied: False when the step was skipped because loss or gradient norm is not finite or too high.
         load_LE: Tokens each expert of each MoE layer got.
-        dropped: Pairs dropped, all layers (capacity dispatch; else 0).
+        dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
     """
 
     losses: Tensor
     norm: Tensor
-    square_sums: Tensor
+    square_sums: Tensor | None
     applied: Tensor
     load_LE: Tensor  # noqa: N815
-    dropped: Tensor
+    dropped: Tensor | None
 
 
 class GlobalNorm(nn.Cell):
@@ -147,7 +149,7 @@ def _main_grad(parameter: Parameter) -> Parameter:
 class TrainStep(nn.Cell):
     """Train on one batch, or on the last micro-batch of one.
 
-    A step whose loss or gradient is not finite changes nothing.
+    A step whose loss or gradient is not finite, or not below the limits of :meth:`set_limits`, changes nothing.
 
     Args:
         model: See :class:`ForwardBackward`; its routers and capacity dispatches are found in it.
@@ -180,6 +182,12 @@ class TrainStep(nn.Cell):
         self.at_least = ops.Maximum()
         self.divide = ops.RealDiv()
         self.is_finite = ops.IsFinite()
+        self.below, self.both = ops.Less(), ops.LogicalAnd()
+        # Parameters, so that a change does not compile anew; AdamW's scalars come with every call.
+        self.norm_limit, self.loss_limit = (
+            Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
+            for name in LIMITS
+        )
         self.sum = ops.ReduceSum()
         cells = [cell for _, cell in model.cells_and_names()]
         self.routers = nn.CellList(
@@ -195,6 +203,11 @@ class TrainStep(nn.Cell):
         self.assign_add = ops.AssignAdd()
         self.assign = ops.Assign()
         self.zero = Tensor([0.0], ms.float32)
+
+    def set_limits(self, norm: float, loss: float) -> None:
+        """Let the next steps be applied only where gradient norm and total loss are below these."""
+        ops.assign(self.norm_limit, Tensor(norm, ms.float32))
+        ops.assign(self.loss_limit, Tensor(loss, ms.float32))
 
     def apply(
         self,
@@ -239,7 +252,9 @@ class TrainStep(nn.Cell):
         else:
             losses, gradients = self.forward_backward(*batch)
         norm, square_sums = self.norm(gradients)
-        applied = self.is_finite(norm + self.sum(losses))
+        total = self.sum(losses)
+        tame = self.both(self.below(norm, self.norm_limit), self.below(total, self.loss_limit))
+        applied = self.both(self.is_finite(norm + total), tame)
         loads, dropped = self.take_loads()
         if applied:
             self.apply(gradients, norm, loads, (rate, epsilon, decay))

@@ -7,67 +7,41 @@ import json
 import shutil
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 
 from telechat_moe import __version__
 from telechat_moe.data import Loader, load_tokenizer, open_recipe
-from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.model import CausalLM, initialize
 from telechat_moe.model.init import count_parameters
 from telechat_moe.ops import select
 from telechat_moe.ops.custom import reason
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import mesh_of, micro_batches
 from telechat_moe.train import checkpoint as checkpoints
-from telechat_moe.train import schedule, state
+from telechat_moe.train import folder, guard, schedule, state
+from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.sample import continue_prompts
+from telechat_moe.train.saver import Saver
+from telechat_moe.train.snapshot import Groups
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
 
 STATE_VERSION = 1
 
-
-@dataclass(kw_only=True)
-class Summary:
-    """What a run came to; ``summary.json`` and ``telechat-moe train --json``.
-
-    Attributes:
-        finished: All steps of the recipe are done (False: interrupted).
-        steps: Steps done, those before a resume included.
-        skipped_steps: Steps skipped because loss or gradient was not finite.
-        train_loss: Mean next-token loss of the last 20 steps, nats per token.
-        validation_loss: Last evaluation, nats per token; None without evaluation.
-        first_loss: Next-token loss of this process's first step.
-        parameters: Trainable parameters.
-        tokens_per_second: Median over this process's steps, without evaluation and saving.
-        data_share: Share of the step time spent waiting for data.
-        first_step_seconds: First step, compilation of the graph included.
-        seconds: This process's training loop, everything included.
-        checkpoint: Newest checkpoint, relative to ``output_dir``.
-    """
-
-    finished: bool
-    steps: int
-    skipped_steps: int
-    train_loss: float | None
-    validation_loss: float | None
-    first_loss: float | None
-    parameters: int
-    tokens_per_second: float | None
-    data_share: float | None
-    first_step_seconds: float | None
-    seconds: float
-    checkpoint: str | None
+# Settings of the model section that say how it is laid out, not what it computes.
+LAYOUT_KEYS = ("batch_size", "offset", "pp_interleave_num")
 
 
 class Trainer:
@@ -92,22 +66,20 @@ class Trainer:
         overwrite: bool = False,
         plain: bool = False,
     ) -> None:
-        _check_runnable(recipe)
+        self.check(recipe)
         self.recipe, self.overwrite, self.plain = recipe, overwrite, plain
         self.output = Path(recipe.output_dir)
         self.root = self.output / "checkpoints"
-        if not (resume or overwrite) and checkpoints.list_checkpoints(self.root):
-            raise UsageError(
-                f"{self.root} holds checkpoints of an earlier run; go on from them with --resume, "
-                "train from the start with --overwrite, or set another output_dir"
-            )
+        if not (resume or overwrite):
+            refuse_old_checkpoints(self.root)
         self.data = open_recipe(recipe)
         self.steps = recipe.train_steps
-        self.micro_batches = recipe.runner_config.gradient_accumulation_steps
+        self.micro_batches = micro_batches(recipe)
+        self.rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
         # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
         self.loader = Loader(
             self.data,
-            recipe.runner_config.batch_size,
+            self.rows,
             epochs=None,
             epoch_samples=recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch,
         )
@@ -117,6 +89,9 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.skipped = 0
         self.interrupted = False
+        self.guard = guard.of_recipe(recipe)
+        self.limits = guard.Limits()
+        self.rollbacks: list[dict[str, Any]] = []
         self._build(recipe)
         self.notes: list[str] = []
         saved = checkpoints.latest(self.root, warn=self.notes.append) if resume else None
@@ -128,6 +103,20 @@ class Trainer:
         else:
             initialize(self.model, recipe.seed)
 
+    @staticmethod
+    def check(recipe: Recipe) -> None:
+        """Refuse a recipe that cannot be trained in one process.
+
+        Raises:
+            BadInputError: It is laid out for several devices, or has no step.
+        """
+        check_steps(recipe)
+        if recipe.devices > 1:
+            raise BadInputError(
+                f"{recipe.source}: the recipe is laid out for {recipe.devices} devices, a Trainer is "
+                "one process; `telechat-moe train` starts one for each device"
+            )
+
     def _build(self, recipe: Recipe) -> None:
         """Build model, optimizer and the cells of a step."""
         ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
@@ -135,7 +124,7 @@ class Trainer:
         own = recipe.telechat_moe
         faces = own.operators
         with select.using(faces.default, faces.faces(), recipe.context.device_target):
-            self.model = CausalLM(recipe.model_config, own.moe_block_rows)
+            self.model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
             fused = fuse_cells(self.model) if faces.fuse_plain else []
             self._build_step(recipe)
             self.operators = select.summary()
@@ -168,28 +157,53 @@ class Trainer:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def _state(self) -> dict[str, Any]:
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The part of the state that stays."""
         return {
             "version": STATE_VERSION,
             "telechat_moe": __version__,
             "mindspore": ms.__version__,
             "model_config": asdict(self.recipe.model_config),
             "training": _training_settings(self.recipe),
+        }
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            **self._settings,
             "updates": self.updates,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": self.loader.state(),
+            "guard": self.guard.state(),
+            "rollbacks": self.rollbacks,
             "seed": self.recipe.seed,
         }
 
-    def _restore(self, saved: checkpoints.Checkpoint) -> None:
+    def data_state(self) -> dict[str, Any]:
+        """Return where the run stands in its data, for the record of samples."""
+        loader = self.loader.state()
+        return {
+            "step": self.step,
+            "next_sample": loader["next_sample"],
+            "samples_per_epoch": loader["samples_per_epoch"],
+            "global_batch": self.recipe.global_batch,
+            "dataset": loader["dataset"],
+            "layout": mesh_of(self.recipe).describe(),
+            "rollbacks": self.rollbacks,
+        }
+
+    def _restore(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
         given = saved.state
         if given.get("version") != STATE_VERSION:
             raise BadInputError(
                 f"{saved.path} has state version {given.get('version')}, expected {STATE_VERSION}: "
                 "it was written by another version of telechat-moe"
             )
-        changes = checkpoints.diff_config(given["model_config"], asdict(self.recipe.model_config))
+        before, now = given["model_config"], asdict(self.recipe.model_config)
+        for key in LAYOUT_KEYS:
+            before, now = ({k: v for k, v in c.items() if k != key} for c in (before, now))
+        changes = checkpoints.diff_config(before, now)
         if changes:
             raise BadInputError(
                 f"{self.recipe.source}: the model section is not the one that {saved.path} was "
@@ -199,22 +213,62 @@ class Trainer:
             )
         for change in checkpoints.diff_config(given["training"], _training_settings(self.recipe)):
             self.notes.append(f"changed since {saved.path.name}: {change}")
-        state.restore(self.model, self.optimizer, saved)
+        self.put(saved, in_place)
         self.loader.load_state(given["data"])
         self.step, self.updates = saved.step, given["updates"]
         self.skipped, self.skipped_in_a_row = given["skipped"], given["skipped_in_a_row"]
+        self.rollbacks = list(given.get("rollbacks", []))
+        if "guard" in given:
+            self.guard.load_state(given["guard"])
         self.notes.append(f"resumed from {saved.path} at step {self.step}")
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step."""
-        section = self.recipe.checkpoints
-        return checkpoints.save(
-            self.root,
-            self.step,
-            state.collect(self.model, self.optimizer),
-            self._state(),
-            keep_last=section.keep_checkpoint_max if section else None,
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+        """Put weights and optimizer states of a checkpoint in; after the first step ``in_place``."""
+        state.restore(self.model, self.optimizer, saved, in_place)
+
+    def put_back(self, saved: checkpoints.Checkpoint) -> None:
+        """Go back to a checkpoint of this run."""
+        self._restore(saved, in_place=True)
+
+    def agree(self, name: str, choose: Callable[[], str]) -> str:
+        """Return what all processes go by; one of them chooses."""
+        del name
+        return choose()
+
+    def meet(self, name: str) -> None:
+        """Wait for the other processes."""
+
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes checkpoints; holds memory for a copy of all parameters."""
+        section, own = self.recipe.checkpoints, self.recipe.telechat_moe.saving
+        background = own.background or bool(section and section.async_save)
+        return Saver(self.parameters(), background=background, max_failed=own.max_failed)
+
+    def parameters(self) -> dict[str, dict[str, Parameter]]:
+        """Return what a checkpoint holds (of this rank), by group and name."""
+        return state.parameters(self.model, self.optimizer)
+
+    def save(self, before: Callable[[], object] = lambda: None) -> None:
+        """Write a checkpoint of the current step, while training goes on if the recipe says so.
+
+        Args:
+            before: What must be done before the checkpoint exists; takes place where the writing does.
+        """
+        write = self.writing()
+        self.saver.save(
+            f"the checkpoint of step {self.step}", lambda groups: (before(), write(groups))
         )
+
+    def writing(self) -> Callable[[Groups], object]:
+        """Return what writes a copy of the parameters as the checkpoint of the current step."""
+        root, step, given, keep = self.root, self.step, self._state(), self.keep_last
+        return lambda groups: checkpoints.save(root, step, groups, given, keep_last=keep)
+
+    @property
+    def keep_last(self) -> int | None:
+        """How many checkpoints are kept."""
+        return self.recipe.checkpoints.keep_checkpoint_max if self.recipe.checkpoints else None
 
     # ------------------------------------------------------------------ the loop
 
@@ -230,6 +284,10 @@ class Trainer:
                 "train from the start with --overwrite\n"
             )
             return Summary(**json.loads(done.read_text(encoding="utf-8")))
+        with self.alone():
+            return self._run()
+
+    def _run(self) -> Summary:
         self.output.mkdir(parents=True, exist_ok=True)
         if self.overwrite:
             shutil.rmtree(self.root, ignore_errors=True)
@@ -237,12 +295,10 @@ class Trainer:
             (self.output / "metrics.jsonl").unlink(missing_ok=True)
         self._write("recipe.json", json.dumps(self.recipe.to_dict(), indent=2) + "\n")
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
-        monitor = Monitor(
-            self.output, self.steps, tokens, resume_step=self.step, quiet=self.plain or None
-        )
-        run = _Run(self, monitor)
+        monitor = self.make_monitor(tokens)
+        run = Loop(self, monitor)
         try:
-            with self.loader, _stop_on_signal(self):
+            with self.loader, self.stopping():
                 for note in self.notes:
                     monitor.message(note)
                 monitor.message(
@@ -252,7 +308,7 @@ class Trainer:
                 monitor.message(f"operators: {self.operators}")
                 run.loop()
                 if not self.interrupted:
-                    self._sample(monitor)
+                    self.sample(monitor)
         except RuntimeError as error:
             if said := reason(error):
                 raise BadInputError(f"step {self.step + 1}: {said}") from error
@@ -263,20 +319,60 @@ class Trainer:
         self._write("summary.json", json.dumps(asdict(summary), indent=2) + "\n")
         return summary
 
+    def make_monitor(self, tokens: int) -> Monitor:
+        """Return what shows the run."""
+        return Monitor(
+            self.output, self.steps, tokens, resume_step=self.step, quiet=self.plain or None
+        )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return a context in which no other run writes into the output folder."""
+        return folder.only_run(self.output)
+
+    def stopping(self) -> AbstractContextManager[None]:
+        """Return a context in which :attr:`interrupted` is set when the run is asked to stop."""
+        return _stop_on_signal(self)
+
+    def next_batches(self) -> list[tuple[Tensor, ...]]:
+        """Return the micro-batches of the next step."""
+        return [self.tensors(next(self.loader)) for _ in range(self.micro_batches)]
+
+    def set_limits(self) -> None:
+        """Let the graph know what counts as a spike in the next step."""
+        if (limits := self.guard.limits()) != self.limits:
+            self.put_limits(limits)
+            self.limits = limits
+
+    def put_limits(self, limits: guard.Limits) -> None:
+        """Hand the limits to the graph."""
+        self.train_step.set_limits(*limits)
+
+    def update(self, batches: list[tuple[Tensor, ...]], rate: float) -> StepOutput:
+        """Run one step at a learning rate."""
+        self.set_limits()
+        if self.train_step.accumulate is not None:
+            for batch in batches[:-1]:
+                self.train_step.accumulate(*batch)
+        scalars = self.optimizer.scalars(self.updates + 1, rate)
+        return StepOutput(*self.train_step(*scalars, *batches[-1]))
+
     def evaluate(self) -> float:
         """Return the next-token loss on the validation data, nats per token."""
         section = self.recipe.telechat_moe.evaluation
         data = open_recipe(self.recipe, "valid")
-        batch = min(self.recipe.runner_config.batch_size, len(data))
+        batch = min(self.rows, len(data))
         total = weight = 0.0
         self.model.set_train(False)
         self.evaluate_cell.set_train(False)
+        # Whole global batches, so that every layout evaluates the same samples.
+        whole = len(data) // self.recipe.global_batch or 1
+        count = min(section.batches, whole) * self.micro_batches
         with Loader(data, batch, epochs=1, prefetch=1) as loader:
-            for _, columns in zip(range(section.batches), loader, strict=False):
-                count = float(columns["loss_mask"].sum())
+            for _, columns in zip(range(count), loader, strict=False):
+                tokens = float(columns["loss_mask"].sum())
                 loss = self.evaluate_cell(*self.tensors(columns)).asnumpy()
-                total, weight = total + float(loss[0]) * count, weight + count
-        self.train_step.set_train()
+                total, weight = total + float(loss[0]) * tokens, weight + tokens
+        self.model.set_train()
         return total / max(weight, 1.0)
 
     def tensors(self, columns: dict[str, np.ndarray]) -> tuple[Tensor, ...]:
@@ -290,14 +386,14 @@ class Trainer:
         A weight that is not finite, or else the gradient nearest to the loss: the backward pass
         carries NaN and Inf from there to all layers below.
         """
-        params = self.optimizer.params
+        params, square_sums = self.optimizer.params, output.square_sums
         broken = [p.name for p in params if not np.isfinite(p.asnumpy()).all()]
         if broken:
             return f"the weight {broken[0]} is not finite" + _more(broken)
+        if square_sums is None:
+            return "the loss or a gradient is not finite although all weights are"
         bad = [
-            p.name
-            for p, x in zip(params, output.square_sums.asnumpy(), strict=True)
-            if not np.isfinite(x)
+            p.name for p, x in zip(params, square_sums.asnumpy(), strict=True) if not np.isfinite(x)
         ]
         if not bad:
             return "the loss is not finite although all gradients are"
@@ -305,7 +401,8 @@ class Trainer:
             return f"the loss is not finite, and so is every gradient, {bad[-1]} the last"
         return f"the gradient of {bad[-1]} is not finite" + _more(bad[::-1])
 
-    def _sample(self, monitor: Monitor) -> None:
+    def sample(self, monitor: Monitor) -> None:
+        """Let the model write."""
         section = self.recipe.telechat_moe.sample
         path = _tokenizer_path(self.recipe)
         if section is None or path is None:
@@ -330,133 +427,6 @@ class Trainer:
         temporary.replace(self.output / name)
 
 
-class _Run:
-    """The steps of one process."""
-
-    def __init__(self, trainer: Trainer, monitor: Monitor) -> None:
-        self.trainer, self.monitor = trainer, monitor
-        self.began = time.perf_counter()
-        self.losses: list[float] = []
-        self.step_seconds: list[float] = []
-        self.data_seconds: list[float] = []
-        self.validation_loss: float | None = None
-        self.saved_step: int | None = None
-
-    def loop(self) -> None:
-        """Run the remaining steps with their evaluations and checkpoints."""
-        trainer = self.trainer
-        section = trainer.recipe.checkpoints
-        interval = trainer.recipe.telechat_moe.evaluation.interval
-        if interval and trainer.step == 0:
-            self.monitor.evaluation(0, trainer.evaluate())
-        while trainer.step < trainer.steps and not trainer.interrupted:
-            self.train_one()
-            last = trainer.step == trainer.steps
-            if interval and (trainer.step % interval == 0 or last):
-                self.validation_loss = trainer.evaluate()
-                self.monitor.evaluation(trainer.step, self.validation_loss)
-            if section and (trainer.step % section.save_checkpoint_steps == 0 or last):
-                self.save()
-        if trainer.interrupted and trainer.step < trainer.steps and section:
-            self.save()
-            self.monitor.message(f"interrupted: saved step {trainer.step}; go on with --resume")
-
-    def save(self) -> None:
-        """Save unless this step is saved."""
-        if self.saved_step != self.trainer.step:
-            self.trainer.save()
-            self.saved_step = self.trainer.step
-
-    def train_one(self) -> None:
-        """Run one step and report it."""
-        trainer = self.trainer
-        rate = trainer.schedule(trainer.updates)
-        began = time.perf_counter()
-        batches = [trainer.tensors(next(trainer.loader)) for _ in range(trainer.micro_batches)]
-        waited = time.perf_counter() - began
-        if trainer.train_step.accumulate is not None:
-            for batch in batches[:-1]:
-                trainer.train_step.accumulate(*batch)
-        scalars = trainer.optimizer.scalars(trainer.updates + 1, rate)
-        output = StepOutput(*trainer.train_step(*scalars, *batches[-1]))
-        lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
-        applied = bool(output.applied.asnumpy())
-        seconds = time.perf_counter() - began
-        trainer.step += 1
-        self.losses.append(lm)
-        self.step_seconds.append(seconds)
-        self.data_seconds.append(waited)
-        imbalance, dropped = _balance(output)
-        self.monitor.step(
-            trainer.step,
-            loss=lm + mtp + aux,
-            lm_loss=lm,
-            mtp_loss=mtp,
-            aux_loss=aux,
-            grad_norm=float(output.norm.asnumpy()),
-            learning_rate=rate,
-            seconds=seconds,
-            data_seconds=waited,
-            skipped=not applied,
-            expert_load_max_over_mean=max(imbalance, default=None),
-            expert_load_by_layer=imbalance or None,
-            drop_rate=dropped,
-        )
-        self.count(applied, output)
-
-    def count(self, applied: bool, output: StepOutput) -> None:
-        """Count updates and skipped steps; stop after too many skipped in a row."""
-        trainer = self.trainer
-        if applied:
-            trainer.updates += 1
-            trainer.skipped_in_a_row = 0
-            return
-        trainer.skipped += 1
-        trainer.skipped_in_a_row += 1
-        reason = trainer.culprit(output)
-        self.monitor.message(f"step {trainer.step} skipped: {reason}")
-        limit = trainer.recipe.telechat_moe.max_skipped_steps
-        if trainer.skipped_in_a_row > limit:
-            raise CheckFailedError(
-                f"stopped at step {trainer.step}: {trainer.skipped_in_a_row} steps in a row had a "
-                f"loss or gradient that is not finite (telechat_moe.max_skipped_steps is {limit}); "
-                f"{reason}. Checkpoints in {trainer.root} are from before; look at the data and "
-                "the learning rate around this step"
-            )
-
-    def summary(self) -> Summary:
-        """Return what the run came to."""
-        trainer = self.trainer
-        steady = self.step_seconds[1:] or self.step_seconds
-        tokens = trainer.recipe.global_batch * trainer.recipe.model_config.seq_length
-        newest = checkpoints.list_checkpoints(trainer.root)
-        last = [x for x in self.losses[-20:] if np.isfinite(x)]
-        return Summary(
-            finished=trainer.step >= trainer.steps,
-            steps=trainer.step,
-            skipped_steps=trainer.skipped,
-            train_loss=float(np.mean(last)) if last else None,
-            validation_loss=self.validation_loss,
-            first_loss=self.losses[0] if self.losses else None,
-            parameters=count_parameters(trainer.model),
-            tokens_per_second=tokens / float(np.median(steady)) if steady else None,
-            data_share=sum(self.data_seconds[1:]) / sum(steady) if len(steady) > 1 else None,
-            first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
-            seconds=time.perf_counter() - self.began,
-            checkpoint=str(newest[0].relative_to(trainer.output)) if newest else None,
-        )
-
-
-def _balance(output: StepOutput) -> tuple[list[float], float]:
-    """Return max over mean expert load of each MoE layer, and the share of pairs dropped."""
-    load_LE = output.load_LE.asnumpy()
-    if load_LE.ndim != 2 or not load_LE.sum():
-        return [], 0.0
-    by_layer = load_LE.max(1) / load_LE.mean(1)
-    dropped = float(output.dropped.asnumpy()[0]) / float(load_LE.sum())
-    return [round(float(x), 4) for x in by_layer], dropped
-
-
 def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
@@ -466,8 +436,7 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
     return {
         "optimizer": asdict(recipe.optimizer),
         "lr_schedule": asdict(recipe.lr_schedule) if recipe.lr_schedule else None,
-        "batch_size": recipe.runner_config.batch_size,
-        "gradient_accumulation_steps": recipe.runner_config.gradient_accumulation_steps,
+        "global_batch": recipe.global_batch,
         "max_grad_norm": recipe.runner_wrapper.max_grad_norm,
         "use_clip_grad": recipe.runner_wrapper.use_clip_grad,
         "weight_decay_exclude": recipe.telechat_moe.weight_decay_exclude,
@@ -485,13 +454,25 @@ def _tokenizer_path(recipe: Recipe) -> Path | None:
     return path if path and path.exists() else None
 
 
-def _check_runnable(recipe: Recipe) -> None:
-    if recipe.devices > 1:
-        raise BadInputError(
-            f"{recipe.source}: the recipe is laid out for {recipe.devices} devices, "
-            "`telechat-moe train` runs on one; start a recipe with use_parallel False, for example "
-            "telechat3_moe/pretrain_tiny.yaml"
+def refuse_old_checkpoints(root: Path) -> None:
+    """Refuse to mix a new run with the checkpoints of an earlier one.
+
+    Raises:
+        UsageError: There are checkpoints in ``root``.
+    """
+    if checkpoints.list_checkpoints(root):
+        raise UsageError(
+            f"{root} holds checkpoints of an earlier run; go on from them with --resume, "
+            "train from the start with --overwrite, or set another output_dir"
         )
+
+
+def check_steps(recipe: Recipe) -> None:
+    """Refuse a recipe without a training step.
+
+    Raises:
+        BadInputError: The samples do not fill one global batch.
+    """
     if recipe.train_steps < 1:
         raise BadInputError(
             f"{recipe.source}: train_dataset.data_loader.sizes gives no training step "

@@ -60,7 +60,7 @@ def test_in_place_sums_are_those_of_plain_operators():
     for a, b in zip(plain.trainable_params(), fused.trainable_params(), strict=True):
         np.testing.assert_allclose(b.asnumpy(), a.asnumpy(), atol=1e-4, err_msg=a.name)
     # Nothing of it is in a checkpoint, and nothing is left for the next step.
-    assert not [name for name in state.collect(fused, optimizer)["model"] if "main_grad" in name]
+    assert not [name for name in state.parameters(fused, optimizer)["model"] if "main_grad" in name]
     left = [p for p in fused.get_parameters() if p.name.endswith("main_grad")]
     assert left
     assert all(not p.asnumpy().any() for p in left)

@@ -261,7 +261,7 @@ def _weight(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: c["tensors"]["model"].update(z=_weight(c)), "tensor 'z' is missing"),
         (lambda c: c["tensors"]["model"].pop("layers.0.weight"), "is not in checkpoint.json"),
         (lambda c: c.update(step=7), "is of step 7"),
-        (lambda c: c.update(version=2), "version 2; this program reads version 1"),
+        (lambda c: c.update(version=3), "version 3; this program reads versions 1 and 2"),
         (lambda c: c.update(format="x"), "not the description of a checkpoint"),
         (lambda c: c.pop("state"), "key 'state' is missing"),
         (lambda c: c["files"].update({"../x": {}}), "bad file name '../x'"),

@@ -19,7 +19,7 @@ import pytest
 from saved import Groups, assert_made, make, names_in
 
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.train import checkpoint, manifest, shards
+from telechat_moe.train import checkpoint, folder, manifest, shards
 from telechat_moe.train.checkpoint import CheckpointError
 
 
@@ -149,7 +149,7 @@ def test_the_save_of_a_live_process_is_left_alone(
                 break
             os.kill(child.pid, signal.SIGCONT)
         before = names_in(hidden[0])
-        monkeypatch.setattr(checkpoint, "_LOCK_PATIENCE_S", 0.2)
+        monkeypatch.setattr(folder, "_LOCK_PATIENCE_S", 0.2)
         with pytest.raises(CheckpointError, match="another process"):
             checkpoint.save(tmp_path, 10**6, make(1), {"step": 1}, keep_last=1)
         assert names_in(hidden[0]) == before
@@ -189,8 +189,8 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
         return folder
 
     yield mount_one
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+    for place in mounted:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def big(step: int, nbytes: int) -> Groups:

@@ -119,8 +119,10 @@ def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> No
     raise AssertionError(f"no step {step} after a minute")
 
 
-def test_killed_at_twenty_moments_a_run_resumes_to_the_same_losses(tmp_path: Path, start) -> None:
-    kills = 20
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_a_run_resumes_to_the_same_losses(
+    tmp_path: Path, start, kills: int
+) -> None:
     # Saving after every step: about half of the time after the first step is spent in saves.
     changes = {
         "callbacks__2__save_checkpoint_steps": 1,
@@ -133,7 +135,7 @@ def test_killed_at_twenty_moments_a_run_resumes_to_the_same_losses(tmp_path: Pat
     killed = 0
     while killed < kills:
         before = output / "metrics.jsonl"
-        seen = before.read_bytes().count(b"\n") if before.exists() else 0
+        seen = before.read_bytes().count(b'"event": "step"') if before.exists() else 0
         process = start(output, "--resume", **changes)
         if dice.random() < 0.9:
             changed = before.stat().st_mtime_ns if before.exists() else 0
@@ -223,7 +225,9 @@ def test_an_earlier_run_is_not_overwritten_unasked(
 
 def test_a_recipe_for_many_devices_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "telechat3_moe/pretrain_105b_a4b_4k.yaml"]) == 3
-    assert "256 devices" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "context.device_target is Ascend" in said
+    assert "device_target CPU" in said
 
 
 def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
@@ -243,7 +247,8 @@ def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
     assert re.search(r"(weight|gradient) (of )?\S*(embedding|layers|norm|head)\S* ", message), (
         message
     )
-    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if line["event"] == "step"]
     assert [r["skipped"] for r in records] == [False, True, True, True, True]
     saved = [checkpoint.load(path) for path in checkpoint.list_checkpoints(output / "checkpoints")]
     assert [c.state["updates"] for c in saved] == [1, 1, 1]

@@ -1,0 +1,66 @@
+"""samples.jsonl: which samples each step saw. It is only ever appended to, also by runs that go on; ``audit`` reads it.
+
+Lines by ``event``:
+
+``start``
+    A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``global_batch``, ``dataset``
+    (fingerprint), ``layout``, ``rollbacks`` (of the checkpoint that it goes on from).
+``step``
+    A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of their
+    token ids in this order, 64 bits), ``applied`` (false: the update was left out).
+``rollback``
+    The run went back: ``to_step``, ``from_step``, ``left_out`` (first sample and the one behind the last), and why.
+
+What the lines of a run say is in order of time: a ``start`` at step 6 after a line of step 9 undoes the steps 7 to 9.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE = "samples.jsonl"
+
+
+def content(input_ids: Iterable[np.ndarray]) -> str:
+    """Return the checksum of the token ids of samples, ``[rows, S]`` each, cut into micro-batches anyhow."""
+    digest = hashlib.blake2b(digest_size=8)
+    for rows in input_ids:
+        digest.update(np.ascontiguousarray(rows, dtype=np.int32).data)
+    return digest.hexdigest()
+
+
+class SampleLog:
+    """Appends to a samples.jsonl; every line is in the file when a method returns.
+
+    Args:
+        path: The file. What a kill tore off stays there, on a line of its own.
+        fresh: It is a new run's: a file that is there is kept as ``samples.previous.jsonl``.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if fresh and path.exists():
+            path.replace(path.with_name("samples.previous.jsonl"))
+        self._file = path.open("ab", buffering=0)
+        if self._file.tell():
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    self._file.write(b"\n")
+
+    def write(self, event: str, values: Mapping[str, Any]) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,315 @@
+"""What ``msrun`` runs: one process of the training of a recipe.
+
+::
+
+    msrun --worker_num=2 --local_worker_num=2 --join=True python -m telechat_moe.run RECIPE
+    python -m telechat_moe.run RECIPE                                   (a recipe for one device, without msrun)
+
+The recipe is laid out for as many devices as there are processes. On CPU the package's own trainer trains: process 0
+compiles the graph of every rank, the others wait for it. For Ascend MindFormers' Trainer does (``--through``).
+"""
+
+import argparse
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.graph.children import die_with_parent
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe.written import check_written_paths
+from telechat_moe.train import worker
+from telechat_moe.train.commands import environment
+from telechat_moe.train.control import CONTROL, Control, RankFailedError, Task
+from telechat_moe.train.private import keep_others_out
+from telechat_moe.train.topology import settle
+
+COMPILE_S = 24 * 3600.0  # process 0 compiles the graphs of all ranks
+
+EPILOG = """\
+exit codes: 0 trained (or stopped between two steps, under msrun), 1 stopped (not finite, disk full), 2 usage, 3 bad recipe,
+data or checkpoint, 130 interrupted
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    # No option may be the beginning of two of msrun's, which would refuse it though it stands behind the program.
+    parser = argparse.ArgumentParser(
+        prog="python -m telechat_moe.run",
+        description="Train a recipe as one of the processes that msrun starts, or as the only one.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    add_overrides(parser)
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
+    )
+    start.add_argument(
+        "--overwrite", action="store_true", help="remove the checkpoints of output_dir first"
+    )
+    parser.add_argument(
+        "--through",
+        choices=("own", "mindformers"),
+        help="whose trainer (default: own for device_target CPU, else mindformers)",
+    )
+    parser.add_argument(
+        "--local-processes",
+        type=int,
+        metavar="N",
+        help="processes on this machine, which share its cores (default: all that there are)",
+    )
+    parser.add_argument(
+        "--bind-cores", action="store_true", help="bind each process to its own cores"
+    )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+    )
+    # Given by `telechat-moe launch`: it has made the control folder and the graphs.
+    parser.add_argument("--run-id", metavar="ID", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train; return the exit code."""
+    args = parser().parse_args(argv)
+    keep_others_out()
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    try:
+        return _run(args)
+    except TelechatMoeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    role = os.environ.get("MS_ROLE")
+    processes = int(os.environ.get("MS_WORKER_NUM", "1")) if role else 1
+    recipe = load(args.recipe, args.overrides)
+    local = args.local_processes or processes
+    if local < 1:
+        raise UsageError(f"--local-processes {local}: expected 1 or more")
+    if args.local_processes or args.bind_cores or recipe.context.device_target == "CPU":
+        place = int(os.environ.get("DEVICE_ID", "0")) % local
+        settle(local, place, args.bind_cores and not worker.is_scheduler())
+    check_processes(recipe, processes, under_msrun=role is not None)
+    if not args.allow_outside:
+        check_written_paths(recipe)
+    through = args.through or default_trainer(recipe)
+    args.resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
+    if role:
+        die_with_parent()
+    if through == "mindformers":
+        return _through_mindformers(args, recipe, processes if role else 0)
+    if not role:
+        return _alone(recipe, args)
+    if worker.is_scheduler():
+        worker.meet()
+        return 0
+    return _as_worker(recipe, args, processes)
+
+
+def default_trainer(recipe: Recipe) -> str:
+    """Return whose trainer trains a recipe: ``own`` or ``mindformers``."""
+    return "own" if recipe.context.device_target == "CPU" else "mindformers"
+
+
+def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> None:
+    """Refuse a number of processes that is not the recipe's number of devices.
+
+    Raises:
+        BadInputError: Says what to change.
+    """
+    if recipe.devices == processes:
+        return
+    p = recipe.parallel_config
+    degrees = (
+        f"use_parallel {recipe.use_parallel}, data {p.data_parallel} x tensor {p.model_parallel} x context "
+        f"{p.context_parallel} x pipeline {p.pipeline_stage}"
+    )
+    there = f"msrun started {processes}" if under_msrun else "this is one, without msrun"
+    n = recipe.devices
+    raise BadInputError(
+        f"{recipe.source}: laid out for {n} device(s) ({degrees}), {there}; start "
+        + (f"msrun --worker_num={n} --local_worker_num={n}" if n > 1 else "it without msrun")
+        + ", let `telechat-moe launch` do it, or set the degrees so that their product is the number of processes"
+    )
+
+
+def _alone(recipe: Recipe, args: argparse.Namespace) -> int:
+    """Train in this process only."""
+    from telechat_moe.train.trainer import Trainer
+
+    trainer = Trainer(recipe, resume=args.resume, overwrite=args.overwrite, plain=True)
+    return 0 if trainer.run().finished else 130
+
+
+def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
+    """Train this process's part."""
+    job = (Path(recipe.output_dir) / ".job").absolute()
+    control = Control(job / CONTROL)
+    if args.run_id:  # with it the control folder; we are followed from the first moment
+        check_run(control, args.run_id)
+        rank = int(os.environ["RANK_ID"])
+
+        def do() -> None:
+            worker.meet()
+            _train(recipe, args, job, control, rank)
+
+        return worker.follow(control, rank, do)
+    worker.meet()
+    from mindspore.communication import get_rank
+
+    from telechat_moe.train.launch import only_launch
+
+    rank = int(get_rank())
+    with ExitStack() as held:
+        try:
+            if rank == 0:
+                held.enter_context(only_launch(Path(recipe.output_dir)))
+            _agree(job, control, rank)
+        except TelechatMoeError as error:
+            sys.stderr.write(f"error: {error}\n")
+            sys.stderr.flush()
+            os._exit(error.exit_code)  # MindSpore would wait for the others first
+        return worker.follow(control, rank, lambda: _train(recipe, args, job, control, rank))
+
+
+def check_run(control: Control, run_id: str) -> None:
+    """Refuse a control folder that is not this run's.
+
+    Raises:
+        BadInputError: It is another's, or this machine does not see it.
+    """
+    found = control.read("run")
+    if found != run_id:
+        said = "is not there" if found is None else "belongs to another run"
+        raise BadInputError(
+            f"{control.folder} {said} on {os.uname().nodename}: output_dir must be one folder that all hosts see"
+        )
+
+
+def _agree(job: Path, control: Control, rank: int) -> None:
+    """Make the control folder anew on rank 0 and wait for it elsewhere.
+
+    What an earlier run left there must not be taken for this one's, and nobody else has made it, so rank 0 draws a word and
+    tells it to the others through MindSpore.
+    """
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor, nn, ops
+
+    class Sum(nn.Cell):
+        """Add over all processes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sum = ops.AllReduce()
+
+        def construct(self, x: ms.Tensor) -> ms.Tensor:
+            return self.sum(x)
+
+    mine = [secrets.randbelow(1 << 20) if rank == 0 else 0 for _ in range(5)]
+    total = Sum()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
+    word = "".join(f"{int(x):05x}" for x in total)
+    if rank == 0:
+        Control.fresh(job, None).write("run", word)
+        return
+    deadline = time.monotonic() + 300.0
+    while control.read("run") != word:
+        if time.monotonic() > deadline:
+            check_run(control, word)
+        time.sleep(0.05)
+
+
+def _train(
+    recipe: Recipe, args: argparse.Namespace, job: Path, control: Control, rank: int
+) -> None:
+    """Train as one rank; the graphs are compiled where that was not done before."""
+    if recipe.devices == 1:
+        _one_rank(recipe, args, control)
+        return
+    from telechat_moe.train.launch import check_sharded
+
+    check_sharded(recipe)
+    if rank == 0 and not args.run_id:
+        compile_elsewhere(args.recipe, args.overrides)
+    control.barrier("compiled", rank, recipe.devices, COMPILE_S)
+    task = Task("train", recipe, args.resume, args.overwrite)
+    worker.work(task, job, rank)
+
+
+def _one_rank(recipe: Recipe, args: argparse.Namespace, control: Control) -> None:
+    """Train as the only rank of a run that is followed."""
+    from telechat_moe.train.trainer import Trainer
+
+    class Followed(Trainer):
+        """A trainer that says where it stands, and stops when that is asked."""
+
+        def next_batches(self) -> Any:
+            control.stands(0, f"step {self.step + 1}")
+            self.interrupted = self.interrupted or control.stop_asked()
+            return super().next_batches()
+
+    Followed(recipe, resume=args.resume, overwrite=args.overwrite, plain=True).run()
+
+
+def compile_elsewhere(recipe: str, overrides: Sequence[str]) -> None:
+    """Write the job of a recipe in a process of its own: MindSpore has met the others in this one.
+
+    Raises:
+        RankFailedError: With what it said.
+    """
+    sets = [x for pair in overrides for x in ("--set", pair)]
+    command = [sys.executable, "-m", "telechat_moe.train.launch", recipe, *sets]
+    done = subprocess.run(
+        command, env=environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        said = [x for x in done.stderr.splitlines() if x.startswith("error: ")]
+        message = said[-1].removeprefix("error: ") if said else done.stderr[-1000:]
+        raise RankFailedError(f"the graphs could not be compiled: {message}", done.returncode)
+
+
+def _through_mindformers(args: argparse.Namespace, recipe: Recipe, processes: int) -> int:
+    """Let MindFormers' Trainer do the work of this process."""
+    if args.overwrite:
+        raise UsageError(
+            "--overwrite goes with --through own; MindFormers' Trainer writes over what is there"
+        )
+    try:
+        from telechat_moe.interop import mindformers_train
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"--through mindformers needs the package {error.name}; pip install 'telechat-moe[mindformers]'"
+        ) from error
+
+    def do() -> None:
+        mindformers_train.train(args.recipe, args.overrides, args.resume)
+
+    if not args.run_id or worker.is_scheduler() or not processes:
+        do()
+        return 0
+    rank = int(os.environ["RANK_ID"])
+    control = Control((Path(recipe.output_dir) / ".job").absolute() / CONTROL)
+    check_run(control, args.run_id)
+    control.stands(rank, "in MindFormers")
+    return worker.follow(control, rank, do, can_stop=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

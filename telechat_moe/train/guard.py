@@ -1,0 +1,233 @@
+"""The loss-spike guard: which step counts as a spike, what is skipped, how a run goes back.
+
+Before a step the guard says how high loss and gradient norm may be; the graph compares them and leaves the weights as
+they are where they are not below (``step_norm_limit`` and ``step_loss_limit`` in :mod:`telechat_moe.train.step`). So the
+decision falls before the update, and on all ranks alike, since they see the same sums.
+
+Source: median and median absolute deviation of a window, as in OLMo's ``SkipStepOptimizer`` (which takes mean and
+standard deviation); going back and leaving out the batches, PaLM (Chowdhery et al. 2022), section 5.1. The fixed
+threshold is MindFormers' ``use_skip_data_by_global_norm``.
+"""
+
+import math
+import shutil
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import CheckFailedError
+from telechat_moe.recipe import Recipe
+from telechat_moe.train import checkpoint as checkpoints
+from telechat_moe.train import folder
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe.schema_own import LossGuard
+    from telechat_moe.train.trainer import Trainer
+
+MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many times their median absolute deviation
+
+
+class Limits(NamedTuple):
+    """What loss and gradient norm must be below for a step to count; infinite: anything finite goes."""
+
+    norm: float = math.inf
+    loss: float = math.inf
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A step whose update was not applied.
+
+    Attributes:
+        step: Which.
+        reason: ``gradient norm``, ``loss`` or ``not finite``.
+        loss: Its loss.
+        norm: Its gradient norm.
+        limit: What it had to be below; None if it is not finite.
+        median: Of the window; None if a fixed threshold holds, or the window is empty.
+        window: Steps in the window.
+    """
+
+    step: int
+    reason: str
+    loss: float
+    norm: float
+    limit: float | None
+    median: float | None
+    window: int
+
+    def describe(self) -> str:
+        """Say what was wrong."""
+        if self.limit is None:
+            return f"loss {self.loss:.4g}, gradient norm {self.norm:.4g}: not finite"
+        value = self.norm if self.reason == "gradient norm" else self.loss
+        of = f", median of {self.window} steps {self.median:.4g}" if self.median is not None else ""
+        return f"{self.reason} {value:.4g} is not below {self.limit:.4g}{of}"
+
+    def numbers(self) -> dict[str, Any]:
+        """Return everything but the step."""
+        return {key: value for key, value in asdict(self).items() if key != "step"}
+
+
+class Guard:
+    """Knows the steps that went well and judges the next.
+
+    Args:
+        rules: The section `telechat_moe.loss_guard`; None: no rule but ``fixed_norm``.
+        fixed_norm: A norm that is a spike whatever was before.
+    """
+
+    def __init__(self, rules: "LossGuard | None", fixed_norm: float = math.inf) -> None:
+        self.rules, self.fixed_norm = rules, fixed_norm
+        length = rules.window if rules is not None else 1
+        self.losses: deque[float] = deque(maxlen=length)
+        self.norms: deque[float] = deque(maxlen=length)
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a spike sends the run back to a checkpoint."""
+        return self.rules is not None and self.rules.action == "rollback"
+
+    def limits(self) -> Limits:
+        """Return the limits of the next step, rounded to fp32 as the graph compares them."""
+        rules = self.rules
+        if rules is None or len(self.losses) < rules.min_steps:
+            return Limits(_fp32(self.fixed_norm))
+        norm = _limit(self.norms, rules.norm_factor, rules.sigma)
+        loss = _limit(self.losses, rules.loss_factor, rules.sigma)
+        return Limits(_fp32(min(norm, self.fixed_norm)), _fp32(loss))
+
+    def judge(self, step: int, loss: float, norm: float, applied: bool) -> Spike | None:
+        """Take note of a step that was done; return what was wrong if it was not applied."""
+        if applied:
+            self.losses.append(loss)
+            self.norms.append(norm)
+            return None
+        limits = self.limits()
+        size = len(self.losses)
+        finite = math.isfinite(loss + norm) and (norm >= limits.norm or loss >= limits.loss)
+        if not finite:  # or its sums overflow in fp32
+            return Spike(step, "not finite", loss, norm, None, None, size)
+        if norm >= limits.norm:
+            fixed = limits.norm == _fp32(self.fixed_norm)
+            median = None if fixed else statistics.median(self.norms)
+            return Spike(step, "gradient norm", loss, norm, limits.norm, median, size)
+        return Spike(step, "loss", loss, norm, limits.loss, statistics.median(self.losses), size)
+
+    def state(self) -> dict[str, Any]:
+        """Return the window, as JSON values."""
+        return {"losses": list(self.losses), "norms": list(self.norms)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with the window of a checkpoint; a shorter window keeps the newest."""
+        for values, saved in ((self.losses, state["losses"]), (self.norms, state["norms"])):
+            values.clear()
+            values.extend(float(x) for x in saved)
+
+
+def _limit(values: deque[float], factor: float | None, sigma: float | None) -> float:
+    """Return the lowest of the limits that are set; a median that is not above 0 has no multiples."""
+    median, limits = statistics.median(values), [math.inf]
+    if factor is not None and median > 0:
+        limits.append(factor * median)
+    if sigma is not None:
+        spread = statistics.median(abs(x - median) for x in values)
+        if spread > 0:
+            limits.append(median + sigma * MAD_OF_SIGMA * spread)
+    return min(limits)
+
+
+def _fp32(x: float) -> float:
+    return float(np.float32(x))
+
+
+def of_recipe(recipe: Recipe) -> Guard:
+    """Return the guard of a recipe: `telechat_moe.loss_guard`, and MindFormers' fixed threshold."""
+    fixed, monitor = math.inf, recipe.monitor_config
+    if recipe.use_skip_data_by_global_norm:
+        fixed = monitor.global_norm_spike_threshold if monitor is not None else 1.0
+    return Guard(recipe.telechat_moe.loss_guard, fixed)
+
+
+def max_in_a_row(recipe: Recipe) -> tuple[int, str]:
+    """Return how many steps in a row may be skipped before training stops, and which key says so."""
+    own, monitor = recipe.telechat_moe.max_skipped_steps, recipe.monitor_config
+    if recipe.use_skip_data_by_global_norm and monitor is not None:
+        spikes = monitor.global_norm_spike_count_threshold - 1  # MindFormers stops at this one
+        if spikes < own:
+            return spikes, "monitor_config.global_norm_spike_count_threshold - 1"
+    return own, "telechat_moe.max_skipped_steps"
+
+
+def roll_back(trainer: "Trainer", spike: Spike) -> dict[str, Any] | None:
+    """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
+
+    The checkpoint is written again with the new place in the data, and later ones are removed, so that a run that is
+    killed now goes on from here. All ranks call this together.
+
+    Args:
+        trainer: Stands after the spike, whose update was not applied.
+        spike: The spike.
+
+    Returns:
+        What was done, for the logs; None if there is no checkpoint to go back to.
+
+    Raises:
+        CheckFailedError: It went back as often as the recipe allows.
+    """
+    rules = trainer.guard.rules
+    assert rules is not None
+    done = list(trainer.rollbacks)
+    if len(done) >= rules.max_rollbacks:
+        raise CheckFailedError(
+            f"stopped at step {spike.step}: {spike.describe()}, and the run has gone back {len(done)} time(s) "
+            f"already (telechat_moe.loss_guard.max_rollbacks is {rules.max_rollbacks}). Checkpoints in "
+            f"{trainer.root} are from before; look at the data and the learning rate around this step"
+        )
+    trainer.saver.wait()
+    saved = _checkpoint_before(trainer, spike.step - rules.rollback_steps)
+    if saved is None:
+        return None
+    after = trainer.loader.next_sample
+    trainer.put_back(saved)
+    before = trainer.loader.next_sample
+    trainer.loader.seek(after)
+    record = {
+        "to_step": saved.step,
+        "from_step": spike.step,
+        "left_out": [before, after],
+        **spike.numbers(),
+    }
+    trainer.rollbacks = [*done, record]
+    trainer.save()
+    trainer.saver.wait()
+    trainer.meet("rolled back")
+    return record
+
+
+def _checkpoint_before(trainer: "Trainer", step: int) -> checkpoints.Checkpoint | None:
+    """Load the newest good checkpoint before a step; rank 0 chooses and removes the later ones."""
+
+    def choose() -> str:
+        for path in folder.list_checkpoints(trainer.root):
+            if folder.step_of(path) >= step:
+                continue
+            try:
+                checkpoints.verify(path)
+            except checkpoints.BrokenCheckpointError:
+                continue
+            for later in folder.list_checkpoints(trainer.root):
+                if folder.step_of(later) > folder.step_of(path):
+                    hidden = trainer.root / f".removing-{later.name}"
+                    later.rename(hidden)
+                    shutil.rmtree(hidden, ignore_errors=True)
+            folder.sync_folder(trainer.root)
+            return path.name
+        return ""
+
+    name = trainer.agree("checkpoint", choose)
+    return checkpoints.load(trainer.root / name) if name else None

@@ -1,0 +1,170 @@
+"""Hostfiles, as in Open MPI and DeepSpeed: ``host slots=8 [addr=10.0.0.1]``, ``#`` begins a comment."""
+
+import ipaddress
+import platform
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from telechat_moe.errors import BadInputError
+
+_HOST = re.compile(
+    r"[A-Za-z0-9_][A-Za-z0-9_.@:-]*"
+)  # user@name, name, address; no leading dash, nothing of a shell
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        name: What the remote shell is given.
+        slots: Processes that it may run: its devices.
+        address: Address at which the other machines reach it; empty: its name.
+    """
+
+    name: str
+    slots: int
+    address: str = ""
+
+    @property
+    def reached_at(self) -> str:
+        """Address or name for other machines."""
+        return self.address or self.name.rpartition("@")[2]
+
+    def is_here(self) -> bool:
+        """Return whether it is this machine."""
+        name = self.name.rpartition("@")[2]
+        if not self.address and name in ("localhost", platform.node(), socket.getfqdn()):
+            return True
+        return self.reached_at in local_addresses() or _is_loopback(self.reached_at)
+
+
+def local_addresses() -> set[str]:
+    """Return the addresses of this machine's interfaces."""
+    import psutil
+
+    return {a.address.split("%")[0] for found in psutil.net_if_addrs().values() for a in found}
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return False
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """Read a hostfile.
+
+    Raises:
+        BadInputError: With every line that is wrong.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"{path}: the hostfile cannot be read: {error}") from None
+    hosts: list[Host] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            hosts.append(_host(words, hosts))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if not hosts and not problems:
+        problems.append(f"{path}: names no host; expected lines `host slots=8 [addr=10.0.0.1]`")
+    if problems:
+        raise BadInputError("\n".join(problems))
+    return hosts
+
+
+def _host(words: list[str], before: list[Host]) -> Host:
+    name, settings = words[0], {}
+    if not _HOST.fullmatch(name):
+        raise ValueError(f"`{name}` is not a host name")
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if key not in ("slots", "addr") or not equals or key in settings:
+            raise ValueError(
+                f"`{word}` is not understood; expected `slots=8` or `addr=10.0.0.1`, each once"
+            )
+        settings[key] = value
+    slots = settings.get("slots", "")
+    if not slots.isdecimal() or not int(slots):
+        raise ValueError(
+            f"{name} has slots={slots or '(not given)'}; expected slots=N, its devices"
+        )
+    address = settings.get("addr", "")
+    if address:
+        try:
+            address = str(ipaddress.ip_address(address))
+        except ValueError:
+            raise ValueError(f"addr={address} is not an IP address") from None
+    host = Host(name, int(slots), address)
+    for other in before:
+        if host.name == other.name or host.reached_at == other.reached_at:
+            raise ValueError(
+                f"{name} ({host.reached_at}) is there twice; give all its slots in one line"
+            )
+    return host
+
+
+def choose(hosts: Sequence[Host], processes: int, path: Path) -> list[Host]:
+    """Return the first hosts that have room for the processes, with the slots that are used.
+
+    ``msrun`` numbers ranks as node times processes of a node, so all nodes run equally many, and starts a scheduler
+    wherever the first address is local, so a machine is one node.
+
+    Raises:
+        BadInputError: They do not fit.
+    """
+    room, chosen = 0, []
+    for host in hosts:
+        if room >= processes:
+            break
+        chosen.append(host)
+        room += host.slots
+    if room < processes:
+        raise BadInputError(
+            f"{path}: {room} slots on {len(hosts)} host(s), the recipe needs {processes}"
+        )
+    each, rest = divmod(processes, len(chosen))
+    too_small = [h for h in chosen if h.slots < each]
+    if rest or too_small:
+        slots = ", ".join(f"{h.name} {h.slots}" for h in chosen)
+        raise BadInputError(
+            f"{path}: {processes} processes do not spread evenly over {len(chosen)} hosts (slots: {slots}); "
+            "msrun runs equally many on each: change the slots, or the recipe's devices"
+        )
+    here = [h.name for h in chosen if h.is_here()]
+    if len(here) > 1:
+        raise BadInputError(
+            f"{path}: {' and '.join(here)} are both this machine; give it one line with all its slots"
+        )
+    return [Host(h.name, each, h.address) for h in chosen]
+
+
+def resolve(host: Host) -> str:
+    """Return the address of a host, for ``msrun``.
+
+    Raises:
+        BadInputError: Its name is not known here.
+    """
+    if host.is_here() and not host.address:
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(host.reached_at))
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host.reached_at, None, type=socket.SOCK_STREAM)
+    except OSError:
+        raise BadInputError(
+            f"the address of host {host.name} is not known here; add addr=IP to its line of the hostfile"
+        ) from None
+    return str(found[0][4][0])

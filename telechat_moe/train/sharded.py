@@ -1,0 +1,186 @@
+"""Build the training step of one rank of a recipe, and compile it."""
+
+from collections.abc import Callable, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from telechat_moe.graph.children import in_clean_process
+from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
+from telechat_moe.model import CausalLM
+from telechat_moe.model.router import Router
+from telechat_moe.ops import select
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.place import Options, Placement, place
+from telechat_moe.sharding.recipe import (
+    dispatcher,
+    mesh_of,
+    micro_batches,
+    parallel_context,
+    places_of,
+    recomputed_layers,
+    shard_threshold,
+)
+from telechat_moe.sharding.recompute import recompute
+from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.sharded_step import ShardedStep
+
+COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids")
+
+
+def placed_model(
+    recipe: Recipe, rank: int, target: str, *, shared_graph: bool
+) -> tuple[CausalLM, list[Router], Placement]:
+    """Return the model of one rank, the routers of the whole model in order, and what was placed where.
+
+    Args:
+        recipe: Loaded recipe.
+        rank: Global rank.
+        target: See :func:`build_step`; the caller chooses the faces.
+        shared_graph: See there.
+
+    Raises:
+        BadInputError: The layout does not fit the model.
+    """
+    mesh, own = mesh_of(recipe), recipe.telechat_moe
+    model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
+    model.set_train()
+    options = Options(
+        dispatcher(recipe, target),
+        own.moe_capacity_tokens,
+        recipe.runner_config.batch_size * mesh.dp,
+        places_of(recipe),
+        _has_mask(recipe),
+        shared_graph,
+    )
+    routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
+    placement = place(model, mesh, rank, options)
+    recompute(
+        model,
+        recomputed_layers(recipe),
+        recipe.recompute_config.recompute is True,
+        set(own.sharding.recompute),
+        recipe.recompute_config.mp_comm_recompute,
+    )
+    return model, routers, placement
+
+
+def build_step(
+    recipe: Recipe,
+    rank: int,
+    *,
+    target: str,
+    optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
+    shared_graph: bool | None = None,
+) -> ShardedStep:
+    """Return the step of one rank, placed.
+
+    Args:
+        recipe: Loaded recipe.
+        rank: Global rank.
+        target: ``CPU``: plain faces, to be exported and run on CPU processes; ``Ascend``: its primitives.
+        optimizer: Makes the optimizer; default: the recipe's AdamW.
+        shared_graph: Micro-batches share one graph, and stand-ins take the place of other stages' cells;
+            default: for Ascend where there are several. CPU cannot run such a graph.
+
+    Raises:
+        BadInputError: The layout does not fit the model.
+    """
+    mesh, config = mesh_of(recipe), recipe.model_config
+    micro = micro_batches(recipe)
+    if shared_graph is None:
+        shared_graph = target == "Ascend" and micro > 1
+    faces = select.using("plain") if target == "CPU" else select.using(target="Ascend")
+    with faces:
+        model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
+        make = optimizer or (lambda params: adamw(recipe, params))
+        params = [p for p in model.trainable_params() if placement.is_here(p)]
+        use_bias = config.moe_router_enable_expert_bias
+        wrapper = recipe.runner_wrapper
+        step = ShardedStep(
+            model,
+            make(params),
+            [placement.parts(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
+            1.0 / mesh.stage_devices if mesh.stage(rank) == mesh.pp - 1 else 0.0,
+            [(i, r) for i, r in enumerate(routers) if placement.is_here(r.weight)],
+            len(routers),
+            config.n_routed_experts,
+            micro_batches=micro,
+            pipeline=mesh.pp > 1,
+            optimizer_sharding=recipe.parallel.enable_parallel_optimizer,
+            max_grad_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
+            bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
+            shared_graph=shared_graph,
+        )
+    step.set_train()
+    return step
+
+
+def adamw(recipe: Recipe, params: Sequence[ms.Parameter]) -> AdamW:
+    """Return the optimizer of a recipe."""
+    given = recipe.optimizer
+    return AdamW(
+        params,
+        (given.betas[0], given.betas[1]),
+        given.eps,
+        given.weight_decay,
+        recipe.telechat_moe.weight_decay_exclude,
+    )
+
+
+def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:
+    """Return one batch of the recipe's shapes, all zeros."""
+    mesh, length = mesh_of(recipe), recipe.model_config.seq_length
+    rows = recipe.runner_config.batch_size * micro_batches(recipe)
+    rows *= mesh.dp if full_batch else 1
+    ids = Tensor(np.zeros((rows, length), np.int32))
+    batch = [ids, ids, Tensor(np.ones((rows, length), np.float32)), ids]
+    if _has_mask(recipe):
+        batch.append(Tensor(np.zeros((rows, 1, length, length), np.uint8)))
+    return tuple(batch)
+
+
+def _has_mask(recipe: Recipe) -> bool:
+    data = recipe.train_dataset.data_loader.config
+    return data is not None and bool(data.create_attention_mask)
+
+
+@in_clean_process
+def compile_recipe(
+    recipe: Recipe,
+    ranks: Sequence[int] | None = None,
+    *,
+    target: str = "Ascend",
+    full_batch: bool | None = None,
+    optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
+    shared_graph: bool | None = None,
+    done: Callable[[], object] | None = None,
+) -> list[RankGraph]:
+    """Compile the whole training step of ranks of a recipe.
+
+    Args:
+        recipe: Loaded recipe.
+        ranks: Global ranks; None = all.
+        target: Faces, see :func:`build_step`; the front end's target is Ascend always.
+        full_batch: See :func:`telechat_moe.sharding.recipe.parallel_context`.
+        optimizer: See :func:`build_step`.
+        shared_graph: See :func:`build_step`.
+        done: Called after each rank.
+
+    Raises:
+        BadInputError: The layout does not fit the model, or MindSpore refuses it.
+    """
+    settings = parallel_context(recipe, full_batch)
+
+    def build(rank: int) -> Built:
+        step = build_step(
+            recipe, rank, target=target, optimizer=optimizer, shared_graph=shared_graph
+        )
+        batch = example_batch(recipe, settings.get("full_batch", False))
+        return Built(step, batch)
+
+    devices = mesh_of(recipe).devices
+    context = {"max_call_depth": recipe.context.max_call_depth}
+    chosen = range(devices) if ranks is None else ranks
+    return compile_ranks(build, list(chosen), devices, settings, context, done)

@@ -1,0 +1,187 @@
+"""A training step of a model that is spread over devices, as one graph.
+
+The same step as :class:`telechat_moe.train.step.TrainStep`, written for MindSpore's semi-automatic parallel front end:
+micro-batches are cut inside the graph, so that the front end can put them through a pipeline, and what must be known
+to all devices (gradient norm, losses, expert loads) is summed by explicit collectives.
+"""
+
+from collections.abc import Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.parallel.nn import GradAccumulation, Pipeline
+
+from telechat_moe.graph.execute import LIMITS, SCHEDULE
+from telechat_moe.model.balance import BiasUpdate
+from telechat_moe.model.router import Router
+from telechat_moe.train.optimizer import AdamW
+
+
+def _scalar(name: str, value: float = 0.0) -> Parameter:
+    return Parameter(
+        Tensor(value, ms.float32), name=name, requires_grad=False, parallel_optimizer=False
+    )
+
+
+class LossVector(nn.Cell):
+    """The three losses of a model in one tensor, ``[3]``."""
+
+    def __init__(self, model: nn.Cell) -> None:
+        super().__init__(auto_prefix=False)
+        self.model = model
+        self.concat = ops.Concat()
+
+    def construct(self, *batch: Tensor) -> Tensor:
+        """Return next-token, MTP, balance and z-loss."""
+        lm, mtp, aux = self.model(*batch)
+        return self.concat((lm, mtp, aux))
+
+
+class ShardedStep(nn.Cell):
+    """Train on one batch.
+
+    Args:
+        model: Placed model (:func:`telechat_moe.sharding.place`).
+        optimizer: Updates the model's parameters.
+        shares: For each of its parameters, one over the number of devices that hold the same part of the
+            gradient; so square sums over all devices count each part once.
+        loss_share: Likewise for the losses; 0 on a stage that has none.
+        routers: Routers of this stage with their places among all.
+        router_count: Routers of the whole model.
+        experts: Experts of each.
+        micro_batches: Micro-batches of a step.
+        pipeline: The micro-batches go through pipeline stages.
+        optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
+        max_grad_norm: Clip the global gradient norm to this; None = no clipping.
+        bias_rate: Rate of the expert bias; 0 = no update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        optimizer: AdamW,
+        shares: Sequence[float],
+        loss_share: float,
+        routers: Sequence[tuple[int, Router]],
+        router_count: int,
+        experts: int,
+        *,
+        micro_batches: int = 1,
+        pipeline: bool = False,
+        optimizer_sharding: bool = False,
+        max_grad_norm: float | None = 1.0,
+        bias_rate: float = 0.0,
+        shared_graph: bool = False,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.weights = optimizer.params
+        self.network = LossVector(model)
+        if shared_graph:
+            self.network.cell_init_args = "lazy_inline_LossVector"
+        self.accumulates = micro_batches > 1 or pipeline
+        self.sharded = optimizer_sharding
+        if self.accumulates:
+            wrap = Pipeline if pipeline else GradAccumulation
+            self.network = wrap(self.network, micro_batches)
+            self.accu_grads = self.weights.clone(prefix="accu_grads", init="zeros")
+        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.sens = Tensor(np.full(3, 1.0 / micro_batches, np.float32))
+        self.shares = tuple(Tensor(share, ms.float32) for share in shares)
+        self.loss_share = Tensor(loss_share / micro_batches, ms.float32)
+        self.depend, self.assign, self.zeros_like = ops.Depend(), ops.Assign(), ops.ZerosLike()
+        self.less, self.to_type = ops.Less(), ops.Cast()
+        self.product, self.stack = ops.Mul(), ops.Stack()
+        self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
+        self.sum_squares, self.sum_losses = ops.AllReduce(), ops.AllReduce()
+        self.sum_loads = ops.AllReduce()
+        self.clip = max_grad_norm is not None
+        self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
+        # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
+        # dataset only those of the model. The names are graph.execute's.
+        self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
+        self.norm_limit, self.loss_limit = (_scalar(name, float("inf")) for name in LIMITS)
+        self.below, self.both = ops.Less(), ops.LogicalAnd()
+        self.one = Tensor(1.0, ms.float32)
+        self.routers = nn.CellList([router for _, router in routers], auto_prefix=False)
+        self.rows = tuple(
+            Tensor(np.eye(max(1, router_count), dtype=np.float32)[:, place : place + 1])
+            for place, _ in routers
+        )
+        self.router_count, self.add = router_count, ops.AddN()
+        self.experts = experts
+        self.places = tuple(place for place, _ in routers)
+        self.update_bias = bias_rate > 0
+        self.bias_update = BiasUpdate(bias_rate)
+
+    def gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return losses (sum over micro-batches) and gradients (of their mean)."""
+        losses = self.network(*batch)
+        grads = self.gradient(self.network, self.weights)(*batch, self.sens)
+        if self.accumulates and not self.sharded:
+            grads = self.depend(self.accu_grads, grads)
+        return losses, grads
+
+    def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:
+        """Return the norm of the whole gradient, the same on all devices."""
+        squares = ()
+        for i in range(len(grads)):
+            square = self.sum_keep(self.product(grads[i], grads[i]))
+            squares += (self.product(square, self.shares[i]),)
+        return ops.sqrt(self.sum_squares(self.sum_all(self.stack(squares))))
+
+    def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """Run the step; ``optimizer.scalars`` are in the parameters of :data:`SCHEDULE`.
+
+        Returns:
+            ``(losses [3], norm, applied, loads [layers, E])``, the same on all devices.
+        """
+        losses, grads = self.gradients(batch)
+        norm = self.global_norm(grads)
+        losses = self.sum_losses(losses * self.loss_share)
+        total = ops.reduce_sum(losses)
+        tame = self.both(self.below(norm, self.norm_limit), self.below(total, self.loss_limit))
+        applied = self.both(ops.isfinite(norm + total), tame)
+        loads = self.take_loads(losses)
+        if applied:
+            self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
+        if self.accumulates:
+            done = (losses, norm, applied, loads)
+            for accumulated in self.accu_grads:
+                self.assign(accumulated, self.zeros(self.depend(accumulated, done)))
+        return losses, norm, applied, loads
+
+    def zeros(self, x: Tensor) -> Tensor:
+        """Return zeros like ``x``, not as a constant: ``ZerosLike`` would become one as large as ``x``."""
+        return self.to_type(self.less(x, x), x.dtype)
+
+    def take_loads(self, losses: Tensor) -> Tensor:
+        """Return what the routers of all devices counted, ``[layers, E]``, and clear the counters."""
+        nothing = ops.zeros((max(1, self.router_count), self.experts), ms.float32)
+        counted = (self.depend(nothing, losses),)
+        for i in range(len(self.routers)):
+            load_E = self.depend(self.routers[i].expert_load, losses)
+            counted += (self.product(self.rows[i], load_E),)
+        # A stage without routers has nothing to add, and AddN on CPU takes two at least.
+        loads = self.sum_loads(self.add(counted) if len(self.routers) > 0 else counted[0])
+        for router in self.routers:
+            self.assign(router.expert_load, self.depend(self.zeros_like(router.expert_load), loads))
+        return loads
+
+    def apply(
+        self,
+        grads: tuple[Tensor, ...],
+        norm: Tensor,
+        loads: Tensor,
+        scalars: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Clip, update the parameters, move the expert biases."""
+        factor = self.one
+        if self.clip:
+            factor = self.max_norm / ops.maximum(norm, self.max_norm)
+        done = self.optimizer(grads, *scalars, factor)
+        if self.update_bias:
+            for i in range(len(self.routers)):
+                ops.assign_add(self.routers[i].expert_bias, self.bias_update(loads[self.places[i]]))
+        return done

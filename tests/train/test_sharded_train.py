@@ -1,0 +1,319 @@
+"""Training in several processes: the numbers of one process, a change of layout, and what happens when one dies."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+import mini_recipe as mini
+
+from telechat_moe.cli import main
+from telechat_moe.train import checkpoint
+from telechat_moe.train.control import Control, RankDiedError
+from telechat_moe.train.processes import Cluster
+
+STEPS = 40
+SAME = {
+    "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]",
+    "telechat_moe__evaluation__interval": 20,
+}
+SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
+DP2_EP2 = {
+    **SPREAD,
+    "parallel_config__data_parallel": 2,
+    "parallel_config__expert_parallel": 2,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+}
+TP2_PP2 = {
+    **SPREAD,
+    "parallel_config__model_parallel": 2,
+    "parallel_config__use_seq_parallel": True,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 2,
+    "callbacks__1__micro_batch_num": 2,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+}
+TP2 = {
+    **SPREAD,
+    "parallel_config__model_parallel": 2,
+    "parallel_config__use_seq_parallel": True,
+}
+BOUND = 1e-5
+
+
+def records(output: Path, event: str) -> list[dict[str, float]]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["event"] == event]
+
+
+def curve(output: Path) -> np.ndarray:
+    """Return (step, loss, gradient norm) of every step."""
+    return np.array([(r["step"], r["loss"], r["grad_norm"]) for r in records(output, "step")])
+
+
+def newest(output: Path) -> checkpoint.Checkpoint:
+    found = checkpoint.latest(output / "checkpoints")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The run in a single process."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    assert main(mini.arguments(data, output, **SAME)) == 0
+    return output
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
+    """The run on two processes, with an expert group of two."""
+    output = tmp_path_factory.mktemp("two") / "run"
+    assert main(mini.arguments(data, output, **SAME, **DP2_EP2)) == 0
+    return output
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, two: Path) -> Path:
+    """A new output folder with the graphs of the run on two processes."""
+    output = tmp_path / "run"
+    shutil.copytree(two / ".job", output / ".job")
+    return output
+
+
+def test_two_processes_compute_what_one_does(one: Path, two: Path) -> None:
+    np.testing.assert_allclose(curve(two), curve(one), rtol=BOUND)
+    evaluations = [[r["loss"] for r in records(o, "evaluation")] for o in (two, one)]
+    np.testing.assert_allclose(*evaluations, rtol=BOUND)
+
+
+def test_two_processes_write_what_one_does(one: Path, two: Path) -> None:
+    hidden = {".job", ".pieces", "log"}
+    assert {p.name for p in two.iterdir()} - hidden == {p.name for p in one.iterdir()} - hidden
+    assert not any((two / ".pieces").iterdir())
+    summary = json.loads((two / "summary.json").read_text())
+    assert summary["finished"] is True
+    assert summary["checkpoint"] == f"checkpoints/step-{STEPS:08d}"
+    a, b = newest(one), newest(two)
+    for group, tensors in a.tensors.items():
+        assert tensors.keys() == b.tensors[group].keys()
+        for name, tensor in tensors.items():
+            np.testing.assert_allclose(b.tensors[group][name], tensor, rtol=1e-3, atol=2e-6)
+
+
+def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+    metrics = output / "metrics.jsonl"
+    for _ in range(12000):
+        if metrics.exists() and metrics.read_bytes().count(b'"step"') >= step:
+            return
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step} after two minutes")
+
+
+def ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+
+
+def left_over(folder: Path) -> list[str]:
+    """Return the processes whose command line names a folder; msrun starts more than the workers."""
+    for _ in range(30):  # one that was killed takes a moment to go
+        lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+        if not (found := [line for line in lines if str(folder) in line]):
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_a_killed_process_ends_all_and_another_layout_goes_on(
+    prepared: Path, data: Path, start, one: Path
+) -> None:
+    process = start(prepared, **SAME, **DP2_EP2)
+    wait_for_step(prepared, 8, process)
+    while not checkpoint.list_checkpoints(prepared / "checkpoints") and process.poll() is None:
+        time.sleep(0.01)  # it is written while training goes on
+    control = prepared / ".job" / "control"
+    pids = [int((control / f"rank_{rank}.pid").read_text()) for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGKILL)
+    killed_at = time.monotonic()
+    text, _ = process.communicate(timeout=60)
+    assert time.monotonic() - killed_at < 10
+    assert process.returncode == 1, text
+    assert f"rank 1 (process {pids[1]}) was killed by SIGKILL in step" in text or (
+        f"rank 1 (process {pids[1]}) died in step" in text
+    ), text
+    assert "Traceback" not in text
+    assert all(ended(pid) for pid in pids)
+    assert not left_over(prepared)
+    assert newest(prepared).step < STEPS
+    assert f"the last good checkpoint is {newest(prepared).path} (checksums verified)" in text
+    # From the last good checkpoint in another layout, then to the end of the same curve.
+    assert main([*mini.arguments(data, prepared, **SAME, **TP2), "--resume"]) == 0
+    np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_a_single_process_goes_on(
+    prepared: Path, data: Path, start, one: Path
+) -> None:
+    process = start(prepared, **SAME, **DP2_EP2)
+    wait_for_step(prepared, 5, process)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert "Traceback" not in text
+    done = len(curve(prepared))
+    assert newest(prepared).step == done < STEPS
+    assert main([*mini.arguments(data, prepared, **SAME), "--resume"]) == 0
+    np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
+
+
+def test_a_process_that_cannot_start_ends_all(
+    prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (prepared / ".job" / "rank_1.mindir").unlink()
+    assert main(mini.arguments(data, prepared, **SAME, **DP2_EP2)) == 1
+    said = capsys.readouterr().err
+    assert "error: rank 1 failed in step 1" in said
+    assert "worker_1.log" in said
+
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from telechat_moe.graph.children import die_with_parent
+from telechat_moe.train.control import Control
+die_with_parent()
+rank, control = int(os.environ.get("RANK_ID", -1)), Control(Path(sys.argv[1], "control"))
+if os.environ["MS_ROLE"] == "MS_WORKER":
+    control.begin(rank)
+    control.stands(rank, "step 5, in the graph" if rank == 0 else "step 5, reading data")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(100)
+"""
+
+
+def test_a_process_that_hangs_is_named_and_ends_all(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+    control = Control.fresh(tmp_path / "job", None)
+    cluster = Cluster(tmp_path / "job", 2, tmp_path / "log", script=script, silence_s=3)
+    with pytest.raises(RankDiedError) as error:
+        cluster.run()
+    pids = [int(control.read(f"rank_{rank}.pid") or 0) for rank in (0, 1)]
+    assert f"rank 1 (process {pids[1]}) hangs: its state is stopped" in str(error.value)
+    assert "rank 0: step 5, in the graph, rank 1: step 5, reading data" in str(error.value)
+    assert all(ended(pid) for pid in pids)
+    assert not left_over(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_training_is_named(prepared: Path, data: Path, start) -> None:
+    process = start(prepared, **SAME, **DP2_EP2)
+    wait_for_step(prepared, 8, process)
+    control = Control(prepared / ".job" / "control")
+    pids = [int(control.read(f"rank_{rank}.pid") or 0) for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    text, _ = process.communicate(timeout=90)
+    assert time.monotonic() - stopped_at < 40
+    assert process.returncode == 1, text
+    assert f"rank 1 (process {pids[1]}) hangs in step" in text
+    assert f"the last good checkpoint is {newest(prepared).path}" in text
+    assert all(ended(pid) for pid in pids)
+
+
+def test_a_broken_checkpoint_is_passed_over_and_only_broken_ones_are_refused(
+    prepared: Path, two: Path, data: Path, one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("checkpoints", "metrics.jsonl"):
+        copy = shutil.copytree if (two / name).is_dir() else shutil.copy
+        copy(two / name, prepared / name)
+    arguments = [*mini.arguments(data, prepared, **SAME, **DP2_EP2), "--resume"]
+    folders = checkpoint.list_checkpoints(prepared / "checkpoints")
+    truncate(folders[0])
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    assert f"broken checkpoint {folders[0]}" in said
+    assert "truncated" in said
+    assert f"resumed from {folders[1]}" in said
+    np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
+    for folder in checkpoint.list_checkpoints(prepared / "checkpoints"):
+        truncate(folder)
+    assert main(arguments) == 3
+    assert "are broken" in capsys.readouterr().err
+
+
+def truncate(folder: Path) -> None:
+    path = max(folder.glob("*.safetensors"), key=lambda p: p.stat().st_size)
+    os.truncate(path, path.stat().st_size - 100)
+
+
+@pytest.mark.slow
+def test_four_processes_with_two_stages_go_on_and_so_does_one(
+    prepared: Path, data: Path, start, one: Path
+) -> None:
+    process = start(prepared, **SAME, **DP2_EP2)
+    wait_for_step(prepared, 5, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    process = start(prepared, "--resume", **SAME, **TP2_PP2)
+    wait_for_step(prepared, 20, process)
+    process.send_signal(signal.SIGINT)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert len(curve(prepared)) < STEPS
+    assert main([*mini.arguments(data, prepared, **SAME), "--resume"]) == 0
+    np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
+
+
+def test_a_process_that_dies_at_birth_ends_all(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK_ID'] == '1' and os.environ['MS_ROLE'] == 'MS_WORKER':\n"
+        "    sys.exit('no room for me')\n"
+        "from telechat_moe.graph.children import die_with_parent\n"
+        "die_with_parent()\n"
+        "time.sleep(100)\n"
+    )
+    Control.fresh(tmp_path / "job", None)
+    cluster = Cluster(tmp_path / "job", 2, tmp_path / "log", script=script, out=sys.stderr)
+    with pytest.raises(RankDiedError, match=r"(?s)rank . did not start.*|no room for me"):
+        cluster.run()
+
+
+def test_a_message_of_a_process_is_the_message_of_the_command(
+    prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**SAME, "load_checkpoint": str(prepared / "nothing")}
+    job = prepared / ".job"
+    assert main(mini.arguments(data, prepared, **changes, **DP2_EP2)) == 3
+    assert str(prepared / "nothing") in capsys.readouterr().err
+    assert job.exists()
+
+
+def test_another_target_is_refused(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {**DP2_EP2, "context__device_target": "Ascend"}
+    assert main(mini.arguments(data, tmp_path / "run", **SAME, **changes)) == 3
+    assert "context.device_target is Ascend" in capsys.readouterr().err
