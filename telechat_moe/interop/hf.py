@@ -5,22 +5,27 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 is transposed, renamed or written twice is said in :mod:`telechat_moe.interop.names`.
 """
 
-import os
 import re
-import secrets
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.interop import tensor_files
-from telechat_moe.interop.names import HF_STATE, OUR_STATE, Pair, empty_shared_experts, pairs
+from telechat_moe.errors import BadInputError
+from telechat_moe.interop import fp8, tensor_files
+from telechat_moe.interop.names import (
+    HF_STATE,
+    OUR_STATE,
+    Pair,
+    empty_shared_experts,
+    first_mtp_layer,
+    pairs,
+)
 from telechat_moe.interop.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.interop.writing import Destination, Progress
 from telechat_moe.recipe import ModelConfig
 
 Format = Literal["hf", "telechat"]
@@ -83,7 +88,9 @@ class Conversion:
         total_bytes: Size of all tensors written.
         dtypes: Number of tensors written of each data type.
         ignored: Tensors of the source that are no weights.
-        notes: Where Hugging Face's model computes something else than ours with these weights.
+        notes: Where Hugging Face's model computes something else than ours with these weights, and what was not
+            copied bit for bit.
+        resumed_files: Files of weights that an interrupted conversion had finished.
     """
 
     source: str
@@ -96,6 +103,7 @@ class Conversion:
     dtypes: dict[str, int]
     ignored: list[str]
     notes: list[str]
+    resumed_files: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON types."""
@@ -108,9 +116,12 @@ def convert(
     model_config: ModelConfig,
     to: Format,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Conversion:
     """Write the weights of ``src`` in the other format to ``dst``.
+
+    A conversion that was killed goes on where it was when it is called again with the same arguments
+    (:mod:`telechat_moe.interop.writing`).
 
     Args:
         src: Safetensors file, folder with one or with an index, or folder of a training checkpoint.
@@ -119,12 +130,13 @@ def convert(
         model_config: Model section of the recipe whose weights these are.
         to: ``hf``: ``src`` has our names; ``telechat``: ``src`` has Hugging Face's.
         shard_bytes: Largest file in a folder, in bytes of tensors; a larger tensor gets its own file.
-        progress: Called with the bytes written so far and in all.
+        progress: Called with what is being done, the bytes done so far and in all.
 
     Raises:
         WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
-        BadInputError: If ``src`` cannot be read, ``dst`` exists, or Hugging Face's model cannot
-            compute what the recipe says.
+        BadInputError: If ``src`` cannot be read or differs from its checksums, ``dst`` exists, or Hugging Face's
+            model cannot compute what the recipe says.
+        UsageError: If another process is writing ``dst``.
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
     src, dst = Path(src), Path(dst)
@@ -134,8 +146,20 @@ def convert(
         raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
     _check_expressible(model_config)
     entries = tensor_files.read_entries(src)
-    table = pairs(model_config)
-    ignored = _check(src, entries, table, model_config, to)
+    inputs = sorted({entry.file for entry in entries.values()})
+    notes, mtp_layer = _notes(model_config), model_config.num_hidden_layers
+    if to == "telechat":
+        mtp_layer = first_mtp_layer(entries, model_config)
+        entries, problems = fp8.dequantised(src, entries)
+        if problems:
+            raise WeightsError(src, problems)
+        quantised = sum(isinstance(entry, fp8.Fp8Entry) for entry in entries.values())
+        if quantised:
+            notes.append(
+                f"{quantised} FP8 matrices times their block scales were rounded to bfloat16"
+            )
+    table = pairs(model_config, mtp_layer)
+    ignored = _check(src, entries, table, model_config, to, mtp_layer)
     extra: dict[str, dict[str, Any]] = {}
     if to == "hf":
         outputs = list(_to_hf(table, entries))
@@ -145,18 +169,24 @@ def convert(
         outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
     else:
         outputs = list(_to_ours(table, entries))
-    files = _write(dst, outputs, extra, _LABELS[to], shard_bytes, progress)
+    shards = tensor_files.plan_shards(
+        outputs, 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
+    )
+    if len(shards) > 1:
+        extra[tensor_files.INDEX] = tensor_files.index_of(shards)
+    written = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress).write()
     return Conversion(
         source=str(src),
         destination=str(dst),
         to=to,
-        files=files,
+        files=written.files,
         tensors=len(outputs),
         parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in table if not p.is_bias),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=ignored,
-        notes=_notes(model_config),
+        notes=notes,
+        resumed_files=written.resumed,
     )
 
 
@@ -240,7 +270,12 @@ def _notes(config: ModelConfig) -> list[str]:
 
 
 def _check(
-    source: Path, entries: dict[str, Entry], table: list[Pair], config: ModelConfig, to: Format
+    source: Path,
+    entries: dict[str, Entry],
+    table: list[Pair],
+    config: ModelConfig,
+    to: Format,
+    mtp_layer: int,
 ) -> list[str]:
     """Compare the source with what the recipe needs; return the names that are no weights."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -255,7 +290,9 @@ def _check(
     ignored = {n for n in entries if state.fullmatch(n)}
     if to == "telechat":
         ignored |= {
-            n for n in empty_shared_experts(config) if n in entries and not entries[n].nbytes
+            n
+            for n in empty_shared_experts(config, mtp_layer)
+            if n in entries and not entries[n].nbytes
         }
     unknown = [n for n in entries if n not in wanted and n not in optional and n not in ignored]
     missing = [n for n in wanted if n not in entries]
@@ -387,52 +424,3 @@ def _main_dtype(outputs: list[Output]) -> str:
     for output in outputs:
         size[output.dtype] += output.nbytes
     return size.most_common(1)[0][0]
-
-
-def _write(
-    dst: Path,
-    outputs: list[Output],
-    extra: dict[str, dict[str, Any]],
-    label: str,
-    shard_bytes: int,
-    progress: Callable[[int, int], None] | None,
-) -> list[str]:
-    """Write the destination under a hidden name and rename it; return the names of its files."""
-    as_file = dst.suffix == ".safetensors"
-    shards = [outputs] if as_file else tensor_files.plan_shards(outputs, shard_bytes)
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [dst.name if as_file else tensor_files.SINGLE]
-        shards = tensor_files.plan_shards(outputs, 1 << 62)
-    else:
-        extra = {**extra, tensor_files.INDEX: tensor_files.index_of(shards, names)}
-    total = sum(o.nbytes for o in outputs)
-    written = 0
-
-    def advance(count: int) -> None:
-        nonlocal written
-        written += count
-        if progress is not None:
-            progress(written, total)
-
-    hidden = dst.parent / f".{dst.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        hidden.mkdir(parents=True)
-        for name, shard in zip(names, shards, strict=True):
-            tensor_files.write_file(hidden / name, shard, label, advance)
-        if as_file:
-            (hidden / names[0]).rename(dst)
-            hidden.rmdir()
-            return names
-        for name, content in extra.items():
-            tensor_files.write_json(hidden / name, content)
-        hidden.rename(dst)
-    except OSError as error:
-        where = error.filename or hidden
-        raise TelechatMoeError(
-            f"cannot write {dst}: {error.strerror or error} ({where}); {total:,} bytes are needed. "
-            "Nothing was left behind."
-        ) from error
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-    return sorted([*names, *extra])

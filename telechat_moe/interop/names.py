@@ -3,11 +3,12 @@
 Ours hold the experts of a layer in one stack ``[E, inputs, outputs]``; Hugging Face has one
 ``[outputs, inputs]`` matrix for each expert. Everything else is the same bytes under another name.
 MTP layers follow the decoder layers, as in the published DeepSeek-V3 checkpoints
-(``README_WEIGHTS.md`` there), which also repeat the embedding and the head in each.
+(``README_WEIGHTS.md`` there), which also repeat the embedding and the head in each. MindFormers' table for TeleChat3
+has the MTP layer of a model with 45 layers at 46 instead of 45; :func:`first_mtp_layer` tells which it is.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from telechat_moe.recipe import ModelConfig
@@ -53,26 +54,47 @@ class Pair:
         return (self.shape[2], self.shape[1]) if self.stacked else self.shape
 
 
-def pairs(config: ModelConfig) -> list[Pair]:
-    """Return all tensors of a model, in the order of its layers."""
-    return list(_model(config))
+def first_mtp_layer(names: Iterable[str], config: ModelConfig) -> int:
+    """Return which layer of a Hugging Face checkpoint is the first MTP layer.
+
+    The one after the decoder's last, or with the MTP layers all one higher (TeleChat3 in MindFormers), the next.
+    """
+    L = config.num_hidden_layers
+    matches = (re.fullmatch(r"model\.layers\.(\d+)\.enorm\.weight", name) for name in names)
+    found = sorted(int(match[1]) for match in matches if match is not None)
+    return L + 1 if found and found[0] == L + 1 else L
 
 
-def empty_shared_experts(config: ModelConfig) -> dict[str, Shape]:
+def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:
+    """Return all tensors of a model, in the order of its layers.
+
+    Args:
+        config: Model section of the recipe.
+        mtp_layer: First MTP layer in Hugging Face's names; None: the one after the decoder's last.
+    """
+    return list(_model(config, config.num_hidden_layers if mtp_layer is None else mtp_layer))
+
+
+def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> dict[str, Shape]:
     """Return the tensors without elements that transformers has in place of no shared experts."""
     if config.shared_width or not config.num_moe_layers:
         return {}
-    last, H = config.num_hidden_layers + config.num_nextn_predict_layers, config.hidden_size
+    L, H = config.num_hidden_layers, config.hidden_size
+    mtp = L if mtp_layer is None else mtp_layer
+    layers = [
+        *range(config.first_k_dense_replace, L),
+        *range(mtp, mtp + config.num_nextn_predict_layers),
+    ]
     return {
         f"model.layers.{i}.mlp.shared_experts.{part}_proj.weight": shape
-        for i in range(config.first_k_dense_replace, last)
+        for i in layers
         for part, shape in (("gate", (0, H)), ("up", (0, H)), ("down", (H, 0)))
     }
 
 
-def _model(config: ModelConfig) -> Iterator[Pair]:
+def _model(config: ModelConfig, mtp_layer: int) -> Iterator[Pair]:
     H, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    mtp = [f"model.layers.{L + d}" for d in range(config.num_nextn_predict_layers)]
+    mtp = [f"model.layers.{mtp_layer + d}" for d in range(config.num_nextn_predict_layers)]
     table_copies = tuple(f"{hf}.embed_tokens.weight" for hf in mtp)
     head_copies = tuple(f"{hf}.shared_head.head.weight" for hf in mtp)
     if config.tie_word_embeddings:

@@ -4,6 +4,7 @@ The `safetensors` package offers NumPy no bfloat16 and writes only what is in me
 a tensor is its raw bytes, so every data type passes through unchanged.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -74,7 +75,7 @@ def read_entries(source: Path) -> dict[str, Entry]:
     """
     try:
         if source.is_file():
-            return _read_header(source)
+            return read_header(source)
         if (source / CHECKPOINT).is_file():
             return _training_checkpoint(source)
         if (source / INDEX).is_file():
@@ -83,7 +84,7 @@ def read_entries(source: Path) -> dict[str, Entry]:
     except OSError as error:
         raise BadInputError(f"{error.filename or source}: {error.strerror}") from error
     if len(files) == 1:
-        return _read_header(files[0])
+        return read_header(files[0])
     raise BadInputError(_nothing_found(source, files))
 
 
@@ -101,7 +102,12 @@ def _nothing_found(source: Path, files: list[Path]) -> str:
     return f"{source}: neither {SINGLE}, {INDEX} nor {CHECKPOINT} is there"
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, Entry]:
+    """Return the tensors of one safetensors file.
+
+    Raises:
+        BadInputError: It is none, or truncated.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -149,7 +155,7 @@ def _sharded(folder: Path) -> dict[str, Entry]:
         raise BadInputError(f"{index}:\n  " + "\n  ".join(problems))
     entries: dict[str, Entry] = {}
     for file in names:
-        for name, entry in _read_header(folder / file).items():
+        for name, entry in read_header(folder / file).items():
             if file_of.get(name) == file:
                 entries[name] = entry
             else:
@@ -164,17 +170,11 @@ def _sharded(folder: Path) -> dict[str, Entry]:
 
 
 def _training_checkpoint(folder: Path) -> dict[str, Entry]:
+    from telechat_moe.interop.pieced import pieced_entries
     from telechat_moe.train import checkpoint, manifest
 
     checkpoint.verify(folder)
-    described = manifest.read(folder)["tensors"].get("model", {})
-    entries: dict[str, Entry] = {}
-    for file in sorted({d["file"] for d in described.values()}):
-        found = _read_header(folder / file)
-        entries |= {
-            name: e for name, e in found.items() if described.get(name, {}).get("file") == file
-        }
-    return entries
+    return pieced_entries(folder, manifest.read(folder)["tensors"].get("model", {}))
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -211,8 +211,8 @@ def plan_shards(outputs: list[Output], shard_bytes: int) -> list[list[Output]]:
 
 def write_file(
     path: Path, outputs: list[Output], label: str, advance: Callable[[int], None]
-) -> None:
-    """Write one safetensors file and wait until it is on the disk.
+) -> dict[str, Any]:
+    """Write one safetensors file and wait until it is on the disk; return its ``bytes`` and ``sha256``.
 
     Args:
         path: File to be made.
@@ -231,14 +231,18 @@ def write_file(
         offset += output.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(head)
     with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(head)
         for output in outputs:
             for piece in output.pieces():
                 file.write(piece.data)
+                digest.update(piece.data)
                 advance(piece.nbytes)
         file.flush()
         os.fsync(file.fileno())
+    return {"bytes": len(head) + offset, "sha256": digest.hexdigest()}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -249,8 +253,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def index_of(shards: list[list[Output]], names: list[str]) -> dict[str, Any]:
-    """Return the content of ``model.safetensors.index.json`` for files of those names."""
+def shard_names(count: int) -> list[str]:
+    """Return the names of ``count`` files of a folder."""
+    if count == 1:
+        return [SINGLE]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_of(shards: list[list[Output]]) -> dict[str, Any]:
+    """Return the content of ``model.safetensors.index.json``."""
+    names = shard_names(len(shards))
     outputs = [(o, file) for shard, file in zip(shards, names, strict=True) for o in shard]
     return {
         "metadata": {"total_size": sum(o.nbytes for o, _ in outputs)},

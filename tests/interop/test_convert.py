@@ -123,7 +123,7 @@ def test_round_trip_is_bitwise(tmp_path, name, dtype):
     there = convert(tmp_path / "ours.safetensors", tmp_path / "hf", config, "hf", shard_bytes=4000)
     assert len(there.files) > 3
     back = convert(tmp_path / "hf", tmp_path / "back.safetensors", config, "telechat")
-    assert back.files == ["back.safetensors"]
+    assert back.files == ["back.safetensors", "back.safetensors.checksums.json"]
     same(read(tmp_path / "back.safetensors"), tensors)
     convert(tmp_path / "back.safetensors", tmp_path / "hf.safetensors", config, "hf")
     same(read(tmp_path / "hf.safetensors"), read(tmp_path / "hf"))
@@ -385,23 +385,25 @@ def test_broken_indexes(tmp_path, source):
         convert(tmp_path / "hf", tmp_path / "out", CONFIG, "telechat")
 
 
-def test_nothing_is_overwritten_or_left_behind(tmp_path, source, monkeypatch):
+def test_nothing_is_overwritten_or_left_behind(tmp_path, source):
     (tmp_path / "hf").mkdir()
     with pytest.raises(BadInputError, match="exists"):
         convert(source, tmp_path / "hf", CONFIG, "hf")
     before = sorted(tmp_path.iterdir())
     calls = []
 
-    def fail(done, total):
-        calls.append((done, total))
-        if done > total / 2:
+    def fail(what, done, total):
+        calls.append((what, done, total))
+        if what == "writing" and done:
             raise OSError(28, "No space left on device")
 
-    with pytest.raises(TelechatMoeError, match="No space left") as caught:
+    with pytest.raises(TelechatMoeError, match=r"No space left.*Nothing was left behind") as caught:
         convert(source, tmp_path / "new", CONFIG, "hf", shard_bytes=4000, progress=fail)
     assert caught.value.exit_code == 1
     assert sorted(tmp_path.iterdir()) == before
-    assert calls[-1][1] == sum(a.nbytes for _, a in read(source).values()) + 4 * 40 * 12 * 4
+    size = source.stat().st_size
+    assert calls[0] == ("checking the source", size, size)
+    assert calls[-1][2] == sum(a.nbytes for _, a in read(source).values()) + 4 * 40 * 12 * 4
 
 
 # ---------------------------------------------------------------------------------- command line
@@ -426,12 +428,12 @@ def test_command_line(tmp_path, tiny_source, capsys):
     assert out.startswith(str(tmp_path / "hf"))
     assert set(report) == {
         "source", "destination", "to", "files", "tensors", "parameters", "total_bytes", "dtypes",
-        "ignored", "notes", "seconds",
+        "ignored", "notes", "resumed_files", "seconds",
     }  # fmt: skip
     assert len(report["files"]) > math.floor(report["total_bytes"] / 1e6)
     back = ["convert", str(tmp_path / "hf"), str(tmp_path / "b.safetensors"), "--recipe", TINY]
     assert main([*back, "--to", "telechat", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["files"] == ["b.safetensors"]
+    assert json.loads(capsys.readouterr().out)["files"][0] == "b.safetensors"
     same(read(tmp_path / "b.safetensors"), read(tiny_source))
 
 

@@ -1,0 +1,115 @@
+"""FP8 weights with a scale for each block, as DeepSeek-V3 publishes them, read as bfloat16.
+
+A matrix ``X.weight`` of type ``F8_E4M3`` stands beside ``X.weight_scale_inv``, one float32 for each block of 128 x 128;
+blocks at the lower and right edge may be smaller. A weight is its FP8 value times the scale of its block, computed in
+float32 and rounded to bfloat16 (to nearest, ties to even), as DeepSeek's own ``fp8_cast_bf16.py`` does.
+
+Source: DeepSeek-V3, README_WEIGHTS.md; Micikevicius et al. 2022 (E4M3: bias 7, no infinities, NaN = S.1111.111).
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.interop.tensor_files import Bytes, Entry
+
+FP8 = "F8_E4M3"
+SCALE = "_scale_inv"
+BLOCK = (128, 128)
+
+
+def e4m3_values() -> NDArray[np.float32]:
+    """Return the value of each of the 256 codes."""
+    code = np.arange(256)
+    exponent, mantissa = (code >> 3) & 15, (code & 7) / 8
+    size = np.where(exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7.0))
+    size[(code & 127) == 127] = np.nan
+    return np.where(code & 128, -size, size).astype(np.float32)
+
+
+_VALUES = e4m3_values()
+
+
+def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return the bits of float32 values rounded to bfloat16, ties to even; NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+@dataclass(frozen=True)
+class Fp8Entry(Entry):
+    """An FP8 matrix that reads as bfloat16.
+
+    Attributes:
+        scale: Its block scales, F32.
+        block: Rows and columns of a block.
+    """
+
+    scale: Entry
+    block: tuple[int, int]
+
+    def read(self, offset: int = 0, count: int | None = None) -> Bytes:
+        """See :meth:`Entry.read`; offsets are those of the bfloat16 matrix."""
+        whole = np.concatenate([np.empty(0, np.uint8), *self.pieces()])
+        return whole[offset : self.nbytes if count is None else offset + count]
+
+    def pieces(self) -> Iterator[Bytes]:
+        """Yield the bfloat16 bytes, a row of blocks at a time."""
+        rows, columns = self.shape
+        scale = self.scale.read().view(np.float32).reshape(self.scale.shape)
+        for number, top in enumerate(range(0, rows, self.block[0])):
+            height = min(self.block[0], rows - top)
+            codes = Entry(self.file, FP8, self.shape, self.start, rows * columns)
+            raw = codes.read(top * columns, height * columns).reshape(height, columns)
+            factors = np.repeat(scale[number], self.block[1])[:columns]
+            yield to_bfloat16(_VALUES[raw] * factors).reshape(-1).view(np.uint8)
+
+
+def dequantised(source: Path, entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], list[str]]:
+    """Replace FP8 matrices and their scales by entries that read as bfloat16.
+
+    Args:
+        source: Where the entries are from; a ``config.json`` in it may name another block size.
+        entries: All tensors.
+
+    Returns:
+        The tensors without the scales, and what is wrong, a line each.
+    """
+    block = _block(source)
+    found, problems = dict(entries), list[str]()
+    for name, entry in entries.items():
+        if entry.dtype != FP8:
+            continue
+        scale = found.pop(name + SCALE, None)
+        if len(entry.shape) != 2 or scale is None:
+            problems.append(
+                f"{name} is {FP8} of shape {list(entry.shape)} "
+                + ("without " if scale is None else "with ")
+                + f"{name}{SCALE}; FP8 weights must be matrices with block scales"
+            )
+            continue
+        wanted = tuple(-(-n // b) for n, b in zip(entry.shape, block, strict=True))
+        if (scale.dtype, scale.shape) != ("F32", wanted):
+            problems.append(
+                f"{name}{SCALE} is {scale.dtype} {list(scale.shape)}; blocks of {block[0]} x {block[1]} "
+                f"of {list(entry.shape)} need F32 {list(wanted)}"
+            )
+            continue
+        nbytes = 2 * entry.shape[0] * entry.shape[1]
+        found[name] = Fp8Entry(entry.file, "BF16", entry.shape, entry.start, nbytes, scale, block)
+    return found, problems
+
+
+def _block(source: Path) -> tuple[int, int]:
+    """Return the block size that config.json names, else DeepSeek-V3's."""
+    try:
+        given = json.loads((source / "config.json").read_bytes())["quantization_config"]
+        rows, columns = (int(n) for n in given["weight_block_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return BLOCK
+    return (rows, columns) if rows > 0 and columns > 0 else BLOCK

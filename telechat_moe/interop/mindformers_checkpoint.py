@@ -1,0 +1,364 @@
+"""Training checkpoints between MindFormers' trainer and ours, bit for bit.
+
+Our model keeps its parameter names in MindFormers' trainer, and MindFormers' AdamW calls its moments ``adam_m`` and
+``adam_v`` as ours does, so tensors go over under their own names. What differs is what stands around them:
+
+===================  ==========================================================================================
+MindFormers          layout of files
+===================  ==========================================================================================
+one process          ``iteration_00000006/``: ``*-model-*.safetensors``, ``*-opt-*.safetensors``, ``common.json``
+                     (``use_legacy_format: False``; the only one it can resume from)
+data parallel        ``rank_0/PREFIX_rank_0-EPOCH_STEP.safetensors`` with everything, one whole file a process
+                     (``use_legacy_format: True``; it cannot save the other one)
+===================  ==========================================================================================
+
+Whose model MindFormers trains, the recipe says in ``trainer.type``. Its own class has other names and layouts of weights
+(:mod:`telechat_moe.interop.upstream_names`); a checkpoint of it is known by them.
+
+Its files also hold counters and the parts of the last loss (:data:`STATE`, and ``expert_load``); they are no weights.
+"""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
+from telechat_moe.interop import upstream_names
+from telechat_moe.interop.mindformers_config import TRAINER
+from telechat_moe.recipe import Recipe
+from telechat_moe.train import checkpoint as checkpoints
+from telechat_moe.train import shards
+from telechat_moe.train.pieces import grouped
+from telechat_moe.train.state import TRANSIENT
+
+MOMENTS = ("adam_m", "adam_v")
+LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
+STATE = (
+    *("epoch_num", "step_num", "global_step", "global_batch_size", "loss_scale", "scale_sense"),
+    *LOSSES,
+)
+UPSTREAM_TABLE = "embedding.word_embeddings.weight"
+FOLDER = "checkpoint"  # of output_dir
+COMMON = "common.json"
+ITERATION = re.compile(r"iteration_(\d{8})")
+RANK_FILE = re.compile(r"(.+)_rank_(\d+)-(\d+)_(\d+)\.safetensors")
+
+Groups = dict[str, dict[str, shards.Array]]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of MindFormers.
+
+    Attributes:
+        path: Folder or file that was read.
+        step: Finished steps, over all epochs.
+        updates: Of them, those that changed the weights (the others had an infinite gradient).
+        global_batch: Samples of a step.
+        tensors: Weights and optimizer states, in the groups of a checkpoint of ours.
+    """
+
+    path: Path
+    step: int
+    updates: int
+    global_batch: int
+    tensors: dict[str, dict[str, shards.Array]]
+
+
+def newest(root: Path) -> Path | None:
+    """Return the newest checkpoint that MindFormers finished under ``output_dir/checkpoint``; None: none.
+
+    In the format for one process that is the step that ``latest_checkpointed_iteration.txt`` names, in the other the
+    newest that every ``rank_N`` folder has: processes save on their own, and one may have died before.
+    """
+    folders = sorted(root.glob("iteration_*"))
+    marker = root / "latest_checkpointed_iteration.txt"
+    if folders and marker.exists():
+        return root / f"iteration_{int(marker.read_text()):08d}"
+    ranks = sorted(root.glob("rank_*"))
+    found: dict[tuple[int, int], int] = {}
+    for rank in ranks:
+        for path in rank.glob("*.safetensors"):
+            if match := RANK_FILE.fullmatch(path.name):
+                key = int(match[3]), int(match[4])
+                found[key] = found.get(key, 0) + 1
+    whole = [key for key, count in found.items() if count == len(ranks)]
+    if not whole:
+        return None
+    epoch, step = max(whole)
+    return next(ranks[0].glob(f"*_rank_*-{epoch}_{step}.safetensors"))
+
+
+def step_of(found: Path, recipe: Recipe) -> int:
+    """Return the finished steps of what :func:`newest` found, by its name."""
+    if match := ITERATION.fullmatch(found.name):
+        return int(match[1])
+    match = RANK_FILE.fullmatch(found.name)
+    assert match is not None
+    return (int(match[3]) - 1) * _steps_per_epoch(recipe) + int(match[4])
+
+
+def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
+    """Return what a recipe must say for MindFormers to go on from the newest checkpoint in a folder.
+
+    Raises:
+        BadInputError: There is none.
+    """
+    found = newest(root)
+    if found is None:
+        raise BadInputError(f"{root}: no finished checkpoint of MindFormers to resume from")
+    if recipe.devices == 1:
+        if not found.is_dir():
+            raise BadInputError(
+                f"{root}: holds checkpoints in MindFormers' old format, from which it cannot resume one process; "
+                "train with use_legacy_format False"
+            )
+        return {"use_legacy_format": False, "load_checkpoint": str(found), "resume_training": True}
+    return {"load_checkpoint": str(root), "resume_training": found.name}
+
+
+def read(path: Path, recipe: Recipe) -> Saved:
+    """Read a checkpoint of MindFormers that holds whole tensors.
+
+    Args:
+        path: ``iteration_...`` folder, ``..._rank_...safetensors`` file, or the folder of them (the newest is read).
+        recipe: What it was trained with.
+
+    Raises:
+        BadInputError: There is none, or it is broken.
+    """
+    if path.is_dir() and not (path / COMMON).exists():
+        found = newest(path)
+        if found is None:
+            raise BadInputError(
+                f"{path}: no checkpoint of MindFormers; expected an iteration_... folder with {COMMON}, or "
+                "rank_N folders with ..._rank_N-EPOCH_STEP.safetensors"
+            )
+        path = found
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    tensors: dict[str, shards.Array] = {}
+    for file in files:
+        tensors |= _parsed(file)
+    state = {name: tensors.pop(name) for name in STATE if name in tensors}
+    try:
+        updates = state["global_step"].item()
+        if path.is_dir():
+            common = json.loads((path / COMMON).read_text(encoding="utf-8"))
+            step, batch = common["global_step"], common["global_batch_size"]
+        else:
+            step = (state["epoch_num"].item() - 1) * _steps_per_epoch(recipe)
+            step += state["step_num"].item()
+            batch = state["global_batch_size"].item()
+    except (KeyError, ValueError) as error:
+        raise BadInputError(
+            f"{path}: not a training checkpoint of MindFormers: no {error}"
+        ) from None
+    kept = {name: t for name, t in tensors.items() if name.split(".")[-1] not in TRANSIENT}
+    groups = grouped(kept, MOMENTS)
+    if UPSTREAM_TABLE in groups["model"]:
+        groups = _our_names(groups, recipe, path)
+    return Saved(path, int(step), int(updates), int(batch), groups)
+
+
+def _our_names(groups: Groups, recipe: Recipe, path: Path) -> Groups:
+    """Return the tensors of MindFormers' own class under our names and in our layouts."""
+    config = recipe.model_config
+    optimizer: dict[str, shards.Array] = {}
+    for moment in MOMENTS:
+        for pair in upstream_names.pairs(config):
+            if not pair.is_trained:
+                continue
+            name = f"{moment}.{pair.upstream}"
+            if name not in groups["optimizer"]:
+                raise BadInputError(f"{path}: {name} is missing")
+            parts = pair.split(groups["optimizer"][name])
+            optimizer |= {f"{moment}.{ours}": t for ours, t in zip(pair.ours, parts, strict=True)}
+    return {"model": upstream_names.to_ours(groups["model"], config), "optimizer": optimizer}
+
+
+def _upstream_names(groups: Groups, recipe: Recipe) -> Groups:
+    """Return the inverse of :func:`_our_names`."""
+    config = recipe.model_config
+    optimizer = {
+        f"{moment}.{pair.upstream}": pair.join(
+            [groups["optimizer"][f"{moment}.{name}"] for name in pair.ours]
+        )
+        for moment in MOMENTS
+        for pair in upstream_names.pairs(config)
+        if pair.is_trained
+    }
+    return {"model": upstream_names.to_upstream(groups["model"], config), "optimizer": optimizer}
+
+
+def _parsed(file: Path) -> dict[str, shards.Array]:
+    try:
+        data = shards.read(file, keep=True).data
+        assert data is not None
+        return shards.parse(data)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{file}: {error}") from error
+
+
+def to_ours(path: Path, recipe: Recipe) -> Path:
+    """Write a checkpoint of MindFormers as one of ours, from which ``telechat-moe train --resume`` goes on.
+
+    Args:
+        path: See :func:`read`.
+        recipe: The recipe that it was trained with; the checkpoint goes into its ``output_dir``.
+
+    Returns:
+        The checkpoint, ``output_dir/checkpoints/step-...``.
+
+    Raises:
+        BadInputError: It is broken, of another model, or of another global batch.
+        UsageError: ``output_dir`` holds checkpoints of ours already.
+    """
+    import yaml
+
+    from telechat_moe.recipe import loads
+    from telechat_moe.train.trainer import Trainer
+
+    saved = read(path, recipe)
+    if saved.global_batch != recipe.global_batch:
+        raise BadInputError(
+            f"{saved.path}: trained with a global batch of {saved.global_batch}, the recipe has "
+            f"{recipe.global_batch}; the data would go on at another sample"
+        )
+    batch = recipe.runner_config.batch_size * (
+        recipe.parallel_config.data_parallel if recipe.use_parallel else 1
+    )
+    text = yaml.safe_dump(_on_one_device(recipe.given, batch))
+    trainer = Trainer(loads(text, name=str(recipe.source)))
+    trainer.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
+    trainer.step, trainer.updates = saved.step, saved.updates
+    trainer.skipped = saved.step - saved.updates
+    trainer.loader.seek(saved.step * saved.global_batch)
+    trainer.writing()(saved.tensors)
+    return trainer.root / f"step-{saved.step:08d}"
+
+
+def _on_one_device(given: dict[str, Any], batch: int) -> dict[str, Any]:
+    """Return what a recipe says, laid out for one device with the same global batch; checkpoints hold no layout."""
+    given = json.loads(json.dumps(given))
+    given["use_parallel"] = False
+    degrees = given.setdefault("parallel_config", {})
+    for key in (
+        "data_parallel",
+        "model_parallel",
+        "context_parallel",
+        "pipeline_stage",
+        "expert_parallel",
+    ):
+        degrees[key] = 1
+    degrees["use_seq_parallel"] = False
+    given["runner_config"]["batch_size"] = batch
+    for section in (given["train_dataset"], given["model"]["model_config"]):
+        if section.get("batch_size"):
+            section["batch_size"] = batch
+    given["train_dataset_task"]["dataset_config"] = given["train_dataset"]
+    return given
+
+
+def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
+    """Write a checkpoint of ours as one from which MindFormers' trainer goes on.
+
+    Args:
+        path: ``checkpoints/step-...``.
+        out: Folder to make, in the layout that MindFormers resumes the recipe's number of processes from.
+        recipe: The recipe that goes on; with another ``trainer.type`` than ours in the names of MindFormers' class.
+
+    Raises:
+        BadInputError: The checkpoint is broken.
+        UsageError: ``out`` exists.
+        CheckFailedError: Writing failed; nothing is left.
+    """
+    saved = checkpoints.load(path)
+    if out.exists():
+        raise UsageError(f"{out} exists; name a folder that does not")
+    if recipe.trainer.type != TRAINER:
+        saved.tensors.update(_upstream_names(saved.tensors, recipe))
+    monitor = recipe.checkpoints
+    prefix = (monitor.prefix if monitor else None) or "CKP"
+    hidden = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir(parents=True)
+        if recipe.devices == 1:
+            _iteration(hidden, saved, recipe, prefix)
+        else:
+            _ranks(hidden, saved, recipe, prefix)
+        hidden.rename(out)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise CheckFailedError(f"{out}: {error.strerror}; nothing was written") from error
+
+
+def _steps_per_epoch(recipe: Recipe) -> int:
+    return max(1, recipe.train_steps // recipe.runner_config.epochs)
+
+
+def _place(step: int, recipe: Recipe) -> tuple[int, int]:
+    """Return epoch and step in it, both from 1, as MindFormers counts."""
+    per_epoch = _steps_per_epoch(recipe)
+    return max(0, step - 1) // per_epoch + 1, (step - 1) % per_epoch + 1
+
+
+def _iteration(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: str) -> None:
+    name = f"iteration_{saved.step:08d}"
+    (folder / name).mkdir()
+    updates = {"global_step": np.array([saved.state["updates"]], np.int32)}
+    model = saved.tensors["model"]
+    counters = {
+        name.replace("expert_bias", "expert_load"): np.zeros_like(bias)
+        for name, bias in model.items()
+        if name.endswith("expert_bias")
+    }
+    groups = {"model": model | counters, "opt": saved.tensors["optimizer"] | updates}
+    for group, tensors in groups.items():
+        file = f"{prefix}-{group}-0000000-0000001.safetensors"
+        shards.write(folder / name, shards.single(file, tensors, {"format": "ms"}))
+    epoch, _ = _place(saved.step, recipe)
+    common = {
+        "epoch_num": epoch,
+        "step_num": saved.step,
+        "global_step": saved.step,
+        "loss_scale": 1.0,
+        "global_batch_size": recipe.global_batch,
+        "ckpt_status": None,
+    }
+    (folder / name / COMMON).write_text(json.dumps(common, indent=4), encoding="utf-8")
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(saved.step), encoding="utf-8")
+
+
+def _ranks(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: str) -> None:
+    epoch, step = _place(saved.step, recipe)
+    tensors: dict[str, shards.Array] = {
+        **saved.tensors["model"],
+        **saved.tensors["optimizer"],
+        **{name: np.zeros(1, np.float32) for name in LOSSES},
+        "global_step": np.array([saved.state["updates"]], np.int32),
+        "epoch_num": np.array(epoch, np.int64),
+        "step_num": np.array(step, np.int64),
+        "global_batch_size": np.array(recipe.global_batch, np.int64),
+        "loss_scale": np.array(1.0, np.float32),
+        "scale_sense": np.array(1.0, np.float32),
+    }
+    words = {"remove_redundancy": "False", "format": "ms"}
+    first = None
+    for rank in range(recipe.devices):
+        place = folder / f"rank_{rank}"
+        place.mkdir()
+        file = f"{prefix}_rank_{rank}-{epoch}_{step}.safetensors"
+        if first is None:
+            shards.write(place, shards.single(file, tensors, words))
+            first = place / file
+        else:
+            os.link(first, place / file)
+        meta = {"last_epoch": epoch, "last_step": step, "last_ckpt_file": file}
+        (place / "meta.json").write_text(json.dumps(meta), encoding="utf-8")

@@ -1,0 +1,151 @@
+"""Between MindFormers' configuration object and a recipe of ours; what MindFormers would do silently is refused.
+
+MindFormers fills its defaults into what it read and turns some sections into objects. :func:`recipe_of` takes both back
+and gives the rest to the strict loader, so that settings given to ``run_mindformer.py`` on the command line
+(``--optimizer.weight_decay 0.2``) are judged like those in the file.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import Recipe, loads
+from telechat_moe.recipe.rules_parallel import PARALLEL_MODES
+
+PLUGIN = Path(__file__).parent / "mindformers_plugin"
+TRAINER = "TelechatMoeTrainer"
+REFERENCE = f"telechat_moe_plugin.{TRAINER}"
+NAME = "MindFormers' configuration"
+
+# Put in by MindFormers 1.9.0 while it reads a file or sets itself up; None: the whole section.
+_FILLED_IN: dict[str, tuple[str, ...] | None] = {
+    "": (
+        "checkpoint",
+        "device_num",
+        "local_rank",
+        "metric",
+        "moe_config",
+        "rank_id",
+        "swap_config",
+    ),
+    "context": ("device_id",),
+    "model.model_config": ("checkpoint_name_or_path",),
+    "parallel": ("search_mode", "strategy_ckpt_save_file"),
+    "runner_config": ("num_classes",),
+    "train_dataset": ("do_eval",),
+    "train_dataset_task.dataset_config": ("do_eval",),
+}
+_DEGREES = (
+    *("data_parallel", "model_parallel", "context_parallel", "expert_parallel", "pipeline_stage"),
+    *("micro_batch_num", "use_seq_parallel"),
+)
+
+
+def recipe_of(config: Any) -> Recipe:
+    """Return the recipe that MindFormers was given, from its configuration object.
+
+    Args:
+        config: ``MindFormerConfig`` before training begins: MindFormers changes batch sizes and degrees in it later.
+
+    Raises:
+        RecipeError: A key is unknown, a value wrong, or values do not fit together; all are listed.
+    """
+    given = _plain(config)
+    if not (given.get("monitor_config") or {}).get("monitor_on"):
+        given.pop("monitor_config", None)
+    for path, keys in _FILLED_IN.items():
+        section: Any = given
+        for part in path.split(".") if path else ():
+            section = section.get(part) or {}
+        for key in keys or ():
+            section.pop(key, None)
+    return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if hasattr(value, "micro_batch_num"):  # TransformerOpParallelConfig
+        return {key: _plain(getattr(value, key)) for key in _DEGREES}
+    return _plain(value.to_dict() if hasattr(value, "to_dict") else vars(value))
+
+
+def check_launch(recipe: Recipe, processes: int) -> None:
+    """Refuse what MindFormers would train on, silently, to another result.
+
+    Args:
+        recipe: The recipe.
+        processes: Processes of the job (msrun's ``--worker_num``).
+
+    Raises:
+        BadInputError: Names the key, what it is and what it must be.
+    """
+    if recipe.devices != processes:
+        p = recipe.parallel_config
+        raise BadInputError(
+            f"the recipe is laid out for {recipe.devices} device(s) (use_parallel {recipe.use_parallel}, data_parallel "
+            f"{p.data_parallel} x model_parallel {p.model_parallel} x context_parallel {p.context_parallel} x "
+            f"pipeline_stage {p.pipeline_stage}), and {processes} process(es) run. MindFormers would feed zeros to the "
+            f"processes that its data loader does not know; start {recipe.devices} (msrun --worker_num), or set "
+            f"use_parallel and parallel_config.data_parallel for {processes}"
+        )
+    semi_auto = recipe.use_parallel and recipe.parallel.parallel_mode in PARALLEL_MODES
+    steps = recipe.runner_config.gradient_accumulation_steps
+    if steps > 1 and not semi_auto:
+        raise BadInputError(
+            f"runner_config.gradient_accumulation_steps is {steps}; outside semi-automatic parallelism MindFormers "
+            f"trains with 1 instead. Set it to 1 and batch_size to {steps * recipe.runner_config.batch_size}, or train "
+            "with `telechat-moe train`, which accumulates"
+        )
+    if recipe.use_parallel and not semi_auto and not recipe.parallel.gradients_mean:
+        raise BadInputError(
+            f"parallel.gradients_mean is False with {recipe.devices} data-parallel processes: MindFormers would add up "
+            "the gradients of the processes instead of averaging them; expected True"
+        )
+    if recipe.context.device_target == "CPU":
+        _check_cpu(recipe, semi_auto)
+
+
+def _check_cpu(recipe: Recipe, semi_auto: bool) -> None:
+    if semi_auto:
+        raise BadInputError(
+            f"parallel.parallel_mode is {recipe.parallel.parallel_mode}: MindSpore has no semi-automatic parallelism on "
+            "CPU. Expected 0 or DATA_PARALLEL, with data_parallel the only degree above 1; `telechat-moe train` runs "
+            "other layouts on CPU processes, and `telechat-moe dryrun` compiles them for Ascend"
+        )
+    if recipe.use_parallel and recipe.parallel.enable_parallel_optimizer:
+        raise BadInputError(
+            "parallel.enable_parallel_optimizer is True: MindSpore shards the optimizer of data-parallel processes on "
+            "Ascend only; expected False on CPU"
+        )
+
+
+def check_decay(recipe: Recipe, parameters: Mapping[str, int]) -> None:
+    """Refuse a recipe whose weight decay MindFormers would put elsewhere.
+
+    Args:
+        recipe: The recipe.
+        parameters: Number of dimensions of each trainable parameter by name.
+
+    Raises:
+        BadInputError: ``telechat_moe.weight_decay_exclude`` leaves out others than MindFormers' fixed rule.
+    """
+    import re
+
+    patterns = [re.compile(p) for p in recipe.telechat_moe.weight_decay_exclude]
+    ours = {name for name in parameters if any(p.search(name) for p in patterns)}
+    theirs = {name for name, rank in parameters.items() if rank == 1 or name.endswith(".bias")}
+    if ours != theirs and recipe.optimizer.weight_decay:
+        name = min(ours ^ theirs)
+        raise BadInputError(
+            f"telechat_moe.weight_decay_exclude {'leaves out' if name in ours else 'decays'} {name}; MindFormers' "
+            "optimizer decays all parameters but those with one dimension (norms, biases). Expected patterns that "
+            "name just these, such as ['.*norm.*', '.*bias'], or train with `telechat-moe train`"
+        )

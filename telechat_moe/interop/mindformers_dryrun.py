@@ -1,0 +1,255 @@
+"""Compile the graph of a rank of MindFormers' own model, from a MindFormers recipe, without an NPU.
+
+:func:`compile_mindformers` hands MindFormers' unchanged classes to the compiler that serves our own graphs
+(:func:`telechat_moe.graph.compile.compile_ranks`): the configuration is read, the context set and the network,
+optimizer and step built by the methods of its trainer, in the order of ``BaseTrainer.training_process``. Not
+called are the data loader (the batch has its shapes), loading of weights and callbacks. Made for MindFormers
+1.9.0; nothing of it is imported into the caller's process.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.children import in_clean_process
+from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
+from telechat_moe.graph.read import Expected
+from telechat_moe.graph.report import Subject
+from telechat_moe.recipe import Recipe, find, loads, sections
+from telechat_moe.sharding.mesh import Mesh
+
+TESTED = "1.9.0"
+SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
+UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
+# What is for a real device, a real disk or another program; None stands for a whole section.
+_DROPPED: dict[str, tuple[str, ...] | None] = {
+    "context": ("ascend_config", "save_graphs", "save_graphs_path", "affinity_cpu_list"),
+    "telechat_moe": None,
+}
+
+
+@in_clean_process
+def compile_mindformers(
+    path_or_recipe: str | os.PathLike[str] | Recipe,
+    ranks: Sequence[int],
+    *,
+    overrides: Sequence[str] = (),
+    ours: bool = False,
+    done: Callable[[], object] | None = None,
+) -> list[RankGraph]:
+    """Compile ranks of the model that MindFormers itself builds from a recipe.
+
+    Args:
+        path_or_recipe: Loaded recipe, path, name of a recipe of ours, or of one that comes with MindFormers
+            (``deepseek3/pretrain_deepseek3_671b.yaml``). Files are judged by MindFormers' rules, not by ours.
+        ranks: Global ranks.
+        overrides: Settings ``a.b=c``; see :func:`telechat_moe.recipe.load`.
+        ours: Compile what MindFormers' trainer trains with our plug-in instead: our model, its step and optimizer.
+        done: Called after each rank.
+
+    Returns:
+        The graphs, in the order of ``ranks``.
+
+    Raises:
+        BadInputError: MindFormers is not installed, the recipe is not semi-automatic parallel, or there is no
+            such rank.
+        RecipeError: No such recipe, or not YAML.
+        CompileError: MindFormers or MindSpore refused; the message is theirs.
+    """
+    _folder()
+    name, given = sections_of(path_or_recipe, overrides)
+    devices = devices_of(name, given)
+    wrong = [rank for rank in ranks if not 0 <= rank < devices]
+    if wrong:
+        raise BadInputError(
+            f"{name}: no rank {wrong[0]}: its layout has {devices} devices, expected 0 to {devices - 1}"
+        )
+    return compile_ranks(lambda rank: _build(given, rank, ours), ranks, devices, {}, done=done)
+
+
+def sections_of(
+    path_or_recipe: str | os.PathLike[str] | Recipe, overrides: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Return the name and the sections of a recipe; see :func:`compile_mindformers`."""
+    if isinstance(path_or_recipe, Recipe):
+        name, text = str(path_or_recipe.source), yaml.safe_dump(path_or_recipe.given)
+    else:
+        official = _folder() / "configs" / path_or_recipe
+        path = official if official.is_file() else find(path_or_recipe)
+        name = os.fspath(path_or_recipe)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInputError(f"{name}: cannot be read: {error}") from None
+    return name, sections(text, overrides, name=name)
+
+
+def devices_of(name: str, given: Mapping[str, Any]) -> int:
+    """Return the number of devices of the layout that sections ask for.
+
+    Raises:
+        BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
+    """
+    parallel, degrees = given.get("parallel") or {}, given.get("parallel_config") or {}
+    mode = parallel.get("parallel_mode")
+    if not given.get("use_parallel") or mode not in SEMI_AUTO:
+        raise BadInputError(
+            f"{name}: use_parallel is {given.get('use_parallel')}, parallel.parallel_mode {mode}; the graph of a "
+            "rank exists under semi-automatic parallelism only: expected True and 1"
+        )
+    keys = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
+    found = {key: degrees.get(key) or 1 for key in keys}
+    for key, degree in found.items():
+        if not isinstance(degree, int) or degree < 1:
+            raise BadInputError(
+                f"{name}: parallel_config.{key} is {degree}, expected an integer >= 1"
+            )
+    return prod(found.values())
+
+
+def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
+    """Return what a report on MindFormers' model says of itself.
+
+    MindFormers spreads experts over the innermost ranks of a stage, as we do, and tokens of a micro-batch over tensor
+    and context parallel ranks before an exchange.
+    """
+    degrees, model = given.get("parallel_config") or {}, given["model"]["model_config"]
+    keys = {
+        "dp": "data_parallel",
+        "cp": "context_parallel",
+        "tp": "model_parallel",
+        "pp": "pipeline_stage",
+        "ep": "expert_parallel",
+    }
+    sizes: dict[str, Any] = {short: degrees.get(key) or 1 for short, key in keys.items()}
+    mesh = Mesh(**sizes, sp=bool(degrees.get("use_seq_parallel")))
+    tokens = given["runner_config"]["batch_size"] * model["seq_length"] // (mesh.tp * mesh.cp)
+    rows = tokens * (model.get("num_experts_per_tok") or 8)
+    return Subject(name, mesh, Expected(rows * model["hidden_size"], rows), f"MindFormers {TESTED}")
+
+
+def _folder() -> Path:
+    """Return the folder that MindFormers is installed in."""
+    spec = importlib.util.find_spec("mindformers")
+    if spec is None or spec.origin is None:
+        raise BadInputError(f"mindformers is not installed; pip install mindformers=={TESTED}")
+    return Path(spec.origin).parents[1]
+
+
+def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
+    """Build MindFormers' training step. Runs in the child, in a folder of its own, and changes this process."""
+    import mindspore as ms
+
+    os.dup2(2, 1)  # MindFormers logs to standard output
+    sys.stdout = sys.__stdout__
+    ms.runtime.set_cpu_affinity = lambda *args, **kwargs: (
+        None
+    )  # it would bind the compiler to a core
+    config = _configuration(given)
+
+    from mindformers.core.context import build_context
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.tools.check_rules import check_rules
+    from mindformers.trainer import Trainer
+    from mindformers.trainer.build_trainer import build_trainer
+
+    build_context(config)  # forgets all parallel settings, then sets those of the recipe
+    ms.set_auto_parallel_context(global_rank=rank)
+    if config.optimizer.type == "Muon":
+        config.model.model_config.track_max_attention_logit = True
+    Trainer._reassign_monitor_config(SimpleNamespace(config=config))
+    config.metric = None  # of evaluation
+    build_parallel_config(config)
+
+    trainer = _our_trainer(given) if ours else build_trainer(config.trainer)
+    config = trainer._train_dataset_preprocess(config)
+    columns = config.train_dataset.pop("construct_args_key", None)
+    config = trainer.set_config(config, True)
+    steps = _steps(config, trainer.global_batch_size)
+    trainer.set_train_dataset(SimpleNamespace(get_dataset_size=lambda: steps))
+    check_rules(config, mode="train", network=None, dataset=None)
+    return Built(_step(trainer, columns), _batch(config))
+
+
+def _our_trainer(given: Mapping[str, Any]) -> Any:
+    """Return the trainer that recipes of ours name, as it stands when training begins."""
+    from telechat_moe.interop.mindformers_model import TelechatMoeTrainer
+
+    trainer = TelechatMoeTrainer()
+    trainer.recipe = loads(yaml.safe_dump(dict(given), allow_unicode=True))
+    return trainer
+
+
+def _configuration(given: Mapping[str, Any]) -> Any:
+    """Return MindFormers' configuration object, read by it from a file as ``run_mindformer.py`` does."""
+    from mindformers import MindFormerConfig
+
+    kept = {key: value for key, value in given.items() if _DROPPED.get(key, ()) is not None}
+    for key, below in _DROPPED.items():
+        if below and isinstance(kept.get(key), dict):
+            kept[key] = {k: v for k, v in kept[key].items() if k not in below}
+    kept["context"] = {**kept.get("context", {}), "device_target": "CPU"}  # until it is built
+    kept["load_checkpoint"] = ""
+    kept["trainer"] = {"type": UPSTREAM_TRAINER}  # ours would build our model
+    Path("recipe.yaml").write_text(yaml.safe_dump(kept, allow_unicode=True), encoding="utf-8")
+    return MindFormerConfig("recipe.yaml")
+
+
+def _steps(config: Any, global_batch_size: int) -> int:
+    """Return the steps of an epoch, on which schedules depend."""
+    sizes = config.train_dataset.data_loader.sizes or [global_batch_size]
+    return max(int(sizes[0]) // global_batch_size, 1)
+
+
+def _step(trainer: Any, columns: list[str] | None) -> Any:
+    """Return network, optimizer and wrapper as ``BaseTrainer.training_process`` puts them together."""
+    config = trainer.config
+    network = trainer.create_network(
+        default_args={
+            "parallel_config": config.parallel_config,
+            "moe_config": config.moe_config,
+            "dataset_config": config.train_dataset,
+            "calculate_per_token_loss": getattr(config, "calculate_per_token_loss", False),
+            "batch_size": config.runner_config.mini_batch_size,
+        }
+    )
+    shared = config.optimizer.type in ("PmaAdamW", "FusedPmaAdamW", "Muon")
+    parameters = set(network.get_model_parameters()) if shared else set()
+    if columns is not None:
+        network = trainer.warp_data_order_with_tool_cells(network, columns)
+    network = trainer.wrap_network_with_tool_cells(network)
+    trainer.set_network(network, is_train=True)
+    optimizer = trainer.create_optimizer_scheduler(network, parameters)
+    step = trainer.create_model_wrapper(network, optimizer)
+    if hasattr(step, "ascend_910b_target"):
+        step.ascend_910b_target = (
+            True  # no chip tells; without it, overflow is asked as on the first 910
+        )
+    step.set_train(True)
+    return step
+
+
+def _batch(config: Any) -> tuple[Any, ...]:
+    """Return zeros of the shapes that the data loader gives to a device, columns in their order."""
+    import mindspore as ms
+    import numpy as np
+
+    loader = config.train_dataset.data_loader.config or {}
+    rows = config.runner_config.batch_size
+    length = loader.get("seq_length") or config.model.model_config.seq_length
+    below = {
+        "attention_mask": (1, length, length),
+        "actual_seq_len": (loader.get("eod_pad_length") or 128,),
+    }
+    return tuple(
+        ms.Tensor(np.zeros((rows, *below.get(column, (length,))), np.int32))
+        for column in config.train_dataset.input_columns
+    )

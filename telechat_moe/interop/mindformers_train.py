@@ -1,0 +1,84 @@
+"""Train a recipe through MindFormers' trainer, without ``run_mindformer.py``.
+
+:func:`train` does what that script does: it names the plug-in's folder, lets MindFormers read the file, sets its context
+and starts its trainer. Under ``msrun`` every process calls it. Called by ``python -m telechat_moe.run RECIPE --through
+mindformers``.
+"""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.interop.mindformers_checkpoint import FOLDER, newest, resume_settings, step_of
+from telechat_moe.interop.mindformers_config import PLUGIN, REFERENCE, TRAINER, check_launch
+from telechat_moe.recipe import Recipe, load
+
+
+def train(
+    recipe_path: str | os.PathLike[str], overrides: Sequence[str] = (), resume: bool = False
+) -> None:
+    """Train a recipe through MindFormers in this process, one of as many as the recipe has devices.
+
+    Args:
+        recipe_path: Name of a shipped recipe or path.
+        overrides: Settings ``a.b=c``; see :func:`telechat_moe.recipe.load`.
+        resume: Go on from the newest checkpoint that MindFormers finished in ``output_dir``, if there is one.
+
+    Raises:
+        RecipeError: The recipe has problems.
+        BadInputError: MindFormers is not installed, or would train something else.
+    """
+    recipe = load(recipe_path, overrides)
+    check(recipe)
+    try:
+        from mindformers import MindFormerConfig, Trainer
+    except ImportError as error:
+        raise BadInputError(f"{error}; pip install mindformers==1.9.0") from error
+    from mindformers.core.context import build_context
+    from mindformers.utils.file_utils import set_output_path
+
+    os.environ["REGISTER_PATH"] = str(PLUGIN)
+    settings: dict[str, Any] = {}
+    if recipe.devices == 1 and "use_legacy_format" not in recipe.given:
+        settings["use_legacy_format"] = False  # the old one cannot be resumed in one process
+    saved = Path(recipe.output_dir).absolute() / FOLDER
+    found = newest(saved) if resume else None
+    if found is not None:
+        if step_of(found, recipe) >= recipe.train_steps:  # MindSpore would stop with an error
+            sys.stderr.write(f"all {recipe.train_steps} steps are done: {found}\n")
+            return
+        settings |= resume_settings(saved, recipe)
+    config = MindFormerConfig(str(write_resolved(recipe, settings)))
+    set_output_path(config.output_dir)
+    build_context(config)
+    Trainer(config).train()
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse, before MindFormers is imported, a recipe that this job cannot train.
+
+    Raises:
+        BadInputError: See :func:`telechat_moe.interop.mindformers_config.check_launch`.
+    """
+    if recipe.trainer.type != TRAINER:
+        raise BadInputError(
+            f"{recipe.source}: trainer.type is {recipe.trainer.type}, which builds MindFormers' own model; expected "
+            f"{TRAINER}, with auto_register: {REFERENCE}"
+        )
+    check_launch(recipe, int(os.environ.get("MS_WORKER_NUM", "1")))
+
+
+def write_resolved(recipe: Recipe, settings: Mapping[str, Any]) -> Path:
+    """Write what a recipe says, overrides and further settings put in, where MindFormers can read it."""
+    folder = Path(recipe.output_dir) / ".mindformers"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"recipe_{os.environ.get('RANK_ID', '0')}.yaml"
+    path.write_text(
+        yaml.safe_dump({**recipe.given, **settings}, allow_unicode=True), encoding="utf-8"
+    )
+    return path

@@ -1,0 +1,287 @@
+"""Writing a folder of weights so that it can be killed at any moment and gone on with.
+
+While it is being made, everything stands in a hidden folder beside the destination::
+
+    .DST.partial/lock         held by the process that writes
+    .DST.partial/plan.json    what is being written, from which files
+    .DST.partial/inputs.jsonl checksums of input files that were read to the end
+    .DST.partial/done.jsonl   output files that are complete, with their checksums
+    .DST.partial/files/       the output; one that is being written ends in .part
+
+A next run with the same plan verifies the finished files and writes the others. Under its own name the destination
+appears once, complete.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.interop import checksums, tensor_files
+from telechat_moe.interop.tensor_files import Output
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes in all."""
+
+
+@dataclass
+class Written:
+    """What writing came to.
+
+    Attributes:
+        files: Names of the files of the destination.
+        resumed: Files that an earlier, interrupted run had finished.
+    """
+
+    files: list[str]
+    resumed: int
+
+
+@dataclass
+class Destination:
+    """A folder or file of weights to be made.
+
+    Args:
+        dst: Folder, or a name that ends in ``.safetensors``.
+        source: Where the weights come from.
+        inputs: Files that are read.
+        shards: Tensors of each output file.
+        extra: JSON files of a folder besides, by name.
+        label: ``format`` in the files' metadata.
+        progress: Receives what is done.
+    """
+
+    dst: Path
+    source: Path
+    inputs: Sequence[Path]
+    shards: Sequence[list[Output]]
+    extra: Mapping[str, Mapping[str, Any]]
+    label: str
+    progress: Progress | None = None
+    kept: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    def write(self) -> Written:
+        """Write what is not written yet.
+
+        Raises:
+            BadInputError: An input differs from its checksums or changed, or another process writes here.
+            TelechatMoeError: Writing failed; finished files are kept.
+        """
+        self.work = self.dst.parent / f".{self.dst.name}.partial"
+        total = sum(o.nbytes for shard in self.shards for o in shard)
+        try:
+            self.files = self.work / "files"
+            self.files.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                return self._write(total)
+        except OSError as error:
+            where = error.filename or self.work
+            raise TelechatMoeError(
+                f"cannot write {self.dst}: {error.strerror or error} ({where}); {total:,} bytes are needed. "
+                + self._left()
+            ) from error
+        except BadInputError:
+            if not self.kept:
+                shutil.rmtree(self.work, ignore_errors=True)
+            raise
+
+    def _left(self) -> str:
+        """Remove what is of no use to the next run; say what is left."""
+        if not self.kept:
+            shutil.rmtree(self.work, ignore_errors=True)
+            return "Nothing was left behind."
+        return (
+            f"{len(self.kept)} of {len(self.shards)} files are finished and kept in {self.work}: the same command "
+            "goes on there; remove the folder to give up"
+        )
+
+    def _write(self, total: int) -> Written:
+        names = self._names()
+        before = {path: _identity(path) for path in self.inputs}
+        self._begin(names)
+        sources = self._check_inputs()
+        self._verify_finished()
+        resumed = sum(name in self.kept for name in names)
+        done = sum(_size(s) for s, n in zip(self.shards, names, strict=True) if n in self.kept)
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.progress is not None:
+                self.progress("writing", done, total)
+
+        advance(0)
+        for name, shard in zip(names, self.shards, strict=True):
+            if name not in self.kept:
+                self._write_shard(name, shard, advance)
+        changed = [path for path in self.inputs if _identity(path) != before[path]]
+        if changed:
+            raise BadInputError(
+                f"{changed[0]} changed while it was being read; {self.dst} was not made"
+            )
+        return Written(self._finish(names, sources), resumed)
+
+    def _names(self) -> list[str]:
+        return [self.dst.name] if self._single() else tensor_files.shard_names(len(self.shards))
+
+    @contextmanager
+    def _locked(self) -> Generator[None, None, None]:
+        with (self.work / "lock").open("a+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another process is writing {self.dst}; wait for it") from None
+            yield
+
+    # ------------------------------------------------------------------ what is there already
+
+    def _begin(self, names: list[str]) -> None:
+        """Go on with what is there if it was made by the same plan; else begin anew."""
+        plan = {
+            "inputs": [[path.name, *_identity(path)] for path in self.inputs],
+            "outputs": [
+                [name, *([o.name, o.dtype, list(o.shape)] for o in shard)]
+                for name, shard in zip(names, self.shards, strict=True)
+            ],
+            "extra": self.extra,
+            "label": self.label,
+        }
+        key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+        path = self.work / "plan.json"
+        if path.exists() and _json(path) == {"key": key}:
+            return
+        for name in ("plan.json", "inputs.jsonl", "done.jsonl"):
+            (self.work / name).unlink(missing_ok=True)
+        shutil.rmtree(self.files)
+        self.files.mkdir()
+        _write_whole(path, {"key": key})
+
+    def _check_inputs(self) -> checksums.Known:
+        """Return the checksums of the inputs; compare them with those that lie beside them."""
+        log = self.work / "inputs.jsonl"
+        known = {line["name"]: line for line in _lines(log)}
+        total = sum(path.stat().st_size for path in self.inputs)
+        done, found = 0, checksums.Known()
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if self.progress is not None:
+                self.progress("checking the source", done, total)
+
+        for path in self.inputs:
+            if path.name in known:
+                found[path.name] = {k: known[path.name][k] for k in ("bytes", "sha256")}
+                advance(found[path.name]["bytes"])
+                continue
+            found[path.name] = checksums.of_file(path, advance)
+            _append(log, {"name": path.name, **found[path.name]})
+        expected = checksums.read(self.source) or {}
+        folder = checksums.place(self.source).parent
+        if problems := checksums.differences(folder, expected, found):
+            raise BadInputError(
+                f"{self.source}: the weights are not those that were written:\n  "
+                + "\n  ".join(problems)
+            )
+        return found
+
+    def _verify_finished(self) -> None:
+        """Keep the finished files whose content is still right; remove everything else."""
+        for line in _lines(self.work / "done.jsonl"):
+            path = self.files / line["name"]
+            if path.is_file() and path.stat().st_size == line["bytes"]:
+                found = checksums.of_file(path)
+                if found["sha256"] == line["sha256"]:
+                    self.kept[line["name"]] = found
+        for path in self.files.iterdir():
+            if path.name not in self.kept:
+                path.unlink()
+
+    # ------------------------------------------------------------------ writing
+
+    def _write_shard(self, name: str, shard: list[Output], advance: Callable[[int], None]) -> None:
+        part = self.files / f"{name}.part"
+        found = tensor_files.write_file(part, shard, self.label, advance)
+        part.rename(self.files / name)
+        _sync(self.files)
+        _append(self.work / "done.jsonl", {"name": name, **found})
+        self.kept[name] = found
+
+    def _finish(self, names: list[str], sources: checksums.Known) -> list[str]:
+        """Put the destination under its own name, complete."""
+        extra = {} if self._single() else dict(self.extra)
+        for name, given in extra.items():
+            _write_whole(self.files / name, given)
+        files = {name: self.kept[name] for name in names}
+        files |= {name: checksums.of_file(self.files / name) for name in extra}
+        sums = checksums.place(self.files / self.dst.name if self._single() else self.files)
+        _write_whole(sums, checksums.content(files, self.source, sources))
+        if self._single():
+            sums.rename(self.dst.with_name(sums.name))
+            (self.files / self.dst.name).rename(self.dst)
+        else:
+            self.files.rename(self.dst)
+        _sync(self.dst.parent)
+        shutil.rmtree(self.work, ignore_errors=True)
+        return sorted([*files, sums.name])
+
+    def _single(self) -> bool:
+        return self.dst.suffix == ".safetensors"
+
+
+def _size(shard: Sequence[Output]) -> int:
+    return sum(o.nbytes for o in shard)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log; a torn last one is left out."""
+    if not path.exists():
+        return []
+    return [
+        json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True)
+        if line.endswith(b"\n")
+    ]
+
+
+def _append(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line, after what a kill tore off, and wait until it is on the disk."""
+    if path.exists() and not (raw := path.read_bytes()).endswith(b"\n") and raw:
+        path.write_bytes(raw[: raw.rfind(b"\n") + 1])
+    with path.open("ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
+        os.fsync(file.fileno())
+
+
+def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    tensor_files.write_json(part, content)
+    part.rename(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""Our model in MindFormers' trainer, compiled for Ascend: the collectives of our own step."""
+
+import importlib.util
+from collections import Counter
+
+import pytest
+from test_mindformers_dryrun import SMALL, TELECHAT, layout
+
+from telechat_moe.recipe import load
+
+pytestmark = [
+    pytest.mark.mindspore,
+    pytest.mark.mindformers,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
+    ),
+]
+
+SHARED = "model.model_config.moe_shared_expert_intermediate_size=32"
+CONFIG = "parallel.pipeline_config"
+ONE_CHUNK = [f"{CONFIG}.pipeline_interleave=False", f"{CONFIG}.pipeline_scheduler=1f1b"]
+
+
+def readings(overrides: list[str], rank: int):
+    """Compile a rank both ways; return what is in MindFormers' step and in ours."""
+    from telechat_moe.graph.read import read
+    from telechat_moe.graph.report import expected_sizes
+    from telechat_moe.interop.mindformers_dryrun import compile_mindformers
+    from telechat_moe.sharding.recipe import mesh_of
+    from telechat_moe.train.sharded import compile_recipe
+
+    overrides = [*SMALL, SHARED, *overrides]
+    recipe = load(TELECHAT, overrides)
+    (theirs,) = compile_mindformers(TELECHAT, [rank], overrides=overrides, ours=True)
+    (ours,) = compile_recipe(recipe, [rank])
+    assert weights(theirs) == weights(ours)
+    mesh = mesh_of(recipe)
+    return [read(graph, mesh, expected_sizes(recipe, mesh)) for graph in (theirs, ours)]
+
+
+def weights(graph) -> dict[str, list]:
+    """Return the layout of each parameter and moment."""
+    return {
+        name: entry[:3]
+        for name, entry in graph.layouts.items()
+        if not name.startswith(("batch", "inputs", "input")) and "." in name
+    }
+
+
+def counted(reading, phase: str) -> Counter:
+    counts: Counter = Counter()
+    for c in reading.collectives:
+        if c.phase == phase:
+            counts[c.kind, c.group, c.purpose, c.shape] += c.times
+    return counts
+
+
+def test_same_collectives_as_our_own_step() -> None:
+    theirs, ours = readings(layout(2, 2, 1, 2), 3)
+    for phase, at_least in (("forward", 50), ("backward", 70)):
+        assert counted(theirs, phase) == counted(ours, phase)
+        assert sum(counted(ours, phase).values()) > at_least
+    # MindSpore finds that MindFormers' step needs two exchanges of a recomputed layer no more.
+    more = counted(ours, "recompute") - counted(theirs, "recompute")
+    assert not counted(theirs, "recompute") - counted(ours, "recompute")
+    assert {kind for kind, *_ in more} <= {"AlltoAllV"}
+    operators = theirs.operators["forward"]
+    for kind in ("FlashAttentionScore", "GroupedMatmul", "RmsNorm"):
+        assert operators[kind] == ours.operators["forward"][kind] > 0, kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 3])
+def test_pipeline(rank: int) -> None:
+    """Two stages and four micro-batches, which MindFormers' pipeline cell cuts."""
+    theirs, ours = readings([*layout(1, 2, 2, 2, micro=4), *ONE_CHUNK], rank)
+    for phase in ("forward", "backward"):
+        assert counted(theirs, phase) == counted(ours, phase), phase

@@ -1,0 +1,136 @@
+"""MindFormers' own models compile for Ascend ranks here, from its recipes."""
+
+import importlib.util
+from collections import Counter
+
+import pytest
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.interop.mindformers_dryrun import compile_mindformers, devices_of, sections_of
+from telechat_moe.recipe import load
+
+pytestmark = [
+    pytest.mark.mindspore,
+    pytest.mark.mindformers,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
+    ),
+]
+
+TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+OFFICIAL = "telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
+DEEPSEEK = "deepseek3/pretrain_deepseek3_671b.yaml"
+MODEL = "model.model_config"
+SMALL = [
+    f"{MODEL}.{item}"
+    for item in (
+        "num_hidden_layers=2",
+        "first_k_dense_replace=1",
+        "offset=0",
+        "pp_interleave_num=1",
+        "hidden_size=64",
+        "intermediate_size=128",
+        "moe_intermediate_size=32",
+        "n_routed_experts=16",
+        "num_attention_heads=4",
+        "num_key_value_heads=4",
+        "vocab_size=256",
+    )
+]
+
+
+def layout(dp, tp, pp, ep, micro=1):
+    keys = ("data_parallel", "model_parallel", "pipeline_stage", "expert_parallel")
+    degrees = dict(zip(keys, (dp, tp, pp, ep), strict=True), micro_batch_num=micro)
+    return [f"parallel_config.{key}={value}" for key, value in degrees.items()]
+
+
+def operators(graph):
+    from telechat_moe.graph.mindir import Model
+
+    return list(Model(graph.mindir).operations())
+
+
+def test_telechat3_on_four_devices():
+    shared = f"{MODEL}.moe_shared_expert_intermediate_size=32"
+    (graph,) = compile_mindformers(TELECHAT, [3], overrides=[*SMALL, *layout(2, 2, 1, 2), shared])
+    assert (graph.rank, graph.devices) == (3, 4)
+    assert graph.groups["hccl_world_group"] == [0, 1, 2, 3]
+    assert [1, 3] in graph.groups.values()  # data parallel
+    assert [2, 3] in graph.groups.values()  # tensor parallel
+    found = operators(graph)
+    kinds = Counter(op.kind for op in found)
+    assert kinds["FlashAttentionScore"] == 2 * 3  # two layers and MTP, and once more recomputed
+    assert kinds["FlashAttentionScoreGrad"] == 3
+    assert kinds["AllFinite"] == 1  # overflow as on the Ascend 910B
+    assert kinds["AlltoAllV"] > 0
+    gathers = Counter(
+        tuple(graph.groups[op.attribute("group")]) for op in found if op.kind == "AllGather"
+    )
+    assert gathers[2, 3] > 0  # sequence parallel
+    assert gathers[1, 3] > 0  # weights from the sharded optimizer
+    layout_of_experts = graph.layouts["decoder.layers.1.mlp.experts.weight1"]
+    assert layout_of_experts[:3] == [
+        [2, 2],
+        [0, -1],
+        [16 * 64 // 2, 64],
+    ]  # halved over dp x tp's inner axis
+    assert graph.groups[layout_of_experts[5]] == [1, 3]
+
+
+@pytest.mark.slow
+def test_deepseek_v3_pipeline():
+    """Two stages, four micro-batches: the stages' context is the recipe's, not ours."""
+    sharded = "parallel.parallel_optimizer_config.optimizer_weight_shard_size=-1"
+    overrides = [*SMALL, *layout(1, 2, 2, 2, micro=4), sharded]
+    (graph,) = compile_mindformers(DEEPSEEK, [0], overrides=overrides)
+    sent = [op for op in operators(graph) if op.kind == "Send"]
+    activations = [op for op in sent if op.attribute("shape") == (4096 // 2, 1, 64)]
+    assert [op.attribute("sr_tag") for op in activations] == [0, 1, 2, 3]  # the micro-batches
+    assert {op.attribute("dst_global_rank") for op in sent} == {2}
+    assert [0, 2] in graph.groups.values()
+
+
+def test_official_recipe_is_refused_in_mindformers_words():
+    with pytest.raises(
+        BadInputError, match=r"sum of `offset` \(0\) should equal to remainder"
+    ) as e:
+        compile_mindformers(OFFICIAL, [0])
+    assert "rank 0 of 256" in str(e.value)
+
+
+def test_refused_layouts():
+    with pytest.raises(
+        BadInputError, match=r"num_attention_heads \(32\) must be a multiple of .* \(3\)"
+    ):
+        compile_mindformers(TELECHAT, [0], overrides=layout(1, 3, 1, 1))
+    with pytest.raises(
+        BadInputError, match="optimizer_weight_shard_size 256 should not exceed the device"
+    ):
+        compile_mindformers(DEEPSEEK, [0], overrides=[*SMALL, *layout(2, 2, 1, 2)])
+
+
+def test_no_such_rank():
+    with pytest.raises(BadInputError, match="no rank 256: its layout has 256 devices"):
+        compile_mindformers(TELECHAT, [0, 256])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("use_parallel=False", "use_parallel is False"),
+        ("parallel.parallel_mode=0", "parallel_mode 0"),
+        ("parallel_config.data_parallel=a", "data_parallel is a, expected an integer"),
+    ],
+)
+def test_recipes_without_ranks(override, said):
+    name, given = sections_of(TELECHAT, [override])
+    with pytest.raises(BadInputError, match=said):
+        devices_of(name, given)
+
+
+def test_loaded_recipe_keeps_its_overrides():
+    recipe = load(TELECHAT, ["parallel_config.micro_batch_num=16"])
+    _, given = sections_of(recipe, ["parallel_config.pipeline_stage=1"])
+    assert given["parallel_config"]["micro_batch_num"] == 16
+    assert devices_of("", given) == 32

@@ -1,0 +1,138 @@
+"""What MindFormers would silently train otherwise is refused, before it starts and in its trainer."""
+
+import importlib.util
+from pathlib import Path
+
+import mindformers_runs as runs
+import pytest
+
+from telechat_moe.cli import main
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.interop import mindformers_config as config
+from telechat_moe.recipe import load, loads
+
+needs_mindformers = [
+    pytest.mark.mindspore,
+    pytest.mark.mindformers,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
+    ),
+]
+TINY = "telechat3_moe/pretrain_tiny.yaml"
+ACCUMULATE = [
+    "runner_config.gradient_accumulation_steps=2",
+    "callbacks.1.gradient_accumulation_steps=2",
+]
+TWO = [f"{key}={value}" for key, value in runs.DATA_PARALLEL.items()]
+
+
+def test_recipes_that_fit_pass() -> None:
+    config.check_launch(load(TINY), 1)
+    config.check_launch(load(TINY, TWO), 2)
+    config.check_launch(load("telechat3_moe/pretrain_105b_a4b_4k.yaml"), 256)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes", "said"),
+    [
+        ([], 2, r"laid out for 1 device\(s\).*2 process\(es\) run.*feed zeros"),
+        (TWO, 1, r"laid out for 2 device\(s\).*1 process\(es\) run"),
+        ([*ACCUMULATE], 1, "trains with 1 instead"),
+        ([*TWO, "parallel.gradients_mean=False"], 2, "add up the gradients"),
+        ([*TWO, "parallel.enable_parallel_optimizer=True"], 2, "on Ascend only"),
+        ([*TWO, "parallel.parallel_mode=1"], 2, "no semi-automatic parallelism on CPU"),
+    ],
+)
+def test_silent_traps(overrides: list[str], processes: int, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        config.check_launch(load(TINY, overrides), processes)
+
+
+def test_device_queue_on_cpu_is_refused_by_the_recipe() -> None:
+    with pytest.raises(TelechatMoeError, match=r"sink_mode: True on CPU"):
+        load(TINY, ["runner_config.sink_mode=True"])
+
+
+def test_weight_decay_that_mindformers_cannot_express() -> None:
+    names = {"norm.weight": 1, "head.weight": 2}
+    config.check_decay(load(TINY), names)
+    with pytest.raises(BadInputError, match=r"leaves out head.weight"):
+        config.check_decay(
+            load(TINY, ["telechat_moe.weight_decay_exclude=['.*norm.*','head']"]), names
+        )
+    with pytest.raises(BadInputError, match=r"decays norm.weight"):
+        config.check_decay(load(TINY, ["telechat_moe.weight_decay_exclude=[]"]), names)
+    config.check_decay(
+        load(TINY, ["telechat_moe.weight_decay_exclude=[]", "optimizer.weight_decay=0.0"]), names
+    )
+
+
+def test_plugin_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugin-path"]) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    module, name = config.REFERENCE.split(".")
+    assert name in (folder / f"{module}.py").read_text()
+    for path in sorted(Path(config.__file__).parents[2].glob("recipes/*/*.yaml")):
+        assert load(path).trainer.auto_register == config.REFERENCE
+
+
+class TestConfigurationRoundTrip:
+    """MindFormers fills in and changes what it read; we get the recipe back from it."""
+
+    pytestmark = needs_mindformers
+
+    @pytest.mark.parametrize("name", [TINY, "telechat3_moe/pretrain_105b_a4b_4k.yaml"])
+    def test_same_recipe(self, name: str, tmp_path: Path) -> None:
+        import yaml
+        from mindformers import MindFormerConfig
+        from mindformers.core.parallel_config import build_parallel_config
+
+        given = load(name).given
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(given))
+        read = MindFormerConfig(str(path))
+        build_parallel_config(read)
+        read.rank_id = read.local_rank = 0
+        found, meant = config.recipe_of(read), loads(path.read_text())
+        for section in (
+            *("optimizer", "lr_schedule", "runner_config", "runner_wrapper", "model", "callbacks"),
+            *("telechat_moe", "recompute_config", "train_dataset", "devices", "global_batch"),
+        ):
+            assert getattr(found, section) == getattr(meant, section), section
+
+    def test_misspelt_key_on_the_command_line(self, tmp_path: Path) -> None:
+        """``run_mindformer.py --model.model_config.num_expert_per_tok 4`` adds a key in silence."""
+        import yaml
+        from mindformers import MindFormerConfig
+
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(load(TINY).given))
+        read = MindFormerConfig(str(path))
+        read.model.model_config["num_expert_per_tok"] = 4
+        read.optimizer.weight_decay = 0.2
+        with pytest.raises(
+            TelechatMoeError, match=r"num_expert_per_tok: unknown key.*num_experts_per_tok"
+        ):
+            config.recipe_of(read)
+        del read.model.model_config["num_expert_per_tok"]
+        assert config.recipe_of(read).optimizer.weight_decay == 0.2
+
+
+@pytest.mark.mindspore
+@pytest.mark.mindformers
+def test_processes_that_the_recipe_does_not_know_are_refused_in_the_trainer(tmp_path: Path) -> None:
+    """Started past our own checks, as ``run_mindformer.py`` starts it, the trainer refuses as well."""
+    pytest.importorskip("mindformers", reason="mindformers is not installed")
+    recipe = runs.write_recipe(tmp_path)
+    code = (
+        "import os, sys\n"
+        f"os.environ['REGISTER_PATH'] = {str(config.PLUGIN)!r}\n"
+        "from mindformers import MindFormerConfig, Trainer\n"
+        "from mindformers.core.context import build_context\n"
+        "read = MindFormerConfig(sys.argv[1]); build_context(read); trainer = Trainer(read)\n"
+        "trainer.config.device_num = 2\n"
+        "trainer.train()\n"
+    )
+    (tmp_path / "code.py").write_text(code)
+    text = runs.run(["python", "code.py", str(recipe)], tmp_path, check=False)
+    assert "MindFormers would feed zeros to the processes" in text
