@@ -1,0 +1,152 @@
+"""Runs that were cut differently: groups from layouts, whole tensors of both, what only looks right on its own rank."""
+
+import numpy as np
+import pytest
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.across import Link, across, differ_in_layout, read_map, terms_of
+from telechat_moe.tools.align.records import (
+    Call,
+    Dump,
+    Layout,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+)
+
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.standard_normal((8, 6)).astype(np.float32)
+TERMS = RNG.standard_normal((4, 8, 6)).astype(np.float32)  # what each data-parallel rank adds
+GRADIENT = TERMS.sum(0, dtype=np.float64).astype(np.float32)
+RATE = np.float32(0.1)
+MESH = {"mesh": (2, 2), "axes": ("dp", "tp"), "ranks": (0, 1, 2, 3)}
+CUT = Layout(**MESH, dims=(("tp",), ()))
+PARTIAL = Layout(**MESH, dims=(("tp",), ()), partial={"dp": "sum"})
+
+
+def tensor(values, layout=None):
+    values = np.ascontiguousarray(values, np.float32)
+    return TensorRecord("float32", values.shape, layout=layout, read=lambda: values)
+
+
+def scalar(value):
+    return tensor(np.float32(value))
+
+
+def update(weight, grad, layout=None):
+    grad, w, v = grad.astype(np.float64), weight.astype(np.float64), np.zeros(weight.shape)
+    kwargs = {
+        "weight": tensor(weight, layout), "momentum_buffer": tensor(v, layout), "lr": scalar(RATE),
+        "grad": tensor(grad, layout), "momentum": scalar(0.9),
+    }  # fmt: skip
+    made = [tensor(w - float(RATE) * grad, layout), tensor(grad, layout)]
+    name = "Optimizer.w.ApplyMomentum"
+    return Call(f"{name}.0.forward", "api", name, 0, Phase.OPTIMIZER, [], kwargs, made)
+
+
+def reduction(own, total, group):
+    name = "Primitive.Reduction.w.AllReduce"
+    kwargs = {
+        "op": Scalar("str", "sum"),
+        "group": Scalar("ProcessGroup", {"group_ranks": group, "group_id": "g"}),
+    }
+    taken, made = [tensor(own, PARTIAL)], [tensor(total, CUT)]
+    return Call(f"{name}.0.forward", "api", name, 0, Phase.REDUCTION, taken, kwargs, made)
+
+
+def dump(root, ranks):
+    return Dump(
+        root,
+        {
+            (0, r): RankDump(0, r, "mindspore", "tensor", "mix", {c.key: c for c in calls})
+            for r, calls in ranks.items()
+        },
+    )
+
+
+def one(tmp_path, gradient=GRADIENT):
+    return dump(tmp_path, {0: [update(WEIGHT, gradient)]})
+
+
+def four(tmp_path, over="dp", factor=1.0, stale=()):
+    """dp 2 x tp 2: each data-parallel rank has half of the terms, each tensor-parallel one half of the rows."""
+    own = {
+        r: TERMS[2 * (r // 2) : 2 * (r // 2) + 2].sum(0)[4 * (r % 2) : 4 * (r % 2) + 4]
+        for r in range(4)
+    }
+    ranks = {}
+    for r in range(4):
+        group = sorted({r, (r + 2) % 4}) if over == "dp" else sorted({r, r ^ 1})
+        total = np.sum([own[g] for g in group], 0) * np.float32(factor)
+        weight = WEIGHT[4 * (r % 2) : 4 * (r % 2) + 4]
+        if r in stale:
+            weight = weight * np.float32(1.001)
+        ranks[r] = [reduction(own[r], total, group), update(weight, total, CUT)]
+    return dump(tmp_path, ranks)
+
+
+def test_a_right_run_in_another_layout_passes(tmp_path):
+    reference, target = one(tmp_path), four(tmp_path)
+    assert differ_in_layout(reference, target)
+    outcome = across(reference, target)
+    assert outcome.verdict == "pass", outcome.findings
+    assert not outcome.unknown
+
+
+def test_a_sum_over_the_wrong_ranks_is_named(tmp_path):
+    outcome = across(one(tmp_path), four(tmp_path, over="tp"))
+    first = outcome.findings[0]
+    assert outcome.verdict == "diverged"
+    assert first.verdict.key == "Primitive.Reduction.w.AllReduce.0.forward"
+    assert (first.family, outcome.ranks) == ("wrong group", [0, 1, 2, 3])
+    assert first.as_json()["phase"] == "reduction"
+
+
+def test_a_difference_that_no_operator_makes_shows_at_a_point(tmp_path):
+    outcome = across(one(tmp_path, GRADIENT * np.float32(1.01)), four(tmp_path))
+    first = outcome.findings[0]
+    assert outcome.verdict == "diverged"
+    assert first.verdict.reason.startswith("gradient of w: relative L2 distance")
+    assert first.family == "scale"
+
+
+def test_how_far_apart_is_derived_not_guessed(tmp_path):
+    """One sum of two terms: some roundings of float32 are allowed, not what a deep network would need."""
+    for roundings, verdict in ((4, "pass"), (100, "diverged")):
+        reference = one(tmp_path, GRADIENT * np.float32(1 + roundings * 2.0**-24))
+        outcome = across(reference, four(tmp_path))
+        assert outcome.verdict == verdict, (roundings, outcome.findings[:1])
+
+
+def test_copies_that_differ_are_a_fault(tmp_path):
+    outcome = across(one(tmp_path), four(tmp_path, stale=[2]))
+    assert outcome.verdict == "diverged"
+    said = next(
+        f.verdict.reason for f in outcome.findings if "weight of w before" in f.verdict.reason
+    )
+    assert "copies differ" in said
+    assert "rank 2" in said
+
+
+def test_tolerance_and_maps(tmp_path):
+    reference = one(tmp_path, GRADIENT * np.float32(1 + 1e-3))
+    links = [Link("g", ("weight w input.grad",), ("Optimizer.w.* input.grad",))]
+    assert across(reference, four(tmp_path), links).verdict == "diverged"
+    assert across(reference, four(tmp_path), links, 1e-2).verdict == "pass"
+    turned = [Link("g", ("weight w input.grad",), ("weight w input.grad",), transposed=True)]
+    assert across(one(tmp_path, GRADIENT), four(tmp_path), turned, 1e-2).verdict == "diverged"
+    missing = across(
+        reference, four(tmp_path), [Link("g", ("nothing output.0",), ("none output.0",))]
+    )
+    assert missing.judged["not judged"] == 1
+    assert sum(missing.unknown.values()) == 1
+    (tmp_path / "map.json").write_text('[{"name": "g", "reference": "a b"}]')
+    with pytest.raises(BadInputError, match="no map of tensors"):
+        read_map(tmp_path / "map.json")
+
+
+def test_the_ranks_that_hold_the_other_terms():
+    assert terms_of(PARTIAL, 0) == [0, 2]
+    assert terms_of(PARTIAL, 3) == [1, 3]
+    assert terms_of(PARTIAL, 7) is None

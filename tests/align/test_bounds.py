@@ -1,0 +1,86 @@
+"""Bounds against correct programs: none broken, and none useless. The count of 10^8 is benchmarks/align_bounds.py."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from telechat_moe.tools.align import bounds_check as bounds
+from telechat_moe.tools.align import bounds_specs
+from telechat_moe.tools.align.bounds_corpus import narrow
+from telechat_moe.tools.align.numerics import round_to
+from telechat_moe.tools.align.operators import registry
+
+torch = None
+if importlib.util.find_spec("torch"):
+    import torch
+
+
+def tally(size, rounds=range(1), every=1, names=None):
+    found = {}
+    for i, (name, dtype, kind, number) in enumerate(bounds.cases(rounds, names)):
+        if sum(divmod(i, len(bounds_specs.SPECS))) % every == 0:
+            one = bounds.check(name, dtype, kind, number, size, torch)
+            found.setdefault(name, bounds.Tally()).add(one)
+    return found
+
+
+def test_every_operator_is_in_the_corpus():
+    assert {f.name for f in registry._FORMULAS.values()} == set(bounds_specs.SPECS)
+
+
+@pytest.mark.torch
+def test_no_bound_is_broken():
+    """A share of the corpus: every operator, in turns with other types and distributions."""
+    found = tally(1024, every=8)
+    assert set(found) == set(bounds_specs.SPECS)
+    assert [t.broken for t in found.values() if t.violations] == []
+    assert [(n, t.skipped) for n, t in found.items() if t.skipped] == []
+    assert sum(t.checks for t in found.values()) > 10**6
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_no_bound_is_broken_in_10_to_the_8_checks():
+    """Also: the bound of the median operator is at most 8 times the 99.9 % quantile of observed errors."""
+    found = tally(8192)
+    assert sum(t.checks for t in found.values()) > 10**8
+    assert [t.broken for t in found.values() if t.violations] == []
+    tight = [t.tightness() for t in found.values()]
+    assert np.median([t for t in tight if t is not None]) <= 8
+
+
+def test_bounds_are_not_loose():
+    names = (
+        "add",
+        "exp",
+        "sum",
+        "matmul",
+        "softmax",
+        "rms_norm",
+        "cross_entropy",
+        "swiglu",
+        "AdamW",
+    )
+    for name, found in tally(1024, names=names).items():
+        for dtype in bounds.DTYPES[:3]:
+            tightness = found.tightness(dtype)
+            assert 1 <= tightness <= 8, (name, dtype, tightness)
+
+
+@pytest.mark.parametrize("name", ["matmul", "rms_norm", "softmax", "sum"])
+def test_a_wrong_program_breaks_its_bound(name, monkeypatch):
+    spec = bounds_specs.SPECS[name]
+    for dtype, wrong in (("float32", 1.001), ("bfloat16", 1.1), ("float64", 1 + 1e-9)):
+        programs = [
+            lambda m, *a, p=p, w=wrong, **k: p(m, *a, **k) * m.work(w) for p in spec.programs
+        ]
+        monkeypatch.setitem(bounds_specs.SPECS, name, bounds.Spec(name, spec.make, tuple(programs)))
+        found = bounds.check(name, dtype, "uniform", 0, 2048)
+        assert found.violations > 0.2 * found.checks, dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rounding_of_programs_is_that_of_the_tool(dtype):
+    x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32) * 100
+    assert np.array_equal(narrow(x, dtype), round_to(x, dtype).astype(np.float32))

@@ -1,0 +1,181 @@
+"""What taps record of a MindSpore graph: the values, in the order in which they were, and nothing is changed by it."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+import mindspore as ms
+from mindspore import Parameter, Tensor, nn, ops
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align import fingerprint, metrics, msprobe
+from telechat_moe.tools.align.capture_mindspore import Tapped, capture
+from telechat_moe.tools.align.replay import replay
+
+X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)
+
+
+class Layer(nn.Cell):
+    """A weight, a product, a branch of the graph that writes to the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = Parameter(Tensor(W), name="layers.0.weight")
+        self.product = ops.MatMul(transpose_b=True)
+
+    def construct(self, x):
+        return ops.silu(self.product(x, self.weight))
+
+
+class Step(nn.Cell):
+    """Forward, backward, and an update in a branch."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.layers = nn.CellList([Layer()], auto_prefix=False)
+        self.weights = ms.ParameterTuple([self.layers[0].weight])
+        self.velocity = self.weights.clone(prefix="velocity", init="zeros")
+        self.limit = Tensor(1e6, ms.float32)
+        self.rate, self.momentum = Tensor(0.1, ms.float32), Tensor(0.9, ms.float32)
+        self.update = ops.ApplyMomentum()
+        self.gradient = ms.value_and_grad(self.loss, None, self.weights)
+
+    def loss(self, x):
+        return self.layers[0](x).sum()
+
+    def construct(self, x):
+        loss, grads = self.gradient(x)
+        if loss < self.limit:
+            self.update(self.weights[0], self.velocity[0], self.rate, grads[0], self.momentum)
+        return loss
+
+
+@pytest.fixture(scope="module", autouse=True)
+def graph_mode():
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """A step, what it returned, and its dump."""
+    step = Step()
+    out = tmp_path_factory.mktemp("capture") / "dump"
+    loss = capture(step, Tensor(X), out=out)
+    return step, float(loss.asnumpy()), msprobe.read(out).ranks[0, 0]
+
+
+def named(rank, ending):
+    found = [c for key, c in rank.calls.items() if key.endswith(f"{ending}.0.forward")]
+    assert len(found) == 1, list(rank.calls)
+    return found[0]
+
+
+def reference():
+    x, w = X.astype(np.float64), W.astype(np.float64)
+    h = x @ w.T
+    s = 1 / (1 + np.exp(-h))
+    return h, h * s, (s * (1 + h * (1 - s))).T @ x
+
+
+def test_forward_backward_and_update_are_what_numpy_computes(recorded):
+    step, loss, rank = recorded
+    h, y, gradient = reference()
+    product = rank.calls["Primitive.layers.0.MatMul.0.forward"]
+    np.testing.assert_array_equal(product.inputs[0].load(), X)
+    np.testing.assert_array_equal(product.inputs[1].load(), W)
+    np.testing.assert_allclose(product.outputs[0].load(), h, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(named(rank, ".SiLU").outputs[0].load(), y, rtol=1e-5, atol=1e-5)
+    assert loss == pytest.approx(y.sum(), rel=1e-5)
+    update = rank.calls["Optimizer.layers.0.weight.ApplyMomentum.0.forward"]
+    np.testing.assert_allclose(update.kwargs["grad"].load(), gradient, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(update.kwargs["weight"].load(), W)
+    after = step.layers[0].weight.asnumpy()
+    np.testing.assert_array_equal(update.outputs[0].load(), after)
+    np.testing.assert_allclose(after, W - 0.1 * gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_the_backward_pass_is_told_by_name_and_stage(recorded):
+    _, _, rank = recorded
+    backward = [c for c in rank.calls.values() if c.name.startswith("Primitive.Gradients.")]
+    assert any(c.name.endswith(".SiLUGrad") for c in backward)
+    assert {c.stage.value for c in backward} == {"backward"}
+    assert rank.calls["Primitive.layers.0.MatMul.0.forward"].stage.value == "forward"
+
+
+def test_every_operator_is_judged_and_right(recorded):
+    _, _, rank = recorded
+    verdicts = [v for found in replay(rank) for v in found]
+    assert len(verdicts) >= 8
+    assert {v.status for v in verdicts} == {"pass"}, [v for v in verdicts if v.status != "pass"]
+
+
+def test_a_value_is_recorded_once(recorded):
+    """The branch that updates is given the weight, the gradient and numbers: the main graph has seen them."""
+    _, _, rank = recorded
+    recorder = Tapped(Step())
+    recorder.compile(Tensor(X))
+    update = next(n for n in recorder.plan.nodes if n.kind == "ApplyMomentum")
+    main = next(n for n in recorder.plan.nodes if n.kind == "MatMul")
+    assert update.graph != main.graph
+    assert set(update.inputs[0].taps) == set(update.inputs[3].taps) == {main.graph}
+    assert set(update.inputs[1].taps) == {update.graph}  # only the branch takes the velocity
+    assert set(update.outputs[0].taps) == {update.graph}
+    np.testing.assert_array_equal(named(rank, ".ApplyMomentum").kwargs["weight"].load(), W)
+
+
+def test_taps_change_no_bit():
+    plain, tapped = Step(), Step()
+    recorder = Tapped(tapped)
+    for _ in range(3):
+        a, b = plain(Tensor(X)), recorder(Tensor(X))
+        assert a.asnumpy().tobytes() == b.asnumpy().tobytes()
+    assert plain.layers[0].weight.asnumpy().tobytes() == tapped.layers[0].weight.asnumpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
+def test_fingerprints_are_those_of_the_values(tmp_path, dtype):
+    class Moved(nn.Cell):
+        def construct(self, x):
+            return ops.cast(x, ms.float32 if dtype == "bfloat16" else ms.float64)
+
+    rng = np.random.default_rng(2)
+    values = rng.standard_normal((173, 131)).astype(np.float32)  # three blocks, the last not full
+    values[5, 7], values[100, 3] = np.inf, np.nan
+    if dtype in ("int32", "bool"):
+        values = rng.integers(-50, 50, (173, 131)).astype(dtype)
+    x = Tensor(values).astype(getattr(ms, dtype if dtype != "bool" else "bool_"))
+    capture(Moved(), x, out=tmp_path / "values")
+    capture(Moved(), x, out=tmp_path / "prints", values="fingerprint")
+    capture(Moved(), x, out=tmp_path / "statistics", values="statistics")
+    full, prints, numbers = (
+        next(iter(msprobe.read(tmp_path / n).ranks[0, 0].calls.values())).outputs[0]
+        for n in ("values", "prints", "statistics")
+    )
+    expected = fingerprint.of(full.load())
+    found = fingerprint.Fingerprint.from_bytes(prints.fingerprint)
+    assert (found.checksum, found.count, found.special) == (
+        expected.checksum,
+        expected.count,
+        expected.special,
+    )
+    scale = np.abs(expected.buckets).max()
+    np.testing.assert_allclose(found.buckets, expected.buckets, rtol=0, atol=1e-12 * scale)
+    assert found.squares == pytest.approx(expected.squares, rel=1e-12)
+    given = metrics.stats(full.load())
+    for name in ("max", "min", "mean", "norm"):
+        a, b = getattr(numbers.stats, name), getattr(given, name)
+        assert (a is None) == (b is None), name
+        assert a is None or a == pytest.approx(b, rel=1e-6, nan_ok=True), name
+
+
+def test_filters(tmp_path):
+    capture(Step(), Tensor(X), out=tmp_path / "a", only=["*.MatMul"])
+    names = {c.name.split(".")[-1] for c in msprobe.read(tmp_path / "a").ranks[0, 0].calls.values()}
+    assert names == {"MatMul"}
+    capture(Step(), Tensor(X), out=tmp_path / "b", layers=[3])
+    assert not msprobe.read(tmp_path / "b").ranks[0, 0].calls
+    with pytest.raises(BadInputError, match="it exists"):
+        capture(Step(), Tensor(X), out=tmp_path / "b")

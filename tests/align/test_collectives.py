@@ -1,0 +1,121 @@
+"""Collectives of several ranks, computed here by plain loops, against the replay; wrong groups are named."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telechat_moe.tools.align.bisect import bisect
+from telechat_moe.tools.align.numerics import round_to
+from telechat_moe.tools.align.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
+
+RANKS = 4
+GROUPS = ([0, 1], [2, 3])
+
+
+def tensor(values, dtype):
+    return TensorRecord(dtype, values.shape, read=lambda: values)
+
+
+def given(dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    parts = [rng.standard_normal((8, 3)) for _ in range(RANKS)]
+    return [round_to(p, dtype).astype(np.float32) for p in parts]
+
+
+def ring(parts, dtype):
+    """Add up as a ring does, rounding each partial sum to the type."""
+    total = parts[0].astype(np.float64)
+    for part in parts[1:]:
+        total = round_to(total + part, dtype)
+    return total.astype(np.float32)
+
+
+def exchange(kind, parts, dtype):
+    n = len(parts)
+    rows = len(parts[0]) // n
+    if kind == "all_reduce":
+        return [ring(parts, dtype)] * n
+    if kind == "all_gather_into_tensor":
+        return [np.concatenate(parts)] * n
+    if kind == "reduce_scatter_tensor":
+        return [ring(parts, dtype)[i * rows : (i + 1) * rows] for i in range(n)]
+    if kind == "all_to_all_single":
+        return [np.concatenate([p[i * rows : (i + 1) * rows] for p in parts]) for i in range(n)]
+    return [parts[0]] * n
+
+
+def run(kind, groups=GROUPS, dtype="float32", change=None, said=GROUPS):
+    """Return the dump of a collective over ``groups``; it says that it was over ``said``."""
+    parts, ranks = given(dtype), {}
+    for group in groups:
+        results = exchange(kind, [parts[r] for r in group], dtype)
+        for rank, values in zip(group, results, strict=True):
+            named = next(g for g in said if rank in g)
+            out = change(rank, values, parts) if change else values
+            key = f"Distributed.{kind}.0.forward"
+            first = (
+                [tensor(np.zeros_like(out), dtype)]
+                if kind not in ("all_reduce", "broadcast")
+                else []
+            )
+            more = [Scalar("int", named[0])] if kind == "broadcast" else []
+            call = Call(
+                key, "api", f"Distributed.{kind}", 0, Phase.FORWARD,
+                [*first, tensor(parts[rank], dtype), *more],
+                {"group": Scalar("ProcessGroup", {"group_ranks": named})},
+                [tensor(out, dtype)],
+            )  # fmt: skip
+            ranks[0, rank] = RankDump(0, rank, "pytorch", "tensor", "L1", {key: call})
+    return Dump(Path("run"), ranks)
+
+
+KINDS = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_collectives_pass(kind, dtype):
+    outcome = bisect(run(kind, dtype=dtype), run(kind, dtype=dtype))
+    assert (outcome.verdict, dict(outcome.judged)) == ("pass", {"pass": RANKS})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_groups_are_found(kind):
+    """The program puts other ranks together, and its own dump says so, too."""
+    wrong = run(kind, ([0, 2], [1, 3]), said=([0, 2], [1, 3]))
+    outcome = bisect(run(kind), wrong)
+    assert outcome.verdict == "diverged"
+    assert outcome.findings[0].verdict.key == f"Distributed.{kind}.0.forward"
+    if kind == "all_reduce":
+        assert outcome.ranks == [0, 1, 2, 3]
+        assert outcome.findings[0].family == "wrong group"
+        assert "ranks [0, 2], not [0, 1]" in outcome.findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("change", "family"),
+    [
+        (lambda rank, y, parts: parts[rank] if rank == 2 else y, "missing reduction"),
+        (lambda rank, y, parts: 2 * y if rank == 2 else y, "doubled reduction"),
+        (lambda rank, y, parts: y / 2 if rank == 2 else y, "scale"),
+        (lambda rank, y, parts: y + 1 if rank == 2 else y, "offset"),
+    ],
+)
+def test_wrong_reductions_are_named(change, family):
+    outcome = bisect(run("all_reduce"), run("all_reduce", change=change))
+    assert (outcome.ranks, outcome.findings[0].family) == ([2], family)
+
+
+def test_a_rank_that_is_missing_is_said():
+    target = run("all_reduce")
+    less = Dump(target.root, {k: v for k, v in target.ranks.items() if k[1] != 1})
+    outcome = bisect(run("all_reduce"), less)
+    assert dict(outcome.judged) == {"not judged": 1, "pass": 2}
+    assert "rank 1 of its group is not in the dump" in next(iter(outcome.unknown))

@@ -1,0 +1,84 @@
+"""Roundings carried along the data flow, against the same run in double precision."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import planted
+import tiny_moe
+from recorded import rank_dump
+
+from telechat_moe.tools.align.capture_torch import capture
+from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.propagate import Deviations, apart
+
+pytestmark = pytest.mark.torch
+
+
+def wide(x):
+    """Return weights as they are, in double precision."""
+    if isinstance(x, dict):
+        return {name: wide(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [wide(value) for value in x]
+    return x.detach().double().requires_grad_()
+
+
+def errors(dtype, seed):
+    """Return for each tensor of a run the root of its mean square error over the derived deviation, and the phase."""
+    low = planted.run(dtype=dtype, seed=seed).ranks[0, 0]
+    with capture() as calls:
+        tiny_moe.model(
+            wide(tiny_moe.weights(dtype=dtype, seed=seed)), *tiny_moe.batch(seed)
+        ).backward()
+    high = rank_dump(calls)
+    deviations = Deviations(low)
+    found, unknown = [], 0
+    for key, call in low.calls.items():
+        true = dict(high.calls[key].tensors()) if key in high.calls else {}
+        for place, record in call.tensors():
+            if (
+                not place.startswith("output")
+                or not is_float(record.dtype)
+                or not record.load().size
+            ):
+                continue
+            if (key, place) not in deviations.made:
+                unknown += 1
+            elif place in true and true[place].shape == record.shape:
+                error = np.sqrt(
+                    np.mean((record.load().astype(np.float64) - true[place].load()) ** 2)
+                )
+                size = np.sqrt(np.mean(deviations.made[key, place] ** 2))
+                found.append((error / size if size else np.inf if error else 0.0, call.phase.value))
+    return found, unknown
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_errors_of_a_run_are_about_as_large_as_derived(seed):
+    """Forward and backward, two layers with experts: none is beyond it, half of them are within a factor of 5."""
+    found, unknown = errors(torch.float32, seed)
+    ratios = [ratio for ratio, _ in found]
+    assert len(ratios) > 500
+    assert not unknown
+    assert {phase for _, phase in found} == {"forward", "backward"}
+    assert max(ratios) < 1.5
+    assert np.median(ratios) > 0.2
+
+
+def test_in_a_narrow_type_too():
+    found, unknown = errors(torch.bfloat16, 0)
+    assert len(found) > 300
+    assert unknown < len(found)  # sums that autograd adds up between calls are not always found
+    assert max(ratio for ratio, _ in found) < 1.5
+
+
+def test_two_runs():
+    """Two right runs, whose errors are independent, are apart by the root of twice the mean square."""
+    rng = np.random.default_rng(0)
+    values, deviation = rng.standard_normal(10_000), np.full(10_000, 1e-3)
+    one, other = (values + 1e-3 * rng.standard_normal(10_000) for _ in range(2))
+    seen = np.linalg.norm(one - other) / np.linalg.norm(values)
+    assert apart(values, deviation) == pytest.approx(seen, rel=0.05)
+    assert apart(np.zeros(3), deviation[:3]) == 0.0

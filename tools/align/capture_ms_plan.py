@@ -1,0 +1,174 @@
+"""What a tapped graph records: operators, what they take and make, and the taps that see it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore.train import mind_ir_pb2 as pb
+
+from telechat_moe.graph.mindir import NUMPY, value_of
+
+TYPES: Mapping[int, str] = {
+    **{n: np.dtype(kind).name for n, kind in NUMPY.items()},
+    5: "int16",
+    11: "float64",
+    12: "uint32",
+    13: "uint64",
+    16: "bfloat16",
+}
+"""Element type of MindIR: canonical name."""
+
+_PART = re.compile(r"^(?P<attribute>.+?)-(?P<kind>[^-]*)$")
+
+
+@dataclass(eq=False)
+class Tensor:
+    """A tensor of a run, and the taps that see it, by graph.
+
+    Attributes:
+        shape: As the graph says.
+        dtype: Canonical name.
+        taps: Graph to number of the tap.
+        constant: Its values, if the graph has them.
+        parameter: Name of the weight or state whose value it is.
+        early: A tap of the main graph has seen it before any function ran: no function needs its own.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    taps: dict[str, int] = field(default_factory=dict)
+    constant: Any = None
+    parameter: str | None = None
+    early: bool = False
+
+
+class Number(NamedTuple):
+    """An argument that is no tensor."""
+
+    value: Any
+
+
+Argument = Tensor | Number | list["Argument"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operator.
+
+    Attributes:
+        path: Cell that it stands in, ``model.layers.0.attention``; backward ones the same.
+        classes: Classes of the cells of the path.
+        kind: Primitive; of a custom operator of ours ``Telechat`` and its name.
+        backward: It belongs to the backward pass.
+        index: Number among those of the same path, kind and direction.
+        inputs: What it takes.
+        outputs: What it makes; of one that writes to weights, their new values.
+        attributes: Of the primitive.
+        graph: Function that it stands in.
+        writes: Places of the inputs that it writes to.
+        weight: Whose gradient it reduces.
+        layouts: Of inputs and of outputs, as the parallel compiler has written them down.
+    """
+
+    path: tuple[str, ...]
+    classes: tuple[str, ...]
+    kind: str
+    backward: bool
+    index: int
+    inputs: list[Argument]
+    outputs: list[Argument]
+    attributes: Mapping[str, Any]
+    graph: str
+    writes: tuple[int, ...] = ()
+    weight: str = ""
+    layouts: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
+
+
+@dataclass
+class Plan:
+    """What a tapped graph records.
+
+    Attributes:
+        nodes: Operators, in an order in which they can run.
+        taps: How many there are.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    taps: int = 0
+
+
+def constant_tensor(proto: Any) -> Tensor:
+    """Return a tensor that stands in the graph."""
+    kind = TYPES.get(proto.data_type, "?")
+    shape = tuple(proto.dims)
+    if kind == "bfloat16":
+        bits = np.frombuffer(proto.raw_data, np.uint16).astype(np.uint32) << 16
+        return Tensor(shape, kind, constant=bits.view(np.float32).reshape(shape))
+    if kind == "?":
+        return Tensor(shape, kind)
+    return Tensor(
+        shape, kind, constant=np.frombuffer(proto.raw_data, np.dtype(kind)).reshape(shape)
+    )
+
+
+def scalar_of(attribute: Any) -> Any:
+    """Return the value of an attribute; of None, types and what else is no number, text."""
+    kinds = pb.AttributeProto
+    if attribute.type == kinds.NONE:
+        return None
+    if attribute.type in (kinds.TUPLE, kinds.LIST):
+        return [scalar_of(v) for v in attribute.values]
+    if attribute.type == kinds.DICT:
+        return {v.name: scalar_of(v.values[0]) for v in attribute.values if v.values}
+    if attribute.type == kinds.STRING and attribute.strings:
+        return attribute.strings[0]
+    if attribute.type in (kinds.FLOAT, kinds.DOUBLE, kinds.BOOL, kinds.STRING):
+        return value_of(attribute)
+    if attribute.type in (kinds.TENSORS, kinds.TENSOR):
+        return None
+    return value_of(attribute)
+
+
+def weight_of(node: Any) -> str:
+    """Return the weight whose gradient a node reduces."""
+    if "MirrorOperator" not in node.domain:
+        return ""
+    found = (a for a in node.primal_attr if a.name == "mirror_user_id")
+    return next((str(value_of(a)) for a in found), "")
+
+
+def layouts_of(attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the layouts of inputs and outputs that the parallel compiler has written down."""
+    found = [
+        scalar_of(attributes[n]) if n in attributes else [] for n in ("in_layout", "out_layout")
+    ]
+    return found[0], found[1]
+
+
+def kind_of(primitive: Any) -> str:
+    """Return the name of a primitive; of a custom operator ``Telechat`` and its own."""
+    if primitive.op_type != "Custom":
+        return primitive.op_type
+    for attribute in primitive.attribute:
+        if attribute.name == "func_name":
+            return "Telechat" + value_of(attribute).rsplit(":", 1)[-1]
+    return "Custom"
+
+
+def cell_of(domain: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """Return the path of cells that a node's scope names, their classes, and whether it belongs to the backward pass.
+
+    ``Gradients/Default/model-CausalLM/layers-CellList/0-Block/MatMul-op3``: ``model.layers.0``.
+    """
+    parts = domain.split("/")
+    backward = parts[0].startswith("Gradients")
+    path: list[str] = []
+    classes: list[str] = []
+    for part in parts[:-1]:
+        match = _PART.match(part)
+        if match and match["kind"]:
+            path.append(match["attribute"])
+            classes.append(match["kind"])
+    return tuple(path), tuple(classes), backward

@@ -1,0 +1,133 @@
+"""Layouts of the benchmark: which logical rank does what."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies over logical ranks; rank = ((stage dp + data) cp + context) tp + tensor.
+
+    Attributes:
+        name: As in tables.
+        dp: Data parallel replicas.
+        cp: Pieces of a sequence.
+        tp: Pieces of weights.
+        pp: Stages.
+        chunks: Pieces of the model on a stage (VPP).
+        sp: Whether norms and router see a piece of the sequence on each rank of ``tp``.
+        ep: Ranks of ``dp`` and ``cp`` that share the experts; with ``extend`` also those of ``tp``.
+        extend: TP-extend-EP: experts lie whole on the ranks of ``tp``, too.
+        zero: Optimizer states are cut over ``dp`` and ``cp``.
+        micro: Micro-batches of a step.
+    """
+
+    name: str
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    sp: bool = False
+    ep: int = 1
+    extend: bool = False
+    zero: bool = False
+    micro: int = 1
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return self.dp * self.cp * self.tp
+
+    def ranks(self, stage: int) -> list[int]:
+        """Return the ranks of a stage."""
+        return list(range(stage * self.stage_size, (stage + 1) * self.stage_size))
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Return data, context and tensor index of a rank."""
+        rest, t = divmod(rank % self.stage_size, self.tp)
+        d, c = divmod(rest, self.cp)
+        return d, c, t
+
+    def groups(self, stage: int, key: Callable[[int], object]) -> list[list[int]]:
+        """Return the ranks of a stage that have the same key together."""
+        found: dict[object, list[int]] = {}
+        for rank in self.ranks(stage):
+            found.setdefault(key(rank), []).append(rank)
+        return list(found.values())
+
+    def tensor(self, stage: int) -> list[list[int]]:
+        """Groups that share weights."""
+        return self.groups(stage, lambda r: r // self.tp)
+
+    def context(self, stage: int) -> list[list[int]]:
+        """Groups that share a sequence."""
+        return self.groups(stage, lambda r: (self.place(r)[0], self.place(r)[2]))
+
+    def data(self, stage: int) -> list[list[int]]:
+        """Groups that hold the same weights: gradients are added over them."""
+        return self.groups(stage, lambda r: self.place(r)[2])
+
+    def experts(self, stage: int) -> list[list[int]]:
+        """Groups that exchange tokens."""
+        return self.groups(stage, self._expert_group)
+
+    def same_experts(self, stage: int) -> list[list[int]]:
+        """Groups that hold the same experts."""
+        return self.groups(stage, self.expert_place)
+
+    def expert_place(self, rank: int) -> object:
+        """Return which experts a rank has: its index in its group, and its piece of them."""
+        index, t = divmod(rank % self.stage_size, self.tp)
+        if self.extend:
+            return (rank % self.stage_size) % (self.ep * self.tp), 0
+        return index % self.ep, t
+
+    def _expert_group(self, rank: int) -> object:
+        index, t = divmod(rank % self.stage_size, self.tp)
+        if self.extend:
+            return (rank % self.stage_size) // (self.ep * self.tp)
+        return index // self.ep, t
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("one"),
+        Layout("dp2", dp=2),
+        Layout("dp4", dp=4),
+        Layout("tp2", tp=2),
+        Layout("tp4", tp=4),
+        Layout("tp2 sp", tp=2, sp=True),
+        Layout("tp4 sp", tp=4, sp=True),
+        Layout("cp2", cp=2),
+        Layout("cp2 tp2", cp=2, tp=2),
+        Layout("pp2", pp=2, micro=2),
+        Layout("pp4", pp=4, micro=2),
+        Layout("pp2 vpp2", pp=2, chunks=2, micro=2),
+        Layout("ep2", dp=2, ep=2),
+        Layout("ep4", dp=4, ep=4),
+        Layout("ep2 dp2", dp=4, ep=2),
+        Layout("ep2 cp2", cp=2, ep=2),
+        Layout("ep2 tp2", dp=2, tp=2, ep=2),
+        Layout("ep2 tp2 sp", dp=2, tp=2, sp=True, ep=2),
+        Layout("tp2 extends ep", tp=2, sp=True, ep=1, extend=True),
+        Layout("tp2 extends ep2", dp=2, tp=2, sp=True, ep=2, extend=True),
+        Layout("zero dp2", dp=2, zero=True),
+        Layout("zero dp4 ep2", dp=4, ep=2, zero=True),
+        Layout("zero dp2 tp2", dp=2, tp=2, zero=True),
+        Layout("pp2 dp2 ep2", pp=2, dp=2, ep=2, micro=2),
+        Layout("pp2 tp2 sp", pp=2, tp=2, sp=True),
+        Layout("dp4 tp2 ep2", dp=4, tp=2, ep=2),
+        Layout("dp2 cp2 tp2 ep4", dp=2, cp=2, tp=2, ep=4),
+        Layout("pp2 dp2 cp2 tp2 ep4 zero", pp=2, dp=2, cp=2, tp=2, sp=True, ep=4, zero=True),
+        Layout("dp4 tp4 sp extends ep", dp=4, tp=4, sp=True, ep=1, extend=True),
+        Layout("dp8 ep4 zero", dp=8, ep=4, zero=True),
+    )
+}
+"""By name."""

@@ -1,0 +1,45 @@
+"""Verdicts as JUnit XML, which CI systems show."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that was judged.
+
+    Attributes:
+        group: What it belongs to (JUnit's ``classname``).
+        name: What was judged.
+        failure: Why it failed; None: it did not.
+        skipped: Why it was not judged; None: it was.
+        text: More about a failure.
+    """
+
+    group: str
+    name: str
+    failure: str | None = None
+    skipped: str | None = None
+    text: str = ""
+
+    def __str__(self) -> str:
+        """Return the case as XML."""
+        inner = ""
+        if self.failure is not None:
+            inner = f"<failure message={quoteattr(self.failure)}>{escape(self.text)}</failure>"
+        elif self.skipped is not None:
+            inner = f"<skipped message={quoteattr(self.skipped)}/>"
+        return f"  <testcase classname={quoteattr(self.group)} name={quoteattr(self.name)}>{inner}</testcase>\n"
+
+
+def suite(name: str, cases: Sequence[Case]) -> str:
+    """Return a suite of cases as JUnit XML."""
+    failures = sum(case.failure is not None for case in cases)
+    skipped = sum(case.failure is None and case.skipped is not None for case in cases)
+    counts = f'tests="{len(cases)}" failures="{failures}" errors="0" skipped="{skipped}"'
+    body = "".join(map(str, cases))
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?>\n'
+        f"<testsuite name={quoteattr(name)} {counts}>\n{body}</testsuite>\n"
+    )

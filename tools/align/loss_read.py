@@ -1,0 +1,332 @@
+"""Loss curves out of files, whoever wrote them.
+
+=====================  ==========================================================================================
+``metrics.jsonl``      ours: a JSON object a line with ``event``, ``step``, ``loss``, ``grad_norm``
+MindFormers' log       lines of MFLossMonitor: ``{ Epoch:[  1/  1], step:[   10/ 1000], loss: 5.123456, ...``
+Megatron-LM's values   JSON: ``{"lm loss": {"start_step", "end_step", "step_interval", "values": {"1": 9.3}}}``
+CSV                    columns step, loss and maybe grad_norm, by their titles or in this order; ``,``, ``;`` or tab
+=====================  ==========================================================================================
+
+The kind is told from the content. What is broken is refused with file and line, never skipped; only a line that a kill
+tore off at the end of a file is left out.
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.errors import BadInputError
+
+Floats = NDArray[np.float64]
+
+LOSS_NAMES = ("loss", "lm_loss", "train_loss", "training_loss")
+NORM_NAMES = ("grad_norm", "global_norm", "gradient_norm")
+_MINDFORMERS = re.compile(
+    r"\{ Epoch:\[\s*(?P<epoch>\d{1,7})/\s*\d+\], step:\[\s*(?P<step>\d{1,9})/\s*(?P<steps>\d{1,9})\], "
+    r"loss:\s*\[?\s*(?P<loss>[^,\]/\s]+)(?:/[^\]]*\])?, .*?global_norm: (?P<norm>[^,}]*)"
+)
+_START = re.compile(r"\{ Epoch:\[")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses of one run.
+
+    Attributes:
+        path: Where they were read.
+        kind: Which format.
+        metric: Its own name of the loss.
+        steps: Increasing.
+        loss: Of each step; NaN and Inf as they were.
+        norm: Norm of the gradient; NaN where there is none.
+        notes: What the reader had to do.
+    """
+
+    path: str
+    kind: str
+    metric: str
+    steps: NDArray[np.int64]
+    loss: Floats
+    norm: Floats
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Row:
+    line: int
+    step: int
+    loss: float
+    norm: float
+
+
+def read(path: str | Path, metric: str | None = None) -> Curve:
+    """Read a loss curve.
+
+    Args:
+        path: File, or a folder with a ``metrics.jsonl``.
+        metric: Name of the loss in the file; None: the usual one.
+
+    Raises:
+        BadInputError: The file is missing, of no known kind, or broken; names the line.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / "metrics.jsonl"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadInputError(f"cannot read the losses {path}: {error.strerror}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise BadInputError(f"{path}:{line}: not text (UTF-8)") from None
+    if not text.strip():
+        raise BadInputError(f"{path}: empty; expected a loss curve")
+    return _reader(text)(path, text, metric)
+
+
+def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
+    if _START.search(text):
+        return _mindformers
+    head = text.lstrip()
+    if not head.startswith("{"):
+        return _csv
+    first = head.splitlines()[0]
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        # A file of lines that begins with a broken one, or an object over several lines.
+        return _jsonl if first.rstrip().endswith("}") or '"event"' in first else _golden
+    return _jsonl if isinstance(record, dict) and "step" in record else _golden
+
+
+def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
+    lines = text.splitlines()
+    name = metric or "loss"
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            good = isinstance(record, dict) and _is_int(record.get("step")) and "event" in record
+        except (ValueError, RecursionError):
+            record, good = {}, False
+        if not good:
+            if number == len(lines) and not text.endswith("\n"):
+                continue  # torn by a kill
+            raise BadInputError(f"{path}:{number}: expected a JSON object with event and step")
+        if record["event"] == "step":
+            loss = _from_json(path, number, record, name)
+            norm = (
+                _from_json(path, number, record, "grad_norm") if "grad_norm" in record else math.nan
+            )
+            rows.append(_Row(number, record["step"], loss, norm))
+    return _curve(path, "metrics.jsonl", name, rows)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _from_json(path: Path, line: int, record: dict[str, Any], name: str) -> float:
+    value = record.get(name)
+    if value is None:
+        notes = record.get("not_finite")
+        value = notes.get(name) if isinstance(notes, dict) else None
+        if value is None:
+            raise BadInputError(f"{path}:{line}: no {name} in this step; expected a number")
+    return _number(path, line, name, value)
+
+
+def _number(path: Path, line: int, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number")
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        raise BadInputError(f"{path}:{line}: {name} is {value!r}; expected a number") from None
+
+
+def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
+    rows: list[_Row] = []
+    notes = set()
+    lines = text.splitlines()
+    for number, line in enumerate(lines, start=1):
+        if _START.search(line) is None:
+            continue
+        found = _MINDFORMERS.search(line)
+        if found is None:
+            if number == len(lines) and not text.endswith("\n"):
+                continue
+            raise BadInputError(
+                f"{path}:{number}: a line of MFLossMonitor without step, loss and global_norm"
+            )
+        loss = found["loss"] if metric in (None, "loss") else _part(path, number, line, str(metric))
+        step = int(found["step"]) + (int(found["epoch"]) - 1) * int(found["steps"])
+        norm = found["norm"].strip(" []\t")
+        value = math.nan if norm in ("", "None") else _number(path, number, "global_norm", norm)
+        rows.append(_Row(number, step, _number(path, number, "loss", loss), value))
+    again = len(rows) - len({row.step for row in rows})
+    if again:  # a log goes on after a restart; what was trained last is what counts
+        notes.add(
+            f"{again} steps are in the log more than once (restarts): the last of each counts"
+        )
+        rows = sorted({row.step: row for row in rows}.values(), key=lambda row: row.step)
+    return _curve(path, "MindFormers log", metric or "loss", rows, tuple(notes))
+
+
+def _part(path: Path, number: int, line: str, name: str) -> str:
+    found = re.search(rf"\b{re.escape(name)}:\s*([^,\s]+)", line)
+    if found is None:
+        raise BadInputError(f"{path}:{number}: no {name} in this line of MFLossMonitor")
+    return found[1]
+
+
+def _golden(path: Path, text: str, metric: str | None) -> Curve:
+    try:
+        content = json.loads(text)
+    except RecursionError:
+        raise BadInputError(f"{path}: no JSON that can be read: nested too deeply") from None
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        raise BadInputError(f"{path}:{line}: no JSON: {getattr(error, 'msg', error)}") from None
+    if not isinstance(content, dict):
+        raise BadInputError(f"{path}:1: expected an object of metrics as Megatron-LM writes it")
+    names = {_plain(name): name for name in content}
+    name = (
+        metric
+        if metric in content
+        else _choose(names, (metric,) if metric else ("lm_loss", *LOSS_NAMES))
+    )
+    if name is None:
+        wanted = metric or "lm loss"
+        raise BadInputError(
+            f"{path}:1: no metric {wanted!r}; there are {', '.join(sorted(content)) or 'none'}"
+        )
+    loss = _golden_values(path, text, name, content[name])
+    norm_name = _choose(names, NORM_NAMES)
+    norms = {} if norm_name is None else _golden_values(path, text, norm_name, content[norm_name])
+    rows = [_Row(1, step, value, norms.get(step, math.nan)) for step, value in sorted(loss.items())]
+    return _curve(path, "Megatron-LM values", name, rows)
+
+
+def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, float]:
+    line = text[: max(0, text.find(json.dumps(name)))].count("\n") + 1
+    values = content.get("values") if isinstance(content, dict) else None
+    if not isinstance(values, dict):
+        raise BadInputError(f"{path}:{line}: {name!r} has no object `values`")
+    found = {}
+    for step, value in values.items():
+        if not re.fullmatch(r"-?\d{1,15}", step):
+            raise BadInputError(
+                f"{path}:{line}: {name!r} has the step {step!r}; expected a whole number"
+            )
+        found[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
+    start, end, every = (content.get(key) for key in ("start_step", "end_step", "step_interval"))
+    if isinstance(start, int) and isinstance(end, int) and isinstance(every, int) and every > 0:
+        lost = next((step for step in range(start, end + 1, every) if step not in found), None)
+        if lost is not None:
+            raise BadInputError(
+                f"{path}:{line}: {name!r} promises steps {start} to {end} by {every}; {lost} is missing"
+            )
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s-]+", "_", name.strip().strip('"').lower())
+
+
+def _choose(names: dict[str, str], wanted: Iterable[str]) -> str | None:
+    return next((names[_plain(name)] for name in wanted if _plain(name) in names), None)
+
+
+def _csv(path: Path, text: str, metric: str | None) -> Curve:
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip())
+    mark = next((c for c in "\t;," if c in lines[start]), ",")
+    titles = lines[start].split(mark)
+    if _is_number(titles[0]) and len(titles) > 1:
+        if metric is not None:
+            raise BadInputError(f"{path}:{start + 1}: no titles, so no column {metric!r}")
+        columns, first = (0, 1, 2 if len(titles) > 2 else None), start
+        name = "loss"
+    else:
+        columns, name = _columns(path, start + 1, titles, metric)
+        first = start + 1
+    rows = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        if not line.strip():
+            continue
+        cells = line.split(mark)
+        if number == len(lines) and not text.endswith("\n") and len(cells) < len(titles):
+            continue  # torn by a kill
+        if len(cells) != len(titles):
+            raise BadInputError(f"{path}:{number}: {len(cells)} columns; expected {len(titles)}")
+        step = _number(path, number, "step", cells[columns[0]].strip())
+        if not step.is_integer() or abs(step) >= 2**53:
+            raise BadInputError(
+                f"{path}:{number}: step is {cells[columns[0]].strip()}; expected a whole number"
+            )
+        loss = _number(path, number, name, cells[columns[1]].strip())
+        norm = cells[columns[2]].strip() if columns[2] is not None else ""
+        value = _number(path, number, "grad_norm", norm) if norm else math.nan
+        rows.append(_Row(number, int(step), loss, value))
+    return _curve(path, "CSV", name, rows)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _columns(
+    path: Path, line: int, titles: list[str], metric: str | None
+) -> tuple[tuple[int, int, int | None], str]:
+    names = {_plain(title): title for title in titles}
+    step = _choose(names, ("step", "steps", "iteration", "global_step", "iter"))
+    loss = _choose(names, (metric,) if metric else LOSS_NAMES)
+    if step is None or loss is None:
+        wanted = metric or "loss"
+        found = ", ".join(title.strip()[:40] for title in titles[:10])
+        raise BadInputError(
+            f"{path}:{line}: no loss curve: expected our metrics.jsonl, a log of MindFormers, values of Megatron-LM, "
+            f"or CSV with columns step and {wanted}; found {found!r}"
+        )
+    norm = _choose(names, NORM_NAMES)
+    return (
+        titles.index(step),
+        titles.index(loss),
+        None if norm is None else titles.index(norm),
+    ), loss.strip()
+
+
+def _curve(
+    path: Path, kind: str, metric: str, rows: list[_Row], notes: tuple[str, ...] = ()
+) -> Curve:
+    if not rows:
+        raise BadInputError(f"{path}: {kind} without a single step")
+    for one, other in itertools.pairwise(rows):
+        if other.step <= one.step:
+            raise BadInputError(
+                f"{path}:{other.line}: step {other.step} after step {one.step}; expected a later one"
+            )
+    return Curve(
+        str(path),
+        kind,
+        metric,
+        np.array([row.step for row in rows], np.int64),
+        np.array([row.loss for row in rows], np.float64),
+        np.array([row.norm for row in rows], np.float64),
+        notes,
+    )

@@ -1,0 +1,419 @@
+"""Statistics of the difference between two loss curves: is it noise, and if not, since when and how much.
+
+The input is always d, the relative difference ``ln(target) - ln(base)`` at each compared step. Noise that both runs
+share (the batches) is gone from it; what is left is autocorrelated and of changing size. In this order:
+
+1. :func:`tame` cuts single steps that stand out, so that a spike is no bias;
+2. :func:`whiten` takes out autocorrelation and keeps means (y = (d_t - sum a_i d_t-i) / (1 - sum a_i));
+3. :class:`Blocks` are means of y over some steps, nearly independent, each with a variance that neighbours give;
+4. :func:`mean_test`, :func:`scan` and :func:`equivalence` judge the blocks; :func:`onset` dates a change by step.
+
+All differences are fractions: 0.003 is 0.3 %.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FLOOR = 1e-9
+"""Relative noise below which losses are equal for every purpose (a float32 loss has 6e-8)."""
+MIN_BLOCKS = 24
+"""With fewer independent blocks no test is made."""
+
+
+class Whitened(NamedTuple):
+    """A difference without its autocorrelation; ``y[i]`` belongs to ``d[i + len(coefficients)]``."""
+
+    y: Floats
+    coefficients: Floats
+    time: float
+    """Correlation time: how many steps weigh as much as one independent step."""
+
+
+def spread(values: Floats) -> float:
+    """Return the standard deviation that distances from the median suggest.
+
+    From the middle one; or from the ninetieth percentile if that gives more, as where most values are equal.
+    """
+    n = len(values)
+    if n == 0:
+        return 0.0
+    ordered = np.sort(values)
+    away = np.sort(np.abs(values - (ordered[(n - 1) // 2] + ordered[n // 2]) / 2))
+    return float(max(1.4826 * away[n // 2], 0.6080 * away[min(n - 1, int(0.9 * n))]))
+
+
+def local_spread(values: Floats, width: int = 60) -> Floats:
+    """Return the spread around each value, from bins of ``width``; never below :data:`FLOOR`."""
+    n = len(values)
+    bins = max(1, n // width)
+    edges = np.linspace(0, n, bins + 1).astype(int)
+    found = [spread(values[a:b]) for a, b in itertools.pairwise(edges)]
+    # A bin in which nearly all is equal has no spread though its values differ.
+    whole = np.sqrt(np.mean(np.square(values))) * 1e-3
+    middle = (edges[:-1] + edges[1:] - 1) / 2
+    return np.maximum(np.interp(np.arange(n), middle, found), max(FLOOR, float(whole)))
+
+
+def rolling_median(values: Floats, width: int) -> Floats:
+    """Return the median over a centred window of an odd width, at the ends of what there is of it."""
+    half = min(width, len(values) | 1) // 2
+    padded = np.concatenate([values[half:0:-1], values, values[-2 : -half - 2 : -1]])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
+    return np.median(windows, axis=1)
+
+
+def levels(d: Floats) -> Floats:
+    """Return the best fit of d by two levels, or by three where a third explains a quarter of the rest."""
+    at = _split(d)
+    pieces = [d[:at], d[at:]]
+    fits = [np.full(len(piece), piece.mean()) for piece in pieces]
+    rest = sum(float(np.square(p - f).sum()) for p, f in zip(pieces, fits, strict=True))
+    best: tuple[float, int, Floats] | None = None
+    for i, piece in enumerate(pieces):
+        if len(piece) < 40:
+            continue
+        cut = _split(piece)
+        fit = np.where(np.arange(len(piece)) < cut, piece[:cut].mean(), piece[cut:].mean())
+        gain = float(np.square(piece - fits[i]).sum() - np.square(piece - fit).sum())
+        if gain > rest / 4 and (best is None or gain > best[0]):
+            best = (gain, i, fit)
+    if best is not None:
+        fits[best[1]] = best[2]
+    return np.concatenate(fits)
+
+
+def _split(d: Floats) -> int:
+    """Return the index at which means before and after differ most clearly, a tenth from the ends or more."""
+    n = len(d)
+    k = np.arange(1, n)
+    gain = np.abs(np.cumsum(d - d.mean())[:-1]) / np.sqrt(k * (n - k))
+    trim = max(1, n // 10)
+    return trim + int(np.argmax(gain[trim - 1 : n - trim]))
+
+
+def tame(d: Floats, limit: float = 4.5) -> Floats:
+    """Return d with what stands out from its surroundings cut to ``limit`` spreads."""
+    level = rolling_median(d, 31)
+    bound = limit * local_spread(d - level)
+    return level + np.clip(d - level, -bound, bound)
+
+
+def whiten(d: Floats, most: int = 6) -> Whitened:
+    """Fit an autoregressive model to the noise of d and take it out.
+
+    The order (0 to ``most``) is chosen by the Bayesian information criterion; a change of level does not count as
+    correlation, a change of the noise's size neither.
+    """
+    residual = d - levels(d)
+    # Stretches of little noise, such as before rounding errors have grown, say nothing about the rest.
+    scale = local_spread(residual)
+    unit = residual / np.maximum(scale, np.median(scale) / 2)
+    n = len(unit)
+    lags = np.array([unit[: n - k] @ unit[k:] for k in range(most + 1)]) / n
+    if lags[0] <= 0:
+        return Whitened(d, np.zeros(0), 1.0)
+    rho = lags / lags[0]
+    best: tuple[float, Floats] = (n * 0.0, np.zeros(0))
+    for order in range(1, most + 1):
+        matrix = rho[np.abs(np.subtract.outer(np.arange(order), np.arange(order)))]
+        a = np.linalg.solve(matrix, rho[1 : order + 1])
+        error = max(1e-12, float(1 - a @ rho[1 : order + 1]))
+        score = n * np.log(error) + order * np.log(n)
+        if score < best[0]:
+            best = (score, a)
+    a = best[1]
+    if len(a):
+        # Estimated correlation is too small by about (1 + 3 rho) / n.
+        total = float(a.sum())
+        a = a * min(
+            1.0 + (1 + 3 * max(total, 0.0)) / n / max(abs(total), 0.05), 0.995 / max(total, 0.01)
+        )
+    gain = 1 - float(a.sum())
+    y = d[len(a) :].copy()
+    for lag, weight in enumerate(a, start=1):
+        y -= weight * d[len(a) - lag : len(d) - lag]
+    error = max(1e-12, float(1 - a @ rho[1 : len(a) + 1])) if len(a) else 1.0
+    return Whitened(y / gain, a, max(1.0, error / gain**2))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Means of whitened differences over blocks of nearly equal length.
+
+    Attributes:
+        means: Of each block.
+        edges: Index of each block's first difference in d, and one past the last.
+        inflation: Factor on standard errors: 1, or more where long blocks vary more than short ones promise, or
+            where base runs differ from each other more than noise explains.
+    """
+
+    means: Floats
+    edges: NDArray[np.int64]
+    inflation: float = 1.0
+
+    @classmethod
+    def of(cls, white: Whitened, most: int = 120) -> "Blocks":
+        """Cut whitened differences into at most ``most`` blocks of 5 steps or more."""
+        n = len(white.y)
+        count = max(1, min(most, n // 5))
+        edges = np.linspace(0, n, count + 1).astype(np.int64)
+        sums = np.concatenate([[0.0], np.cumsum(white.y)])
+        means = np.diff(sums[edges]) / np.diff(edges)
+        # The correlation is an estimate: more than one standard error of it adds to the noise.
+        unsure = 1 + 1.5 * np.sqrt(white.time / n) if len(white.coefficients) else 1.0
+        return cls(means, edges + len(white.coefficients), _excess(means) * float(unsure))
+
+    def inflated(self, factor: float) -> "Blocks":
+        """Return the same with larger errors."""
+        return Blocks(self.means, self.edges, self.inflation * factor)
+
+    @cached_property
+    def errors(self) -> Floats:
+        """Standard error of each block's mean."""
+        return self.inflation * np.sqrt(_variances(self.means[None]))[0]
+
+    @property
+    def mean(self) -> float:
+        """Mean difference over the run."""
+        return float(self.means.mean())
+
+    @property
+    def error(self) -> float:
+        """Standard error of :attr:`mean`."""
+        return float(np.sqrt(np.mean(np.square(self.errors)) / len(self.means)))
+
+    @property
+    def freedom(self) -> float:
+        """Degrees of freedom of :attr:`error`: differences of neighbours carry two thirds of the blocks."""
+        return max(1.0, 2 / 3 * len(self.means))
+
+
+def _variances(means: Floats) -> Floats:
+    """Return the variance of each block of each row, from squared differences of neighbours, smoothed."""
+    squares = np.square(np.diff(means, axis=1)) / 2
+    count = squares.shape[1]
+    half = min(12, (count - 1) // 2)
+    sums = np.concatenate([np.zeros((len(means), 1)), np.cumsum(squares, axis=1)], axis=1)
+    at = np.arange(count + 1)
+    low, high = np.maximum(at - half, 0), np.minimum(at + half, count)
+    return np.maximum((sums[:, high] - sums[:, low]) / (high - low), FLOOR**2)
+
+
+def _excess(means: Floats) -> float:
+    """Return how much more long blocks vary than independent short ones would make them, as a standard deviation.
+
+    Two runs that are alike wander apart and back over hundreds of steps; no short-range model of the noise holds that.
+    """
+    most = 1.0
+    means = means - levels(means) if len(means) >= 40 else means  # a change of level is no noise
+    squares = np.square(np.diff(means)).mean()
+    for factor in (4, 12):
+        count = len(means) // factor
+        if count < 6 or squares == 0:
+            break
+        longer = means[-count * factor :].reshape(count, factor).mean(axis=1)
+        most = max(most, factor * float(np.square(np.diff(longer)).mean() / squares))
+    return float(np.sqrt(most))
+
+
+class MeanTest(NamedTuple):
+    """Is the mean difference over the whole run 0?"""
+
+    statistic: float
+    limit: float
+    p: float
+
+
+def t_limit(freedom: float, alpha: float) -> float:
+    """Return what the size of Student's t passes with a probability of ``alpha``."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - alpha / 2))
+
+
+def mean_test(mean: float, error: float, freedom: float, alpha: float) -> MeanTest:
+    """Test whether a mean with this standard error is 0, two-sided at level ``alpha``."""
+    from scipy.special import stdtr
+
+    t = mean / error
+    return MeanTest(t, t_limit(freedom, alpha), float(2 * stdtr(freedom, -abs(t))))
+
+
+class Scan(NamedTuple):
+    """The stretch of blocks that is least like noise.
+
+    ``first`` and ``last`` are block numbers (``last`` is one past), ``statistic`` its mean over its error, ``limit``
+    what noise passes with probability alpha, ``p`` the probability of such a stretch anywhere under noise.
+    """
+
+    first: int
+    last: int
+    statistic: float
+    limit: float
+    p: float
+
+
+def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, seed: int = 0) -> Scan:
+    """Search all stretches of the run for a mean other than 0, at least of size ``least``.
+
+    What noise alone gives is found by random signs: were the runs alike, each block's difference could as well
+    have come out the other way round.
+    """
+    generator = np.random.default_rng(seed)
+    count = len(blocks.means)
+    firsts, lasts = _stretches(count)
+    observed = _statistics(blocks.means[None], firsts, lasts)[0] / blocks.inflation
+    sums = np.concatenate([[0.0], np.cumsum(blocks.means)])
+    observed[np.abs(sums[lasts] - sums[firsts]) < least * (lasts - firsts)] = 0.0
+    at = int(np.argmax(np.abs(observed)))
+    signs = generator.choice(np.array([-1.0, 1.0]), size=(draws, count))
+    null = np.abs(_statistics(blocks.means * signs, firsts, lasts)).max(axis=1)
+    # The largest of many statistics follows Gumbel's law; its two constants from mean and spread of the draws.
+    scale = max(0.05, float(null.std())) * np.sqrt(6) / np.pi  # 0 where there is no noise
+    place = float(null.mean()) - 0.5772156649 * scale
+    top = float(abs(observed[at]))
+    p = float(-np.expm1(-np.exp(-(top - place) / scale)))
+    limit = float(place - scale * np.log(-np.log1p(-alpha)))
+    return Scan(int(firsts[at]), int(lasts[at]), float(observed[at]), limit, p)
+
+
+@functools.lru_cache(maxsize=64)
+def _stretches(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return first and last (one past) of the stretches looked at: all that reach the end, others by length."""
+    pairs = {(k, count) for k in range(count - 2)}
+    length = 3
+    while length < count:
+        pairs |= {(k, k + length) for k in range(count - length + 1)}
+        length = max(length + 1, int(length * 1.35))
+    found = np.array(sorted(pairs), np.int64)
+    return found[:, 0], found[:, 1]
+
+
+def _statistics(means: Floats, firsts: NDArray[np.int64], lasts: NDArray[np.int64]) -> Floats:
+    def sums(values: Floats) -> Floats:
+        total = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
+        return total[:, lasts] - total[:, firsts]
+
+    return sums(means) / np.sqrt(sums(_variances(means)))
+
+
+class Onset(NamedTuple):
+    """When a difference began: likeliest index in d, 90 % range, size of the difference from then on."""
+
+    first: int
+    low: int
+    high: int
+    size: float
+
+
+def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
+    """Date the step from 0 to a level that lasts to the end, by maximum likelihood under the fitted noise.
+
+    Args:
+        d: Differences, tamed.
+        coefficients: Of the model of their noise.
+        doubt: Factor on the noise, for the range.
+    """
+    order = len(coefficients)
+    taps = np.concatenate([[1.0], -coefficients])
+    noise = np.convolve(d, taps, "valid")
+    level = np.cumsum(taps)  # what a unit step becomes in the noise
+    final = float(level[-1])
+    residual = noise - rolling_median(noise, 101)
+    weight = 1 / np.square(local_spread(residual, 200))
+    size = len(noise)
+    tail_up = np.cumsum((weight * noise)[::-1])[::-1] * final
+    tail_down = np.cumsum(weight[::-1])[::-1] * final**2
+    for j in range(order):
+        shift = np.zeros(size)
+        shift[: size - j] = (weight * noise)[j:]
+        tail_up += (level[j] - final) * shift
+        shift[: size - j] = weight[j:]
+        shift[size - j :] = 0
+        tail_down += (level[j] ** 2 - final**2) * shift
+    last = max(1, size - 3)
+    gain = (np.square(tail_up) / tail_down / 2)[:last]
+    chance = np.exp((gain - gain.max()) / doubt**2)
+    share = np.cumsum(chance) / chance.sum()
+    at = int(np.argmax(gain))
+    low, high = int(np.searchsorted(share, 0.05)), int(np.searchsorted(share, 0.95))
+    return Onset(
+        at + order, min(low, at) + order, max(high, at) + order, float(tail_up[at] / tail_down[at])
+    )
+
+
+class Interval(NamedTuple):
+    """Where the mean difference lies with 90 % confidence."""
+
+    low: float
+    high: float
+
+
+def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> Interval:
+    """Return the 90 % interval of the mean from a bootstrap over blocks.
+
+    Two one-sided tests at 5 % each show equivalence within a margin if the whole interval lies within it.
+    """
+    generator = np.random.default_rng(seed)
+    count = len(blocks.means)
+    picks = generator.integers(0, count, size=(draws, count))
+    # Resampling repeats each block's deviation; count / (count - 1) undoes its loss of variance.
+    deviation = (blocks.means[picks].mean(axis=1) - blocks.mean) * np.sqrt(count / (count - 1))
+    low, high = np.quantile(deviation * blocks.inflation, [0.05, 0.95])
+    return Interval(blocks.mean - float(high), blocks.mean - float(low))
+
+
+def power(error: float, bias: float, limit: float) -> float:
+    """Return the probability that :func:`mean_test` with this limit finds a lasting bias."""
+    from scipy.special import ndtr
+
+    ratio = abs(bias) / error
+    return float(ndtr(ratio - limit) + ndtr(-ratio - limit))
+
+
+def detectable(error: float, chance: float, limit: float) -> float:
+    """Return the lasting bias that :func:`mean_test` finds with a probability of ``chance``."""
+    from scipy.special import ndtri
+
+    return float((limit + ndtri(chance)) * error)
+
+
+def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
+    """Return the indices at which single differences stand out from what the noise's own tail explains.
+
+    Were the runs alike, positive and negative differences would have the same tail: each side is judged by the
+    other one's (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding.
+
+    Args:
+        d: Differences.
+        alpha: Probability of any finding under noise.
+        least: Differences below this are no finding.
+
+    Returns:
+        Index and difference of each.
+    """
+    level = rolling_median(d, 31)
+    scale = local_spread(d - level)
+    # Where noise sets in, its size just after counts.
+    scale = np.lib.stride_tricks.sliding_window_view(np.pad(scale, 60, "edge"), 121).max(axis=1)
+    unit = (d - level) / scale
+    found: list[tuple[int, float]] = []
+    for sign in (1.0, -1.0):
+        other = np.sort(np.maximum(-sign * unit, 0.0))[::-1]
+        count = max(10, len(d) // 50)
+        if len(other) <= count:
+            continue
+        top, base = np.maximum(other[:count], 1e-3), max(float(other[count]), 2.0)
+        slope = max(float(np.mean(np.log(np.maximum(top / base, 1.0)))), 1 / 5)
+        limit = base * (count / (alpha / 2)) ** slope
+        hits = np.flatnonzero((sign * unit > limit) & (np.abs(d - level) > least))
+        found += [(int(i), float(d[i] - level[i])) for i in hits]
+    return sorted(found)

@@ -1,0 +1,188 @@
+"""Losses, attention, and the fused operators of mixture-of-experts models."""
+
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx, where
+from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+
+
+def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: str) -> Approx:
+    classes = log_p.moved(lambda x: np.moveaxis(x, 1, -1)) if len(log_p.shape) > 2 else log_p
+    rows = classes.reshape(-1, classes.shape[-1])
+    label = plain(target).astype(np.int64).reshape(-1)
+    keep = label != ignored
+    place = np.arange(len(label)), np.where(keep, label, 0)
+    loss = -rows[place].times(keep.astype(np.float64))
+    factor = keep.astype(np.float64)
+    if weight is not None:
+        factor = factor * plain(weight)[place[1]]
+        loss = loss * factor
+    if reduction == "none":
+        return loss.reshape(*np.shape(plain(target)))
+    loss = loss.moved(lambda x: x)
+    loss.accumulated = loss.stored  # torch's CPU kernel adds up in the narrow type
+    return loss.sum() if reduction == "sum" else loss.sum() / factor.sum()
+
+
+@op(
+    "cross_entropy",
+    stores=True,
+    signature="input target",
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+    label_smoothing=0.0,
+    size_average=None,
+    reduce=None,
+)
+def _cross_entropy(a: Arguments) -> Any:
+    x = floating(a.input)
+    if a.label_smoothing or plain(a.target).dtype.kind == "f":
+        raise NotJudgedError("cross entropy with smoothed or soft labels")
+    log_p = log_softmax(x, 1 if len(x.shape) > 1 else 0)
+    return _picked(log_p, a.target, int(a.ignore_index), a.weight, a.reduction)
+
+
+@op(
+    "nll_loss",
+    stores=True,
+    signature="input target weight",
+    weight=None,
+    ignore_index=-100,
+    reduction="mean",
+)
+def _nll_loss(a: Arguments) -> Any:
+    return _picked(floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction)
+
+
+@op("mse_loss", stores=True, signature="input target", reduction="mean")
+def _mse(a: Arguments) -> Any:
+    d = floating(a.input) - a.target
+    square = d * d
+    return {"none": square, "sum": square.sum(), "mean": square.mean()}[a.reduction]
+
+
+@op(
+    "scaled_dot_product_attention",
+    stores=True,
+    signature="query key value attn_mask dropout_p is_causal",
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+)
+def _attention(a: Arguments) -> Any:
+    """``softmax(q k^T scale + mask) v``; heads of keys are repeated where there are fewer."""
+    if a.dropout_p:
+        raise NotJudgedError("attention with dropout")
+    q, k, v = floating(a.query), floating(a.key), floating(a.value)
+    if k.shape[-3] != q.shape[-3]:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = (x.moved(lambda y: np.repeat(y, times, -3), True) for x in (k, v))
+    scale = a.scale if a.scale is not None else q.shape[-1] ** -0.5
+    score = q.matmul(k.swap(-1, -2)) * float(plain(scale))
+    if a.is_causal:
+        keep = np.tril(np.ones(score.shape[-2:], bool))
+        score = where(keep, score, -np.inf)
+    elif a.attn_mask is not None:
+        mask = a.attn_mask
+        score = (
+            score + mask
+            if isinstance(mask, Approx)
+            else where(plain(mask).astype(bool), score, -np.inf)
+        )
+    return _weighted(score, v)
+
+
+def _weighted(score: Approx, v: Approx) -> Approx:
+    """Return ``softmax(score) v``; its gradient takes row sums of scores, or of the output as FlashAttention does."""
+    p = softmax(score, -1)
+    result = p.matmul(v)
+    p, y, values = p.stop(), result.stop(), v.stop()
+
+    def back(g: Approx) -> Approx:
+        coming = g.matmul(values.swap(-1, -2))
+        plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
+        more = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
+        total = Approx(plain.value, plain.stored, plain.accumulated, *more)
+        return p * (coming - total)
+
+    result.parents = ((score, back), result.parents[1])
+    return result
+
+
+@op("swiglu", "npu_swiglu", "Swiglu", signature="input dim", dim=-1)
+def _swiglu(a: Arguments) -> Any:
+    """``silu(first half) * second half``."""
+    x = floating(a.input)
+    half = x.shape[int(a.dim)] // 2
+    gate, up = (
+        x.moved(lambda v, b=b: v.take(np.arange(b, b + half), int(a.dim)), True) for b in (0, half)
+    )
+    return gate * gate.sigmoid() * up
+
+
+@op(
+    "rotary_mul",
+    "npu_rotary_mul",
+    "RotaryPositionEmbedding",
+    "apply_rotary_pos_emb_one",
+    signature="input cos sin mode",
+    mode="half",
+    rotary_mode=None,
+)
+def _rotary(a: Arguments) -> Any:
+    """``x cos + rotate(x) sin``, halves or pairs."""
+    x = floating(a.input)
+    n = x.shape[-1]
+    pairs = a.mode in ("interleave", 1) or a.rotary_mode == "interleave"
+    even = np.arange(0, n, 2) if pairs else np.arange(n // 2)
+    odd = even + 1 if pairs else even + n // 2
+    order, sign = np.empty(n, np.int64), np.empty(n)
+    order[even], order[odd], sign[even], sign[odd] = odd, even, -1.0, 1.0
+    rotated = x.moved(lambda v: v[..., order]).times(sign)
+    return x * a.cos + rotated * a.sin
+
+
+@op(
+    "moe_token_permute",
+    "npu_moe_token_permute",
+    "MoeTokenPermute",
+    signature="tokens index num_out_tokens padded_mode",
+    num_out_tokens=None,
+    padded_mode=False,
+)
+def _permute(a: Arguments) -> Any:
+    """Rows sorted by expert, and where each row went."""
+    x, index = floating(a.tokens), plain(a.index).astype(np.int64)
+    top_k = 1 if index.ndim == 1 else index.shape[1]
+    order = np.argsort(index.reshape(-1), kind="stable")
+    went = np.argsort(order, kind="stable")
+    count = int(plain(a.num_out_tokens)) if a.num_out_tokens else len(order)
+    kept = order[:count] if count > 0 else order[: len(order) + count]
+    return [x[kept // top_k], went]
+
+
+@op(
+    "moe_token_unpermute",
+    "npu_moe_token_unpermute",
+    "MoeTokenUnpermute",
+    signature="permuted_tokens sorted_indices probs",
+    probs=None,
+    padded_mode=False,
+    restore_shape=None,
+)
+def _unpermute(a: Arguments) -> Any:
+    """Each token's rows, weighed and summed."""
+    x, went = floating(a.permuted_tokens), plain(a.sorted_indices).astype(np.int64).reshape(-1)
+    top_k = 1 if a.probs is None else plain(a.probs).shape[-1]
+    here = (went < x.shape[0]).astype(np.float64)
+    rows = x[np.minimum(went, x.shape[0] - 1)].times(here[:, None]).reshape(-1, top_k, x.shape[-1])
+    if a.probs is not None:
+        rows = rows * floating(a.probs).reshape(-1, top_k, 1)
+    return rows.sum(1)

@@ -1,0 +1,253 @@
+"""Operators that gather, scatter, sort and choose."""
+
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx, Array, scatter_add
+from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.shapes import move
+
+
+def _index(x: Any) -> Array:
+    return plain(x).astype(np.int64)
+
+
+@op(
+    "embedding",
+    "Embedding",
+    signature="input weight",
+    padding_idx=None,
+    max_norm=None,
+    norm_type=2.0,
+    scale_grad_by_freq=False,
+    sparse=False,
+    exact=True,
+)
+def _embedding(a: Arguments) -> Any:
+    index, table = (a.input, a.weight) if whole(a.input) else (a.weight, a.input)
+    rows = _index(index)
+    return move(table, lambda x: x[rows], True)
+
+
+@op(
+    "gather",
+    "GatherD",
+    "take_along_dim",
+    "gather_elements",
+    "gather_d",
+    signature="input dim index",
+    sparse_grad=False,
+    batch_dims=0,
+    exact=True,
+)
+def _gather(a: Arguments) -> Any:
+    """``torch.gather(x, dim, index)``, or MindSpore's ``gather(x, indices, axis)``, which takes rows."""
+    if isinstance(a.index, int | float) or (
+        np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0
+    ):
+        rows, axis = _index(a.dim), int(plain(a.index))
+        return move(a.input, lambda x: x.take(rows, axis), True)
+    if not isinstance(a.dim, int):
+        rows, axis = _index(a.dim), int(plain(a.index))
+        return move(a.input, lambda x: x.take(rows, axis), True)
+    index, dim = _index(a.index), int(a.dim)
+    keep = np.ndim(plain(a.input))
+
+    def take(x: Array) -> Array:
+        cut = tuple(
+            slice(0, s) if i != dim % keep else slice(None) for i, s in enumerate(index.shape)
+        )
+        return np.take_along_axis(x[cut], index, dim)
+
+    return move(a.input, take, True)
+
+
+@op("index_select", "IndexSelect", "take", signature="input dim index", exact=True)
+def _index_select(a: Arguments) -> Any:
+    rows = _index(a.index).reshape(-1)
+    return move(a.input, lambda x: x.take(rows, int(a.dim)), True)
+
+
+@op("getitem", "strided_slice", "StridedSlice", signature="input key", exact=True)
+def _getitem(a: Arguments) -> Any:
+    key = a.key if isinstance(a.key, tuple | list) else [a.key]
+    parts = []
+    for part in key:
+        if isinstance(part, Approx):
+            raise NotJudgedError("an index of floating point")
+        parts.append(_bool_or_int(part))
+    return move(a.input, lambda x: x[tuple(parts)], True)
+
+
+def _bool_or_int(part: Any) -> Any:
+    if isinstance(part, np.ndarray):
+        return part if part.dtype == bool else part.astype(np.int64)
+    return part
+
+
+@op("masked_select", signature="input mask", exact=True)
+def _masked_select(a: Arguments) -> Any:
+    mask = plain(a.mask).astype(bool)
+    return move(
+        a.input, lambda x: np.broadcast_to(x, np.broadcast_shapes(x.shape, mask.shape))[mask], True
+    )
+
+
+@op("narrow", signature="input dim start length", exact=True)
+def _narrow(a: Arguments) -> Any:
+    begin, end = int(a.start), int(a.start) + int(a.length)
+    return move(a.input, lambda x: x.take(np.arange(begin, end), int(a.dim)), True)
+
+
+@op("select", signature="input dim index", exact=True)
+def _select(a: Arguments) -> Any:
+    if not isinstance(a.dim, int):
+        raise NotJudgedError("select of three tensors under the name of an index")
+    return move(a.input, lambda x: x.take(int(plain(a.index)), int(a.dim)), True)
+
+
+@op(
+    "one_hot",
+    "OneHotExt",
+    "OneHot",
+    signature="input num_classes *rest",
+    num_classes=-1,
+    exact=True,
+)
+def _one_hot(a: Arguments) -> Any:
+    index = _index(a.input)
+    depth = int(plain(a.num_classes))
+    depth = depth if depth > 0 else int(index.max()) + 1
+    return (index[..., None] == np.arange(depth)).astype(np.int64)
+
+
+def _along(index: Array, dim: int) -> tuple[Array, ...]:
+    grid = list(np.indices(index.shape, sparse=False))
+    grid[dim] = index
+    return tuple(grid)
+
+
+@op("scatter", "scatter_", signature="input dim index src", value=None, reduce=None, exact=True)
+def _scatter(a: Arguments) -> Any:
+    if a.reduce is not None:
+        raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
+    index, dim = _index(a.index), int(a.dim)
+    out = np.array(plain(a.input))
+    at = _along(index, dim % out.ndim)
+    flat = np.ravel_multi_index(at, out.shape)
+    if len(np.unique(flat)) != flat.size:
+        raise NotJudgedError("scatter writes an element twice: the result depends on the order")
+    source = plain(a.src)
+    out[at] = source if np.ndim(source) == 0 else source[tuple(slice(0, s) for s in index.shape)]
+    return a.input.constant(out) if isinstance(a.input, Approx) else out
+
+
+@op("scatter_add", "scatter_add_", "ScatterAddExt", signature="input dim index src")
+def _scatter_add(a: Arguments) -> Any:
+    index, dim = _index(a.index), int(a.dim)
+    x = floating(a.input)
+    at = _along(index, dim % len(x.shape))
+    source = floating(a.src)[tuple(slice(0, s) for s in index.shape)]
+    return scatter_add(x.shape, at, source, x)
+
+
+@op("index_add", "index_add_", "IndexAddExt", signature="input dim index source alpha", alpha=1)
+def _index_add(a: Arguments) -> Any:
+    x, rows, dim = floating(a.input), _index(a.index), int(a.dim)
+    source = floating(a.source)
+    source = source if a.alpha == 1 else source * a.alpha
+    front = source.moved(lambda v: np.moveaxis(v, dim, 0))
+    into = x.moved(lambda v: np.moveaxis(v, dim, 0))
+    return scatter_add(into.shape, rows, front, into).moved(lambda v: np.moveaxis(v, 0, dim))
+
+
+@op("bincount", signature="input weights minlength", weights=None, minlength=0, exact=True)
+def _bincount(a: Arguments) -> Any:
+    if a.weights is not None:
+        raise NotJudgedError("bincount with weights")
+    return np.bincount(_index(a.input).reshape(-1), minlength=int(a.minlength))
+
+
+@op("nonzero", signature="input", as_tuple=False, exact=True)
+def _nonzero(a: Arguments) -> Any:
+    found = np.nonzero(plain(a.input))
+    return list(found) if a.as_tuple else np.stack(found, -1)
+
+
+@op(
+    "topk",
+    "TopkExt",
+    "TopK",
+    signature="input k dim largest sorted",
+    dim=-1,
+    largest=True,
+    sorted=True,
+    exact=True,
+)
+def _topk(a: Arguments) -> Any:
+    """Values and, ties being free, indices that :func:`legal_choice` must judge."""
+    x, dim = plain(a.input), int(a.dim)
+    order = np.argsort(-x if a.largest else x, dim, kind="stable").take(
+        np.arange(int(plain(a.k))), dim
+    )
+    order = order if a.chosen is None else a.chosen
+    return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
+
+
+@op(
+    "sort",
+    "SortExt",
+    signature="input dim descending stable",
+    dim=-1,
+    descending=False,
+    stable=False,
+    exact=True,
+)
+def _sort(a: Arguments) -> Any:
+    x, dim = plain(a.input), int(a.dim)
+    order = np.argsort(-x if a.descending else x, dim, kind="stable")
+    order = order if a.chosen is None else a.chosen
+    return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
+
+
+@op(
+    "argsort",
+    signature="input dim descending stable",
+    dim=-1,
+    descending=False,
+    stable=False,
+    exact=True,
+)
+def _argsort(a: Arguments) -> Any:
+    x = plain(a.input)
+    return np.argsort(-x if a.descending else x, int(a.dim), kind="stable")
+
+
+@op("argmax", "ArgMaxExt", signature="input dim keepdim", dim=None, keepdim=False, exact=True)
+def _argmax(a: Arguments) -> Any:
+    x = plain(a.input)
+    return x.argmax(None if a.dim is None else int(a.dim), keepdims=bool(a.keepdim))
+
+
+CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "max": 1, "min": 1}
+"""Operators with an output of indices that equal elements leave free, and which output that is."""
+
+
+def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Array:
+    """Return where an index may stand for another: both point at equal elements.
+
+    Args:
+        x: What was chosen from.
+        found: Indices of the program.
+        expected: Indices of the reference.
+        dim: Dimension along which they count; None: the flat array.
+    """
+    if dim is None:
+        flat = x.reshape(-1)
+        return flat[np.clip(found, 0, flat.size - 1)] == flat[expected]
+    size = x.shape[dim]
+    inside = (found >= 0) & (found < size)
+    picked = np.take_along_axis(x, np.clip(found, 0, size - 1), dim)
+    return inside & (picked == np.take_along_axis(x, expected, dim))

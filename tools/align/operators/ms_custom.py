@@ -1,0 +1,412 @@
+"""The fused operators of ``telechat_moe.ops`` by the names that a capture gives them: ``Telechat`` and the C name.
+
+Written from what each says that it computes (docstrings of ``ops/``), not from its kernel. Backward operators are the
+derivatives of the formulas here. Kernels marked ``bf16`` round what goes into a product.
+"""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx, concatenate, gradients, where
+from telechat_moe.tools.align.numerics import round_to
+from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.reductions import softmax
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
+
+
+def _index(x: Any) -> Any:
+    return plain(x).astype(np.int64)
+
+
+def _operand(x: Any, bf16: Any) -> Approx:
+    """Return an operand of a product, rounded first where the kernel does."""
+    x = floating(x)
+    return x.constant(round_to(x.value, "bfloat16")) if bf16 else x
+
+
+def _back(
+    outputs: Sequence[Approx], grads: Sequence[Any], inputs: Sequence[Approx]
+) -> list[Approx]:
+    seeds = [(y, floating(g).reshape(*y.shape)) for y, g in zip(outputs, grads, strict=True)]
+    found = gradients(seeds, inputs)
+    return [
+        x.constant(np.zeros(x.shape)) if g is None else g
+        for g, x in zip(found, inputs, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------ products
+
+
+@primitive("TelechatMatmul", signature="input weight", bf16=False)
+def _matmul(a: Arguments) -> Any:
+    """``x w^T``."""
+    return _operand(a.input, a.bf16).matmul(_operand(a.weight, a.bf16).swap(-1, -2))
+
+
+@primitive("TelechatMatmulGrad", signature="input weight grad", bf16=False)
+def _matmul_grad(a: Arguments) -> Any:
+    x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
+    return [g.matmul(w), g.swap(-1, -2).matmul(x)]
+
+
+@primitive("TelechatMatmulGradAdd", signature="input weight grad main", bf16=False)
+def _matmul_grad_add(a: Arguments) -> Any:
+    raise NotJudgedError("it also writes a main gradient, of which the graph keeps no name")
+
+
+def _experts(sizes: Any) -> list[slice]:
+    ends = np.cumsum(_index(sizes))
+    return [slice(int(e - s), int(e)) for s, e in zip(_index(sizes), ends, strict=True)]
+
+
+def _grouped(x: Approx, w: Approx, sizes: Any) -> Approx:
+    """Return each expert's rows times its matrix."""
+    parts = [
+        x[rows].matmul(w[e]) for e, rows in enumerate(_experts(sizes)) if rows.stop > rows.start
+    ]
+    return concatenate(parts, 0) if parts else x.constant(np.zeros((0, w.shape[-1])))
+
+
+@primitive("TelechatGroupedMatmul", signature="input weight sizes", bf16=False)
+def _grouped_matmul(a: Arguments) -> Any:
+    return _grouped(_operand(a.input, a.bf16), _operand(a.weight, a.bf16), a.sizes)
+
+
+@primitive("TelechatGroupedMatmulGrad", signature="input weight sizes grad", bf16=False)
+def _grouped_matmul_grad(a: Arguments) -> Any:
+    x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
+    return _back([_grouped(x, w, a.sizes)], [g], [x, w])
+
+
+@primitive("TelechatGroupedSwiGLU", stores=True, signature="input gate up sizes", bf16=False)
+def _grouped_swiglu(a: Arguments) -> Any:
+    """``silu(x gate) * (x up)``, and both products."""
+    x = _operand(a.input, a.bf16)
+    g, u = (_grouped(x, _operand(w, a.bf16), a.sizes) for w in (a.gate, a.up))
+    return [g * g.sigmoid() * u, g, u]
+
+
+@primitive(
+    "TelechatGroupedSwiGLUGrad", stores=True, signature="input gate up sizes g u grad", bf16=False
+)
+def _grouped_swiglu_grad(a: Arguments) -> Any:
+    x, gate, up = (_operand(v, a.bf16) for v in (a.input, a.gate, a.up))
+    g, u = floating(a.g), floating(a.u)
+    dg, du = _back([g * g.sigmoid() * u], [a.grad], [g, u])
+    if a.bf16:
+        raise NotJudgedError("where its backward pass rounds to bfloat16 is not said")
+    dx1, dgate = _back([_grouped(x, gate, a.sizes)], [dg], [x, gate])
+    dx2, dup = _back([_grouped(x, up, a.sizes)], [du], [x, up])
+    return [dx1 + dx2, dgate, dup]
+
+
+# ------------------------------------------------------------------ attention
+
+
+def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, Approx]:
+    """Return output ``[B, S, N, D]`` and log-sum-exp ``[B, N, S]``; a query sees keys from ``start`` to its own."""
+    heads = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
+    score = heads[0].matmul(heads[1].swap(-1, -2)) * float(a.scale)
+    key = np.arange(score.shape[-1])
+    query = np.arange(score.shape[-2])[:, None]
+    seen = (key <= query) & (key >= _index(a.start)[:, None, :, None])
+    score = where(np.broadcast_to(seen, score.shape), score, -np.inf)
+    top = score.value.max(-1, keepdims=True)
+    e = (score - top).exp()
+    total = e.sum(-1, True)
+    out = (e / total).matmul(heads[2]).transpose(0, 2, 1, 3)
+    return out, (total.log() + top).reshape(*score.shape[:-1])
+
+
+@primitive("TelechatFlashAttention", stores=True, signature="q k v start", scale=1.0, bf16=False)
+def _flash(a: Arguments) -> Any:
+    q, k, v = (_operand(x, a.bf16) for x in (a.q, a.k, a.v))
+    return list(_attention(a, q, k, v))
+
+
+@primitive(
+    "TelechatFlashAttentionGrad", stores=True, signature="q k v start output lse grad", scale=1.0, bf16=False
+)  # fmt: skip
+def _flash_grad(a: Arguments) -> Any:
+    if a.bf16:
+        raise NotJudgedError("where its backward pass rounds to bfloat16 is not said")
+    q, k, v = (floating(x) for x in (a.q, a.k, a.v))
+    return _back([_attention(a, q, k, v)[0]], [a.grad], [q, k, v])
+
+
+def _turned(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
+    """Rotate pairs; the result has first all first members, then all second ones."""
+    n = x.shape[-1]
+    first = np.arange(0, n, 2) if interleaved else np.arange(n // 2)
+    second = first + 1 if interleaved else first + n // 2
+    a, b = x[..., first], x[..., second]
+    return concatenate([a * cos - b * sin, b * cos + a * sin], len(x.shape) - 1)
+
+
+@primitive("TelechatRope", signature="input cos sin", interleaved=True)
+def _rope(a: Arguments) -> Any:
+    return _turned(floating(a.input), plain(a.cos), plain(a.sin), bool(a.interleaved))
+
+
+@primitive("TelechatRopeGrad", signature="grad cos sin", interleaved=True)
+def _rope_grad(a: Arguments) -> Any:
+    grad = floating(a.grad)
+    x = grad.constant(np.zeros(grad.shape))
+    return _back([_turned(x, plain(a.cos), plain(a.sin), bool(a.interleaved))], [grad], [x])
+
+
+def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx]:
+    cos, sin = plain(a.cos), plain(a.sin)
+    B, S, N, nope, R = *cos.shape[:2], int(a.heads), int(a.nope), 2 * cos.shape[-1]
+    q = q.reshape(B, S, N, nope + R)
+    kv = kv.reshape(B, S, N, -1)
+    turned = _turned(q[..., nope:], cos, sin, bool(a.interleaved))
+    key = _turned(rope.reshape(B, S, 1, R), cos, sin, bool(a.interleaved))
+    key = key.moved(lambda x: np.broadcast_to(x, (B, S, N, R)), True)
+    return [
+        concatenate([q[..., :nope], turned], 3),
+        concatenate([kv[..., :nope], key], 3),
+        kv[..., nope:],
+    ]
+
+
+@primitive("TelechatMlaAssemble", signature="q kv rope cos sin", heads=1, nope=0, interleaved=True)
+def _assemble(a: Arguments) -> Any:
+    return _assembled(a, floating(a.q), floating(a.kv), floating(a.rope))
+
+
+@primitive(
+    "TelechatMlaAssembleGrad", stores=True, signature="dq dk dv cos sin", heads=1, nope=0, interleaved=True
+)  # fmt: skip
+def _assemble_grad(a: Arguments) -> Any:
+    grads = [floating(x) for x in (a.dq, a.dk, a.dv)]
+    tokens, N, R = int(np.prod(grads[0].shape[:2])), int(a.heads), 2 * plain(a.cos).shape[-1]
+    widths = (N * grads[0].shape[-1], N * (int(a.nope) + grads[2].shape[-1]), R)
+    inputs = [grads[0].constant(np.zeros((tokens, w))) for w in widths]
+    return _back(_assembled(a, *inputs), grads, inputs)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
+    weight = score.moved(lambda x: np.take_along_axis(x, index, 1), True)
+    if a.normalize:
+        weight = weight / (weight.sum(1, True) + 1e-20)
+    return weight * float(a.scale)
+
+
+@primitive("TelechatRouting", stores=True, signature="input bias", top_k=1, groups=1, kept_groups=1, scale=1.0,
+           normalize=True, softmax=False)  # fmt: skip
+def _routing(a: Arguments) -> Any:
+    """Scores; the highest with their bias; their weights; who chose whom; how often each was chosen.
+
+    The choice must be what the operator's own scores say: of nearly equal ones rounding decides.
+    """
+    x = floating(a.input)
+    score = softmax(x, 1) if a.softmax else x.sigmoid()
+    own = score.value if a.made is None else a.made[0].load()
+    choice = own.astype(np.float32) + plain(a.bias).astype(np.float32)
+    T, E, K, G, M = *choice.shape, int(a.top_k), int(a.groups), int(a.kept_groups)
+    if G > 1:
+        parts = choice.reshape(T, G, -1)
+        best = np.sort(parts, -1)[..., ::-1][..., : max(1, K // M)].sum(-1, dtype=np.float32)
+        kept = np.argsort(-best, 1, kind="stable")[:, :M]
+        mask = np.zeros((T, G), bool)
+        np.put_along_axis(mask, kept, True, 1)
+        choice = np.where(mask[..., None], parts, -np.inf).reshape(T, E)
+    index = np.argsort(-choice, 1, kind="stable")[:, :K]
+    chosen = np.zeros((T, E))
+    np.put_along_axis(chosen, index, 1.0, 1)
+    return [score, index, _weights(a, score, index), x.constant(chosen), x.constant(chosen.sum(0))]
+
+
+@primitive("TelechatRoutingGrad", stores=True, signature="score index dscore dweight", top_k=1, groups=1,
+           kept_groups=1, scale=1.0, normalize=True, softmax=False)  # fmt: skip
+def _routing_grad(a: Arguments) -> Any:
+    score = floating(a.score)
+    (through,) = _back([_weights(a, score, _index(a.index))], [a.dweight], [score])
+    g = through + floating(a.dscore)
+    if a.softmax:
+        return score * (g - (g * score).sum(1, True))
+    return g * (score * (1 - score))
+
+
+@primitive("TelechatPermutePlan", signature="input", experts=1, exact=True)
+def _permute_plan(a: Arguments) -> Any:
+    """Row of each pair, pair of each row, rows of each expert; pairs of an expert keep their order."""
+    flat = _index(a.input).reshape(-1)
+    pair = np.argsort(flat, kind="stable")
+    return [np.argsort(pair, kind="stable"), pair, np.bincount(flat, minlength=int(a.experts))]
+
+
+@primitive("TelechatPermute", signature="input pair row", exact=True)
+def _permute(a: Arguments) -> Any:
+    """Each token at the rows of its pairs; rows without a pair are zero."""
+    x, pair, rows = floating(a.input), _index(a.pair), _index(a.row)
+    slots = rows.size // x.shape[0]
+    return x[np.maximum(pair, 0) // slots].times((pair >= 0).astype(np.float64)[:, None])
+
+
+@primitive("TelechatPermuteGrad", stores=True, signature="grad row input")
+def _permute_grad(a: Arguments) -> Any:
+    return _combined(floating(a.grad), _index(a.row).reshape(floating(a.input).shape[0], -1), None)
+
+
+def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
+    """Return each token's rows, weighed and added up; ``row`` is ``[T, K]``."""
+    parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
+    parts = parts.times((row >= 0).astype(np.float64)[..., None])
+    return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
+
+
+@primitive("TelechatUnpermute", signature="input row weight")
+def _unpermute(a: Arguments) -> Any:
+    weight = floating(a.weight)
+    return _combined(floating(a.input), _index(a.row).reshape(weight.shape), weight)
+
+
+@primitive("TelechatUnpermuteGrad", stores=True, signature="input pair weight grad")
+def _unpermute_grad(a: Arguments) -> Any:
+    y, weight, pair = floating(a.input), floating(a.weight), _index(a.pair)
+    row = np.full(weight.value.size, -1)
+    at = np.flatnonzero(pair >= 0)
+    row[pair[at]] = at
+    result = _combined(y, row.reshape(weight.shape), weight)
+    return _back([result], [a.grad], [y, weight])
+
+
+# ------------------------------------------------------------------ loss, norm of gradients
+
+
+def _losses(a: Arguments, x: Approx) -> tuple[Approx, Approx]:
+    """Return the loss ``(1,)``, and each row's maximum and log-sum-exp above it ``[T, 2]``."""
+    label, mask = _index(a.label), plain(a.mask).astype(np.float64)
+    top = x.value.max(1, keepdims=True)
+    over = (x - top).exp().sum(1, True).log()
+    lse = (over + top).reshape(-1)
+    loss = lse - x[np.arange(len(label)), label]
+    if float(a.z_loss):
+        loss = loss + lse * lse * float(a.z_loss)
+    total = loss.times(mask).sum() / (mask.sum() + 1e-8)
+    return total.reshape(1), concatenate([over.constant(top), over], 1)
+
+
+@primitive("TelechatCrossEntropy", stores=True, signature="input label mask", z_loss=0.0)
+def _cross_entropy(a: Arguments) -> Any:
+    return list(_losses(a, floating(a.input)))
+
+
+@primitive(
+    "TelechatCrossEntropyGrad", stores=True, signature="input label mask lse grad", z_loss=0.0
+)
+def _cross_entropy_grad(a: Arguments) -> Any:
+    x = floating(a.input)
+    return _back([_losses(a, x)[0]], [a.grad], [x])
+
+
+@primitive("TelechatSquareSums", signature="*input", tensors=0)
+def _square_sums(a: Arguments) -> Any:
+    """The root of all squares' sum, and each tensor's square sum."""
+    sums = [(floating(x) * floating(x)).sum().reshape(1) for x in a.input]
+    each = concatenate(sums, 0)
+    return [each.sum().sqrt().reshape(1), each]
+
+
+# ------------------------------------------------------------------ programs of the virtual machine
+
+_MAGIC = 0x44564D31
+_UNARY: Mapping[int, Callable[[Approx], Approx]] = {
+    10: lambda x: -x,
+    11: lambda x: x.abs(),
+    12: lambda x: x.sqrt(),
+    13: lambda x: x.rsqrt(),
+    14: lambda x: x.exp(),
+    15: lambda x: x.log(),
+    16: lambda x: 1.0 / x,
+    21: lambda x: x.tanh(),
+    22: lambda x: x.sigmoid(),
+    23: lambda x: x.erf(),
+    26: lambda x: x.sin(),
+    27: lambda x: x.cos(),
+}
+_BINARY: Mapping[int, Callable[[Approx, Approx], Approx]] = {
+    40: lambda x, y: x + y,
+    41: lambda x, y: x - y,
+    42: lambda x, y: x * y,
+    43: lambda x, y: x / y,
+    45: lambda x, y: where(x.value >= y.value, x, y),
+    46: lambda x, y: where(x.value <= y.value, x, y),
+}
+_LOAD, _SCALAR, _STORE, _CAST, _SUM, _BROADCAST, _RESHAPE = 0, 1, 2, 61, 70, 80, 81
+
+
+def _parsed(flat: Sequence[int]) -> list[tuple[int, list[int], list[int], list[int]]]:
+    """Return (operation, arguments, extents, attributes) of each node; the form is told in ``ops/dvm/ir.py``."""
+    if len(flat) < 5 or flat[0] != _MAGIC:
+        raise NotJudgedError("not a program of the virtual machine")
+    at, nodes = 5, []
+
+    def take() -> list[int]:
+        nonlocal at
+        n = flat[at]
+        at += n + 1
+        return list(flat[at - n : at])
+
+    for _ in range(flat[4]):
+        operation = flat[at]
+        at += 2
+        nodes.append((operation, take(), take(), take()))
+        at += 1  # the line
+    return nodes
+
+
+@primitive("TelechatDvm", "TelechatDvmMulti", stores=True, signature="*input", prog="")
+def _program(a: Arguments) -> Any:
+    """Interpret a program in float64."""
+    nodes = _parsed([int(x) for x in str(a.prog).split()])
+    inputs = [floating(x) for x in a.input]
+    symbols: dict[int, int] = {}
+    for operation, _, dims, more in nodes:
+        if operation == _LOAD:
+            for d, n in zip(dims, inputs[more[0]].shape, strict=True):
+                if d < 0:
+                    symbols[d] = n
+    values: list[Approx] = []
+    stored: dict[int, Approx] = {}
+    for operation, arguments, dims, more in nodes:
+        shape = tuple(d if d >= 0 else symbols[d] for d in dims)
+        values.append(_step(operation, [values[i] for i in arguments], shape, more, inputs))
+        if operation == _STORE:
+            stored[more[0]] = values[-1]
+    return [stored[i] for i in sorted(stored)]
+
+
+def _step(
+    operation: int,
+    given: list[Approx],
+    shape: tuple[int, ...],
+    more: list[int],
+    inputs: list[Approx],
+) -> Approx:
+    if operation == _LOAD:
+        return inputs[more[0]]
+    if operation == _SCALAR:
+        return Approx(struct.unpack("<d", struct.pack("<q", more[0]))[0])
+    if operation in (_STORE, _CAST):
+        return given[0]
+    if operation in _UNARY:
+        return _UNARY[operation](given[0])
+    if operation in _BINARY:
+        return _BINARY[operation](*given)
+    if operation == _SUM:
+        return given[0].sum(tuple(more[1:]), True).reshape(*shape)
+    if operation == _BROADCAST:
+        return given[0].moved(lambda x: np.broadcast_to(x, shape), True)
+    if operation == _RESHAPE:
+        return given[0].reshape(*shape)
+    raise NotJudgedError(f"instruction {operation} of the virtual machine")

@@ -1,0 +1,414 @@
+"""MindSpore's primitives as they stand in a compiled graph: their arguments are not those of the functions of that name."""
+
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx, concatenate, scatter_add, where
+from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
+from telechat_moe.tools.align.operators.linear import product
+from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
+from telechat_moe.tools.align.operators.shapes import ints, move
+
+EXP, EXP_SLOPE = 90.0, 9.0
+"""MindSpore's exp on CPU: roundings that it is off, and further ones for each unit of its argument.
+
+Measured with 2.9 on 10^6 float32 numbers in [-1, 1], [-10, 10] and [-80, 80]: 78, 132, 683. Its vectors subtract
+``n ln 2`` with one float32 constant. Sigmoid, SiLU and softmax are made of it (53, 86, 685).
+"""
+TANH, LOG = (
+    4000.0,
+    60.0,
+)  # measured: tanh ends at 1 too early (3,376), log near 1 is off by that in absolute terms
+
+_TYPES = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 42: "float16",
+          43: "float32", 44: "float64", 45: "bfloat16"}  # fmt: skip
+
+
+def loose(x: Approx, argument: Any) -> Approx:
+    """Return what follows from an exponential with the error that MindSpore's has."""
+    size = (EXP + EXP_SLOPE * np.minimum(np.abs(plain(argument)), 100.0)) * x.unit * np.abs(x.value)
+    sigma, limit = np.hypot(x.sigma, size / 3**0.5), x.limit + size
+    return Approx(x.value, x.stored, x.accumulated, sigma, limit, [(x, lambda g: g)])
+
+
+def _index(x: Any) -> Any:
+    return plain(x).astype(np.int64)
+
+
+@primitive(
+    "MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt",
+    signature="input other transpose_a transpose_b", transpose_a=None, transpose_b=None, transpose_x1=False,
+    transpose_x2=False,
+)  # fmt: skip
+def _matmul(a: Arguments) -> Any:
+    """``x @ y``, the last two dimensions of either exchanged before."""
+    x, y = floating(a.input), floating(a.other)
+    unsaid = a.transpose_a is None and a.transpose_b is None
+    if unsaid and x.shape[-2:] == y.shape[-2:] and x.shape[-1] == x.shape[-2]:
+        raise NotJudgedError("the dump does not say whether square matrices are transposed")
+    return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
+
+
+@primitive("SumExt", signature="input dim keepdim dtype", dim=None, keepdim=False, dtype=None)
+@primitive(
+    "ReduceSum", signature="input dim keepdim skip_mode", dim=None, keepdim=False, skip_mode=False
+)
+def _sum(a: Arguments) -> Any:
+    if a.__dict__.get("skip_mode") and a.dim in (None, [], ()):
+        return a.input
+    if not isinstance(a.input, Approx):
+        return (
+            plain(a.input).astype(np.int64).sum(a.dims(np.ndim(a.input)), keepdims=bool(a.keepdim))
+        )
+    return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
+
+
+@primitive("CumSum", signature="input dim exclusive reverse", exclusive=False, reverse=False)
+def _cumsum(a: Arguments) -> Any:
+    x, axis = a.input, int(plain(a.dim))
+    if a.exclusive:
+        raise NotJudgedError("an exclusive running sum")
+    turn = (lambda v: np.flip(v, axis)) if a.reverse else (lambda v: v)
+    if not isinstance(x, Approx):
+        return turn(turn(plain(x).astype(np.int64)).cumsum(axis))
+    return x.moved(turn).cumsum(axis).moved(turn)
+
+
+@primitive("Transpose", signature="input order", exact=True)
+def _transpose(a: Arguments) -> Any:
+    order = ints(a.order)
+    return move(a.input, lambda x: x.transpose(order))
+
+
+@primitive("Split", signature="input dim parts", dim=0, parts=1, exact=True)
+def _split(a: Arguments) -> Any:
+    """Equal parts."""
+    shape = plain(a.input).shape
+    step = shape[int(a.dim)] // int(a.parts)
+    return [
+        move(a.input, lambda x, i=i: x.take(np.arange(i * step, (i + 1) * step), int(a.dim)), True)
+        for i in range(int(a.parts))
+    ]
+
+
+@primitive("Stack", signature="input dim", dim=0, exact=True)
+def _stack(a: Arguments) -> Any:
+    d, parts = int(a.dim), a.input
+    if isinstance(parts[0], Approx):
+        return concatenate([p.moved(lambda x: np.expand_dims(x, d)) for p in parts], d)
+    return np.stack([plain(p) for p in parts], d)
+
+
+@primitive("StridedSlice", signature="input begin end strides begin_mask end_mask ellipsis_mask new_axis_mask "
+           "shrink_axis_mask", begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0,
+           exact=True)  # fmt: skip
+def _strided_slice(a: Arguments) -> Any:
+    if a.ellipsis_mask or a.new_axis_mask:
+        raise NotJudgedError("a slice with an ellipsis or a new axis")
+    key: list[Any] = []
+    for i, (begin, end, step) in enumerate(
+        zip(ints(a.begin), ints(a.end), ints(a.strides), strict=True)
+    ):
+        if int(a.shrink_axis_mask) >> i & 1:
+            key.append(begin)
+        else:
+            key.append(slice(None if int(a.begin_mask) >> i & 1 else begin,
+                             None if int(a.end_mask) >> i & 1 else end, step))  # fmt: skip
+    return move(a.input, lambda x: x[tuple(key)], True)
+
+
+@primitive("Slice", signature="input begin size", exact=True)
+def _slice(a: Arguments) -> Any:
+    size, shape = ints(a.size), plain(a.input).shape
+    key = tuple(
+        slice(b, None if s == -1 else b + s)
+        for b, s, _ in zip(ints(a.begin), size, shape, strict=True)
+    )
+    return move(a.input, lambda x: x[key], True)
+
+
+@primitive("Gather", signature="input index dim batch_dims", batch_dims=0, exact=True)
+def _gather(a: Arguments) -> Any:
+    """Rows by index; on CPU an index outside of the table gives zeros."""
+    if int(plain(a.batch_dims)):
+        raise NotJudgedError("gather with batch dimensions")
+    index, axis = _index(a.index), int(plain(a.dim))
+    size = plain(a.input).shape[axis]
+    inside = (index >= 0) & (index < size)
+    at = np.where(inside, index, 0)
+    found = move(a.input, lambda x: x.take(at, axis), True)
+    if inside.all():
+        return found
+    shape = [1] * plain(found).ndim
+    shape[axis : axis + index.ndim] = index.shape
+    keep = inside.reshape(shape).astype(np.float64)
+    return (
+        found.times(keep)
+        if isinstance(found, Approx)
+        else plain(found) * keep.astype(plain(found).dtype)
+    )
+
+
+@primitive("GatherDGradV2", signature="input dim index grad")
+def _gather_d_grad(a: Arguments) -> Any:
+    """The gradient of ``gather_d``: added where each element came from."""
+    index, dim = _index(a.index), int(plain(a.dim))
+    grid = list(np.indices(index.shape))
+    grid[dim] = index
+    return scatter_add(plain(a.input).shape, tuple(grid), floating(a.grad))
+
+
+@primitive("UnsortedSegmentSum", signature="input index count")
+def _segment_sum(a: Arguments) -> Any:
+    """Rows added up by segment; negative segments are left out."""
+    index, x = _index(a.index), a.input
+    rows = (
+        x.reshape(-1, *x.shape[index.ndim :])
+        if isinstance(x, Approx)
+        else plain(x).reshape(-1, *plain(x).shape[index.ndim :])
+    )
+    flat, count = index.reshape(-1), int(plain(a.count))
+    keep = np.flatnonzero((flat >= 0) & (flat < count))
+    if isinstance(rows, Approx):
+        return scatter_add((count, *rows.shape[1:]), flat[keep], rows[keep])
+    out = np.zeros((count, *rows.shape[1:]), rows.dtype)
+    np.add.at(out, flat[keep], rows[keep])
+    return out
+
+
+@primitive("ScatterNd", signature="index updates shape")
+def _scatter_nd(a: Arguments) -> Any:
+    index, shape = _index(a.index), ints(a.shape)
+    at = tuple(index.reshape(-1, index.shape[-1]).T)
+    rest = shape[index.shape[-1] :]
+    if isinstance(a.updates, Approx):
+        return scatter_add(shape, at, a.updates.reshape(-1, *rest))
+    out = np.zeros(shape, np.int64)
+    np.add.at(out, at, plain(a.updates).reshape(-1, *rest))
+    return out
+
+
+@primitive("TensorScatterAdd", "ScatterNdAdd", signature="input index updates")
+def _tensor_scatter_add(a: Arguments) -> Any:
+    index = _index(a.index)
+    x = floating(a.input)
+    at = tuple(index.reshape(-1, index.shape[-1]).T)
+    parts = floating(a.updates).reshape(-1, *x.shape[index.shape[-1] :])
+    return x + scatter_add(x.shape, at, parts)
+
+
+@primitive("OneHot", signature="input depth on off dim", dim=-1, axis=-1, exact=True)
+def _one_hot(a: Arguments) -> Any:
+    """``on`` at the index, ``off`` elsewhere, along a new dimension."""
+    index, axis = _index(a.input), int(plain(a.dim))
+    hot = index[..., None] == np.arange(int(plain(a.depth)))
+    values = np.where(hot, plain(a.on), plain(a.off))
+    values = values if axis == -1 else np.moveaxis(values, -1, axis)
+    return Approx(values) if isinstance(a.on, Approx) else values
+
+
+@primitive("Cast", signature="input type", exact=True)
+def _cast(a: Arguments) -> Any:
+    kind = _TYPES.get(int(plain(a.type)), "?")
+    x = plain(a.input)
+    if kind == "?":
+        raise NotJudgedError(f"cast to the type with number {a.type}")
+    if kind.startswith(("float", "bfloat")):
+        return a.input if isinstance(a.input, Approx) else Approx(x)
+    return x != 0 if kind == "bool" else np.trunc(x).astype(kind)
+
+
+@primitive("AddN", signature="input")
+def _add_n(a: Arguments) -> Any:
+    parts = a.input
+    if whole(*parts):
+        return sum(plain(p) for p in parts)
+    return concatenate([floating(p).reshape(1, *floating(p).shape) for p in parts], 0).sum(0)
+
+
+@primitive("Softmax", "SoftmaxExt", stores=True, signature="input dim", dim=-1)
+def _softmax(a: Arguments) -> Any:
+    x = floating(a.input)
+    dim = a.dims(len(x.shape))[0]
+    return loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
+
+
+@primitive("LogSoftmax", "LogSoftmaxExt", stores=True, signature="input dim", dim=-1)
+def _log_softmax(a: Arguments) -> Any:
+    x = floating(a.input)
+    # An error of exp is relative, of its logarithm absolute.
+    return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
+
+
+@primitive("Sigmoid", signature="input")
+def _sigmoid(a: Arguments) -> Any:
+    return loose(floating(a.input).sigmoid(), a.input)
+
+
+@primitive("SiLU", stores=True, signature="input")
+def _silu(a: Arguments) -> Any:
+    x = floating(a.input)
+    return x * loose(x.sigmoid(), x)
+
+
+@primitive("Exp", signature="input", base=-1.0, scale=1.0, shift=0.0)
+def _exp(a: Arguments) -> Any:
+    _natural(a)
+    return loose(floating(a.input).exp(), a.input)
+
+
+@primitive("Log", signature="input", base=-1.0, scale=1.0, shift=0.0)
+def _log(a: Arguments) -> Any:
+    _natural(a)
+    x = floating(a.input)
+    return x.log().plus(LOG * x.unit)
+
+
+@primitive("Tanh", signature="input")
+def _tanh(a: Arguments) -> Any:
+    x = floating(a.input)
+    return x.tanh().plus(TANH * x.unit)
+
+
+def _natural(a: Arguments) -> None:
+    if (float(a.base), float(a.scale), float(a.shift)) != (-1.0, 1.0, 0.0):
+        raise NotJudgedError("an exponential or logarithm of another base")
+
+
+# ------------------------------------------------------------------ derivatives that have a name of their own
+
+
+@primitive("SiLUGrad", stores=True, signature="grad input")
+def _silu_grad(a: Arguments) -> Any:
+    """``g s (1 + x (1 - s))``."""
+    x, s = floating(a.input), loose(floating(a.input).sigmoid(), a.input)
+    return floating(a.grad) * (s * (1 + x * (1 - s)))
+
+
+@primitive("SigmoidGrad", stores=True, signature="output grad")
+def _sigmoid_grad(a: Arguments) -> Any:
+    y = floating(a.output)
+    return floating(a.grad) * (y * (1 - y))
+
+
+@primitive("TanhGrad", stores=True, signature="output grad")
+def _tanh_grad(a: Arguments) -> Any:
+    y = floating(a.output)
+    return floating(a.grad) * (1 - y * y)
+
+
+@primitive("RsqrtGrad", stores=True, signature="output grad")
+def _rsqrt_grad(a: Arguments) -> Any:
+    """``-g y^3 / 2``."""
+    y = floating(a.output)
+    return floating(a.grad) * (y * y * y) * -0.5
+
+
+@primitive("SqrtGrad", stores=True, signature="output grad")
+def _sqrt_grad(a: Arguments) -> Any:
+    return floating(a.grad) / (floating(a.output) * 2.0)
+
+
+@primitive("ReciprocalGrad", stores=True, signature="output grad")
+def _reciprocal_grad(a: Arguments) -> Any:
+    y = floating(a.output)
+    return -(floating(a.grad) * (y * y))
+
+
+@primitive("ReluGrad", signature="grad output", exact=True)
+def _relu_grad(a: Arguments) -> Any:
+    return floating(a.grad).times((plain(a.output) > 0).astype(np.float64))
+
+
+@primitive("LogSoftmaxGrad", stores=True, signature="output grad dim", dim=-1)
+def _log_softmax_grad(a: Arguments) -> Any:
+    """``g - exp(y) sum(g)``."""
+    y, g = floating(a.output), floating(a.grad)
+    return g - loose(y.exp(), y) * g.sum(a.dims(len(y.shape)), True)
+
+
+@primitive("SoftmaxBackward", "SoftmaxGrad", stores=True, signature="grad output dim", dim=-1)
+def _softmax_grad(a: Arguments) -> Any:
+    """``y (g - sum(g y))``."""
+    y, g = floating(a.output), floating(a.grad)
+    return y * (g - (g * y).sum(a.dims(len(y.shape)), True))
+
+
+@primitive("Select", signature="condition input other", exact=True)
+def _select(a: Arguments) -> Any:
+    keep = plain(a.condition).astype(bool)
+    if isinstance(a.input, Approx) or isinstance(a.other, Approx):
+        return where(keep, floating(a.input, a.other), floating(a.other, a.input))
+    return np.where(keep, plain(a.input), plain(a.other))
+
+
+@primitive("PowTensorScalar", stores=True, signature="input exponent")
+def _pow(a: Arguments) -> Any:
+    n = float(plain(a.exponent))
+    return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
+
+
+@primitive("Muls", signature="input factor")
+def _muls(a: Arguments) -> Any:
+    return a.input * a.factor
+
+
+@primitive("Adds", signature="input term")
+def _adds(a: Arguments) -> Any:
+    return a.input + a.term
+
+
+@primitive("TensorMove", "Identity", "StopGradient", signature="input", exact=True)
+def _same(a: Arguments) -> Any:
+    return a.input if isinstance(a.input, Approx) else plain(a.input)
+
+
+# ------------------------------------------------------------------ what writes to weights
+
+
+@primitive("Assign", signature="input value", exact=True)
+def _assign(a: Arguments) -> Any:
+    return a.value if isinstance(a.value, Approx) else plain(a.value)
+
+
+@primitive("AssignAdd", signature="input value")
+def _assign_add(a: Arguments) -> Any:
+    return floating(a.input) + a.value if not whole(a.input) else plain(a.input) + plain(a.value)
+
+
+@primitive("AssignSub", signature="input value")
+def _assign_sub(a: Arguments) -> Any:
+    return floating(a.input) - a.value if not whole(a.input) else plain(a.input) - plain(a.value)
+
+
+@primitive(
+    "AdamWeightDecay", stores=True,
+    signature="weight exp_avg exp_avg_sq lr beta1 beta2 eps weight_decay grad clip", clip=None, new1=None, new2=None,
+    use_nesterov=False,
+)  # fmt: skip
+def _adam_weight_decay(a: Arguments) -> Any:
+    """``w -= lr (m / (sqrt(v) + eps) + decay w)``: bias correction, if any, is in the three numbers."""
+    w, g = floating(a.weight), floating(a.grad)
+    g = g * floating(a.clip) if a.clip is not None else g
+    beta1, beta2 = floating(a.beta1), floating(a.beta2)
+    new1 = 1 - beta1 if a.new1 is None else floating(a.new1)
+    new2 = 1 - beta2 if a.new2 is None else floating(a.new2)
+    m = floating(a.exp_avg) * beta1 + g * new1
+    v = floating(a.exp_avg_sq) * beta2 + g * g * new2
+    step = m / (v.sqrt() + floating(a.eps)) + w * floating(a.weight_decay)
+    return [w - step * floating(a.lr), m, v]
+
+
+@primitive(
+    "ApplyMomentum", stores=True, signature="weight momentum_buffer lr grad momentum", use_nesterov=False,
+    use_locking=False, gradient_scale=1.0,
+)  # fmt: skip
+def _momentum(a: Arguments) -> Any:
+    if a.use_nesterov:
+        raise NotJudgedError("an optimizer with nesterov")
+    v = floating(a.momentum_buffer) * floating(a.momentum) + floating(a.grad) * float(
+        a.gradient_scale
+    )
+    return [floating(a.weight) - v * floating(a.lr), v]

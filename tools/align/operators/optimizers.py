@@ -1,0 +1,76 @@
+"""Updates of one weight: the call ``Optimizer.<class>`` with weight, gradient and state before, and after."""
+
+from typing import Any
+
+from telechat_moe.tools.align.approx import Approx
+from telechat_moe.tools.align.numerics import FLOATS
+from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+
+
+def _number(x: Any) -> float:
+    return float(plain(x))
+
+
+def _rest(x: Approx, beta: float, power: float = 1.0) -> Approx:
+    """Return ``1 - beta ** power``; kernels hold beta in float32, whose rounding is large beside a small rest."""
+    value = beta**power
+    error = power * FLOATS["float32"].unit * value
+    return Approx(1 - value, x.stored, x.accumulated, error, 2 * error)
+
+
+def _plain_update(a: Arguments) -> None:
+    for name in ("amsgrad", "maximize", "nesterov"):
+        if a.__dict__.get(name):
+            raise NotJudgedError(f"an optimizer with {name}")
+
+
+@op(
+    "AdamW",
+    "Adam",
+    "AdamWeightDecay",
+    signature="weight grad exp_avg exp_avg_sq step lr betas eps weight_decay",
+    stores=True,
+    weight_decay=0.0,
+    decoupled=True,
+    amsgrad=False,
+    maximize=False,
+)
+def _adamw(a: Arguments) -> Any:
+    """Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2; ``step`` counts from 1."""
+    _plain_update(a)
+    w, g = floating(a.weight), floating(a.grad)
+    beta1, beta2 = (_number(b) for b in a.betas)
+    rate, decay, step = _number(a.lr), _number(a.weight_decay), _number(a.step)
+    if a.decoupled:
+        w = w * (1 - rate * decay)
+    elif decay:
+        g = g + w * decay
+    m = floating(a.exp_avg) * beta1 + g * _rest(g, beta1)
+    v = floating(a.exp_avg_sq) * beta2 + g * g * _rest(g, beta2)
+    divisor = v.sqrt() / _rest(v, beta2, step).sqrt() + _number(a.eps)
+    return [w - m / divisor * (rate / _rest(m, beta1, step)), m, v]
+
+
+@op(
+    "SGD",
+    "Momentum",
+    signature="weight grad momentum_buffer lr momentum dampening weight_decay",
+    stores=True,
+    momentum_buffer=None,
+    momentum=0.0,
+    dampening=0.0,
+    weight_decay=0.0,
+    nesterov=False,
+    maximize=False,
+)
+def _sgd(a: Arguments) -> Any:
+    _plain_update(a)
+    w, g = floating(a.weight), floating(a.grad)
+    decay, momentum = _number(a.weight_decay), _number(a.momentum)
+    g = g + w * decay if decay else g
+    if not momentum:
+        return [w - g * _number(a.lr)]
+    first = a.momentum_buffer is None
+    buffer = g if first else floating(a.momentum_buffer) * momentum + g * (1 - _number(a.dampening))
+    return [w - buffer * _number(a.lr), buffer]

@@ -1,0 +1,235 @@
+"""Operators that reduce dimensions, and norms."""
+
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx
+from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.shapes import move
+
+OVER = "input dim keepdim"
+
+
+@op(
+    "sum",
+    "ReduceSum",
+    "SumExt",
+    signature=OVER,
+    dim=None,
+    keepdim=False,
+    dtype=None,
+    skip_mode=False,
+)
+def _sum(a: Arguments) -> Any:
+    if not isinstance(a.input, Approx):
+        x = plain(a.input)
+        return x.astype(np.int64).sum(a.dims(x.ndim), keepdims=bool(a.keepdim))
+    return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
+
+
+@op("mean", "ReduceMean", signature=OVER, dim=None, keepdim=False, dtype=None)
+def _mean(a: Arguments) -> Any:
+    x = floating(a.input)
+    return x.mean(a.dims(len(x.shape)), bool(a.keepdim))
+
+
+@op("prod", stores=True, signature=OVER, dim=None, keepdim=False, dtype=None)
+def _prod(a: Arguments) -> Any:
+    x = floating(a.input)
+    dims = a.dims(len(x.shape))
+    value = x.value.prod(dims, keepdims=bool(a.keepdim))
+    size, count = x.unit * np.abs(value), x.value.size / max(value.size, 1)
+    return x.made(value, own=(count**0.5 * size, count * size))
+
+
+def _extreme(a: Arguments, largest: bool) -> Any:
+    if a.other is not None:
+        raise NotJudgedError("max or min of two tensors under the name of a reduction")
+    x = plain(a.input) if largest else -plain(a.input)
+    sign = 1.0 if largest else -1.0
+    if a.dim is None:
+        result = x.max()
+        return [_like(a.input, sign * result)]
+    dim = a.dims(x.ndim)[0]
+    index = x.argmax(dim)
+    if a.chosen is not None:
+        index = a.chosen.reshape(index.shape)
+    place = np.expand_dims(index, dim)
+    picked = move(a.input, lambda v: np.take_along_axis(v, place, dim), True)
+    if a.keepdim:
+        return [picked, place]
+    return [move(picked, lambda v: v.squeeze(dim)), index]
+
+
+def _like(x: Any, value: Any) -> Any:
+    return x.constant(value) if isinstance(x, Approx) else np.asarray(value).astype(plain(x).dtype)
+
+
+@op("max", signature=OVER, dim=None, keepdim=False, other=None, exact=True)
+def _max(a: Arguments) -> Any:
+    return _extreme(a, True)
+
+
+@op("min", signature=OVER, dim=None, keepdim=False, other=None, exact=True)
+def _min(a: Arguments) -> Any:
+    return _extreme(a, False)
+
+
+@op("amax", "ReduceMax", signature=OVER, dim=None, keepdim=False, exact=True)
+def _amax(a: Arguments) -> Any:
+    x = plain(a.input)
+    return _like(a.input, x.max(a.dims(x.ndim), keepdims=bool(a.keepdim)))
+
+
+@op("amin", "ReduceMin", signature=OVER, dim=None, keepdim=False, exact=True)
+def _amin(a: Arguments) -> Any:
+    x = plain(a.input)
+    return _like(a.input, x.min(a.dims(x.ndim), keepdims=bool(a.keepdim)))
+
+
+@op("any", signature=OVER, dim=None, keepdim=False, exact=True)
+def _any(a: Arguments) -> Any:
+    x = plain(a.input)
+    return x.any(a.dims(x.ndim), keepdims=bool(a.keepdim))
+
+
+@op("all", signature=OVER, dim=None, keepdim=False, exact=True)
+def _all(a: Arguments) -> Any:
+    x = plain(a.input)
+    return x.all(a.dims(x.ndim), keepdims=bool(a.keepdim))
+
+
+@op("cumsum", "CumsumExt", signature="input dim", dtype=None, exclusive=False, reverse=False)
+def _cumsum(a: Arguments) -> Any:
+    if not isinstance(a.input, Approx):
+        return plain(a.input).astype(np.int64).cumsum(int(a.dim))
+    return a.input.cumsum(int(a.dim))
+
+
+@op("logsumexp", stores=True, signature=OVER, keepdim=False)
+def _logsumexp(a: Arguments) -> Any:
+    x = floating(a.input)
+    dims = a.dims(len(x.shape))
+    top = x.value.max(dims, keepdims=True)
+    total = (x - top).exp().sum(dims, keepdims=True).log() + top
+    y = total.stop()
+    total.parents = ((x, lambda g: g.spread(x.shape) * (x.stop() - y).exp()),)  # as programs do
+    return total if a.keepdim else total.moved(lambda v: v.squeeze(dims))
+
+
+@op(
+    "norm",
+    "LpNorm",
+    "vector_norm",
+    stores=True,
+    signature="input p dim keepdim",
+    p=2,
+    dim=None,
+    keepdim=False,
+    ord=None,
+    dtype=None,
+)
+def _norm(a: Arguments) -> Any:
+    x = floating(a.input)
+    if a.p not in (2, 2.0, "fro", None) or a.ord not in (None, 2):
+        raise NotJudgedError(f"norm with p = {a.p}")
+    return (x * x).sum(a.dims(len(x.shape)), bool(a.keepdim)).sqrt()
+
+
+@op(
+    "var",
+    stores=True,
+    signature="input dim unbiased keepdim",
+    dim=None,
+    unbiased=True,
+    keepdim=False,
+    correction=None,
+)
+def _var(a: Arguments) -> Any:
+    x = floating(a.input)
+    dims = a.dims(len(x.shape))
+    centred = x - x.mean(dims, True)
+    count = int(np.prod([x.shape[d] for d in dims]))
+    less = a.correction if a.correction is not None else int(bool(a.unbiased))
+    return (centred * centred).sum(dims, bool(a.keepdim)) / (count - less)
+
+
+@op("softmax", stores=True, signature="input dim", dim=-1, dtype=None, _stacklevel=3)
+def _softmax(a: Arguments) -> Any:
+    return softmax(floating(a.input), a.dims(len(a.input.shape))[0])
+
+
+def softmax(x: Approx, dim: int) -> Approx:
+    """Return exponentials over their sum along a dimension."""
+    top = x.value.max(dim, keepdims=True)
+    e = (x - np.where(np.isfinite(top), top, 0.0)).exp()
+    result = e / e.sum(dim, keepdims=True)
+    y = result.stop()
+    result.parents = ((x, lambda g: y * (g - (g * y).sum(dim, True))),)  # as programs do
+    return result
+
+
+@op("log_softmax", stores=True, signature="input dim", dim=-1, dtype=None, _stacklevel=3)
+def _log_softmax(a: Arguments) -> Any:
+    return log_softmax(floating(a.input), a.dims(len(a.input.shape))[0])
+
+
+def log_softmax(x: Approx, dim: int) -> Approx:
+    """Return logarithms of :func:`softmax`."""
+    shifted = x - x.value.max(dim, keepdims=True)
+    result = shifted - shifted.exp().sum(dim, keepdims=True).log()
+    y = result.stop()
+    result.parents = ((x, lambda g: g - y.exp() * g.sum(dim, True)),)  # as programs do
+    return result
+
+
+@op(
+    "rms_norm",
+    "RmsNorm",
+    stores=True,
+    signature="input *rest",
+    normalized_shape=None,
+    weight=None,
+    eps=None,
+    gamma=None,
+)
+def _rms_norm(a: Arguments) -> Any:
+    """``F.rms_norm(x, shape, weight, eps)`` or ``RmsNorm(x, gamma, eps)``."""
+    rest = list(a.rest)
+    if rest and isinstance(rest[0], list | tuple | int):
+        rest.pop(0)
+    weight = a.weight if a.weight is not None else a.gamma
+    if weight is None and rest:
+        weight = rest.pop(0)
+    eps = a.eps if a.eps is not None else rest.pop(0) if rest else None
+    x = floating(a.input)
+    if eps is None:
+        raise NotJudgedError(
+            "rms_norm: eps is not in the dump, and its default depends on the type"
+        )
+    scale = (x * x).mean(-1, True) + float(plain(eps))
+    inverse = scale.rsqrt()
+    y = x * inverse
+    return [y if weight is None else y * weight, inverse]
+
+
+@op(
+    "layer_norm",
+    "LayerNorm",
+    stores=True,
+    signature="input normalized_shape weight bias eps",
+    weight=None,
+    bias=None,
+    eps=1e-5,
+)
+def _layer_norm(a: Arguments) -> Any:
+    x = floating(a.input)
+    shape = a.normalized_shape
+    count = len(shape) if isinstance(shape, list | tuple) else 1
+    dims = tuple(range(len(x.shape) - count, len(x.shape)))
+    centred = x - x.mean(dims, True)
+    y = centred * ((centred * centred).mean(dims, True) + a.eps).rsqrt()
+    y = y if a.weight is None else y * a.weight
+    return y if a.bias is None else y + a.bias

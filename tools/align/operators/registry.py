@@ -1,0 +1,188 @@
+"""Names and signatures of operators, in PyTorch's and MindSpore's spellings.
+
+A formula takes :class:`Arguments` and returns its outputs: :class:`Approx` for floating-point results, plain arrays for
+integers and booleans, which must be exact.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Output = Approx | Array
+
+SAME_NAME = {
+    "x": "input",
+    "self": "input",
+    "input_x": "input",
+    "logits": "input",
+    "axis": "dim",
+    "keep_dims": "keepdim",
+    "keepdims": "keepdim",
+    "y": "other",
+    "mat2": "other",
+    "epsilon": "eps",
+    "axes": "dim",
+    "indices": "index",
+    "tensors": "input",
+    "exponent": "other",
+}
+"""Other spellings of an argument's name."""
+
+
+class NotJudgedError(Exception):
+    """A call cannot be recomputed; the message says why."""
+
+
+UNFIT = (NotJudgedError, LookupError, ValueError, TypeError, AttributeError)
+"""What formulas raise for arguments that do not fit them."""
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An operator.
+
+    Attributes:
+        name: Canonical name.
+        signature: Arguments in order; ``*name`` takes all that remain.
+        defaults: By name.
+        compute: The formula.
+        exact: The result is one of the inputs' values (moves, comparisons): no rounding but that of the type.
+        stores: Programs make it of several kernels, which round what they pass on to the tensor's type.
+    """
+
+    name: str
+    signature: tuple[str, ...]
+    defaults: dict[str, Any]
+    compute: Callable[["Arguments"], Sequence[Output]]
+    exact: bool = False
+    stores: bool = False
+
+    def bind(self, positional: Sequence[Any], named: dict[str, Any]) -> "Arguments":
+        """Return the arguments by name.
+
+        Raises:
+            NotJudgedError: They do not fit the signature.
+        """
+        values: dict[str, Any] = {}
+        for i, name in enumerate(self.signature):
+            if name.startswith("*"):
+                values[name[1:]] = list(positional[i:])
+                break
+            if i < len(positional):
+                values[name] = positional[i]
+        else:
+            if len(positional) > len(self.signature):
+                raise NotJudgedError(
+                    f"{self.name} takes {len(self.signature)} arguments, the dump has {len(positional)}"
+                )
+        known = {name.lstrip("*") for name in self.signature} | set(self.defaults)
+        for name, value in named.items():
+            own = name if name in known else SAME_NAME.get(name, name)
+            if own not in known and value is not None:
+                raise NotJudgedError(f"{self.name}: argument {name!r} is not known")
+            values[own] = value
+        for name, value in self.defaults.items():
+            values.setdefault(name, value)
+        missing = [name for name in self.signature if name.lstrip("*") not in values]
+        if missing:
+            raise NotJudgedError(f"{self.name}: argument {missing[0]!r} is not in the dump")
+        return Arguments(values)
+
+
+class Arguments:
+    """Arguments of a call by name, as attributes; tensors of floating point are :class:`Approx`."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.chosen: Array | None = None  # indices that the program chose, for its gradient
+        self.made: Any = None  # records of its outputs, for choices by scores that it makes itself
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotJudgedError(f"argument {name!r} is not in the dump")
+
+    def dims(self, ndim: int, value: Any = ...) -> tuple[int, ...]:
+        """Return ``dim`` as a tuple of places >= 0; None = all."""
+        given = self.dim if value is ... else value
+        if given is None or given == () or given == []:
+            return tuple(range(ndim))
+        places = given if isinstance(given, list | tuple) else (given,)
+        return tuple(int(p) % max(ndim, 1) for p in places)
+
+
+_FORMULAS: dict[str, Formula] = {}
+_PRIMITIVES: dict[str, Formula] = {}
+"""Of MindSpore's primitives by their exact name, where their arguments differ from functions of that name."""
+
+
+def op(
+    *names: str, signature: str, exact: bool = False, stores: bool = False, **defaults: Any
+) -> Callable[[Callable[[Arguments], Any]], Callable[[Arguments], Any]]:
+    """Register a formula under its names; it may return one output or a list."""
+
+    def register(function: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
+        formula = _formula(function, names[0], signature, defaults, exact, stores)
+        for name in names:
+            _FORMULAS[_plain(name)] = formula
+        return function
+
+    return register
+
+
+def primitive(
+    *names: str, signature: str, exact: bool = False, stores: bool = False, **defaults: Any
+) -> Callable[[Callable[[Arguments], Any]], Callable[[Arguments], Any]]:
+    """Register a formula under names of MindSpore primitives; of an attribute that none knows nothing is said."""
+
+    def register(function: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
+        for name in names:
+            _PRIMITIVES[name] = _formula(function, name, signature, defaults, exact, stores)
+        return function
+
+    return register
+
+
+def _formula(
+    function: Callable[[Arguments], Any],
+    name: str,
+    signature: str,
+    defaults: dict[str, Any],
+    exact: bool,
+    stores: bool,
+) -> Formula:
+    def compute(arguments: Arguments) -> Sequence[Output]:
+        result = function(arguments)
+        return result if isinstance(result, list) else [result]
+
+    return Formula(name, tuple(signature.split()), defaults, compute, exact, stores)
+
+
+def find(call_name: str) -> Formula | None:
+    """Return the formula of a call by its name in a dump, such as ``Torch.matmul`` or ``Primitive.mul.Mul``."""
+    parts = call_name.split(".")
+    if parts[0] in ("Primitive", "Optimizer") and parts[-1] in _PRIMITIVES:
+        return _PRIMITIVES[parts[-1]]
+    return _FORMULAS.get(_plain(parts[-1]))
+
+
+def _plain(name: str) -> str:
+    """Return a name without case, underscores and the marks of dunder, in-place and Ext variants."""
+    name = re.sub(r"^__(i|r)?(\w+?)__$", _dunder, name)
+    name = re.sub(r"(?<=[a-z0-9])(Ext|View|_)$", "", name)
+    return name.replace("_", "").lower()
+
+
+def _dunder(match: re.Match[str]) -> str:
+    prefix, rest = match[1] or "", match[2]
+    whole = prefix + rest
+    if whole in ("invert", "rsub", "rtruediv", "rpow", "rmatmul", "rdiv"):
+        return whole
+    return whole if prefix and rest not in _OPERATORS else rest
+
+
+_OPERATORS = {"add", "sub", "mul", "truediv", "div", "pow", "matmul", "and", "or", "xor"}

@@ -1,0 +1,77 @@
+"""How many numbers of a type lie between two values: the walk with ``nextafter``, counted without walking."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.numerics import FLOATS, round_to
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
+    """Return how many numbers of a type lie from ``golden``, rounded to it, to ``target``; infinite if never.
+
+    Args:
+        target: Numbers of the type, maybe widened.
+        golden: Of the same type, or of a wider one.
+        dtype: Canonical name of the type.
+    """
+    golden = _rounded(golden, dtype)
+    own, special = _ordinal(target, dtype)
+    other, also = _ordinal(golden, dtype)
+    low, high = np.minimum(own, other), np.maximum(own, other)
+    if (
+        own.dtype == np.int64
+    ):  # the difference may not fit a signed number, but it does an unsigned one
+        steps = (high - low).view(np.uint64).astype(np.float64)
+    else:
+        steps = np.subtract(high, low, dtype=np.float64)
+    if special or also:
+        agree = (target == golden) | (np.isnan(target) & np.isnan(golden))
+        never = ~(np.isfinite(target) & np.isfinite(golden))
+        steps = np.where(agree, 0.0, np.where(never, np.inf, steps))
+    return steps
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    """Return numbers of a type, given numbers that may be of a wider one."""
+    if dtype in ("float64", "float32", "float16"):
+        with np.errstate(over="ignore"):
+            return np.ascontiguousarray(x.astype(dtype, copy=False))
+    if dtype == "bfloat16" and x.dtype == np.float32:
+        bits = np.ascontiguousarray(x).view(np.uint32)
+        if not np.bitwise_or.reduce(bits) & np.uint32(0xFFFF):
+            return x
+    return round_to(x, dtype)
+
+
+def _ordinal(x: Array, dtype: str) -> tuple[Array, bool]:
+    """Return the number of each value among those of its type, 0 for 0, and whether any is infinite or NaN."""
+    if dtype not in ("float64", "float32", "float16", "bfloat16"):
+        table, finite = _numbers(dtype), np.isfinite(x)
+        place = np.searchsorted(table, np.where(finite, np.abs(x), 0.0))
+        return np.where(np.signbit(x), -place, place), not finite.all()
+    kind = np.dtype(np.float32 if dtype == "bfloat16" else dtype)
+    with np.errstate(over="ignore"):
+        held = np.ascontiguousarray(x.astype(kind, copy=False))
+    pattern = held.view(f"i{kind.itemsize}")
+    magnitude = pattern & np.iinfo(pattern.dtype).max
+    special = bool(magnitude.max() >= np.asarray(np.inf, kind).view(pattern.dtype))
+    sign = pattern >> (8 * kind.itemsize - 1)  # 0 or -1
+    if dtype == "bfloat16":
+        magnitude >>= 16
+    magnitude ^= sign
+    magnitude -= sign
+    return magnitude, special
+
+
+@lru_cache(4)
+def _numbers(dtype: str) -> Array:
+    """Return the finite numbers of a type of 8 bits from 0 up."""
+    f = FLOATS[dtype]
+    steps = 1 << (f.bits - 1)
+    normal = [(1 + m / steps) * 2.0**e for e in range(f.low, f.high + 1) for m in range(steps)]
+    found = [m / steps * 2.0**f.low for m in range(steps)] + normal
+    return np.asarray([x for x in found if x <= f.largest])

@@ -1,0 +1,495 @@
+"""Which call made what another one takes: edges of the data flow, read off equal contents.
+
+An edge that the reference has must hold in the target: a tensor that was changed on the way (dropped, permuted, stale,
+of another rank) is found even though every operator computes right. Nothing is demanded of the target that the
+reference itself does not keep.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from telechat_moe.tools.align.approx import Approx, Array
+from telechat_moe.tools.align.judge import Verdict, judge
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.records import Call, Phase, RankDump, TensorRecord
+
+Place = tuple[str, str]
+"""Key of a call, and which of its tensors: ``output.0``, ``input.weight``."""
+
+_MOST_PARTS = 24  # gradients among which the terms of a sum are looked for
+_SMALL = 4  # tensors with fewer elements are equal by chance
+
+
+@dataclass
+class Wiring:
+    """The data flow of one rank.
+
+    Args:
+        dump: Its calls.
+    """
+
+    dump: RankDump
+    tensors: dict[Place, TensorRecord] = field(init=False)
+    order: dict[str, int] = field(init=False)
+    _summed: dict[Place, list[Place]] = field(init=False, default_factory=dict)
+    _kept: dict[Place, bool] = field(init=False, default_factory=dict)
+    _sent: dict[Place, list[Place]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tensors = {
+            (key, place): tensor
+            for key, call in self.dump.calls.items()
+            for place, tensor in call.tensors()
+        }
+        self.order = {key: i for i, key in enumerate(self.dump.calls)}
+
+    @cached_property
+    def content(self) -> Mapping[Place, bytes]:
+        """A digest of the values of each tensor, whatever its shape; tensors that tell nothing are left out."""
+        found: dict[Place, bytes] = {}
+        for place, tensor in self.tensors.items():
+            if tensor.read is None:
+                continue
+            values = tensor.load()
+            if values.size >= _SMALL and values.min() != values.max():
+                found[place] = digest(values)
+        return found
+
+    @cached_property
+    def small(self) -> frozenset[Place]:
+        """Inputs with few or equal integers that no call before has made: data from outside, such as two labels."""
+        made: set[bytes] = set()
+        found: set[Place] = set()
+        for place, tensor in self.tensors.items():
+            if place in self.content or tensor.read is None or is_float(tensor.dtype):
+                continue
+            values = tensor.load()
+            content = digest(values)
+            if place[1].startswith("output"):
+                made.add(content)
+            elif values.size > 1 and content not in made:
+                found.add(place)
+        return frozenset(found)
+
+    @cached_property
+    def makers(self) -> Mapping[bytes, list[Place]]:
+        """The outputs with a content, in order."""
+        found: dict[bytes, list[Place]] = {}
+        for place, content in self.content.items():
+            if place[1].startswith("output"):
+                found.setdefault(content, []).append(place)
+        return found
+
+    @cached_property
+    def takers(self) -> Mapping[Place, list[Place]]:
+        """The inputs of forward calls that are equal to an output."""
+        found: dict[Place, list[Place]] = {}
+        for place in self.inputs():
+            if self.dump.calls[place[0]].phase is Phase.FORWARD:
+                for source in self.sources_of(place):
+                    found.setdefault(source, []).append(place)
+        return found
+
+    @cached_property
+    def given(self) -> Mapping[bytes, list[Place]]:
+        """The inputs of forward calls with a content."""
+        found: dict[bytes, list[Place]] = {}
+        for place in self.inputs():
+            content = self.content.get(place)
+            if content and self.dump.calls[place[0]].phase is Phase.FORWARD:
+                found.setdefault(content, []).append(place)
+        return found
+
+    @cached_property
+    def late(self) -> frozenset[str]:
+        """Calls with a forward's key that come after the first backward of their step and have no backward of their own.
+
+        What goes into them may be a sum of gradients, which no call of the dump has made.
+        """
+        found: set[str] = set()
+        begun: set[str] = set()
+        for key, call in self.dump.calls.items():
+            step = key.partition("|")[0] if "|" in key else ""
+            if call.phase is Phase.BACKWARD:
+                begun.add(step)
+            back = key.removesuffix("forward") + "backward"
+            if call.phase is Phase.FORWARD and step in begun and back not in self.dump.calls:
+                found.add(key)
+        return frozenset(found)
+
+    @cached_property
+    def _gradients(self) -> Mapping[int, list[Place]]:
+        """Gradients that calls made, by number of elements, in order, equal ones once."""
+        found: dict[int, list[Place]] = {}
+        seen: set[bytes] = set()
+        for place, content in self.content.items():
+            call = self.dump.calls[place[0]]
+            made = call.phase is Phase.BACKWARD or place[0] in self.late
+            if not made or not place[1].startswith("output") or content in seen:
+                continue
+            if is_float(self.tensors[place].dtype):
+                seen.add(content)
+                size = int(np.prod(self.tensors[place].shape))
+                found.setdefault(size, []).append(place)
+        return found
+
+    @cached_property
+    def _weights(self) -> Mapping[int, list[list[Place]]]:
+        """The gradients of each tensor from outside that several calls take, by its number of elements."""
+        found: dict[int, list[list[Place]]] = {}
+        for content, places in self.given.items():
+            if len(places) > 1 and content not in self.makers:
+                uses = [use for use in map(self._gradient_of, places) if use is not None]
+                if len(uses) > 1:
+                    size = int(np.prod(self.tensors[uses[0]].shape))
+                    found.setdefault(size, []).append(uses)
+        return found
+
+    def _gradient_of(self, place: Place) -> Place | None:
+        """Return the gradient that a call sends back for one of its inputs."""
+        back = place[0].removesuffix("forward") + "backward"
+        if back not in self.dump.calls:
+            return None
+        at = _gradient_place(self.dump.calls[place[0]], self.dump.calls[back], place[1])
+        return (back, at) if at is not None and (back, at) in self.tensors else None
+
+    def parts_of(self, place: Place) -> list[Place]:
+        """Return gradients that were made before and whose sum a tensor is; empty: none found."""
+        record = self.tensors[place]
+        if not is_float(record.dtype) or record.read is None:
+            return []
+        x = record.load()
+        at = self.order[place[0]]
+        for uses in self._weights.get(x.size, []):
+            before = [use for use in uses if self.order[use[0]] < at]
+            if len(before) > 1 and _sum_verdict(self, place, before).status == "pass":
+                return before
+        able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at][-_MOST_PARTS:]
+        able = able[-max(2, x.size // 2) :]
+        if len(able) < 2:
+            return []
+        columns = np.stack([self.tensors[p].load().astype(np.float64).reshape(-1) for p in able], 1)
+        size = np.linalg.norm(columns, axis=0)
+        if not np.all(np.isfinite(size)) or not np.all(np.isfinite(x)):
+            return []
+        share = np.linalg.lstsq(columns / size, x.astype(np.float64).reshape(-1), rcond=None)[0]
+        parts = [p for p, c in zip(able, share / size, strict=True) if c > 0.5]
+        good = len(parts) > 1 and _sum_verdict(self, place, parts).status == "pass"
+        return parts if good else []
+
+    def sources_of(self, place: Place) -> list[Place]:
+        """Return the earlier outputs that an input is equal to."""
+        content = self.content.get(place)
+        if content is None:
+            return []
+        at = self.order[place[0]]
+        return [maker for maker in self.makers.get(content, []) if self.order[maker[0]] < at]
+
+    @cached_property
+    def taken(self) -> Mapping[Place, list[Place]]:
+        """The inputs of any call that are equal to an output."""
+        found: dict[Place, list[Place]] = {}
+        for place in self.inputs():
+            for source in self.sources_of(place):
+                found.setdefault(source, []).append(place)
+        return found
+
+    @cached_property
+    def summands(self) -> frozenset[Place]:
+        """Outputs of calls that are a term of a gradient that comes into a backward call."""
+        found: set[Place] = set()
+        for place in self.inputs():
+            if self.dump.calls[place[0]].phase is Phase.BACKWARD and not self.sources_of(place):
+                found |= set(self.summed_from(place))
+        return frozenset(found)
+
+    def makers_of(self, key: str) -> list[Place]:
+        """Return the outputs of a call."""
+        return [
+            (key, place)
+            for place, _ in self.dump.calls[key].tensors()
+            if place.startswith("output")
+        ]
+
+    def summed_from(self, place: Place) -> list[Place]:
+        """Return :meth:`parts_of`, remembered."""
+        if place not in self._summed:
+            self._summed[place] = self.parts_of(place)
+        return self._summed[place]
+
+    def keeps(self, came: Place, users: list[Place]) -> bool:
+        """Return whether a gradient is the sum of those that users sent."""
+        if came not in self._kept:
+            self._kept[came] = _sum_verdict(self, came, users).status == "pass"
+        return self._kept[came]
+
+    def users_of(self, output: Place) -> list[Place]:
+        """Return the gradients that the calls which take an output send back for it."""
+        if output not in self._sent:
+            self._sent[output] = _users(self, output)
+        return self._sent[output]
+
+    def inputs(self) -> Iterator[Place]:
+        """Yield the inputs and parameters of every call, in order."""
+        for place in self.tensors:
+            if not place[1].startswith("output"):
+                yield place
+
+
+def origin(place: Place, reference: Wiring, target: Wiring) -> tuple[str, list[TensorRecord]]:
+    """Return of which tensors an input should be the sum by the data flow, and how to say it.
+
+    What the same call made in the target, the gradients that were sent, or the reference's own value.
+    """
+    made = [s for s in reference.sources_of(place) if s in target.tensors]
+    if made:
+        key, name = made[-1]
+        return f"what {key} made ({name})", [target.tensors[made[-1]]]
+    terms = reference.summed_from(place)
+    forward = place[0].removesuffix("backward") + "forward"
+    if not terms and place[0] != forward:
+        terms = reference.users_of((forward, place[1].replace("input", "output", 1)))
+    if not terms and place[1] == "input.grad":
+        terms = _uses(reference, (place[0], "input.weight"))
+    if terms and all(term in target.tensors for term in terms):
+        said = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
+        return said, [target.tensors[term] for term in terms]
+    record = reference.tensors.get(place)
+    return "what the reference has", [record] if record is not None else []
+
+
+def wanted(place: Place, reference: Wiring, target: Wiring) -> tuple[Array, Array] | None:
+    """Return what an input should hold by the data flow, with a bound; None: the reference does not say."""
+    tensor = target.tensors.get(place)
+    _, parts = origin(place, reference, target) if tensor is not None else ("", [])
+    if tensor is None or not parts or any(part.read is None for part in parts):
+        return None
+    dtype = tensor.dtype if is_float(tensor.dtype) else "float64"
+    if len(parts) == 1:
+        value = parts[0].load().astype(np.float64)
+        return value, Approx(value, dtype).bound(dtype)
+    total = _total([part.load().reshape(tensor.shape) for part in parts], dtype)
+    return total.value, total.bound(dtype)
+
+
+def digest(values: Array) -> bytes:
+    """Return a digest of values; narrow and wide types with equal values agree."""
+    wide = np.ascontiguousarray(values)
+    if wide.dtype.kind == "f":
+        wide = wide.astype(np.float64) + 0.0  # no negative zero
+    elif wide.dtype.kind in "iub":
+        wide = wide.astype(np.int64)
+    return hashlib.blake2b(wide.tobytes(), digest_size=16).digest()
+
+
+def broken_edges(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
+    """Yield inputs of the target that are not what they should be.
+
+    An input that the reference's calls made must be equal, in the target, to what the same call made there; one that
+    comes from outside (weights, data) must be equal to the reference's.
+    """
+    for place in reference.inputs():
+        tensor = target.tensors.get(place)
+        known = place in reference.content or place in reference.small
+        if tensor is None or tensor.read is None or not known:
+            continue
+        sources = reference.sources_of(place)
+        made = [source for source in sources if source in target.tensors]
+        if made:
+            verdict = _as_made(place, made, target)
+        elif not sources and reference.dump.calls[place[0]].phase is Phase.FORWARD:
+            verdict = _as_given(place, reference.tensors[place], tensor)
+            if verdict is not None and place[0] in reference.late:
+                verdict = _as_summed(place, reference, target)
+        else:
+            continue
+        if verdict is not None:
+            yield verdict
+
+
+def _as_summed(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
+    """Judge what goes into a call of the way back: a sum of gradients where the reference's is one."""
+    parts = reference.summed_from(place)
+    if not parts or any(part not in target.tensors for part in parts):
+        said = f"{place[1]}: nothing in the dump says where it comes from"
+        return Verdict(place[0], "", "not judged", reason=said)
+    verdict = _sum_verdict(target, place, parts)
+    return verdict if verdict.status == "diverged" else None
+
+
+def _as_made(place: Place, sources: list[Place], target: Wiring) -> Verdict | None:
+    tensor = target.tensors[place]
+    found = tensor.load()
+    for source in sources:
+        record = target.tensors[source]
+        if record.read is None:
+            return None
+        values = record.load()
+        if values.size == found.size and _same(values.reshape(found.shape), found, tensor.dtype):
+            return None
+    maker = sources[-1]
+    expected = target.tensors[maker].load()
+    key, name = place
+    if expected.size != found.size:
+        said = f"{name} has {found.size} elements, {maker[0]} made {expected.size}"
+        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
+    verdict = judge(
+        key, name, found, _expected(expected.reshape(found.shape), tensor.dtype), tensor.dtype
+    )
+    said = f"{name} is not what {maker[0]} made ({maker[1]}): {verdict.reason}"
+    return Verdict(
+        key, name, "diverged", np.inf, said, verdict.element, verdict.wrong, verdict.elements
+    )
+
+
+def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
+    if reference.read is None:
+        return None
+    expected, found = reference.load(), tensor.load()
+    key, name = place
+    if expected.shape != found.shape:
+        said = f"{name} has shape {list(found.shape)}, in the reference {list(expected.shape)}"
+        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
+    narrow = tensor.dtype
+    if (
+        is_float(reference.dtype)
+        and is_float(narrow)
+        and FLOATS[reference.dtype].bits < FLOATS[narrow].bits
+    ):
+        narrow = reference.dtype
+    if _same(expected, found, narrow) or _same(found, expected, narrow):
+        return None
+    verdict = judge(key, name, found, _expected(expected, tensor.dtype), tensor.dtype)
+    said = f"{name} comes from outside and is not the reference's: {verdict.reason}"
+    return Verdict(
+        key, name, "diverged", np.inf, said, verdict.element, verdict.wrong, verdict.elements
+    )
+
+
+def _same(values: Array, found: Array, dtype: str) -> bool:
+    """Return whether a tensor holds values, perhaps rounded to its type."""
+    if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
+        return True
+    return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
+
+
+def _expected(values: Array, dtype: str) -> Approx | Array:
+    return Approx(values, dtype) if is_float(dtype) else values
+
+
+def wrong_sums(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
+    """Yield gradients that come into a call and are not the sum of what the users of its output sent back."""
+    for key, call in reference.dump.calls.items():
+        if key not in target.dump.calls:
+            continue
+        if call.phase is Phase.OPTIMIZER:
+            yield from _wrong_total(reference, target, key)
+        if call.phase is not Phase.BACKWARD:
+            continue
+        forward = key.removesuffix("backward") + "forward"
+        for i in range(len(call.inputs)):
+            came = f"input.{i}"
+            users = reference.users_of((forward, f"output.{i}"))
+            if (
+                not users
+                or (key, came) not in target.tensors
+                or any(user not in target.tensors for user in users)
+            ):
+                continue
+            if not reference.keeps((key, came), users):
+                continue  # another path, or not all was dumped
+            verdict = _sum_verdict(target, (key, came), users)
+            if verdict.status == "diverged":
+                yield verdict
+
+
+def _wrong_total(reference: Wiring, target: Wiring, key: str) -> Iterator[Verdict]:
+    """Yield an update's gradient if it is not the sum over all uses of its weight."""
+    came = (key, "input.grad")
+    users = _uses(reference, (key, "input.weight"))
+    if not users or came not in target.tensors or any(u not in target.tensors for u in users):
+        return
+    if reference.keeps(came, users):
+        verdict = _sum_verdict(target, came, users)
+        if verdict.status == "diverged":
+            yield verdict
+
+
+def _uses(wiring: Wiring, weight: Place) -> list[Place]:
+    """Return the gradients that the calls which took a weight since its last update sent back for it."""
+    content, found = wiring.content.get(weight), []
+    for key, name in wiring.given.get(content, []) if content else []:
+        back = key.removesuffix("forward") + "backward"
+        if back not in wiring.dump.calls:
+            continue
+        at = _gradient_place(wiring.dump.calls[key], wiring.dump.calls[back], name)
+        if at is not None and (back, at) in wiring.tensors:
+            found.append((back, at))
+    return found
+
+
+def _users(wiring: Wiring, output: Place) -> list[Place]:
+    """Return the gradients that the calls which take an output send back for it."""
+    found: list[Place] = []
+    for key, name in wiring.takers.get(output, []):
+        back = key.removesuffix("forward") + "backward"
+        if back not in wiring.dump.calls:
+            continue
+        at = _gradient_place(wiring.dump.calls[key], wiring.dump.calls[back], name)
+        if at is not None and (back, at) in wiring.tensors:
+            found.append((back, at))
+    return found
+
+
+def _gradient_place(call: Call, back: Call, name: str) -> str | None:
+    """Return which output of a backward call belongs to an input of its forward call.
+
+    msprobe has an entry for each positional argument, null where it is no tensor; others one for each tensor that wants
+    a gradient.
+    """
+    wanted = [
+        place
+        for place, tensor in call.tensors()
+        if place.startswith("input")
+        and is_float(tensor.dtype)
+        and tensor.requires_grad is not False
+    ]
+    if name not in wanted:
+        return None
+    if len(back.outputs) == len(wanted):
+        return f"output.{wanted.index(name)}"
+    argument = name.split(".")[1]
+    if name.count(".") == 1 and argument.isdigit() and len(back.outputs) == len(call.inputs):
+        return f"output.{argument}"
+    return None
+
+
+def _total(parts: list[Array], dtype: str) -> Approx:
+    """Return a sum that programs make in any order, each partial sum rounded to its type."""
+    return Approx(np.stack(parts), dtype, dtype).sum(0)
+
+
+def _sum_verdict(wiring: Wiring, came: Place, users: list[Place]) -> Verdict:
+    record = wiring.tensors[came]
+    parts: list[Array] = []
+    for user in users:
+        values = wiring.tensors[user].load()
+        if values.size != record.load().size:
+            return Verdict(*came, "not judged", reason="shapes")
+        parts.append(values.reshape(record.shape))
+    found, exact = record.load(), np.sum(np.stack(parts), 0, np.float64)
+    with np.errstate(invalid="ignore"):
+        once = np.abs(found - exact) <= FLOATS[record.dtype].unit * np.abs(exact)
+    if np.all(once):
+        return Verdict(*came, "pass", elements=found.size)  # rounded once: no need of a bound
+    verdict = judge(*came, found, _total(parts, record.dtype), record.dtype)
+    if verdict.status == "pass":
+        return verdict
+    said = f"{came[1]} is not the sum of the gradients from {', '.join(u[0] for u in users)}: {verdict.reason}"
+    return Verdict(
+        *came, "diverged", verdict.ratio, said, verdict.element, verdict.wrong, verdict.elements
+    )
