@@ -1,0 +1,129 @@
+"""The step model: closed forms where there are, and what more of something may do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.architecture import plain
+from telechat_moe.tools.plan.columns import columns
+from telechat_moe.tools.plan.cost import layer, rates
+from telechat_moe.tools.plan.device import LIMIT, Constants, load_device, names
+from telechat_moe.tools.plan.flops import model_flops
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.step import evaluate, evaluate_columns
+
+A100 = load_device("a100")
+GPT = plain("gpt", hidden=4096, layers=32, heads=32, seq=2048, vocab=51200)
+
+
+def one(layout, device=A100, model=GPT, constants=None):
+    return evaluate(model, [layout], device, constants)
+
+
+def test_an_ideal_device_takes_flops_over_peak():
+    ideal = Constants(
+        matmul_share=1, matmul_half=1e-9, attention_share=1, memory_share=1, layer_host_s=1e-12,
+        collective_host_s=1e-12, step_host_s=0,
+    )  # fmt: skip
+    fast = replace(A100, memory_bandwidth=1e20)
+    layout = Layout(micro_batch=2)
+    x = columns([(GPT, layout)])
+    forward = layer(x, rates(x, fast, ideal), False).forward
+    causal = GPT.seq / 2 * 2 * 2 * GPT.heads * GPT.head_dim
+    each = 2 * (GPT.attention_weights + GPT.dense_weights) + causal
+    assert forward.time[0] == pytest.approx(each * 2 * 2048 / 312e12, rel=1e-7)
+    step = evaluate(GPT, [layout], fast, ideal).step_s[0]
+    lowest = model_flops(GPT).training * 2 * 2048 / 312e12
+    assert lowest < step < 1.08 * lowest  # flash computes the scores once more
+
+
+def test_pipeline_bubble_of_equal_stages_is_the_closed_form():
+    flat = Constants(layer_host_s=1e-9, collective_host_s=1e-12, inter_latency_s=1e-12)
+    wide = replace(A100, inter_bandwidth=1e20, intra_bandwidth=1e20)
+    small = replace(GPT, vocab=1)
+    for p, m, v in ((4, 8, 1), (8, 64, 1), (8, 64, 2), (4, 16, 4)):
+        schedule = "interleaved" if v > 1 else "1f1b"
+        table = evaluate(
+            small, [Layout(pp=p, vpp=v, micro_batches=m, schedule=schedule)], wide, flat
+        )
+        assert table.bubble[0] == pytest.approx((p - 1) / (v * m + p - 1), rel=3e-2)
+
+
+def test_parts_add_up_to_the_slowest_stage():
+    layout = Layout(pp=4, tp=2, micro_batches=8, recompute="full")
+    table = one(layout)
+    whole = (table.stages.forward + table.stages.backward).max(axis=1) * 8
+    inside = sum(float(v[0]) for k, v in table.parts.items() if k != "neighbours")
+    assert inside == pytest.approx(whole[0], rel=1e-9)
+
+
+degrees = st.sampled_from([1, 2, 4, 8])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    tp=degrees, pp=degrees, dp=degrees, micro=degrees, count=degrees,
+    recompute=st.sampled_from(["none", "selective", "full"]), zero=st.sampled_from([0, 1, 3]),
+    moe=st.booleans(),
+)  # fmt: skip
+def test_more_of_something_never_hurts(tp, pp, dp, micro, count, recompute, zero, moe):
+    model = published("deepseekv3" if moe else "llama3 8b")
+    assert model is not None
+    layout = Layout(
+        tp=tp, pp=pp, dp=dp, micro_batch=micro, micro_batches=count, recompute=recompute, zero=zero,
+        ep=min(tp * dp, 8) if moe else 1,
+    )  # fmt: skip
+    base = one(layout, model=model)
+    assert base.step_s[0] > 0
+    assert 0 <= base.bubble[0] < 1
+    for field in ("memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
+        better = replace(A100, **{field: getattr(A100, field) * 2})
+        assert one(layout, better, model).step_s[0] <= base.step_s[0] * (1 + 1e-12)
+    faster = replace(A100, peak_flops={k: 2 * v for k, v in A100.peak_flops.items()})
+    assert one(layout, faster, model).step_s[0] < base.step_s[0]
+    lean = one(layout.but(recompute="full"), model=model)
+    assert lean.memory.activations.sum() <= base.memory.activations.sum() * (1 + 1e-12)
+    assert lean.step_s[0] >= one(layout.but(recompute="none"), model=model).step_s[0] * (1 - 1e-12)
+
+
+def test_many_configurations_at_once_equal_one_by_one():
+    layouts = [
+        Layout(tp=t, pp=p, dp=2, micro_batches=4, recompute=r, zero=1, cp=c)
+        for t in (1, 4) for p in (1, 2, 4) for r in ("none", "full") for c in (1, 2)
+    ]  # fmt: skip
+    table = evaluate(GPT, layouts, A100)
+    for i, layout in enumerate(layouts):
+        alone = one(layout)
+        assert table.step_s[i] == pytest.approx(alone.step_s[0], rel=1e-12)
+        width = layout.pp
+        np.testing.assert_allclose(
+            table.memory.peak[i, :width], alone.memory.peak[0, :width], rtol=1e-12
+        )
+        assert not table.memory.peak[i, width:].any()
+
+
+def test_steps_only_leaves_times_as_they_are():
+    x = columns([(GPT, Layout(pp=2, micro_batches=4))])
+    assert evaluate_columns(x, A100, steps_only=True).step_s == evaluate_columns(x, A100).step_s
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_description_loads_names_its_source_and_has_few_constants(name):
+    device = load_device(name)
+    assert len(device.fitted) <= LIMIT
+    assert device.sources, "no source"
+    assert device.memory_bytes > 1e9
+
+
+def test_unknown_devices_and_keys_are_refused(tmp_path):
+    with pytest.raises(BadInputError, match="no such description"):
+        load_device("b9000")
+    file = tmp_path / "x.yaml"
+    file.write_text("name: x\nconstants: {matmul_speed: 3}\n")
+    with pytest.raises(BadInputError, match=r"matmul_speed.*unknown"):
+        load_device(file)

@@ -1,0 +1,64 @@
+"""Memory: parameters against exact counts, activations against Korthikanti et al. 2022, in-flight micro-batches."""
+
+import pytest
+
+from telechat_moe.tools.plan.architecture import plain
+from telechat_moe.tools.plan.columns import columns
+from telechat_moe.tools.plan.device import load_device
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.memory import in_flight, layer_activations, local_parameters
+from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.step import evaluate
+
+A100 = load_device("a100")
+
+
+@pytest.mark.parametrize("name", ["llama3 8b", "deepseekv3", "qwen3 30b", "mixtral 8x7b", "mpt7b"])
+@pytest.mark.parametrize("pp", [1, 4])
+def test_stages_hold_every_parameter_once(name, pp):
+    a = published(name)
+    assert a is not None
+    dense, experts = local_parameters(columns([(a, Layout(pp=pp, dp=8, ep=8))]))
+    spare = a.vocab * a.hidden if a.tied and pp > 1 else 0  # first and last stage hold a copy each
+    whole = dense.sum() + experts.sum() * 8 - spare
+    assert whole == pytest.approx(a.parameters, rel=2e-5)  # shifts of the last norm
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_activations_of_a_gpt_layer(tp):
+    """Korthikanti et al. 2022: s b h (34 + 5 a s / h), dropout masks (3 s b h) and GeLU's input kept (8) among the 34."""
+    h, a, s, b = 12288, 96, 2048, 1
+    gpt = plain("gpt", hidden=h, layers=2, heads=a, seq=s, vocab=51200)
+    layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b, flash=False)
+    dense, _, entry = layer_activations(columns([(gpt, layout)]))
+    published_bytes = s * b * h * (34 + 5 * a * s / h) / tp
+    masks = (
+        2 * s * b * h / tp
+    )  # of the two residual branches, one byte each: these models train without dropout
+    assert dense[0] == pytest.approx(published_bytes - masks, rel=0.04)
+    assert entry[0] == 2 * s * b * h / tp
+
+
+def test_micro_batches_in_flight():
+    gpt = plain("gpt", hidden=512, layers=8, heads=8, seq=128, vocab=512)
+    flat = in_flight(columns([(gpt, Layout(pp=4, micro_batches=16))]))[0]
+    assert flat.tolist() == [4, 3, 2, 1]
+    short = in_flight(columns([(gpt, Layout(pp=4, micro_batches=2))]))[0]
+    assert short.tolist() == [2, 2, 2, 1]
+    all_of_them = in_flight(columns([(gpt, Layout(pp=4, micro_batches=16, schedule="gpipe"))]))[0]
+    assert all_of_them.tolist() == [16] * 4
+    mixed = in_flight(
+        columns([(gpt, Layout(pp=4, vpp=2, micro_batches=16, schedule="interleaved"))])
+    )[0]
+    # 1 + (P - 1) / (P V) times 1F1B's on the first stage (Narayanan et al. 2021, section 2.2)
+    assert mixed[0] == pytest.approx(4 * (1 + 3 / 8))
+
+
+def test_zero_levels_divide_what_they_say():
+    gpt = plain("gpt", hidden=1024, layers=8, heads=8, seq=128, vocab=512)
+    tables = [evaluate(gpt, [Layout(dp=8, zero=z)], A100).memory for z in (0, 1, 2, 3)]
+    for level, (name, since) in enumerate((("optimizer", 1), ("gradients", 2), ("parameters", 3))):
+        del level
+        for z, table in enumerate(tables):
+            whole = getattr(tables[0], name)[0, 0]
+            assert getattr(table, name)[0, 0] == pytest.approx(whole / (8 if z >= since else 1))

@@ -1,0 +1,174 @@
+"""Reading published tables, refusing rows, scoring, fitting."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telechat_moe.cli import main
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.device import Constants, load_device
+from telechat_moe.tools.plan.fit import Problem, fit, free_constants, held_out
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.score import checked, score, statistics
+from telechat_moe.tools.plan.step import evaluate
+from telechat_moe.tools.plan.tables import read_table
+from telechat_moe.tools.plan.validate import implausible
+
+TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
+STEPS = [
+    f for f in sorted(TABLES.glob("*.csv")) if "allreduce" not in f.name and "kernels" not in f.name
+]
+
+
+@pytest.mark.parametrize("file", [*STEPS, TABLES / "published_steps.yaml"], ids=lambda f: f.stem)
+def test_every_row_is_read_or_has_a_reason_of_a_known_kind(file):
+    rows = checked(read_table(file), "a100")
+    if file.suffix == ".csv":
+        with file.open() as stream:
+            assert len(rows) == sum(1 for _ in csv.DictReader(stream))
+    for row in rows:
+        if row.reason:
+            assert row.reason.startswith(
+                ("missing: ", "device without a description", "impossible: ")
+            ), row
+        else:
+            assert row.architecture is not None
+            assert row.layout is not None
+            assert row.step_s or row.memory_bytes
+
+
+@pytest.mark.parametrize("name", ["vtrain_allreduce_lut", "deepseek_v3_dualpipe_kernels"])
+def test_tables_without_steps_say_so(name):
+    (row,) = read_table(TABLES / f"{name}.csv")
+    assert "steps" in row.reason
+
+
+def test_a_row_of_each_table_by_hand():
+    """Global batch, devices and step time, worked out from the line itself."""
+    vtrain = read_table(TABLES / "vtrain_a100_multi.csv")[0]
+    assert (vtrain.layout.global_batch, vtrain.layout.devices) == (1536, 512)
+    assert vtrain.step_s == pytest.approx(21.8904)
+    foundry = read_table(TABLES / "llmfoundry_fsdp.csv")[0]
+    assert (foundry.layout.global_batch, foundry.layout.devices) == (4096, 512)
+    assert foundry.step_s == pytest.approx(8388608 / 1083366)
+    dgxc = next(
+        r
+        for r in read_table(TABLES / "nvidia_dgxc_steps.csv")
+        if "3.1 70b" in r.model and not r.reason
+    )
+    assert (dgxc.layout.tp, dgxc.layout.pp, dgxc.layout.cp, dgxc.layout.vpp) == (4, 4, 2, 5)
+    assert (dgxc.architecture.seq, dgxc.layout.micro_batches) == (8192, 64)
+    bridge = next(
+        r
+        for r in read_table(TABLES / "megatron_bridge_perf.csv")
+        if "405B" in r.model and "H100" in r.device
+    )
+    assert (
+        bridge.layout.chunks[0] == bridge.layout.chunks[-1] == 1
+    )  # embedding and loss count as layers
+    assert sum(bridge.layout.chunks) == 126
+    assert bridge.step_s == pytest.approx(1536 * 8192 / (326 * 1024))
+    titan = [r for r in read_table(TABLES / "published_steps.yaml") if "torchtitan_2024" in r.table]
+    assert titan[0].step_s == pytest.approx(2 * 8192 / 5762)
+    assert titan[0].memory_bytes == pytest.approx(82.4 * 2**30)
+
+
+def test_impossible_rows_are_refused():
+    a, device = published("llama2 7b"), load_device("ascend-910b")
+    layout = Layout(dp=8, micro_batch=1, recompute="full", zero=1)
+    honest = evaluate(a, [layout], device).step_s[0]
+    assert not implausible(a, layout, honest, device)
+    assert "of the peak" in implausible(a, layout, honest / 8, device)  # the 305 % kind
+    assert "of the peak" in implausible(a, layout, honest * 12, device)
+    assert "step of" in implausible(a, layout, 0.0, device)
+    tiny = replace(
+        a, hidden=256, ffn=512, layers=("dense",) * 2, heads=4, kv_heads=4, head_dim=64, seq=128
+    )
+    assert not implausible(tiny, layout, 1.0, device)  # launch times explain slow small work
+
+
+def test_synthetic_measurements_give_their_constants_back():
+    device, truth = (
+        load_device("a100"),
+        Constants(matmul_share=0.61, layer_host_s=4e-4, memory_share=0.7),
+    )
+    rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::30]
+    predicted = evaluate(
+        [r.architecture for r in rows], [r.layout for r in rows], device, truth
+    ).step_s
+    rows = [replace(r, step_s=float(t)) for r, t in zip(rows, predicted, strict=True)]
+    problem = Problem(rows, device)
+    found = fit(problem)
+    np.testing.assert_allclose(problem.predict(found), predicted, rtol=0.02)
+    assert found.layer_host_s == pytest.approx(4e-4, rel=0.1)
+    assert "fp8_share" not in free_constants(rows, device)
+
+
+def test_held_out_rows_are_not_seen_by_their_fit():
+    """A group whose times are all doubled is predicted as if it were not."""
+    device = load_device("a100")
+    rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::24]
+    groups = [r.model for r in rows]
+    odd = groups[0]
+    plain = held_out(Problem(rows, device), groups)
+    twisted = [replace(r, step_s=r.step_s * (2 if r.model == odd else 1)) for r in rows]
+    other = held_out(Problem(twisted, device), groups)
+    here = np.array(groups) == odd
+    assert np.abs(other[here] / plain[here] - 1).max() < 0.3
+    with pytest.raises(BadInputError, match="one group only"):
+        held_out(Problem(rows, device), ["same"] * len(rows))
+
+
+def test_accuracy_of_the_frozen_constants():
+    """Not the held-out figure: guards against a change of the model that forgets to refit."""
+    rows = checked([r for f in STEPS for r in read_table(f)], "a100")
+    scored = list(score(rows, "a100"))
+    step = statistics([s.error for s in scored if s.error is not None])
+    memory = statistics([s.memory_error for s in scored if s.memory_error is not None])
+    assert step["rows"] > 1000
+    assert step["mape"] < 0.075
+    assert memory["mape"] < 0.065
+
+
+def test_command_line(tmp_path, capsys):
+    target = tmp_path / "score.json"
+    table = tmp_path / "part.csv"
+    lines = (TABLES / "mindformers_ascend.csv").read_text().splitlines()
+    table.write_text("\n".join(lines[:12]) + "\n")
+    assert (
+        main(
+            [
+                "plan",
+                "score",
+                str(table),
+                "--device",
+                "ascend-910b",
+                "--json",
+                str(target),
+                "--rows",
+            ]
+        )
+        == 0
+    )
+    report = json.loads(target.read_text())
+    rows = report["rows"]
+    assert len(rows) == 11
+    assert sum(report["rejected"].values()) == sum(bool(r["rejected"]) for r in rows)
+    timed = [abs(r["error"]) for r in rows if r["error"] is not None]
+    assert report["overall"]["mape"] == pytest.approx(np.mean(timed))
+    for r in rows:
+        if r["error"] is not None:
+            assert r["error"] == pytest.approx(r["predicted_s"] / r["measured_s"] - 1)
+    out = capsys.readouterr().out
+    assert "MAPE" in out
+    assert "impossible" in out
+    assert main(["plan", "score", str(tmp_path / "none.csv")]) == 3
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    assert main(["plan", "score", str(other)]) == 3
+    assert "fit no known table" in capsys.readouterr().err

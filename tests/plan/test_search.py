@@ -1,0 +1,201 @@
+"""The joint search against every layout and placement scored by the simulator, and what must hold when inputs change."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from telechat_moe.recipe import load
+from telechat_moe.recipe.load import loads
+from telechat_moe.tools.plan.architecture import Architecture
+from telechat_moe.tools.plan.certify import certificate
+from telechat_moe.tools.plan.check_certificate import check
+from telechat_moe.tools.plan.device import load_device
+from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings, write_recipe
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.report import page, summary, why_not
+from telechat_moe.tools.plan.search import search, usable
+from telechat_moe.tools.plan.space import (
+    NAMES,
+    POLICIES,
+    Space,
+    enumerate_space,
+    layout_of,
+    parse_fixed,
+)
+from telechat_moe.tools.plan.step import evaluate
+
+TINY = "telechat3_moe/pretrain_tiny.yaml"
+LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+
+
+def _small(layers: int = 5, **more) -> tuple[Architecture, Layout]:
+    recipe = load(LARGE)
+    a = Architecture.from_recipe(recipe)
+    kinds = a.layers[:1] + a.layers[1:layers]
+    return replace(a, layers=kinds, **more), Layout.from_recipe(recipe)
+
+
+def _placements(layers: int, layout: Layout):
+    """Yield every allowed division of the layers, the rule of recipes and chunks of a stage within one layer."""
+    count = layout.pp * layout.vpp
+    for chunks in product(range(layers + 1), repeat=count):
+        if sum(chunks) != layers or any(n < 1 for n in chunks[1:-1]):
+            continue
+        rounds = [[(c, chunks[c]) for c in range(s, count, layout.pp)] for s in range(layout.pp)]
+        if layout.vpp > 1 and any(
+            n < max(m for _, m in own) - 1 for own in rounds for c, n in own if 0 < c < count - 1
+        ):
+            continue
+        if layout.recompute != "full":
+            yield layout.but(chunks=chunks)
+            continue
+        for again in product(*(range(n + 1) for n in chunks)):
+            yield layout.but(chunks=chunks, recompute_layers=again)
+
+
+@pytest.mark.parametrize(("devices", "gib"), [(2, 20.0), (4, 12.0), (4, 40.0), (8, 8.0), (8, 5.5)])
+def test_every_layout_and_placement_scored(devices: int, gib: float) -> None:
+    a, base = _small()
+    device = usable(load_device("ascend-910b"), gib * 2**30)
+    space = Space(devices=devices, global_batch=8, base=base, most_pp=3, most_vpp=2)
+    plan = search(a, space, device, top=3)
+    layouts = [
+        placed
+        for row in enumerate_space(a, space)
+        for placed in _placements(len(a.layers), layout_of(row, space))
+    ]
+    table = evaluate(a, layouts, device)
+    fits = table.memory.peak.max(axis=1) <= gib * 2**30
+    if not fits.any():
+        assert not plan.best
+        return
+    best = table.step_s[fits].min()
+    assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
+    assert plan.lower_bound_s <= best * (1 + 1e-9)
+    assert plan.optimal
+
+
+def _best(a, base, device, **changes) -> float:
+    space = Space(**{"devices": 64, "global_batch": 64, "base": base, "most_vpp": 2, **changes})
+    plan = search(a, space, device, top=1)
+    assert plan.optimal
+    return plan.best[0].step_s
+
+
+def test_more_memory_or_bandwidth_never_hurts() -> None:
+    a, base = _small(13)
+    device = load_device("ascend-910b")
+    steps = [_best(a, base, usable(device, gib * 2**30)) for gib in (9, 10, 12, 60)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[0] > steps[-1]
+    room = usable(device, 20 * 2**30)
+    for name in ("memory_bandwidth", "intra_bandwidth", "inter_bandwidth"):
+        faster = replace(room, **{name: 2 * getattr(room, name)})
+        assert _best(a, base, faster) <= _best(a, base, room) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "fixed", ["tp=2", "pp=4", "zero=0", "recompute=full", "sp=false", "micro_batch=2"]
+)
+def test_a_fixed_choice_never_beats_the_free_one(fixed: str) -> None:
+    a, base = _small(9)
+    device = usable(load_device("ascend-910b"), 30 * 2**30)
+    free = _best(a, base, device, devices=16, global_batch=32)
+    assert _best(
+        a, base, device, devices=16, global_batch=32, fixed=parse_fixed([fixed])
+    ) >= free * (1 - 1e-9)
+
+
+def test_time_limit_is_honest() -> None:
+    a, base = _small(13)
+    device = usable(load_device("ascend-910b"), 20 * 2**30)
+    space = Space(devices=64, global_batch=64, base=base)
+    whole, cut = search(a, space, device, top=1), search(a, space, device, top=1, limit_s=0.0)
+    assert whole.optimal
+    assert not cut.best
+    assert not cut.optimal
+    assert cut.lower_bound_s <= whole.best[0].step_s
+
+
+def test_bounds_are_below_what_is_found() -> None:
+    a, base = _small(9)
+    device = usable(load_device("ascend-910b"), 30 * 2**30)
+    plan = search(a, Space(devices=16, global_batch=32, base=base, most_vpp=2), device, top=40)
+    assert len(plan.best) >= 15
+    for c in plan.best:
+        assert c.bound_s <= c.step_s * (1 + 1e-9)
+        assert evaluate(a, [c.layout], device).step_s[0] == pytest.approx(c.step_s)
+        check(certificate(c.problem, c.solution))
+
+
+def test_why_not_names_every_other_layout() -> None:
+    a, base = _small(9)
+    device = usable(load_device("ascend-910b"), 30 * 2**30)
+    plan = search(a, Space(devices=16, global_batch=32, base=base, most_vpp=2), device, top=3)
+    lines = list(why_not(plan))
+    assert len(lines) == len(plan.rows) - 1
+    assert any("out of memory by" in line and "on stage" in line for line in lines)
+    assert any("dominated: at least" in line for line in lines)
+    assert "not closed" not in "".join(lines)
+    assert "<svg" in page(plan, [], summary(plan, 3))
+
+
+def test_recipe_is_accepted_and_says_the_same() -> None:
+    a = Architecture.from_recipe(load(LARGE))
+    base = Layout.from_recipe(load(LARGE))
+    device = usable(load_device("ascend-910b"), 20 * 2**30)
+    for fixed in (
+        [],
+        ["vpp=1", "pp=8", "recompute=full"],
+        ["pp=1"],
+        ["tp=8", "recompute=norm+activation"],
+        ["etp=2"],
+    ):
+        space = Space(devices=256, global_batch=64, base=base, fixed=parse_fixed(fixed), most_vpp=3)
+        plan = search(a, space, device, top=1, limit_s=20)
+        if not plan.best:
+            continue
+        layout = plan.best[0].layout
+        text = write_recipe(LARGE, [], layout, "test")
+        again = Layout.from_recipe(loads(text))
+        if (
+            "+" in layout.recompute
+        ):  # of telechat_moe.sharding.recompute, which the simulator does not read
+            again = again.but(recompute=layout.recompute)
+        table = evaluate(a, [layout, again], device)
+        assert table.step_s[0] == pytest.approx(table.step_s[1], rel=1e-12)
+        assert again.devices == 256
+        assert again.global_batch == 64
+
+
+def test_layout_string_and_mindspeed() -> None:
+    a, base = _small(8)
+    layout = base.but(
+        dp=1, tp=2, pp=2, vpp=2, ep=2, micro_batches=4, chunks=(1, 2, 2, 3), schedule="interleaved"
+    )
+    assert layout_string(a, layout) == "Et|(tt|)*2tttmL"
+    words = mindspeed_arguments(a, layout)
+    assert words[words.index("--num-layers") + 1] == "12"
+    assert words[words.index("--noop-layers") + 1] == "1,2,5,8"
+    assert words[words.index("--expert-model-parallel-size") + 1] == "1"
+    assert "--moe-tp-extend-ep" in words
+    assert settings(layout, 8)["model.model_config.offset"] == [[-1, 0], [0, 1]]
+
+
+def test_space_keeps_the_rules_of_recipes() -> None:
+    """A sample of the space, written as recipes, is accepted."""
+    a, base = Architecture.from_recipe(load(LARGE)), Layout.from_recipe(load(LARGE))
+    rows = enumerate_space(a, Space(devices=256, global_batch=64, base=base))
+    rng = np.random.default_rng(1)
+    for row in rows[rng.choice(len(rows), 12, replace=False)]:
+        layout = layout_of(row, Space(devices=256, global_batch=64, base=base))
+        count = layout.pp * layout.vpp
+        first = len(a.layers) - (count - 1) * (len(a.layers) // count or 1)
+        chunks = (first,) + (len(a.layers) // count or 1,) * (count - 1) if count > 1 else None
+        if chunks and first < 0:
+            continue
+        if row[NAMES.index("policy")] == POLICIES.index("full") and chunks:
+            layout = layout.but(recompute_layers=chunks)
+        loads(write_recipe(LARGE, [], layout.but(chunks=chunks), "test"))

@@ -1,0 +1,254 @@
+"""Time of a layer's operators on one device: roofline with fitted efficiencies.
+
+All functions take `Columns` and return arrays, one entry a configuration, in seconds per micro-batch. T tokens of a
+micro-batch on a device (of its context slice), h width, S keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.collectives import all_gather, all_reduce, all_to_all
+from telechat_moe.tools.plan.columns import Array, Columns
+from telechat_moe.tools.plan.device import Constants, Device
+
+SHARP = 8.0
+"""Exponent of the smooth maximum of device and host time: they overlap, but not perfectly near the crossing."""
+
+START = 0.3
+"""What starting kernels costs on the device, relative to what launching them costs on the host."""
+
+EAGER_ATTENTION = 0.5
+"""Rate of the attention kernels that came with stacks without fused libraries, relative to those."""
+
+
+@dataclass
+class Pass:
+    """Seconds of one part of the model for one micro-batch."""
+
+    matmul: Array
+    attention: Array
+    memory: Array
+    tensor: Array
+    """Tensor-parallel and context-parallel communication that shows."""
+
+    expert: Array
+    """Expert all-to-all that shows."""
+
+    host: Array
+    """Floor: what the host needs to launch it."""
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    def __mul__(self, factor: Array | float) -> "Pass":
+        return Pass(*(a * factor for a in vars(self).values()))
+
+    @property
+    def device(self) -> Array:
+        """Device time without the host's floor."""
+        return self.matmul + self.attention + self.memory + self.tensor + self.expert
+
+    @property
+    def time(self) -> Array:
+        """Device time, or the host's where that is longer."""
+        busy = self.device + START * self.host
+        scale = np.maximum(np.maximum(busy, self.host), 1e-30)  # so that powers stay in range
+        return scale * ((busy / scale) ** SHARP + (self.host / scale) ** SHARP) ** (1 / SHARP)
+
+
+@dataclass
+class Rates:
+    """Device and constants as the operators need them."""
+
+    device: Device
+    c: Constants
+    peak: Array
+    """FLOP/s of attention and of the head."""
+
+    linear: Array
+    """FLOP/s of the layers' matrices."""
+
+    stream: float
+    """Bytes/s of elementwise operators."""
+
+
+def rates(x: Columns, device: Device, c: Constants) -> Rates:
+    """Return the rates of a device for each configuration's type."""
+    wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
+    peak = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
+    eight = device.peak_flops.get("fp8", wide) * c.fp8_share
+    eager = np.where(x.fused > 0, 1.0, c.eager_share)
+    linear = np.where(x.fp8 > 0, eight, peak)
+    stream = device.memory_bandwidth * c.memory_share
+    return Rates(device, c, peak * eager, linear * eager, stream)
+
+
+def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
+    """Return the time of a product [m, k] x [k, n]: compute at the size's efficiency, or its operands' traffic."""
+    half = r.c.matmul_half
+    share = r.c.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
+    flops = 2 * m * n * k / (peak * share)
+    return np.maximum(flops, 2 * (m * k + k * n + m * n) / r.stream)
+
+
+def tokens(x: Columns) -> Array:
+    """Return T: tokens of a micro-batch on a device, before tensor parallelism."""
+    return x.micro_batch * x.seq / x.cp
+
+
+def causal_share(x: Columns) -> Array:
+    """Return the share of all query-key pairs that a causal mask, with a window if there is one, leaves."""
+    window = np.where(x.window > 0, np.minimum(x.window, x.seq), x.seq)
+    return (window - window**2 / (2 * x.seq)) / x.seq
+
+
+def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array]:
+    """Return matmul, core and memory time of one attention layer, forward."""
+    t, h, tp = tokens(x), x.hidden, x.tp
+    q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
+    kv = x.kv_heads * (x.head_dim + x.value_dim) / tp
+    usual = product(t, q + kv, h, r, r.linear)
+    rank_q = np.maximum(x.q_lora_rank, 1)
+    down = x.q_lora_rank + x.kv_lora_rank + x.qk_rope
+    latent = product(t, np.maximum(down, 1), h, r, r.linear)  # not cut over tp
+    latent = latent + product(t, q, np.where(x.q_lora_rank > 0, rank_q, h), r, r.linear)
+    up = x.heads * (x.qk_nope + x.value_dim) / tp
+    latent = latent + product(t, np.maximum(up, 1), np.maximum(x.kv_lora_rank, 1), r, r.linear)
+    matmul = np.where(x.mla > 0, latent, usual) + product(t, h, v, r, r.linear)
+    # scores and weighted values; causal halves only where the kernel skips the upper triangle
+    pairs = t * x.seq * x.heads / tp
+    flops = 2 * pairs * (x.head_dim + x.value_dim)
+    kernels = np.where(x.fused > 0, 1.0, EAGER_ATTENTION)
+    flash = flops * causal_share(x) / (r.peak * r.c.attention_share * kernels)
+    heads = np.maximum(x.head_dim, 1)
+    plain = flops / (r.peak * r.c.matmul_share / (1 + r.c.matmul_half / heads))
+    scores = np.maximum(plain, 4 * pairs / r.stream) + 9 * pairs / r.stream
+    core = np.where(x.flash > 0, flash, scores)
+    memory = 6 * t * (q + kv) / r.stream  # splitting, rotating, transposing
+    return matmul, core, memory
+
+
+def norms(x: Columns, r: Rates) -> Array:
+    """Return the time of a layer's two norms and residual additions, forward."""
+    rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
+    traffic = np.where(x.fused > 0, 20.0, 34.0)
+    return traffic * rows * x.hidden / r.stream
+
+
+def dense_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return matmul and memory time of a dense feed-forward."""
+    t, h, f = tokens(x), x.hidden, x.ffn / x.tp
+    matmul = product(t, f * (x.matrices - 1), h, r, r.linear) + product(t, h, f, r, r.linear)
+    return matmul, 2 * x.matrices * t * f / r.stream
+
+
+def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return matmul and memory time of experts, shared experts and router."""
+    t, h = tokens(x), x.hidden
+    rows = t / x.tp * x.top_k * x.etp * x.imbalance  # on one device, over all its experts
+    local = np.maximum(x.experts / x.ep, 1)
+    each = np.maximum(rows / local, 1)
+    f = np.maximum(x.moe_ffn / x.etp, 1)
+    matmul = local * (
+        product(each, f * (x.matrices - 1), h, r, r.linear) + product(each, h, f, r, r.linear)
+    )
+    shared = np.maximum(x.shared_width / x.tp, 1)
+    matmul = matmul + np.where(
+        x.shared_width > 0,
+        product(t, shared * (x.matrices - 1), h, r, r.linear) + product(t, h, shared, r, r.linear),
+        0.0,
+    )
+    matmul = matmul + product(t / x.tp, np.maximum(x.experts, 1), h, r, r.peak)
+    memory = (2 * x.matrices * rows * f + 16 * rows * h) / r.stream  # gate; permute and unpermute
+    memory = memory + 2 * x.matrices * t * shared * (x.shared_width > 0) / r.stream
+    return matmul, memory
+
+
+def tensor_forward(x: Columns, r: Rates) -> Array:
+    """Return the time of a layer's tensor- and context-parallel collectives, forward."""
+    t, one = tokens(x), np.ones_like(x.tp)
+    size = 2 * t * x.hidden
+    reduce = all_reduce(size, x.tp, one, r.device, r.c)
+    gather = 2 * all_gather(size, x.tp, one, r.device, r.c)
+    once = np.where(x.sequence_parallel > 0, gather, reduce)
+    shown = np.where(x.tp_overlap > 0, r.c.exposed, 1.0)
+    heads = np.where(x.mla > 0, x.heads, x.kv_heads)
+    around = 2 * t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
+    ring = all_gather(around, x.cp, x.tp, r.device, r.c)
+    return 2 * once * shown * (x.tp > 1) + ring * r.c.exposed * (x.cp > 1)
+
+
+def expert_forward(x: Columns, r: Rates) -> Array:
+    """Return the time of dispatch and combine of one MoE layer, forward."""
+    rows = tokens(x) / x.tp * x.top_k * x.imbalance
+    size = 2 * rows * x.hidden
+    members = x.ep * x.etp
+    once = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c)
+    shown = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
+    return 2 * once * shown * (members > 1)
+
+
+def head_forward(x: Columns, r: Rates) -> Pass:
+    """Return the output head and its loss, forward; the backward is twice that."""
+    t, n = tokens(x), x.vocab / x.tp
+    zero = np.zeros_like(t * x.tp)
+    memory = np.where(x.fused_loss > 0, 14.0, 34.0) * t * n / r.stream
+    host = 2 * r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    return Pass(product(t, n, x.hidden, r, r.peak), zero, memory, zero, zero, zero + host)
+
+
+def embedding_forward(x: Columns, r: Rates) -> Pass:
+    """Return the embedding, forward."""
+    t = tokens(x)
+    zero = np.zeros_like(t * x.tp)
+    tensor = np.where(
+        x.tp > 1, all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device, r.c), 0.0
+    )
+    host = r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    return Pass(zero, zero, 8 * t * x.hidden / r.stream + zero, tensor, zero, zero + host)
+
+
+@dataclass
+class Layer:
+    """One decoder layer of a kind: forward, backward (dX and dW), and what is computed again before it."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+
+
+def layer(x: Columns, r: Rates, moe: bool) -> Layer:
+    """Return the times of a dense or a MoE layer."""
+    a_matmul, core, a_memory = attention_forward(x, r)
+    f_matmul, f_memory = moe_forward(x, r) if moe else dense_forward(x, r)
+    norm = norms(x, r)
+    zero = np.zeros_like(core + norm)
+    tensor = zero + tensor_forward(x, r)
+    expert = zero + (expert_forward(x, r) if moe else 0.0)
+    kernels = 2.0 if moe else 1.0
+    meet = 2 * r.c.collective_host_s * x.tp * (x.tp > 1)  # the slowest of tp hosts, twice a layer
+    host = zero + (r.c.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
+    forward = Pass(
+        zero + a_matmul + f_matmul,
+        zero + core,
+        zero + a_memory + f_memory + norm,
+        tensor,
+        expert,
+        host,
+    )
+    flash = np.where(x.flash > 0, 2.5, 2.0)  # flash computes the scores again
+    backward = Pass(
+        forward.matmul * 2, forward.attention * flash, forward.memory * 2, tensor, expert, host * 2
+    )
+    again = Pass(
+        zero + a_matmul * x.re_attention + f_matmul * x.re_mlp,
+        zero + core * x.re_core,
+        zero + a_memory * x.re_attention + f_memory * x.re_activation + norm * x.re_norm,
+        tensor * x.re_full,
+        expert * x.re_full,
+        host * np.maximum(x.re_full, 0.1 * x.re_core),
+    )
+    return Layer(forward, backward, again)

@@ -1,0 +1,149 @@
+"""A list of device kernels, and what each of them is for.
+
+A list is a CSV with the columns ``dur_us, stream, name, grid`` and, where it was measured, ``start_us``.
+Start times give the order within each stream and the measured figures; no prediction reads them.
+"""
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from telechat_moe.errors import BadInputError
+
+ROLES = (
+    ("layout", r"get_dispatch_layout"),
+    ("notify", r"(\b|_)ep::.*notify"),
+    ("dispatch", r"(\b|_)ep::.*dispatch"),
+    ("combine", r"(\b|_)ep::.*combine"),
+    ("exchange", r"all_?to_?all"),
+    ("collective", r"(\b|_)ep::|nccl|hccl|hcom|all_?reduce|all_?gather|reduce_?scatter|send_?recv"),
+    ("attention_backward", r"(flash|fmha|attn|attention).*(bwd|backward|grad)"),
+    ("attention", r"flash|fmha|compute_attn|attention"),
+    ("expert_out", r"reduce_fused|unpermute|moe_sum|finalize_moe"),
+    ("expert_in", r"expand_to_fused|fused_mapping|count_expert|permute|moe_align"),
+    ("norm_backward", r"(\bln|norm)\w*(_bwd|backward|_grad)|ln_bwd"),
+    ("norm", r"layer_?norm|rms_?norm|ln_fwd"),
+)
+"""Role and the pattern of its kernels' names; the first that fits counts. DeepEP, DeepSeek, Megatron and NCCL names."""
+
+COMMUNICATION = ("layout", "notify", "dispatch", "combine", "exchange", "collective")
+PAYLOAD = ("dispatch", "combine", "exchange", "collective")
+"""Roles that move the tokens; the kernels before them on their stream prepare the same transfer."""
+
+_PATTERNS = tuple((role, re.compile(pattern, re.IGNORECASE)) for role, pattern in ROLES)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as it was launched."""
+
+    stream: str
+    name: str
+    duration_us: float
+    grid: str
+    """Launch shape as written, such as `[2, 56, 1]`."""
+    blocks: int
+    role: str
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it belongs to a transfer between devices."""
+        return self.role in COMMUNICATION
+
+    @property
+    def backward(self) -> bool:
+        """Whether its name says that it computes gradients."""
+        return re.search(r"bwd|backward|_grad", self.name, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True)
+class KernelList:
+    """Kernels in the order of each stream, with their measured start where there is one."""
+
+    kernels: tuple[Kernel, ...]
+    measured_start_us: tuple[float, ...] | None
+
+
+def role_of(name: str) -> str:
+    """Return a kernel's role by its name; "" if none is known."""
+    return next((role for role, pattern in _PATTERNS if pattern.search(name)), "")
+
+
+def _blocks(grid: str) -> int:
+    count = 1
+    for number in re.findall(r"\d+", grid):
+        count *= max(int(number), 1)
+    return count
+
+
+def read_kernels(path: str | Path) -> KernelList:
+    """Read a kernel list.
+
+    Args:
+        path: A CSV as described above.
+
+    Raises:
+        BadInputError: A column is missing, a number is none, or the list is empty.
+    """
+    with Path(path).open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    if not rows:
+        raise BadInputError(f"{path}: no kernels; expected a CSV with dur_us, stream, name")
+    missing = {"dur_us", "stream", "name"} - set(rows[0])
+    if missing:
+        raise BadInputError(
+            f"{path}: no column {', '.join(sorted(missing))}; found {', '.join(rows[0])}"
+        )
+    kernels: list[Kernel] = []
+    starts: list[float] = []
+    for line, row in enumerate(rows, 2):
+        try:
+            duration = float(row["dur_us"])
+            start = float(row["start_us"]) if row.get("start_us") else float("nan")
+        except (TypeError, ValueError):
+            raise BadInputError(
+                f"{path}:{line}: dur_us {row['dur_us']!r}, start_us {row.get('start_us')!r}; "
+                "expected numbers of microseconds"
+            ) from None
+        if not 0 <= duration < float("inf"):
+            raise BadInputError(f"{path}:{line}: dur_us is {duration:g}; expected 0 or more")
+        name, grid = row["name"] or "", row.get("grid") or ""
+        kernels.append(
+            Kernel(str(row["stream"]), name, duration, grid, _blocks(grid), role_of(name))
+        )
+        starts.append(start)
+    known = all(s == s for s in starts) and len(set(starts)) > 1
+    if not known:
+        return KernelList(tuple(kernels), None)
+    order = sorted(range(len(kernels)), key=lambda i: (starts[i], i))
+    return KernelList(tuple(kernels[i] for i in order), tuple(starts[i] for i in order))
+
+
+def by_stream(kernels: Sequence[Kernel]) -> dict[str, list[int]]:
+    """Return each stream's kernels by their number in the list, in the stream's order; streams by name."""
+    streams: dict[str, list[int]] = {}
+    for i, kernel in enumerate(kernels):
+        streams.setdefault(kernel.stream, []).append(i)
+    return dict(sorted(streams.items()))
+
+
+def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield first and one past the last of each run of true flags."""
+    first = None
+    for i, flag in enumerate([*flags, False]):
+        if flag and first is None:
+            first = i
+        elif not flag and first is not None:
+            yield first, i
+            first = None
+
+
+def union_us(intervals: Sequence[tuple[float, float]]) -> float:
+    """Return the length covered by intervals (start, end), overlaps counted once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,230 @@
+"""How a step is split over devices and in time: the variables of the planner."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.schema import Recipe
+
+Schedule = Literal[
+    "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
+]
+Compute = Literal["fp32", "bf16", "fp16", "fp8"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Parallel degrees, micro-batches, recomputation and order of one step.
+
+    A pipeline stage is `dp x cp x tp` devices. Expert parallelism lies inside a stage: `ep` groups of whole experts,
+    each expert's width cut over `etp`, the rest of the stage's devices hold copies.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    """Chunks a stage."""
+
+    ep: int = 1
+    etp: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    """What is sharded over data parallelism: 1 optimizer, 2 and gradients, 3 and parameters."""
+
+    opt_shards: int = 0
+    """Devices over which `zero` shards; 0: all copies (`dp x cp`)."""
+
+    fsdp: bool = False
+    """ZeRO-3 whose parameters are gathered layer by layer, forward and backward."""
+
+    micro_batch: int = 1
+    """Sequences of one micro-batch on one data-parallel copy."""
+
+    micro_batches: int = 1
+    """Micro-batches of a step on one data-parallel copy."""
+
+    recompute: str = "none"
+    """`none`, `selective` (attention's core), `full`, or module names joined by `+`: `attention`, `mlp`, `experts`,
+    `norm`, `core_attention`, `activation`; `save_qkv`: all but the query, key and value products; `save_half`: every
+    other product."""
+
+    recompute_layers: tuple[int, ...] | None = None
+    """Recomputed decoder layers of each global chunk; None: all of them."""
+
+    schedule: Schedule = "1f1b"
+    chunks: tuple[int, ...] | None = None
+    """Decoder layers of each global chunk, along the model (`pp x vpp` numbers); None: evenly, the first ones one more.
+    The embedding is in the first chunk, MTP and the head in the last."""
+
+    compute: Compute = "bf16"
+    """Type of the matrix products."""
+
+    parameter_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    """Per parameter: float32 master copy and two moments."""
+
+    flash: bool = True
+    """Attention without score-sized tensors in memory."""
+
+    fused: bool = True
+    """Norms, activations and losses as single kernels (a compiler or a fused library)."""
+
+    fused_loss: bool = True
+    """The cross-entropy reads the logits once or twice; False: operator by operator in float32."""
+
+    overlap: bool = True
+    """Gradient reduction and parameter gathering run under the backward pass."""
+
+    tp_overlap: bool = False
+    """Tensor-parallel collectives are cut up and run under their matrix products."""
+
+    ep_overlap: bool = False
+    """All-to-all of one micro-batch runs under the computation of another."""
+
+    graphs: bool = False
+    """Kernels are launched as captured graphs (CUDA graphs, whole-graph sinking): no launch floor."""
+
+    imbalance: float = 1.0
+    """Tokens of the busiest expert-parallel rank over the mean."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"layout: {name} is {getattr(self, name)}, expected 1 or more")
+        if self.dp * self.cp * self.tp % (self.ep * self.etp):
+            raise BadInputError(
+                f"layout: ep x etp = {self.ep} x {self.etp} does not divide the {self.dp * self.cp * self.tp} "
+                "devices of a stage (dp x cp x tp)"
+            )
+        for name in ("chunks", "recompute_layers"):
+            given = getattr(self, name)
+            if given is not None and len(given) != self.pp * self.vpp:
+                raise BadInputError(
+                    f"layout: {name} has {len(given)} numbers, expected pp x vpp = {self.pp * self.vpp}"
+                )
+
+    @property
+    def devices(self) -> int:
+        """All devices."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step over all devices."""
+        return self.dp * self.micro_batch * self.micro_batches
+
+    @property
+    def expert_copies(self) -> int:
+        """Devices of a stage that hold the same experts."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def chunk_layers(self, layers: int) -> tuple[int, ...]:
+        """Return the decoder layers of each global chunk.
+
+        Raises:
+            BadInputError: `chunks` does not hold as many layers as the model has.
+        """
+        if self.chunks is not None:
+            if sum(self.chunks) != layers:
+                raise BadInputError(
+                    f"layout: chunks hold {sum(self.chunks)} layers, the model has {layers}"
+                )
+            return self.chunks
+        count = self.pp * self.vpp
+        return tuple(layers // count + (i < layers % count) for i in range(count))
+
+    def short(self) -> str:
+        """Return the degrees on one line, such as `dp4 tp8 pp8`."""
+        parts = [f"dp{self.dp}"]
+        for name in ("tp", "cp", "pp", "vpp", "ep", "etp"):
+            if getattr(self, name) > 1:
+                parts.append(f"{name}{getattr(self, name)}")
+        parts += [f"mbs{self.micro_batch}", f"m{self.micro_batches}", f"zero{self.zero}"]
+        if self.recompute != "none":
+            parts.append(self.recompute)
+        return " ".join(parts)
+
+    def but(self, **changes: object) -> "Layout":
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> "Layout":
+        """Return the layout that a recipe describes."""
+        p, c, run = recipe.parallel_config, recipe.model_config, recipe.runner_config
+        here = recipe.use_parallel
+        pipeline = recipe.parallel.pipeline_config
+        pp = p.pipeline_stage if here else 1
+        interleaved = bool(pipeline and pipeline.pipeline_interleave and c.pp_interleave_num > 1)
+        vpp = c.pp_interleave_num if interleaved and here else 1
+        zero = 1 if recipe.parallel.enable_parallel_optimizer and here else 0
+        detail = recipe.parallel.parallel_optimizer_config
+        if zero and detail and detail.optimizer_level:
+            zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
+        count = p.micro_batch_num if pp > 1 else run.gradient_accumulation_steps
+        recompute, layers = _recompute(recipe, pp * vpp, c.num_hidden_layers)
+        width = {"float32": 4, "fp32": 4}.get(c.params_dtype, 2)
+        compute: Compute = "fp32" if c.compute_dtype in ("float32", "fp32") else "bf16"
+        return cls(
+            dp=p.data_parallel if here else 1,
+            tp=p.model_parallel if here else 1,
+            sequence_parallel=p.use_seq_parallel and here,
+            cp=p.context_parallel if here else 1,
+            pp=pp,
+            vpp=vpp,
+            ep=p.expert_parallel if here else 1,
+            etp=p.model_parallel
+            if here and recipe.telechat_moe.sharding.expert_tensor_parallel
+            else 1,
+            zero=zero,  # type: ignore[arg-type]
+            opt_shards=max((detail and detail.optimizer_weight_shard_size) or 0, 0),
+            micro_batch=run.batch_size,
+            micro_batches=count * recipe.micro_batch_interleave_num,
+            recompute=recompute,
+            recompute_layers=layers,
+            schedule=_schedule(pipeline.pipeline_scheduler if pipeline else "1f1b", vpp),
+            chunks=_chunks(c.offset, c.num_hidden_layers, pp, vpp),
+            compute=compute,
+            parameter_bytes=width,
+            gradient_bytes=width,
+            optimizer_bytes=8 if width == 4 else 12,
+        )
+
+
+def _schedule(word: str, vpp: int) -> Schedule:
+    if word == "gpipe":
+        return "gpipe"
+    if word == "zero_bubble_v":
+        return "zb-v"
+    return "interleaved" if vpp > 1 else "1f1b"
+
+
+def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] | None:
+    """Return layers per global chunk; `offset` is 0, a list per stage, or lists [chunk][stage]."""
+    if not isinstance(offset, list):
+        return None
+    flat: list[int] = []
+    for entry in offset:
+        flat += entry if isinstance(entry, list) else [entry]
+    if len(flat) != pp * vpp:
+        return None
+    return tuple(layers // (pp * vpp) + extra for extra in flat)
+
+
+def _recompute(recipe: Recipe, chunks: int, layers: int) -> tuple[str, tuple[int, ...] | None]:
+    """Return the policy and, where a recipe lists layers, how many of each global chunk."""
+    section = recipe.recompute_config
+    if section is None:
+        return "none", None
+    whole = section.recompute
+    if isinstance(whole, list) and whole:
+        flat: list[int] = []
+        for entry in whole:
+            flat += [int(x) for x in entry] if isinstance(entry, list) else [int(entry)]
+        return "full", tuple(flat) if len(flat) == chunks else None
+    if whole:
+        return "full", None
+    return ("selective", None) if section.select_recompute else ("none", None)

@@ -1,0 +1,155 @@
+"""Bytes on a device, stage by stage: state that stays, activations that come and go, buffers.
+
+Activation bytes per layer follow Korthikanti et al. 2022 (eq. 1-4) for the parts that a layer keeps, written out per
+tensor so that MLA, GQA, gated and MoE layers follow the same rule. T tokens of a micro-batch, h width, 2-byte elements.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.columns import Array, Columns
+from telechat_moe.tools.plan.device import Device
+
+WORKSPACE = 96 * 2**20
+"""Bytes that matrix-product libraries hold."""
+
+
+@dataclass
+class Memory:
+    """Bytes per stage, [n, P]; zero where a configuration has fewer stages."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    activations: Array
+    """Of all micro-batches in flight at the peak."""
+
+    buffers: Array
+    """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
+
+    peak: Array
+
+
+def local_parameters(x: Columns) -> tuple[Array, Array]:
+    """Return parameters of a device by stage [n, P]: those that all data-parallel copies hold, and experts."""
+    layers = x.stage_dense + x.stage_moe
+    tp = x.tp[:, None]
+    one = x.attention_weights / x.tp + x.small_weights
+    shared = x.shared_weights / x.tp
+    dense = layers * _column(one, x) + x.stage_dense * _column(x.dense_weights / x.tp, x)
+    dense = dense + x.stage_moe * _column(shared, x)
+    rows = np.arange(len(x))
+    dense[:, 0] += (x.vocab / x.tp + x.positions) * x.hidden
+    last = x.last_stage.astype(int)
+    spare = x.vocab * x.hidden / x.tp * np.where((x.tied > 0) & (last == 0), 0.0, 1.0)
+    dense[rows, last] += spare + x.hidden
+    held = x.experts * x.expert_weights / (x.ep * x.etp)
+    experts = x.stage_moe * _column(held, x)
+    moe_mtp = x.mtp * x.mtp_moe
+    dense[rows, last] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
+    dense[rows, last] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
+    experts[rows, last] += moe_mtp * held
+    inside = np.arange(layers.shape[1])[None, :] < x.pp[:, None]
+    return dense * inside * np.ones_like(tp), experts * inside
+
+
+def _column(values: Array, x: Columns) -> Array:
+    return np.broadcast_to(values, (len(x),))[:, None]
+
+
+def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
+    """Return bytes that a dense layer and a MoE layer keep for one micro-batch, and those of its input alone."""
+    t, h, tp = x.micro_batch * x.seq / x.cp, x.hidden, x.tp
+    rows = t / np.where(x.sequence_parallel > 0, tp, 1)
+    width = np.where(x.fp32 > 0, 4, 2)
+    q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
+    kv = x.kv_heads * (x.head_dim + x.value_dim) / tp
+    latents = np.where(x.mla > 0, x.q_lora_rank + x.kv_lora_rank + x.qk_rope, 0)
+    scores = np.where(x.flash > 0, 4 * t * x.heads / tp, 5 * t * x.seq * x.heads / tp)
+    core = width * t * (q + kv + v) + scores * (1 - x.re_core)
+    attention = (width * t * latents + core) * (1 - x.re_attention)
+    norm = 3 * width * rows * h * (1 - x.re_norm)  # outputs of both norms, input of the second
+    residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
+    f = x.ffn / tp
+    kept = np.where(x.matrices > 2, 3, 2) - x.re_activation
+    dense = width * t * f * kept * (1 - x.re_mlp)
+    pairs = t / tp * x.top_k * x.etp * x.imbalance
+    g = x.moe_ffn / np.maximum(x.etp, 1)
+    moe = width * pairs * (2 * h + g * kept) + width * t * x.shared_width / tp * kept
+    moe = (moe + 4 * t / tp * x.experts) * (1 - x.re_mlp)
+    entry = width * rows * h
+    common = attention + (norm + residual) * (1 - x.re_full) + entry
+    return common + dense, common + moe, entry
+
+
+def in_flight(x: Columns) -> Array:
+    """Return micro-batches whose activations a stage holds at its peak, [n, P], in whole stages."""
+    stage = np.arange(x.stage_dense.shape[1])[None, :]
+    m, p, v = x.micro_batches[:, None], x.pp[:, None], x.vpp[:, None]
+    plain = np.minimum(p - stage, m)
+    # interleaved: (p - stage - 1) 2 + (v - 1) p + 1 chunks of 1/v of the stage each
+    mixed = np.minimum(((p - stage - 1) * 2 + (v - 1) * p + 1) / v, m)
+    even = np.minimum(p + 0.0, m)  # V shapes hold the same everywhere
+    order = x.order[:, None]
+    chosen = np.where(order == 1, mixed, np.where(order >= 3, even, plain))
+    chosen = np.where(x.gpipe[:, None] > 0, m, chosen)
+    return np.where(stage < p, chosen, 0.0)
+
+
+def no_memory(x: Columns) -> Memory:
+    """Return zeros, for callers that want times only."""
+    return Memory(*[np.zeros_like(x.stage_dense)] * 6)
+
+
+def memory(x: Columns, device: Device) -> Memory:
+    """Return the bytes of each stage at the step's peak."""
+    del device
+    dense, experts = local_parameters(x)
+    copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
+    cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]
+
+    def held(level: int) -> Array:
+        on = (x.zero >= level)[:, None]
+        return dense / np.where(on, cut_dense, 1) + experts / np.where(on, cut_experts, 1)
+
+    parameters = held(3) * x.parameter_bytes[:, None]
+    gradients = held(2) * x.gradient_bytes[:, None]
+    optimizer = held(1) * x.optimizer_bytes[:, None]
+    one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
+    full = x.re_full[:, None]
+    kept = np.where(full > 0, entry, one_dense)
+    kept_moe = np.where(full > 0, entry, one_moe)
+    whole_dense, whole_moe = _whole(x)
+    per_micro = (
+        x.stage_dense_again * kept
+        + x.stage_moe_again * kept_moe
+        + (x.stage_dense - x.stage_dense_again) * whole_dense
+        + (x.stage_moe - x.stage_moe_again) * whole_moe
+    )
+    activations = per_micro * in_flight(x)
+    t = x.micro_batch * x.seq / x.cp
+    working = np.where(x.stage_moe_again > 0, whole_moe, whole_dense) * full
+    rows = np.arange(len(x))
+    buffers = working * (x.stage_dense.astype(bool) | x.stage_moe.astype(bool))
+    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result
+    logits = np.where(x.fused_loss > 0, 6.0, 14.0) * t * x.vocab / x.tp
+    last = x.last_stage.astype(int)
+    # logits live while the last stage holds one micro-batch less than a whole set of layers needs
+    buffers[rows, last] = np.maximum(buffers[rows, last], np.broadcast_to(logits, (len(x),)))
+    gathered = (dense + experts).max(axis=1) / np.maximum(
+        (x.stage_dense + x.stage_moe).max(axis=1), 1
+    )
+    buffers = buffers + np.where((x.zero == 3), 4.0 * gathered, 0.0)[:, None]
+    buffers = buffers + WORKSPACE
+    peak = parameters + gradients + optimizer + activations + buffers
+    inside = np.arange(peak.shape[1])[None, :] < x.pp[:, None]
+    return Memory(parameters, gradients, optimizer, activations, buffers * inside, peak * inside)
+
+
+def _whole(x: Columns) -> tuple[Array, Array]:
+    """Return what layers keep that are not recomputed at all."""
+    names = ("re_full", "re_attention", "re_core", "re_mlp", "re_norm", "re_activation")
+    plain = Columns(dict(vars(x)) | {name: np.zeros_like(x.re_full) for name in names})
+    dense, moe, _ = layer_activations(plain)
+    return _column(dense, x), _column(moe, x)

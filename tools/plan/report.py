@@ -1,0 +1,241 @@
+"""What the planner says: the ranked table, why every other layout was not chosen, and the page."""
+
+import html
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.certify import certificate
+from telechat_moe.tools.plan.closing import Candidate
+from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments
+from telechat_moe.tools.plan.instances import describe
+from telechat_moe.tools.plan.search import Plan
+from telechat_moe.tools.plan.simulate_step import simulated_s
+
+GIB = 2**30
+
+
+def distinct(plan: Plan) -> list[Candidate]:
+    """Return what was found, without layouts that may recompute layers and recompute none: they stand there already."""
+    return [
+        c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
+    ]
+
+
+def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows of the fastest layouts, from `summary`."""
+    headers = ["# ", "step, s ", "simulated, s ", "bound, s ", "peak, GiB ", "bubble ", "layout"]
+    rows = [
+        [
+            str(i),
+            f"{one['step_s']:.4f}",
+            f"{one['simulated_s']:.4f}",
+            f"{one['bound_s']:.4f}",
+            f"{one['peak_bytes'] / GIB:.1f}",
+            f"{one['bubble']:.1%}",
+            one["layout"],
+        ]
+        for i, one in enumerate(data["layouts"], 1)
+    ]
+    return headers, rows
+
+
+def why_not(plan: Plan) -> Iterator[str]:
+    """Yield one line for every layout that was not chosen."""
+    chosen = plan.best[0].row if plan.best else -1
+    best = plan.best[0].step_s if plan.best else math.inf
+    found = {c.row: c for c in plan.best}
+    for row, bound in enumerate(plan.bound_s):
+        if row == chosen:
+            continue
+        name = describe(plan.rows[row])
+        if row in plan.no_room:
+            why = plan.no_room[row]
+            if why.stage < 0:
+                yield f"{name}: its layers do not fill the chunks"
+            else:
+                yield f"{name}: out of memory by {why.missing / GIB:.2f} GiB on stage {why.stage}"
+        elif not math.isfinite(bound):
+            missing, stage = plan.missing[row]
+            if missing > 0:
+                yield f"{name}: out of memory by at least {missing / GIB:.2f} GiB on stage {stage:.0f}"
+            else:
+                yield f"{name}: out of memory: whole layers do not fit, stage {stage:.0f} is the tightest"
+        elif row in found:
+            yield f"{name}: {found[row].step_s:.4f} s, {found[row].step_s / best - 1:.2%} slower"
+        elif bound >= best:
+            yield f"{name}: dominated: at least {bound:.4f} s"
+        else:
+            yield f"{name}: not closed: at least {bound:.4f} s"
+
+
+def verdict(plan: Plan) -> str:
+    """Return in one sentence how sure the result is."""
+    if not plan.best:
+        return "no layout fits in memory"
+    if plan.optimal:
+        return f"optimal under the model: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
+    word = "the time limit was reached; " if plan.timed_out else ""
+    return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
+
+
+def summary(plan: Plan, top: int) -> dict[str, Any]:
+    """Return the result as plain data."""
+    bound = plan.bound_s
+    best = plan.best[0].step_s if plan.best else math.inf
+    memory = int((~np.isfinite(bound)).sum())
+    return {
+        "model": plan.architecture.name,
+        "device": plan.device.name,
+        "devices": plan.space.devices,
+        "global_batch": plan.space.global_batch,
+        "memory_bytes": plan.room_bytes,
+        "configurations": len(plan.rows),
+        "out_of_memory": memory,
+        "dominated": int((np.isfinite(bound) & (bound >= best)).sum()),
+        "solved": plan.solved,
+        "seconds": plan.seconds,
+        "optimal": plan.optimal,
+        "lower_bound_s": plan.lower_bound_s if plan.best else None,
+        "gap": plan.gap if plan.best else None,
+        "verdict": verdict(plan),
+        "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],
+        "certificate": certificate(plan.best[0].problem, plan.best[0].solution)
+        if plan.best
+        else None,
+    }
+
+
+def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
+    try:
+        arguments: Any = mindspeed_arguments(plan.architecture, c.layout)
+    except BadInputError as error:
+        arguments = str(error)
+    return {
+        "layout": describe(plan.rows[c.row]),
+        "step_s": c.step_s,
+        "simulated_s": simulated_s(plan.architecture, c.layout, plan.device),
+        "bound_s": c.bound_s,
+        "peak_bytes": c.peak_bytes,
+        "bubble": c.bubble,
+        "chunks": c.layout.chunks,
+        "recompute": c.layout.recompute,
+        "recompute_layers": c.layout.recompute_layers,
+        "megatron_layout": layout_string(plan.architecture, c.layout),
+        "mindspeed_arguments": arguments,
+    }
+
+
+def front_points(plans: list[Plan]) -> list[tuple[float, float, str]]:
+    """Return (peak bytes, step seconds, layout) of the best layouts under falling memory limits, dominated ones left out."""
+    points = {
+        (c.peak_bytes, c.step_s, describe(plan.rows[c.row]))
+        for plan in plans
+        for c in plan.best[:1]
+    }
+    kept, best = [], math.inf
+    for point in sorted(points):
+        if point[1] < best:
+            best = point[1]
+            kept.append(point)
+    return kept
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body{{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1b1b1b;background:#fff}}
+table{{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}}td,th{{padding:.25em .8em;text-align:right;
+border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{{max-width:100%;height:auto}}
+pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
+<h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
+<p>Each point is the fastest layout that needs no more memory than it has; grey: the other layouts that were solved.
+Step times are those of the closed forms that are searched; "simulated" is the pipeline event by event.</p>
+{chart}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
+<h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
+"""
+
+
+def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
+    """Return the report as one page.
+
+    Args:
+        plan: The result.
+        plans: Results under smaller memory limits, for the front.
+        data: Its `summary`.
+    """
+    headers, rows = ranked(data)
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    table = (
+        "<table><tr>" + "".join(f"<th>{h.strip()}</th>" for h in headers) + f"</tr>{cells}</table>"
+    )
+    lines, kinds = [], Counter[str]()
+    for line in why_not(plan):
+        kinds[line.partition(": ")[2].split(":")[0].split(" by")[0]] += 1
+        lines.append(line)
+    first = data["layouts"][0] if data["layouts"] else {}
+    shown = lines[:2000]
+    counts = f"{len(plan.rows):,} layouts: {data['out_of_memory']:,} out of memory, {data['dominated']:,} dominated, "
+    return PAGE.format(
+        title=html.escape(
+            f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
+        ),
+        verdict=html.escape(verdict(plan)),
+        chart=_chart(front_points([plan, *plans]), plan),
+        table=table,
+        first=html.escape("\n".join(f"{k}: {v}" for k, v in first.items())),
+        counts=counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s",
+        shown=f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all",
+        why=html.escape("\n".join(shown)),
+    )
+
+
+def _chart(points: list[tuple[float, float, str]], plan: Plan) -> str:
+    """Return an SVG: peak memory to the right, step time upwards."""
+    others = [(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
+    both = points + others
+    if not both:
+        return "<p>Nothing fits.</p>"
+    width, height, left, low = 820, 400, 70, 350
+    most = max(p[0] for p in both) / GIB * 1.08
+    slow, fast = max(p[1] for p in both) * 1.02, min(p[1] for p in both) * 0.98
+
+    def at(point: tuple[float, float, str]) -> tuple[float, float]:
+        x = left + (width - left - 20) * point[0] / GIB / most
+        return x, low - (low - 20) * (point[1] - fast) / max(slow - fast, 1e-12)
+
+    parts = []
+    for i in range(6):
+        x, gib = left + (width - left - 20) * i / 5, most * i / 5
+        y, sec = low - (low - 20) * i / 5, fast + (slow - fast) * i / 5
+        parts.append(f'<line x1="{x}" y1="20" x2="{x}" y2="{low}" stroke="#eee"/>')
+        parts.append(f'<line x1="{left}" y1="{y}" x2="{width - 20}" y2="{y}" stroke="#eee"/>')
+        parts.append(f'<text x="{x}" y="{low + 20}" text-anchor="middle">{gib:.0f}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{sec:.3g}</text>')
+    parts.append(
+        f'<text x="{(left + width) / 2}" y="{low + 42}" text-anchor="middle">peak memory of a device, GiB</text>'
+    )
+    parts.append(f'<text x="{left}" y="12">step, s</text>')
+    for p in others:
+        x, y = at(p)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#bbb"><title>{_tip(p)}</title></circle>'
+        )
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, points))
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#1663b0" stroke-width="1.5"/>')
+    for p in points:
+        x, y = at(p)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1663b0"><title>{_tip(p)}</title></circle>'
+        )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" font-size="13">{"".join(parts)}</svg>'
+    )
+
+
+def _tip(point: tuple[float, float, str]) -> str:
+    return html.escape(f"{point[2]}: {point[1]:.4f} s, {point[0] / GIB:.1f} GiB")

@@ -1,0 +1,199 @@
+"""Lower bounds of the makespan of any schedule on a placement: what no order of operations can beat.
+
+The arguments, the largest counts:
+
+path    one micro-batch through all chunks and back, then the longest dW that is left.
+stage   a stage cannot begin before the first micro-batch reaches it, must do all its work, and after its last operation
+        those of other stages follow. Taken over sets of its operations (kinds and chunks, all micro-batches): the least
+        head of the set + its work + its least tail (Carlier and Pinson's one-machine bound on these sets).
+memory  an activation stays from the start of its forward to the end of what frees it, no shorter than the way there and
+        back; all micro-batches together need that much activation-time on the stage, of which the cap allows
+        cap x (makespan - head).
+edges   before its first D a stage can only run the forwards that its memory holds, after its last F only the backwards of
+        what it holds: where the way to the first D, or from the last F, is longer, it is idle.
+
+Where pairs may overlap, work counts less the most that pairing can save, and no less than its computation.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.schedules.program import Times
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a schedule may do."""
+
+    split: bool = True
+    """dX and dW may be apart."""
+    pairs: bool = False
+    """A forward and a backward of two micro-batches may overlap."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A proven lower bound of the makespan."""
+
+    makespan: float
+    reason: str
+    """Which argument gives it, and on which stage."""
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """Shortest times along one micro-batch's way; arrays have a value a chunk."""
+
+    head_f: np.ndarray
+    """Until F can start."""
+    head_b: np.ndarray
+    """Until D (or B) can start."""
+    tail_f: np.ndarray
+    """From the end of F to the end of the step."""
+    tail_b: np.ndarray
+    """From the end of D (or B) to the end of the step."""
+    back: np.ndarray
+    """D, or B where dX and dW stay together."""
+    weight: np.ndarray
+    """W, or zero where it is part of B."""
+
+
+def _ways(times: Times, route: tuple[int, ...], rules: Rules) -> _Ways:
+    stage = np.array(route)
+    link = np.where(stage[1:] != stage[:-1], times.comm, 0.0)
+    if rules.split:
+        # B, where it is shorter than D and W apart, may replace both
+        weight = np.minimum(times.dw, np.maximum(times.backward - times.dx, 0.0))
+        back = np.minimum(times.dx, times.backward)
+    else:
+        weight, back = np.zeros(len(stage)), times.backward
+    head_f = np.concatenate([[0.0], np.cumsum(times.forward[:-1] + link)])
+    turn = head_f[-1] + times.forward[-1]
+    steps = (back[1:] + link)[::-1]
+    head_b = turn + np.concatenate([[0.0], np.cumsum(steps)])[::-1]
+    tail_b = np.empty(len(stage))
+    longest = 0.0
+    for c in range(len(stage)):
+        onward = link[c - 1] + back[c - 1] + longest if c else 0.0
+        longest = tail_b[c] = max(float(weight[c]), float(onward))
+    tail_f = np.empty(len(stage))
+    after = float(back[-1] + tail_b[-1])
+    for c in range(len(stage) - 1, -1, -1):
+        tail_f[c] = after
+        if c:
+            after += float(times.forward[c] + link[c - 1])
+    return _Ways(head_f, head_b, tail_f, tail_b, back, weight)
+
+
+def lower_bound(
+    times: Times,
+    route: tuple[int, ...],
+    stages: int,
+    micro_batches: int,
+    memory: np.ndarray,
+    rules: Rules,
+) -> Bound:
+    """Return the best of the bounds above.
+
+    Args:
+        times: Of each chunk, filled in (`Times.full`).
+        route: Stage of each chunk.
+        stages: P.
+        micro_batches: m.
+        memory: Per stage the most activations it may hold.
+        rules: What the schedule may do.
+    """
+    ways = _ways(times, route, rules)
+    best = Bound(float(ways.head_b[0] + ways.back[0] + ways.tail_b[0]), "path of one micro-batch")
+    kept = times.kept_for_w if rules.split else 0.0
+    # from the start of F to the end of D, and of W
+    stay = ways.head_b + ways.back - ways.head_f + kept * ways.weight
+    where = np.array(route)
+    for s in range(stages):
+        own = np.flatnonzero(where == s)
+        if not len(own):
+            continue
+        cap = _usable(times, own, float(memory[s]), kept)
+        needed = micro_batches * float((times.activation[own] * stay[own]).sum())
+        candidates = [
+            (_stage_bound(times, ways, own, micro_batches, rules), "work"),
+            (float(ways.head_f[own].min()) + needed / cap, "memory"),
+            (_edges_bound(times, ways, own, micro_batches, rules, cap, kept), "start and end"),
+        ]
+        for value, reason in candidates:
+            if value > best.makespan:
+                best = Bound(value, f"{reason} of stage {s}")
+    return best
+
+
+def _usable(times: Times, own: np.ndarray, cap: float, kept: float) -> float:
+    """Return the memory without the rest that no chunk's activation fits into."""
+    sizes = times.activation[own]
+    if kept not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
+        return cap
+    return float(np.floor(cap / sizes[0] * (1 + 1e-9)) * sizes[0])
+
+
+def _edges_bound(
+    times: Times,
+    ways: _Ways,
+    own: np.ndarray,
+    micro_batches: int,
+    rules: Rules,
+    cap: float,
+    kept: float,
+) -> float:
+    """Return a stage's work and what the memory makes it idle at both ends."""
+    f, b, w, a = times.forward[own], ways.back[own], ways.weight[own], times.activation[own]
+    save = _savings(times, ways, own) if rules.pairs else np.zeros(3 * len(own))
+    n = len(own)
+    saved = min(float(save[:n].sum()), float(save[n : 2 * n].sum()))
+    work = micro_batches * (float((f + b + w).sum()) - saved)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        filling = cap * float(np.max(np.where(a > 0, f / a, np.inf)))
+        draining = cap * float(np.max(np.where(a > 0, (b + w) / a, np.inf)))
+        if kept and w.any():
+            draining = max(draining, cap * float(np.max(np.where(a > 0, w / (kept * a), np.inf))))
+        elif w.any():
+            draining = np.inf
+    # until its first D it can do no more forwards than fit; after its last F no more than what it holds
+    start = max(float(ways.head_f[own].min()), float(ways.head_b[own].min()) - filling)
+    end = max(0.0, float(ways.tail_f[own].min()) - draining)
+    if micro_batches * float(a.sum()) > cap * (1 + 1e-9):  # so the last F comes after the first D
+        return start + work + end
+    return work + max(start, end)
+
+
+def _stage_bound(
+    times: Times, ways: _Ways, own: np.ndarray, micro_batches: int, rules: Rules
+) -> float:
+    if not len(own):
+        return 0.0
+    n = len(own)
+    head = np.concatenate([ways.head_f[own], ways.head_b[own], ways.head_b[own] + ways.back[own]])
+    tail = np.concatenate([ways.tail_f[own], ways.tail_b[own], np.zeros(n)])
+    work = np.concatenate([times.forward[own], ways.back[own], ways.weight[own]])
+    quiet = np.concatenate([times.forward_exposed[own], times.backward_exposed[own], np.zeros(n)])
+    kind = np.repeat([0, 1, 2], n)
+    save = _savings(times, ways, own) if rules.pairs else np.zeros(3 * n)
+    best = 0.0
+    for h in np.unique(head):
+        for t in np.unique(tail):
+            inside = (head >= h) & (tail >= t)
+            if not inside.any():
+                continue
+            # a pair saves only where both are inside: an operation takes its whole time beside one from outside
+            saved = min(save[inside & (kind == 0)].sum(), save[inside & (kind == 1)].sum())
+            total = max(work[inside].sum() - saved, np.maximum(work - quiet, 0)[inside].sum())
+            best = max(best, float(h + micro_batches * total + t))
+    return best
+
+
+def _savings(times: Times, ways: _Ways, own: np.ndarray) -> np.ndarray:
+    """Return for F, D and W of each chunk of a stage the most that one pair can save."""
+    f, b = times.forward[own][:, None], ways.back[own][None, :]
+    talk = times.forward_exposed[own][:, None] + times.backward_exposed[own][None, :]
+    lasting = np.maximum(np.maximum(f, b), np.maximum(f + b - talk, talk))
+    saved = np.maximum(f + b - lasting, 0.0)
+    return np.concatenate([saved.max(1), saved.max(0), np.zeros(len(own))])

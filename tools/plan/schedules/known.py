@@ -1,0 +1,148 @@
+"""The published schedules, by name, for any number of chunks a stage."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.schedules.bounds import Rules
+from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
+from telechat_moe.tools.plan.schedules.interleaved import interleaved, overlapped
+from telechat_moe.tools.plan.schedules.one_f_one_b import gpipe, one_f_one_b
+from telechat_moe.tools.plan.schedules.program import PAIRS, Kind, Program, Times
+from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
+
+Generator = Callable[[int, int, int], Program]
+"""From P, m and the chunks of a stage."""
+
+GENERATORS: dict[str, tuple[int, Generator]] = {
+    "gpipe": (1, lambda p, m, _v: gpipe(p, m)),
+    "1f1b": (1, lambda p, m, _v: one_f_one_b(p, m)),
+    "interleaved": (0, interleaved),
+    "1f1b-overlap": (0, overlapped),
+    "1f1b-overlap-full": (0, lambda p, m, v: overlapped(p, m, v, split=False)),
+    "zb-h1": (1, lambda p, m, _v: zb_h1(p, m)),
+    "zb-h2": (1, lambda p, m, _v: zb_h2(p, m)),
+    "zb-v": (2, lambda p, m, _v: zb_v(p, m)),
+    "dualpipe": (1, lambda p, m, _v: dualpipe(p, m)),
+    "dualpipev": (2, lambda p, m, _v: dualpipev(p, m)),
+}
+"""By name: chunks of a stage that it needs (0: any), and its generator."""
+
+
+def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program:
+    """Return a published schedule.
+
+    Args:
+        name: A key of `GENERATORS`.
+        stages: P.
+        micro_batches: m.
+        chunks: Chunks of a stage, V.
+
+    Raises:
+        BadInputError: There is none of that name, or not for these numbers.
+    """
+    if name not in GENERATORS:
+        raise BadInputError(
+            f"schedule {name}: not known; expected one of {', '.join(GENERATORS)} or synthesised"
+        )
+    need, make = GENERATORS[name]
+    if need not in (0, chunks):
+        raise BadInputError(f"schedule {name}: {chunks} chunks a stage, expected {need}")
+    return make(stages, micro_batches, chunks)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A published schedule on the given times."""
+
+    chunks: int
+    """Chunks of a stage that it uses; the given ones are merged to them."""
+    times: Times
+    """Of its chunks."""
+    result: Result
+    fits: bool
+    """Whether no stage holds more than it may."""
+
+    @property
+    def program(self) -> Program:
+        """Its program."""
+        return self.result.program
+
+    @property
+    def copies(self) -> int:
+        """How many times the weights are held: 2 for DualPipe."""
+        return len(self.program.routes)
+
+
+def merge(times: Times, parts: int) -> Times:
+    """Return fewer, larger chunks: neighbours added up.
+
+    Args:
+        times: Filled in (`Times.full`).
+        parts: Chunks afterwards, a divisor of those before.
+    """
+
+    def total(a: np.ndarray) -> np.ndarray:
+        return a.reshape(parts, -1).sum(1)
+
+    return replace(
+        times,
+        forward=total(times.forward),
+        dx=total(times.dx),
+        dw=total(times.dw),
+        backward=total(times.backward),
+        forward_exposed=total(times.forward_exposed),
+        backward_exposed=total(times.backward_exposed),
+        activation=total(times.activation),
+    )
+
+
+def allowed(times: Times, rules: Rules) -> Times:
+    """Return the times as the rules let them be: nothing hides where no pair may overlap."""
+    if rules.pairs:
+        return times
+    zero = np.zeros(len(times.forward))
+    return replace(times, forward_exposed=zero, backward_exposed=zero)
+
+
+def known(
+    times: Times, stages: int, micro_batches: int, memory: np.ndarray, rules: Rules
+) -> Iterator[Known]:
+    """Yield every published schedule that these numbers allow, simulated.
+
+    Args:
+        times: Of each chunk of the finest cut, filled in (`Times.full`), a multiple of P of them.
+        stages: P.
+        micro_batches: m.
+        memory: Per stage the most activations it may hold.
+        rules: Schedules that need more are left out.
+    """
+    finest = len(times.forward) // stages
+    times = allowed(times, rules)
+    for chunks in (v for v in range(1, finest + 1) if finest % v == 0):
+        merged = merge(times, stages * chunks)
+        for name in GENERATORS:
+            try:
+                program = generate(name, stages, micro_batches, chunks)
+            except BadInputError:
+                continue  # not for these numbers
+            if chunks == 1 and name == "interleaved":
+                continue  # 1F1B with more warm-up
+            if not rules.split and uses_split(program):
+                continue
+            result = simulate(program, merged)
+            fits = bool((result.peak <= memory * (1 + 1e-9)).all())
+            yield Known(chunks, merged, result, fits)
+
+
+def uses_split(program: Program) -> bool:
+    """Whether dX and dW are apart somewhere."""
+    return any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)
+
+
+def uses_pairs(program: Program) -> bool:
+    """Whether a forward and a backward overlap somewhere."""
+    return any(op.kind in PAIRS for ops in program.ops for op in ops)

@@ -1,0 +1,235 @@
+"""What a pipeline schedule is: for each stage the order of its operations.
+
+A program says nothing about time. `Times` gives durations, `simulate` puts both together.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+
+
+class Kind(str, Enum):
+    """What one operation computes for a chunk of layers and a micro-batch."""
+
+    F = "F"
+    """Forward."""
+    B = "B"
+    """Full backward: gradient of the input (dX), then of the weights (dW)."""
+    D = "D"
+    """Gradient of the input only."""
+    W = "W"
+    """Gradient of the weights only, any time after D."""
+    FB = "FB"
+    """A forward and a full backward of two micro-batches, overlapped."""
+    FD = "FD"
+    """A forward and a D of two micro-batches, overlapped."""
+
+
+FORWARDS = frozenset({Kind.F, Kind.FB, Kind.FD})
+"""Kinds that contain a forward."""
+BACKWARDS = frozenset({Kind.B, Kind.D, Kind.FB, Kind.FD})
+"""Kinds that contain the gradient of an input."""
+PAIRS = frozenset({Kind.FB, Kind.FD})
+"""Kinds of two micro-batches."""
+
+
+class Op(NamedTuple):
+    """One operation of a stage."""
+
+    kind: Kind
+    chunk: int
+    """Number of the chunk along the model, 0 .. chunks-1: of the forward for FB and FD."""
+    micro: int
+    """Number of the micro-batch: of the forward for FB and FD."""
+    back_chunk: int = -1
+    """Chunk of the backward of FB and FD."""
+    back_micro: int = -1
+    """Micro-batch of the backward of FB and FD."""
+
+    def parts(self) -> tuple[tuple[Kind, int, int], ...]:
+        """Return what it computes as (F, B, D or W; chunk; micro-batch)."""
+        if self.kind not in PAIRS:
+            return ((self.kind, self.chunk, self.micro),)
+        back = Kind.B if self.kind is Kind.FB else Kind.D
+        return ((Kind.F, self.chunk, self.micro), (back, self.back_chunk, self.back_micro))
+
+    def __str__(self) -> str:
+        """Write it as `F(chunk 3, micro-batch 0)`."""
+        return " & ".join(f"{k.value}(chunk {c}, micro-batch {m})" for k, c, m in self.parts())
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule: the operations of each stage in their order."""
+
+    name: str
+    """Such as `1f1b`."""
+    stages: int
+    """Pipeline stages P."""
+    micro_batches: int
+    """Micro-batches m of a step."""
+    routes: tuple[tuple[int, ...], ...]
+    """Ways through the pipeline: stage of each chunk. One, but for DualPipe's two directions."""
+    ops: tuple[tuple[Op, ...], ...]
+    """For each stage its operations in order."""
+    route_of: tuple[int, ...] = field(default=())
+    """Route of each micro-batch; all take route 0 where it is empty."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that the model is cut into."""
+        return len(self.routes[0])
+
+    def stage(self, chunk: int, micro: int = 0) -> int:
+        """Return the stage that computes a chunk for a micro-batch."""
+        return self.routes[self.route_of[micro] if self.route_of else 0][chunk]
+
+    @cached_property
+    def chunks_of_stage(self) -> tuple[tuple[int, ...], ...]:
+        """Chunks whose weights each stage holds, in ascending order."""
+        held: list[set[int]] = [set() for _ in range(self.stages)]
+        for route in self.routes:
+            for chunk, stage in enumerate(route):
+                held[stage].add(chunk)
+        return tuple(tuple(sorted(h)) for h in held)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data: `Program.from_json` reads it again."""
+        ops = [
+            [[op.kind.value, *op[1 : 3 + 2 * (op.kind in PAIRS)]] for op in own] for own in self.ops
+        ]
+        return {
+            "name": self.name,
+            "stages": self.stages,
+            "micro_batches": self.micro_batches,
+            "routes": [list(r) for r in self.routes],
+            "route_of": list(self.route_of),
+            "ops": ops,
+        }
+
+    @staticmethod
+    def from_json(data: Any) -> "Program":
+        """Return the program of `to_json`'s data.
+
+        Raises:
+            BadInputError: It is something else.
+        """
+        try:
+            return Program(
+                str(data["name"]),
+                int(data["stages"]),
+                int(data["micro_batches"]),
+                tuple(tuple(int(s) for s in r) for r in data["routes"]),
+                tuple(tuple(Op(Kind(k), *map(int, of)) for k, *of in own) for own in data["ops"]),
+                tuple(int(r) for r in data["route_of"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise BadInputError(
+                f"program: {error!r}; expected what `telechat-moe plan schedule --json` writes as `program`"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long operations take, and what they hold; all arrays are float64, one value a chunk.
+
+    Any unit of time does; the same one everywhere.
+    """
+
+    forward: np.ndarray
+    """F."""
+    dx: np.ndarray
+    """D."""
+    dw: np.ndarray
+    """W."""
+    comm: float = 0.0
+    """From the end of an operation until the neighbouring chunk, on another stage, has its output."""
+    backward: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """B; D + W where it is empty."""
+    forward_exposed: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Part of F that communicates (experts' all-to-all) and that FB and FD can hide; none where empty."""
+    backward_exposed: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Part of D that communicates and that FB and FD can hide; none where empty."""
+    activation: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """What F leaves behind, in units of the activations of an average stage for one micro-batch;
+    stages / chunks each where it is empty (then 1F1B's first stage holds P)."""
+    kept_for_w: float = 1.0
+    """Share of it that W needs and D does not free."""
+
+    @staticmethod
+    def even(
+        stages: int,
+        chunks: int,
+        forward: float = 1.0,
+        dx: float = 1.0,
+        dw: float = 1.0,
+        comm: float = 0.0,
+    ) -> "Times":
+        """Return equal chunks.
+
+        Args:
+            stages: P.
+            chunks: Chunks of a stage.
+            forward: F of a whole stage, so of each chunk forward / chunks.
+            dx: D of a whole stage.
+            dw: W of a whole stage.
+            comm: Between neighbouring chunks on different stages.
+        """
+        one = np.full(stages * chunks, 1.0 / chunks)
+        return Times(one * forward, one * dx, one * dw, comm)
+
+    def full(self, stages: int) -> "Times":
+        """Return the same with every empty array filled in.
+
+        Args:
+            stages: P, for the unit of activations.
+
+        Raises:
+            BadInputError: An array has another length, or a value is negative or not finite.
+        """
+        n = len(self.forward)
+        forward, dx, dw = (_array(a, n) for a in (self.forward, self.dx, self.dw))
+        zero = np.zeros(n)
+        result = Times(
+            forward,
+            dx,
+            dw,
+            float(self.comm),
+            _array(self.backward, n) if len(self.backward) else dx + dw,
+            _array(self.forward_exposed, n) if len(self.forward_exposed) else zero,
+            _array(self.backward_exposed, n) if len(self.backward_exposed) else zero,
+            _array(self.activation, n) if len(self.activation) else zero + stages / n,
+            float(self.kept_for_w),
+        )
+        if not 0 <= result.comm < np.inf or not 0 <= result.kept_for_w <= 1:
+            raise BadInputError(
+                f"times of a schedule: comm {result.comm} must be finite and not negative, "
+                f"kept_for_w {result.kept_for_w} from 0 to 1"
+            )
+        return result
+
+
+def _array(values: np.ndarray, length: int) -> np.ndarray:
+    array = np.asarray(values, dtype=np.float64)
+    if array.shape != (length,) or not np.isfinite(array).all() or (array < 0).any():
+        raise BadInputError(
+            f"times of a schedule: found {array.tolist()}, expected {length} finite numbers that "
+            "are not negative, one for each chunk"
+        )
+    return array
+
+
+def v_route(stages: int, chunks: int) -> tuple[int, ...]:
+    """Return the zigzag placement: chunk 0..P-1 on stages 0..P-1, the next P on P-1..0, and so on."""
+    there = list(range(stages))
+    return tuple(s for k in range(chunks) for s in (there if k % 2 == 0 else there[::-1]))
+
+
+def loop_route(stages: int, chunks: int) -> tuple[int, ...]:
+    """Return the interleaved placement: chunk c on stage c mod P."""
+    return tuple(range(stages)) * chunks

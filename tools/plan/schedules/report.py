@@ -1,0 +1,207 @@
+"""What `telechat-moe plan schedule` prints and writes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.schedules.bounds import Rules
+from telechat_moe.tools.plan.schedules.check import check
+from telechat_moe.tools.plan.schedules.page import page
+from telechat_moe.tools.plan.schedules.program import Times
+from telechat_moe.tools.plan.schedules.simulate import Result
+from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
+
+HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
+"""Of `rows`."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A synthesis and what was asked for."""
+
+    synthesis: Synthesis
+    stages: int
+    micro_batches: int
+    chunks: int
+    memory: float
+    """Of 1F1B's."""
+
+
+def find(
+    stages: int,
+    micro_batches: int,
+    chunks: int,
+    times: Sequence[float],
+    backward: float | None = None,
+    scale: Mapping[int, float] | None = None,
+    comm: float = 0.0,
+    memory: float = 1.0,
+    kept_for_w: float = 1.0,
+    overlap: float = 0.0,
+    split: bool = True,
+    placement: str | None = None,
+    effort: float | None = None,
+    seed: int = 0,
+) -> Found:
+    """Synthesise from a stage's times.
+
+    Args:
+        stages: P.
+        micro_batches: m.
+        chunks: Chunks of a stage, V.
+        times: F, D and W of a whole stage.
+        backward: B of a whole stage; D + W where it is None.
+        scale: Factors of single chunks' times and activations.
+        comm: Between neighbouring stages.
+        memory: The most activations a stage may hold, 1F1B's = 1.
+        kept_for_w: Share of the activations that only dW frees.
+        overlap: Share of F and D that communicates and can be hidden; pairs are allowed where it is positive.
+        split: Whether dX and dW may be apart.
+        placement: A key of `PLACEMENTS`; all where it is None.
+        effort: See `synthesise`.
+        seed: Of the search.
+
+    Raises:
+        BadInputError: The numbers make no schedule.
+    """
+    if min(stages, micro_batches, chunks) < 1:
+        raise BadInputError(
+            f"schedule: {stages} stages, {micro_batches} micro-batches, {chunks} chunks a stage; "
+            "expected at least one of each"
+        )
+    factor = np.ones(stages * chunks)
+    for chunk, value in (scale or {}).items():
+        if not 0 <= chunk < len(factor) or not value >= 0:
+            raise BadInputError(
+                f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {len(factor) - 1} "
+                "and a factor that is not negative"
+            )
+        factor[chunk] = value
+    if not 0 <= overlap < 1:
+        raise BadInputError(f"schedule: overlap {overlap}, expected from 0 to below 1")
+    forward, dx, dw = (factor * t / chunks for t in times)
+    given = Times(
+        forward,
+        dx,
+        dw,
+        comm,
+        backward=np.zeros(0) if backward is None else factor * backward / chunks,
+        forward_exposed=forward * overlap,
+        backward_exposed=dx * overlap,
+        activation=factor / chunks,
+        kept_for_w=kept_for_w,
+    )
+    synthesis = synthesise(
+        given,
+        stages,
+        micro_batches,
+        memory * stages,
+        Rules(split, overlap > 0),
+        tuple(PLACEMENTS) if placement is None else (placement,),
+        EFFORT if effort is None else int(effort),
+        seed,
+    )
+    check(synthesis.program)
+    return Found(synthesis, stages, micro_batches, chunks, memory)
+
+
+def rows(found: Found) -> list[list[str]]:
+    """Return the table: ours first, then the published schedules, the shortest first."""
+    s, p = found.synthesis, found.stages
+    ours = "ours" if s.source == "synthesised" else f"ours = {s.source}"
+    result = [_row(ours, s.program.chunks // p, s.result, p, "yes")]
+    for k in sorted(s.table, key=lambda k: k.result.makespan):
+        fits = "yes" if k.fits else "no"
+        if k.copies > 1:
+            fits += f", {k.copies}x weights"
+        result.append(_row(k.program.name, k.chunks, k.result, p, fits))
+    return result
+
+
+def _row(name: str, chunks: int, result: Result, stages: int, fits: str) -> list[str]:
+    return [
+        name,
+        str(chunks),
+        f"{result.bubble:.2%}",
+        f"{result.makespan:.6g}",
+        f"{result.peak.max() / stages:.3f}",
+        fits,
+    ]
+
+
+def ideal_bubble(found: Found) -> float:
+    """Return the idle share of a schedule as short as the bound."""
+    result, bound = found.synthesis.result, found.synthesis.bound.makespan
+    busy = float((1 - result.idle).sum()) * result.makespan
+    return max(0.0, 1 - busy / (found.stages * bound))
+
+
+def summary(found: Found) -> list[str]:
+    """Return what to print below the table."""
+    s = found.synthesis
+    peak, least = s.result.peak.max() / found.stages, s.result.peak.min() / found.stages
+    place = "zigzag (v)" if s.program.routes[0] == _route("v", s, found) else "round-robin (loop)"
+    if s.program.chunks == found.stages:
+        place = "one chunk a stage"
+    return [
+        f"bubble {s.result.bubble:.2%} of the makespan, start-up included; makespan {s.result.makespan:.6g}",
+        f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(found):.2%}",
+        f"gap {s.gap:.2%} of the makespan" + (", proven optimal" if s.gap < 1e-9 else ""),
+        f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {found.memory:.3f}",
+        f"placement: {place}; found by {s.source}, {s.tries:,} schedules tried",
+        "deadlock: none, by a search for cycles with all sends and receives",
+    ]
+
+
+def _route(name: str, s: Synthesis, found: Found) -> tuple[int, ...]:
+    return PLACEMENTS[name](found.stages, s.program.chunks // found.stages)
+
+
+def data(found: Found) -> dict[str, Any]:
+    """Return the figures and the program as plain data."""
+    s = found.synthesis
+    return {
+        "stages": found.stages,
+        "micro_batches": found.micro_batches,
+        "chunks_of_a_stage": s.program.chunks // found.stages,
+        "bubble": s.result.bubble,
+        "bubble_convention": "idle share of the makespan over all stages, start-up included",
+        "makespan": s.result.makespan,
+        "lower_bound": s.bound.makespan,
+        "lower_bound_reason": s.bound.reason,
+        "lower_bound_bubble": ideal_bubble(found),
+        "gap": s.gap,
+        "peak_activations": s.result.peak.tolist(),
+        "source": s.source,
+        "schedules_tried": s.tries,
+        "published": [
+            {
+                "name": k.program.name,
+                "chunks_of_a_stage": k.chunks,
+                "bubble": k.result.bubble,
+                "makespan": k.result.makespan,
+                "peak_activations": float(k.result.peak.max()),
+                "fits": k.fits,
+                "copies_of_weights": k.copies,
+            }
+            for k in s.table
+        ],
+        "start": [a.tolist() for a in s.result.start],
+        "end": [a.tolist() for a in s.result.end],
+        "activations": [a.tolist() for a in s.result.memory],
+        "program": s.program.to_json(),
+    }
+
+
+def html(found: Found) -> str:
+    """Return the page."""
+    title = (
+        f"Pipeline schedule: {found.stages} stages, {found.micro_batches} micro-batches, "
+        f"{found.synthesis.program.chunks // found.stages} chunks a stage"
+    )
+    return page(
+        found.synthesis.result, title, "; ".join(summary(found)[:4]) + ".", HEADERS, rows(found)
+    )

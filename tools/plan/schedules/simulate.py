@@ -1,0 +1,187 @@
+"""When each operation of a program starts and ends: the longest path through its dependencies.
+
+A stage computes one operation at a time, in the program's order. F of a chunk waits for F of the chunk before it, D and
+B for D or B of the chunk after it (for their own F on the last chunk), W for its own D; between different stages
+`Times.comm` passes, during which both may compute. Exact: no time steps, no tolerance.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
+
+
+@dataclass(frozen=True)
+class Result:
+    """A program in time."""
+
+    program: Program
+    start: tuple[np.ndarray, ...]
+    """Per stage: start of each of its operations."""
+    end: tuple[np.ndarray, ...]
+    """Per stage: end of each of its operations."""
+    makespan: float
+    """From time 0 to the end of the last operation."""
+    idle: np.ndarray
+    """Per stage: share of the makespan in which it computes nothing."""
+    bubble: float
+    """Mean of `idle`: the idle share of the makespan, start-up included."""
+    memory: tuple[np.ndarray, ...]
+    """Per stage: activations held while each operation runs, in the unit of `Times.activation`."""
+    peak: np.ndarray
+    """Per stage: the most activations held."""
+
+
+def durations(program: Program, times: Times) -> tuple[np.ndarray, ...]:
+    """Return how long each operation of each stage takes.
+
+    An overlapped pair takes what its two streams need: no less than the computation of both, the communication of both,
+    and either alone.
+    """
+    times = times.full(program.stages)
+    return tuple(np.array([_duration(op, times) for op in ops]) for ops in program.ops)
+
+
+def _duration(op: Op, times: Times) -> float:
+    if op.kind is Kind.F:
+        return float(times.forward[op.chunk])
+    if op.kind is Kind.B:
+        return float(times.backward[op.chunk])
+    if op.kind is Kind.D:
+        return float(times.dx[op.chunk])
+    if op.kind is Kind.W:
+        return float(times.dw[op.chunk])
+    back = times.backward if op.kind is Kind.FB else times.dx
+    f, b = float(times.forward[op.chunk]), float(back[op.back_chunk])
+    talk = float(times.forward_exposed[op.chunk]), float(times.backward_exposed[op.back_chunk])
+    return max(f, b, f - talk[0] + b - talk[1], talk[0] + talk[1])
+
+
+def memory(program: Program, times: Times) -> tuple[np.ndarray, ...]:
+    """Return per stage the activations held while each operation runs.
+
+    F takes its own before it starts; D, B and W free theirs after they end. So the order alone decides, not the times.
+    """
+    times = times.full(program.stages)
+    freed = {Kind.F: 0.0, Kind.B: 1.0, Kind.D: 1.0 - times.kept_for_w, Kind.W: times.kept_for_w}
+    result: list[np.ndarray] = []
+    for ops in program.ops:
+        during = np.empty(len(ops))
+        held = 0.0
+        for i, op in enumerate(ops):
+            parts = op.parts()
+            held += sum(float(times.activation[c]) for k, c, _ in parts if k is Kind.F)
+            during[i] = held
+            held -= sum(freed[k] * float(times.activation[c]) for k, c, _ in parts)
+        result.append(during)
+    return tuple(result)
+
+
+def simulate(program: Program, times: Times) -> Result:
+    """Return when everything happens.
+
+    Args:
+        program: The order.
+        times: Durations, one value for each of the program's chunks.
+
+    Raises:
+        BadInputError: `times` has another number of chunks; or the program cannot finish, and what each stage waits for.
+    """
+    if len(times.forward) != program.chunks:
+        raise BadInputError(
+            f"program {program.name} has {program.chunks} chunks, its times {len(times.forward)}"
+        )
+    lasting = [d.tolist() for d in durations(program, times)]
+    start, end = _longest_paths(program, lasting, float(times.comm))
+    makespan = max((e[-1] for e in end if len(e)), default=0.0)
+    busy = np.array([sum(d) for d in lasting])
+    idle = 1.0 - busy / makespan if makespan else np.zeros(program.stages)
+    held = memory(program, times)
+    return Result(
+        program,
+        tuple(np.array(s) for s in start),
+        tuple(np.array(e) for e in end),
+        makespan,
+        idle,
+        float(idle.mean()),
+        held,
+        np.array([h.max(initial=0.0) for h in held]),
+    )
+
+
+Key = tuple[str, int, int]
+"""What an operation waits for or makes: F, D or B's input gradient as "D"; chunk; micro-batch."""
+
+
+def needs(op: Op, chunks: int) -> list[Key]:
+    """Return what must be there before an operation starts."""
+    found: list[Key] = []
+    for kind, chunk, micro in op.parts():
+        if kind is Kind.F:
+            if chunk:
+                found.append(("F", chunk - 1, micro))
+        elif kind is Kind.W:
+            found.append(("D", chunk, micro))
+        else:
+            found.append(("F", chunk, micro))
+            if chunk < chunks - 1:
+                found.append(("D", chunk + 1, micro))
+    return found
+
+
+def makes(op: Op) -> list[Key]:
+    """Return what others wait for."""
+    return [("F" if k is Kind.F else "D", c, m) for k, c, m in op.parts() if k is not Kind.W]
+
+
+def _longest_paths(
+    program: Program, lasting: list[list[float]], comm: float
+) -> tuple[list[list[float]], list[list[float]]]:
+    done: dict[Key, tuple[float, int]] = {}  # when, and on which stage
+    waiting: dict[Key, list[int]] = {}
+    clock = [0.0] * program.stages
+    start: list[list[float]] = [[] for _ in clock]
+    end: list[list[float]] = [[] for _ in clock]
+    chunks = program.chunks
+    todo = list(range(program.stages))
+    while todo:
+        s = todo.pop()
+        ops = program.ops[s]
+        for i in range(len(end[s]), len(ops)):
+            op = ops[i]
+            begin = clock[s]
+            for key in needs(op, chunks):
+                known = done.get(key)
+                if known is None:
+                    waiting.setdefault(key, []).append(s)
+                    break
+                begin = max(begin, known[0] if known[1] == s else known[0] + comm)
+            else:
+                clock[s] = finish = begin + lasting[s][i]
+                start[s].append(begin)
+                end[s].append(finish)
+                for key in makes(op):
+                    done[key] = (finish, s)
+                    todo += waiting.pop(key, ())
+                continue
+            break
+    stuck = [s for s in range(program.stages) if len(end[s]) < len(program.ops[s])]
+    if stuck:
+        raise BadInputError(_deadlock(program, stuck, [len(e) for e in end], done))
+    return start, end
+
+
+def _deadlock(
+    program: Program, stuck: list[int], at: list[int], done: dict[Key, tuple[float, int]]
+) -> str:
+    lines: list[str] = []
+    for s in stuck[:8]:
+        op = program.ops[s][at[s]]
+        missing = next(k for k in needs(op, program.chunks) if k not in done)
+        lines.append(
+            f"  stage {s} stands at its operation {at[s]}, {op}, and waits for "
+            f"{missing[0]}(chunk {missing[1]}, micro-batch {missing[2]})"
+        )
+    return f"program {program.name} cannot finish (deadlock):\n" + "\n".join(lines)

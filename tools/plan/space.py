@@ -1,0 +1,236 @@
+"""The outer space of the planner: every combination of degrees, micro-batches, schedule and recomputation policy.
+
+What a recipe can express, and nothing else: the rules are those of `telechat_moe.recipe.rules_parallel`. Configurations
+are rows of an integer table; only those that are looked at more closely become a `Layout`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import UsageError
+from telechat_moe.tools.plan.architecture import Architecture
+from telechat_moe.tools.plan.columns import Columns, columns
+from telechat_moe.tools.plan.layout import Layout
+
+POLICIES = ("none", "full", "norm+activation")
+"""`full`: whole layers, as many of each chunk as wanted. `norm+activation`: those modules of all layers."""
+
+SCHEDULES = ("1f1b", "interleaved", "zb-v")
+NAMES = (
+    "dp",
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "etp",
+    "micro_batch",
+    "micro_batches",
+    "sp",
+    "zero",
+    "policy",
+    "schedule",
+)
+ORDER = {"1f1b": 0.0, "interleaved": 1.0, "zb-v": 4.0}
+"""`Columns.order` of each schedule."""
+
+FIXABLE = {
+    "dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "ep": "ep", "etp": "etp", "zero": "zero",
+    "micro_batch": "micro_batch", "micro_batches": "micro_batches", "sequence_parallel": "sp", "sp": "sp",
+    "schedule": "schedule", "recompute": "policy",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is free, and what is not."""
+
+    devices: int
+    global_batch: int
+    """Sequences of a step, over all devices."""
+
+    base: Layout
+    """Types, kernels and overlap, which are not searched."""
+
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    """Columns of the table that must have a value."""
+
+    beyond_recipes: bool = False
+    """Schedules, too, whose placement of layers recipes cannot say (V shapes)."""
+
+    most_tp: int = 16
+    most_cp: int = 8
+    most_pp: int = 64
+    most_vpp: int = 8
+    most_micro_batch: int = 8
+
+
+def parse_fixed(settings: list[str]) -> dict[str, int]:
+    """Return what `--fix name=value` says, by column.
+
+    Raises:
+        UsageError: An unknown name, or a value that it cannot have.
+    """
+    found: dict[str, int] = {}
+    for text in settings:
+        name, _, value = text.partition("=")
+        column = FIXABLE.get(name.strip())
+        if column is None or not value:
+            raise UsageError(
+                f"--fix {text}: expected name=value with a name of {', '.join(FIXABLE)}"
+            )
+        words = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true")}.get(column)
+        word = value.strip().lower()
+        if words and word in words:
+            found[column] = words.index(word)
+        elif not words and word.isdigit():
+            found[column] = int(word)
+        else:
+            raise UsageError(
+                f"--fix {text}: expected {' or '.join(words) if words else 'a number'}"
+            )
+    return found
+
+
+def enumerate_space(a: Architecture, space: Space) -> np.ndarray:
+    """Return every configuration, `[n, len(NAMES)]` integers."""
+    rows = np.array(list(_rows(a, space)), dtype=np.int64).reshape(-1, len(NAMES))
+    for name, value in space.fixed.items():
+        rows = rows[rows[:, NAMES.index(name)] == value]
+    return rows
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def _rows(a: Architecture, space: Space) -> Iterator[tuple[int, ...]]:
+    widths = [a.heads, a.kv_heads, a.vocab, a.hidden]
+    widths += [a.ffn] if a.dense_layers else []
+    widths += [a.shared_width] if a.shared_width else []
+    for tp in _divisors(math.gcd(space.devices, math.gcd(*widths)), space.most_tp):
+        for cp in _divisors(math.gcd(space.devices // tp, a.seq), space.most_cp):
+            for pp in _divisors(space.devices // tp // cp, min(space.most_pp, len(a.layers))):
+                dp = space.devices // (tp * cp * pp)
+                if space.global_batch % dp or (a.tied and pp > 1):
+                    continue
+                yield from _inner(a, space, dp, tp, cp, pp)
+
+
+def _inner(
+    a: Architecture, space: Space, dp: int, tp: int, cp: int, pp: int
+) -> Iterator[tuple[int, ...]]:
+    experts = list(_experts(a, dp, tp, cp))
+    pipelines = list(_pipelines(a, space, pp))
+    for micro_batch in _divisors(space.global_batch // dp, 1 if cp > 1 else space.most_micro_batch):
+        micro_batches = space.global_batch // dp // micro_batch
+        if micro_batch * a.seq % (cp * tp) or (pp > 1 and micro_batches < pp):
+            continue
+        for vpp, schedule in pipelines:
+            if (schedule == 1 and micro_batches % pp) or (schedule == 2 and micro_batches < 2 * pp):
+                continue
+            for ep, etp in experts:
+                for sp in (0, 1) if tp > 1 and a.seq % (tp * cp) == 0 else (0,):
+                    for zero in (0, 1) if dp * cp > 1 else (0,):
+                        for policy in range(len(POLICIES)):
+                            yield (
+                                dp,
+                                tp,
+                                cp,
+                                pp,
+                                vpp,
+                                ep,
+                                etp,
+                                micro_batch,
+                                micro_batches,
+                                sp,
+                                zero,
+                                policy,
+                                schedule,
+                            )
+
+
+def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, int]]:
+    """Yield ep and etp: whole experts fill tp, then cp, then dp; cut experts stand over dp only."""
+    if not a.moe_layers:
+        yield 1, 1
+        return
+    fits = {d for d in range(1, tp + 1) if tp % d == 0}
+    fits |= {tp * d for d in range(1, cp + 1) if cp % d == 0}
+    fits |= {tp * cp * d for d in range(1, dp + 1) if dp % d == 0}
+    for ep in sorted(fits):
+        if a.experts % ep == 0:
+            yield ep, 1
+    if tp > 1 and a.moe_ffn % tp == 0:
+        for ep in range(1, dp + 1):
+            if dp % ep == 0 and a.experts % ep == 0:
+                yield ep, tp
+
+
+def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, int]]:
+    """Yield chunks a stage and schedule."""
+    yield 1, 0
+    if pp == 1:
+        return
+    for vpp in range(2, space.most_vpp + 1):
+        # a chunk has a layer, but for the first (embedding) and the last (head)
+        if pp * vpp <= min(len(a.layers) + 2, len(a.layers) + a.mtp):
+            yield vpp, 1
+            if vpp == 2 and space.beyond_recipes:
+                yield vpp, 2
+
+
+def layout_of(row: np.ndarray, space: Space) -> Layout:
+    """Return the layout of a configuration, its layers not placed yet."""
+    v = dict(zip(NAMES, (int(x) for x in row), strict=True))
+    return space.base.but(
+        **{name: v[name] for name in NAMES[:9]},
+        sequence_parallel=bool(v["sp"]),
+        zero=v["zero"],
+        opt_shards=0,
+        fsdp=False,
+        recompute=POLICIES[v["policy"]],
+        recompute_layers=None,
+        schedule=SCHEDULES[v["schedule"]],
+        chunks=None,
+    )
+
+
+def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
+    """Return the arrays of configurations of one depth `pp`, without a placement: no stage has a layer."""
+    one = columns(
+        [(a, space.base.but(pp=1, vpp=1, chunks=None, recompute="none", recompute_layers=None))]
+    )
+    n = len(rows)
+    values: dict[str, Any] = {}
+    for name, value in vars(one).items():
+        values[name] = np.broadcast_to(value, (n, *value.shape[1:])) if len(value) == 1 else value
+    own = dict(zip(NAMES, rows.T.astype(np.float64), strict=True))
+    for name in NAMES[:9]:
+        values[name] = own[name]
+    values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
+    values["opt_shards"] = np.zeros(n)
+    values["fsdp"] = np.zeros(n)
+    values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
+    values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
+    names = [name for name in vars(one) if name.startswith("re_")]
+    tables = columns(
+        [
+            (a, space.base.but(pp=1, vpp=1, chunks=None, recompute_layers=None, recompute=p))
+            for p in POLICIES
+        ]
+    )
+    for name in names:
+        values[name] = getattr(tables, name)[rows[:, NAMES.index("policy")]]
+    values["order"] = np.array([ORDER[s] for s in SCHEDULES])[rows[:, NAMES.index("schedule")]]
+    values["gpipe"] = np.zeros(n)
+    values["mtp_again"] = (rows[:, NAMES.index("policy")] != POLICIES.index("full")).astype(float)
+    pp = int(rows[0, NAMES.index("pp")])
+    for name in ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again"):
+        values[name] = np.zeros((n, pp))
+    values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
+    return Columns(values)

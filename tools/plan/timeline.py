@@ -1,0 +1,158 @@
+"""A simulated step as a page to zoom into, and as a trace for Perfetto or chrome://tracing."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+
+TEMPLATE = Path(__file__).with_name("timeline.html")
+
+KINDS = {
+    "F": "forward",
+    "B": "backward",
+    "D": "backward, dX",
+    "W": "backward, dW",
+    "FB": "forward and backward overlapped",
+    "FD": "forward and dX overlapped",
+    "C": "communication",
+    "S": "send to a neighbouring stage",
+    "K": "computation",
+    "O": "optimizer and the rest of the step",
+}
+"""Kind of a box and what it means; the page has a colour for each."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Something that a row does for a while."""
+
+    row: int
+    start_s: float
+    duration_s: float
+    kind: str
+    """Key of `KINDS`."""
+    text: str
+    """What the pointer says over it."""
+    label: str = ""
+    """Written into the box where it fits."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Memory of a row over time: steps that hold until the next."""
+
+    row: int
+    start_s: Sequence[float]
+    bytes: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures shown under the timeline; a header that ends in a space aligns right."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Everything that a page or trace shows."""
+
+    title: str
+    rows: Sequence[str]
+    boxes: Sequence[Box]
+    sends: Sequence[Box] = ()
+    """Drawn as thin strips below the boxes of their row, because they run beside them."""
+    memory: Sequence[Curve] = ()
+    limit_bytes: float | None = None
+    """Memory of a device: a line in the memory panel."""
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = field(default_factory=tuple)
+
+
+def page(timeline: Timeline) -> str:
+    """Return a page that needs nothing from elsewhere and no network."""
+    used = {box.kind for box in (*timeline.boxes, *timeline.sends)}
+    data = {
+        "rows": list(timeline.rows),
+        "kinds": {k: v for k, v in KINDS.items() if k in used},
+        "boxes": _columns(timeline.boxes, len(timeline.rows)),
+        "sends": _columns(timeline.sends, len(timeline.rows)),
+        "memory": [
+            {"row": c.row, "t": [_short(t) for t in c.start_s], "v": [round(v) for v in c.bytes]}
+            for c in timeline.memory
+        ],
+        "limit": timeline.limit_bytes,
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    parts = {
+        "title": escape(timeline.title),
+        "notes": "".join(f"<p>{escape(note)}</p>" for note in timeline.notes),
+        "tables": "".join(_table(table) for table in timeline.tables),
+        "data": text,
+    }
+    result = TEMPLATE.read_text(encoding="utf-8")
+    for name, value in parts.items():
+        result = result.replace("{{" + name + "}}", value)
+    return result
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.7g}")
+
+
+def _columns(boxes: Sequence[Box], rows: int) -> list[list[object]]:
+    """Return per row its boxes in order of time, as short lists."""
+    per_row: list[list[object]] = [[] for _ in range(rows)]
+    for box in sorted(boxes, key=lambda b: b.start_s):
+        per_row[box.row].append(
+            [_short(box.start_s), _short(box.duration_s), box.kind, box.text, box.label]
+        )
+    return per_row
+
+
+def _table(table: Table) -> str:
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if head.endswith(' ') else ''}>{escape(cell.strip())}</{tag}>"
+            for cell, head in zip(row, table.headers, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
+    return (
+        f"<h2>{escape(table.title)}</h2><div class=scroll><table><thead><tr>"
+        f"{cells('th', table.headers)}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def chrome_trace(timeline: Timeline) -> str:
+    """Return the timeline as Chrome's trace events (JSON): opens in Perfetto and chrome://tracing.
+
+    Each row is a thread; memory is a counter. Times are microseconds.
+    """
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": timeline.title}}
+    ]
+    for number, name in enumerate(timeline.rows):
+        events.append(
+            {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
+        )
+        events.append(
+            {"ph": "M", "pid": 0, "tid": number, "name": "thread_sort_index",
+             "args": {"sort_index": number}}
+        )  # fmt: skip
+    for box in (*timeline.boxes, *timeline.sends):
+        events.append(
+            {"ph": "X", "pid": 0, "tid": box.row, "name": box.label or KINDS[box.kind],
+             "cat": KINDS[box.kind], "ts": box.start_s * 1e6, "dur": box.duration_s * 1e6,
+             "args": {"what": box.text}}
+        )  # fmt: skip
+    for curve in timeline.memory:
+        name = f"memory, {timeline.rows[curve.row]} (bytes)"
+        for t, value in zip(curve.start_s, curve.bytes, strict=True):
+            events.append(
+                {"ph": "C", "pid": 0, "name": name, "ts": t * 1e6, "args": {"bytes": float(value)}}
+            )
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
