@@ -10,10 +10,40 @@ import sys
 from collections.abc import Sequence
 
 from telechat_moe import __version__
-from telechat_moe.cli import bench, convert, data, recipes, train
+from telechat_moe.cli import (
+    align,
+    bench,
+    ckpt,
+    convert,
+    data,
+    dryrun,
+    launch,
+    layouts,
+    plan,
+    plugin_path,
+    recipes,
+    run_sharded,
+    train,
+    upstream,
+)
 from telechat_moe.errors import TelechatMoeError
 
-VERBS = (recipes, data, train, convert, bench)
+VERBS = (
+    recipes,
+    data,
+    train,
+    launch,
+    run_sharded,
+    ckpt,
+    convert,
+    layouts,
+    dryrun,
+    upstream,
+    align,
+    plan,
+    bench,
+    plugin_path,
+)
 
 EPILOG = """\
 example:

@@ -6,11 +6,12 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import human, write_json
+from telechat_moe.cli.progress import bars
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,23 +23,31 @@ SRC is a .safetensors file, a folder with one or with model.safetensors.index.js
 are verified, its optimizer state and counters are left out).
 
 DST is a folder that does not exist yet, or a name that ends in .safetensors for a single file. It
-appears only when it is complete. With --to hf the folder also holds config.json, so that
+appears only when it is complete; until then the files stand in .DST.partial beside it. A conversion
+that was killed goes on there when the same command is given again: finished files are verified and
+kept. With --to hf the folder also holds config.json, so that
 transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
 in the published DeepSeek-V3 checkpoints.
 
-Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. Tensors
-that are unknown, missing, or of another shape or type than the recipe's model has are listed, and
+Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. FP8
+matrices with block scales (weight_scale_inv, as DeepSeek-V3 is published) are read as bfloat16. MTP
+layers may begin one layer later (TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing, or of another shape or type than the recipe's model has are listed, and
 nothing is written.
+
+checksums.json in DST holds the SHA-256 of every file written and of every file read; a SRC that has
+one is compared with it. --verify SRC only compares.
 
 --json keys: source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of
 tensors by type), ignored (tensors of SRC that are no weights), notes (where transformers computes
-something else with these weights), seconds.
+something else with these weights, what was rounded), resumed_files (finished by an earlier run),
+seconds. With --verify: path, files, bytes, problems, seconds.
 
 example:
   telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
       --recipe telechat3_moe/pretrain_tiny.yaml --to hf
+  telechat-moe convert --verify output/hf
 
-exit codes: 0 converted; 1 writing failed (disk full); 2 wrong usage; 3 the recipe or SRC cannot be
+exit codes: 0 converted or verified; 1 writing failed (disk full), or files differ; 2 wrong usage; 3 the recipe or SRC cannot be
 used, or DST exists
 """
 
@@ -55,20 +64,14 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("src", metavar="SRC", help="weights to read")
-    parser.add_argument("dst", metavar="DST", help="folder or .safetensors file to make")
+    parser.add_argument("dst", nargs="?", metavar="DST", help="folder or .safetensors file to make")
     parser.add_argument(
-        "--recipe", required=True, metavar="RECIPE", help="recipe whose model the weights are of"
+        "--verify", action="store_true", help="compare the files of SRC with its checksums, no more"
     )
-    parser.add_argument(
-        "--to", required=True, choices=("hf", "telechat"), help="format and names to write"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
+    parser.add_argument("--recipe", metavar="RECIPE", help="recipe whose model the weights are of")
+    parser.add_argument("--to", choices=("hf", "telechat"), help="format and names to write")
+    add_overrides(
+        parser, "override a value of the recipe, for example model.model_config.num_hidden_layers=4"
     )
     parser.add_argument(
         "--shard-size",
@@ -82,13 +85,22 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
+    if args.verify:
+        return _verify(args)
+    missing = [
+        name
+        for name, given in (("DST", args.dst), ("--recipe", args.recipe), ("--to", args.to))
+        if not given
+    ]
+    if missing:
+        raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
     shard_bytes = _size(args.shard_size)
     from telechat_moe.interop.hf import convert
     from telechat_moe.recipe import load
 
     config = load(args.recipe, overrides=args.overrides).model_config
     begin = time.monotonic()
-    with _progress() as progress:
+    with bars(in_bytes=True) as progress:
         result = convert(args.src, args.dst, config, args.to, shard_bytes, progress)
     seconds = time.monotonic() - begin
     for note in result.notes:
@@ -96,6 +108,30 @@ def run(args: argparse.Namespace) -> int:
     if not write_json(args.json, {**result.to_dict(), "seconds": round(seconds, 3)}):
         print(_describe(result, seconds))
     return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Compare files with their checksums and say how they differ."""
+    if args.dst or args.recipe or args.to:
+        raise UsageError("--verify takes SRC only")
+    from telechat_moe.interop.checksums import verify
+
+    begin = time.monotonic()
+    with bars(in_bytes=True) as progress:
+        files, size, problems = verify(Path(args.src), progress)
+    seconds = time.monotonic() - begin
+    report = {
+        "path": args.src,
+        "files": files,
+        "bytes": size,
+        "problems": problems,
+        "seconds": round(seconds, 3),
+    }
+    if not write_json(args.json, report) and not problems:
+        print(f"{args.src}: {files} file(s), {size / 1e6:.1f} MB, all as they were written")
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _size(text: str) -> int:
@@ -114,27 +150,8 @@ def _describe(result: Conversion, seconds: float) -> str:
         f"({dtypes})",
         f"  {len(weights)} file(s), {result.total_bytes / 1e6:.1f} MB, {seconds:.1f} s",
     ]
+    if result.resumed_files:
+        lines.append(f"  {result.resumed_files} file(s) were finished by an earlier run")
     if result.ignored:
         lines.append(f"  left out, no weights: {len(result.ignored)} ({result.ignored[0]}, ...)")
     return "\n".join(lines)
-
-
-@contextmanager
-def _progress() -> Generator[Callable[[int, int], None] | None, None, None]:
-    """Yield a function that moves a progress bar; None where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("convert")
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,4 +1,4 @@
-"""`telechat-moe data build` and `telechat-moe data show`."""
+"""`telechat-moe data build`, `data show` and `data audit`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telechat_moe.cli.data_audit import register_audit
 from telechat_moe.cli.output import write_json
 from telechat_moe.errors import BadInputError, UsageError
 
@@ -93,6 +94,7 @@ def register(subparsers: Subparsers) -> None:
     )
     _add_json(show)
     show.set_defaults(run=run_show)
+    register_audit(actions)
 
 
 def _register_build(build: argparse.ArgumentParser) -> None:

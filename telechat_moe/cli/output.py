@@ -2,11 +2,14 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from telechat_moe.errors import UsageError
+
+VERDICT_CODES = {"pass": 0, "diverged": 1, "not comparable": 4, "not judged": 4}
+"""Exit codes of `align`'s verdicts."""
 
 
 def write_json(target: str | None, report: Any) -> bool:
@@ -25,11 +28,28 @@ def write_json(target: str | None, report: Any) -> bool:
     if target == "-":
         sys.stdout.write(text)
         return True
+    write_text("--json ", target, lambda: text)
+    return False
+
+
+def write_text(option: str, target: str | None, make: Callable[[], str]) -> None:
+    """Write what an option asks for.
+
+    Args:
+        option: Before the file's name in a message: ``--html ``, or nothing.
+        target: The file, or None: nothing is made.
+        make: Returns the text.
+
+    Raises:
+        UsageError: The file cannot be written.
+    """
+    if target is None:
+        return
+    text = make()
     try:
         Path(target).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--json {target}: cannot be written: {error.strerror}") from None
-    return False
+        raise UsageError(f"{option}{target}: cannot be written: {error.strerror}") from None
 
 
 def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], prefix: str = "") -> None:

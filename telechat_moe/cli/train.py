@@ -5,6 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import write_json
 from telechat_moe.errors import UsageError
 
@@ -13,10 +14,14 @@ example:
   telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
   telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
 
+A recipe that is laid out for several devices (use_parallel: True, context.device_target: CPU) is
+trained by as many processes on this machine; each runs the graph that MindSpore compiles for its
+rank. A checkpoint holds whole tensors: --resume goes on from it in any other layout.
+
 Writes into the recipe's output_dir: metrics.jsonl, loss.png, tensorboard/, sample.txt,
 summary.json, recipe.json and checkpoints/.
 
-exit codes: 0 trained, 1 stopped (not finite, disk full), 2 usage, 3 bad recipe, data or checkpoint,
+exit codes: 0 trained, 1 stopped (not finite, disk full, a process died), 2 usage, 3 bad recipe, data or checkpoint,
 130 interrupted (Ctrl-C or SIGTERM; the step is saved, go on with --resume)
 """
 
@@ -31,14 +36,7 @@ def register(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a value, for example optimizer.weight_decay=0.05",
-    )
+    add_overrides(parser, "override a value, for example optimizer.weight_decay=0.05")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume",
@@ -63,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     from telechat_moe.recipe import load
+    from telechat_moe.train.private import keep_others_out
 
+    keep_others_out()
     recipe = load(args.recipe, overrides=args.overrides)
     try:
         from telechat_moe.train.trainer import Trainer
@@ -72,15 +72,16 @@ def run(args: argparse.Namespace) -> int:
             f"training needs the package {error.name}; pip install 'telechat-moe[train]'"
         ) from error
 
-    trainer = Trainer(
-        recipe,
-        resume=(args.resume or bool(recipe.resume_training)) and not args.overwrite,
-        overwrite=args.overwrite,
-        plain=args.plain,
-    )
-    summary = trainer.run()
-    stdout_is_taken = write_json(args.json, asdict(summary))
-    if not summary.finished:
+    resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
+    if recipe.devices > 1:
+        from telechat_moe.train import launch
+
+        summary = launch.train(recipe, resume=resume, overwrite=args.overwrite)
+    else:
+        trainer = Trainer(recipe, resume=resume, overwrite=args.overwrite, plain=args.plain)
+        summary = asdict(trainer.run())
+    stdout_is_taken = write_json(args.json, summary)
+    if not summary["finished"]:
         return 130
     if not stdout_is_taken:
         print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")

@@ -1,0 +1,122 @@
+"""`telechat-moe align bisect`: the first wrong call of a run, and what is wrong about it."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
+from telechat_moe.errors import UsageError
+
+EPILOG = """\
+Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings; integers must be equal,
+numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
+what all uses sent, collectives what the ranks of the group gave. What came out differently upstream does not matter.
+
+Where the runs were cut over other devices or come from other frameworks, their calls are not the same. Then each call of
+TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must have
+(gradients, weights and states by the name of their weight, or what --map names) is put together from all ranks and
+compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME input.grad",
+maybe several in a list, and "transposed"; `align map RECIPE` writes the one of our model and Hugging Face's.
+
+example:
+  telechat-moe align bisect gpu_dump npu_dump --html align.html
+  telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
+  telechat-moe align bisect tp2 dp2_ep2
+  telechat-moe align bisect hf ours --map hf_map.json
+
+exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 not comparable
+
+--json keys: verdict (pass | diverged | not comparable), reason, ranks, first and findings (step, rank, phase, layer,
+operator, tensor, family, evidence, observed_over_bound, reason, element, wrong_elements, elements, source), judged
+(tensors by answer), not_judged (reasons, with their number), runs, sentence; of the first wrong call neighbours (in the
+order of the run), graph (nodes, edges: the data flow around it), picture (worst error over bound of each field)
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bisect",
+        help="name the first wrong call of a run",
+        description="Name the first call of TARGET that is wrong, and what kind of fault it looks like.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is believed")
+    parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
+    parser.add_argument(
+        "--map", metavar="FILE", help="tensors that both runs have, where their calls differ"
+    )
+    parser.add_argument(
+        "--rtol",
+        type=float,
+        metavar="X",
+        help="how far these may be apart, relative L2 (default: by type, 2e-5 in float32)",
+    )
+    parser.add_argument("--html", metavar="FILE", help="write one page with the first wrong call")
+    parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    parser.add_argument(
+        "--reproducer",
+        metavar="DIR",
+        help="write the first wrong call as data and a script that fails while it is wrong",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare, print; return the exit code."""
+    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
+    msprobe, page, bisect, across = (
+        import_module(f"telechat_moe.tools.align.{name}")
+        for name in ("msprobe", "page", "bisect", "across")
+    )
+    reference, target = msprobe.read(args.reference), msprobe.read(args.target)
+    if args.map is not None or across.differ_in_layout(reference, target):
+        links: list[Any] = [] if args.map is None else across.read_map(Path(args.map))
+        outcome = across.across(reference, target, links, args.rtol)
+    elif args.rtol is not None:
+        raise UsageError(
+            "--rtol is for runs whose calls differ; these are judged by derived bounds"
+        )
+    else:
+        outcome = bisect.bisect(reference, target)
+    graph: Any = None
+    if outcome.findings:
+        first = outcome.findings[0]
+        around: Any = import_module("telechat_moe.tools.align.around")
+        graph = around.around(target, first.step, first.rank, first.verdict.key)
+    names = args.reference, args.target
+    write_text("--html ", args.html, lambda: page.page(outcome, *names, graph))
+    write_text("--junit ", args.junit, lambda: page.junit(outcome, args.target))
+    if args.reproducer and outcome.findings:
+        import_module("telechat_moe.tools.align.reproduce").write(
+            outcome.findings[0], Path(args.reproducer)
+        )
+    if write_json(args.json, page.plain(outcome, *names, graph)):
+        return VERDICT_CODES[outcome.verdict]
+    if outcome.findings:
+        first = outcome.findings[0]
+        v, call = first.verdict, first.call
+        rows = [
+            ["call", v.key],
+            ["tensor", v.place],
+            ["phase", call.stage.value if call else "-"],
+            [
+                "layer",
+                str(bisect.layer_of(call)) if call and bisect.layer_of(call) is not None else "-",
+            ],
+            ["step", str(first.step)],
+            ["ranks", ", ".join(map(str, outcome.ranks))],
+            ["kind of fault", f"{first.family}: {first.evidence}"],
+            ["observed / bound", f"{v.ratio:.3g}"],
+            ["where", v.reason],
+        ]
+        show_table(["the first", "wrong call"], rows)
+        print()
+    counts = [[name, str(count)] for name, count in sorted(outcome.judged.items())]
+    counts += [[f"not judged: {why}", str(n)] for why, n in sorted(outcome.unknown.items())]
+    show_table(["tensors", "number "], counts)
+    print(f"\n{outcome.verdict}: {page.sentence(outcome)}")
+    return VERDICT_CODES[outcome.verdict]

@@ -1,0 +1,137 @@
+"""`telechat-moe align capture`: dump what a recipe's training steps, or a torch script, compute."""
+
+import argparse
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.errors import BadInputError, UsageError
+
+VALUES = ("tensor", "statistics", "fingerprint")
+EPILOG = """\
+A recipe runs as `telechat-moe train` runs it (one device) or as `telechat-moe run-sharded` does (one process for each
+device of its layout). Every operator of the compiled graph is recorded: forward, backward, gradients before and after
+their reduction, updates with their states, routing decisions; of a sharded run with the layout of each tensor.
+
+With --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward,
+and every update of a weight by an optimizer, which ends a step. With MSAdapter's folder on PYTHONPATH `import torch` is
+MSAdapter, and the same script records an Ascend run; that was not tested here.
+
+OUT is a tree that msprobe reads, too.
+
+example:
+  telechat-moe align capture mine.yaml --out tp2 --steps 0-1 --set parallel_config.model_parallel=2
+  telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
+  telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
+
+exit codes: 0 ok, 1 a process died, 2 usage, 3 OUT exists, or no such script, recipe or data; else the script's own
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "capture",
+        help="run a recipe or a torch script and dump what it computes",
+        description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--torch", metavar="SCRIPT", help="run this script")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder to make")
+    parser.add_argument(
+        "--steps", default="0", metavar="A[-B]", help="steps to record, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--modules", action="store_true", help="of a script: record what modules return, too"
+    )
+    parser.add_argument("--layers", metavar="N,A-B", help="of a recipe: only these layers")
+    parser.add_argument("--ranks", metavar="N,A-B", help="of a recipe: only these ranks")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="of a recipe: only operators whose name fits, such as '*.attention.*'",
+    )
+    parser.add_argument(
+        "--values",
+        choices=VALUES,
+        default=VALUES[0],
+        help="of a recipe: whole tensors (default), statistics, or fingerprints of 2 KiB",
+    )
+    add_overrides(parser)
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="RECIPE",
+        help="the recipe; of a script its arguments, after --",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run and record; return the exit code."""
+    steps = _steps(args.steps)
+    if args.torch is None:
+        return _recipe(args, steps)
+    if args.layers or args.ranks or args.only or args.overrides or args.values != VALUES[0]:
+        raise UsageError(
+            "--layers, --ranks, --only, --values and --set are for recipes, not for --torch"
+        )
+    if not Path(args.torch).is_file():
+        raise BadInputError(f"--torch {args.torch}: there is no such file")
+    if Path(args.out).exists():
+        raise BadInputError(f"--out {args.out}: it exists; give a new folder")
+    command = [sys.executable, "-m", "telechat_moe.tools.align.capture_torch"]
+    command += ["--modules"] if args.modules else []
+    ends = [str(steps.start), str(steps.stop - 1)]
+    return subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
+
+
+def _recipe(args: argparse.Namespace, steps: range) -> int:
+    if len(args.arguments) != 1:
+        raise UsageError(f"one recipe expected, or --torch SCRIPT; found {args.arguments}")
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    from telechat_moe.recipe import load
+
+    recipe = load(args.arguments[0], args.overrides)
+    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
+    capture = import_module("telechat_moe.tools.align.capture_mindspore")
+    layers = _numbers("--layers", args.layers)
+    wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
+    ranks = _numbers("--ranks", args.ranks)
+    dump = capture.capture_recipe(
+        recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
+    )
+    calls = sum(len(rank.calls) for rank in dump.ranks.values())
+    if not calls:
+        raise BadInputError(f"{args.out}: no operator fits --layers and --only; the dump is empty")
+    print(
+        f"{args.out}: {calls:,} calls of {len(dump.steps)} steps on {len(dump.at(steps.start))} ranks"
+    )
+    return 0
+
+
+def _steps(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
+        raise UsageError(f"--steps {text}: expected a number or A-B, such as 0-3")
+    return range(int(first), int(last or first) + 1)
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    """Return the numbers of a list such as ``0,2-3``."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise UsageError(f"{option} {text}: expected numbers, such as 0,2-3")
+        found += range(int(first), int(last or first) + 1)
+    return found

@@ -1,0 +1,51 @@
+"""`telechat-moe align convert`: a dump as a tree of msprobe, as fingerprints, or as a table."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+EPILOG = """\
+OUT ending in .csv is a table with a row for each tensor; anything else is a folder that msprobe reads. With
+--fingerprints the folder has no values but 2 KiB for each tensor, which tell whether tensors are equal and how far
+apart they are, whatever the layout.
+
+example:
+  telechat-moe align convert dump tensors.csv
+  telechat-moe align convert native_dump tree
+  telechat-moe align convert dump small --fingerprints
+
+exit codes: 0 ok, 2 usage, 3 missing, broken, or OUT exists
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "convert",
+        help="write a dump as a tree of msprobe, as fingerprints, or as a table",
+        description="Write a dump in another form, reading it piece by piece.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
+    parser.add_argument("out", metavar="OUT", help="folder to make, or FILE.csv")
+    parser.add_argument(
+        "--fingerprints", action="store_true", help="fingerprints instead of values"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert; return the exit code."""
+    summary: Any = import_module("telechat_moe.tools.align.summary")
+    msprobe_write: Any = import_module("telechat_moe.tools.align.msprobe_write")
+    out = Path(args.out)
+    dump = summary.read(Path(args.dump))
+    if out.suffix == ".csv":
+        rows = summary.table(dump, out)
+        print(f"{out}: {rows:,} tensors")
+        return 0
+    msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
+    print(f"{out}: {len(dump.ranks)} ranks of all steps")
+    return 0

@@ -1,0 +1,131 @@
+"""`telechat-moe align faultbench`: how good is this tool at naming faults, measured by planting them."""
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.progress import bars
+from telechat_moe.errors import UsageError
+
+EPILOG = """\
+Small mixture-of-experts models are trained on up to 16 logical ranks, in NumPy alone. One call on one rank is made
+wrong, and `align bisect` is asked for the first wrong call, its phase, its ranks and the kind of fault; its reproducer
+must fail again. An oracle that knows the fault says, with a bound of its own, whether it can be seen at all. Right
+pairs differ in type, order of sums and fusion; in many of them tokens take other experts. msprobe 26.2.0's rules and
+allclose are asked about the same dumps. Classes and layouts: docs/align_faultbench.md.
+
+example:
+  telechat-moe align faultbench
+  telechat-moe align faultbench --faults 3000 --clean 2000 --jobs 2 --json faults.json --html faults.html
+  telechat-moe align faultbench --classes "optimizer" --layouts "zero*"
+  telechat-moe align faultbench --faults 500 --clean 0 --first 1500 --json part4.json  # in parts
+
+exit codes: 0 the bars hold, 1 they do not, 2 usage
+
+--json keys: verdict, failures, seconds, faults, classes, shares (detected, exact, family, reproducer, observable), areas,
+clean (pairs, of_two_layouts, false_alarms, with_flips, not_judged), baselines, history, missed, not_observable, alarms, no_place, stopped
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "faultbench",
+        help="plant faults and see whether they are named",
+        description="Plant faults in small sharded models and see whether bisect names them.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--faults", type=int, default=150, metavar="N", help="faults (150)")
+    parser.add_argument("--clean", type=int, default=30, metavar="N", help="right pairs (30)")
+    parser.add_argument("--classes", default="*", metavar="GLOB", help="classes or areas")
+    parser.add_argument("--layouts", default="*", metavar="GLOB", help="layouts")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="others (0)")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="number of the first fault and pair (0)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes (1)")
+    parser.add_argument("--no-history", action="store_true", help="without the bugs of history")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    parser.add_argument("--html", metavar="FILE", help="write one page")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run, print; return the exit code."""
+    for name in ("faults", "clean"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} {getattr(args, name)}: at least 0 expected")
+    if args.jobs < 1 or args.faults + args.clean == 0:
+        raise UsageError("nothing to do: --jobs at least 1, --faults or --clean more than 0")
+    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
+    suite: Any = import_module("telechat_moe.tools.align.faultbench.suite")
+    page: Any = import_module("telechat_moe.tools.align.faultbench.page")
+    with bars() as progress:
+        report: Any = suite.run_suite(
+            args.faults,
+            args.clean,
+            args.classes,
+            args.layouts,
+            args.seed,
+            args.jobs,
+            not args.no_history,
+            args.first,
+            progress or _quiet,
+        )
+    failures: list[str] = report.failures()
+    write_text("--html ", args.html, lambda: page.page(report))
+    code = 1 if failures else 0
+    if write_json(args.json, report.as_json()):
+        return code
+    _show(report, suite)
+    for failure in failures:
+        print(f"fails: {failure}")
+    if report.stopped:
+        print(f"{len(report.stopped)} more stopped their programs and are not counted")
+    took = f"{report.seconds:.0f} s"
+    print(f"{'diverged' if failures else 'pass'}: {len(report.faults)} faults, {took}")
+    return code
+
+
+def _show(report: Any, suite: Any) -> None:
+    headers = [suite.COLUMNS[0], *(f"{name} " for name in suite.COLUMNS[1:])]
+    if report.faults:
+        show_table(headers, [[str(v) for v in row] for row in suite.table(report)])
+        print()
+    rows = [
+        [name, *(str(v) for v in counts.values())] for name, counts in suite.scored(report).items()
+    ]
+    seen = sum(bool(r.ranks) for r in report.faults)
+    titles = [
+        "method",
+        f"flagged of {seen} ",
+        "operator named ",
+        "false alarms ",
+        "of right pairs ",
+    ]
+    show_table(titles, rows)
+    if report.pairs:
+        layouts = sum(p.reference.ranks != p.target.ranks for p in report.pairs)
+        print(
+            f"\nright pairs with a flip of routing: {report.flips:.0%}; of two layouts: {layouts}\n"
+        )
+    rows = [
+        [
+            bug.source,
+            bug.layout,
+            "yes" if r.detected else "no",
+            "yes" if r.exact else "no",
+            "changed" if changed else "unchanged",
+            r.said[:90],
+        ]
+        for bug, r, changed in report.bugs
+    ]
+    if rows:
+        show_table(["bug of history", "layout", "found", "exact", "loss", "said"], rows)
+        print()
+
+
+def _quiet(what: str, done: int, of: int) -> None:
+    """Show nothing."""

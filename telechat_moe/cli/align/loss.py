@@ -1,0 +1,105 @@
+"""`telechat-moe align loss`: is a run's loss curve that of the base runs?"""
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.errors import UsageError
+
+EPILOG = """\
+A curve is our metrics.jsonl (or its folder), a log of MindFormers, values of Megatron-LM (JSON), or CSV with columns
+step, loss and maybe grad_norm. Give two base runs or more: what they differ from each other is noise by definition.
+
+example:
+  telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html
+  telechat-moe align loss gpu.csv msrun_log/worker_7.log
+
+exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 not judged (not enough steps, too much noise, no common steps)
+
+--json keys: verdict (pass | diverged | not judged), sentence, reasons, findings (kind, first, last, size, low, high,
+p, text), gate (verdict, steps, first, average, norm, norm_ok, positive), bias (mean, error, low, high, margin,
+statistic, limit, p, effective_steps), power (seen_95, margin), noise (spread, correlation_time, inflation, wander),
+spikes (step, base, target, where), steps (compared, first, last), notes, inputs, settings. Differences are fractions.
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "loss",
+        help="judge a loss curve against those of base runs",
+        description="Judge a loss curve against those of base runs: the published standard, an equivalence test, "
+        "lasting differences with their onset, spikes; with the power that the verdict has.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "curves", nargs="+", metavar="CURVE", help="base runs, then the run to judge"
+    )
+    parser.add_argument(
+        "--base", "--base2", action="append", default=[], metavar="CURVE", help="one more base run"
+    )
+    parser.add_argument("--metric", metavar="NAME", help="name of the loss in the files")
+    parser.add_argument(
+        "--margin",
+        type=_percent,
+        default=0.003,
+        metavar="PERCENT",
+        help="a lasting difference below this is as good as none (0.3)",
+    )
+    parser.add_argument(
+        "--negligible",
+        type=_percent,
+        default=0.0005,
+        metavar="PERCENT",
+        help="a difference below this is no divergence, however certain (0.05)",
+    )
+    parser.add_argument(
+        "--min-steps", type=_steps, default=1000, metavar="N", help="fewest steps of a pass (1000)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write one page with the curves")
+    parser.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    parser.set_defaults(run=run)
+
+
+def _percent(text: str) -> float:
+    value = float(text.rstrip("%")) / 100
+    if not 0 <= value < 1:
+        raise ValueError
+    return value
+
+
+def _steps(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    loss: Any = import_module("telechat_moe.tools.align.loss")
+    loss_page: Any = import_module("telechat_moe.tools.align.loss_page")
+    loss_read: Any = import_module("telechat_moe.tools.align.loss_read")
+    *bases, target = args.curves
+    bases += args.base
+    if not bases:
+        raise UsageError("one curve given; expected base runs and then the run to judge")
+    curves: list[Any] = [loss_read.read(path, args.metric) for path in [*bases, target]]
+    settings: Any = loss.Settings(
+        margin=args.margin, negligible=args.negligible, steps=args.min_steps
+    )
+    report: Any = loss.judge(curves[:-1], curves[-1], settings)
+    write_text("--html ", args.html, lambda: loss_page.page(report))
+    write_text("--junit ", args.junit, lambda: loss_page.junit(report))
+    code: int = report.exit_code
+    if write_json(args.json, report.plain()):
+        return code
+    show_table(["check", "found ", "allowed", "answer"], loss_page.checks(report))
+    print(f"\n{report.sentence}")
+    for note in report.notes:
+        print(f"note: {note}")
+    return code

@@ -1,0 +1,47 @@
+"""`telechat-moe align map RECIPE`: which tensors of ours are which of Hugging Face's, for `align bisect --map`."""
+
+import argparse
+import json
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import write_text
+
+EPILOG = """\
+FILE is JSON: a list of {"name", "reference" (Hugging Face's run), "target" (ours), "transposed", "sorted"}. Reference: a
+capture of transformers' DeepseekV3ForCausalLM with --modules; target: a capture of RECIPE in one process.
+
+example:
+  telechat-moe align map mine.yaml hf_map.json
+  telechat-moe align bisect hf ours --map hf_map.json
+
+exit codes: 0 ok, 2 usage, 3 bad recipe
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "map",
+        help="write which tensors of ours are which of Hugging Face's",
+        description="Write which tensors of a run of RECIPE are which of a run of Hugging Face's model.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    parser.add_argument("file", metavar="FILE", help="file to write")
+    add_overrides(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the map; return the exit code."""
+    from telechat_moe.recipe import load
+
+    recipe = load(args.recipe, args.overrides)
+    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
+    entries = import_module("telechat_moe.tools.align.hf_map").hf_map(recipe.model_config)
+    write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
+    print(f"{args.file}: {len(entries)} tensors")
+    return 0

@@ -1,0 +1,140 @@
+"""`telechat-moe align merge DUMP OUT`: a dump of many ranks as one of logical tensors."""
+
+import argparse
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
+from telechat_moe.cli.progress import tracked
+from telechat_moe.errors import BadInputError
+
+EPILOG = """\
+OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A tensor's
+layout is what the dump says (`layout` of MindSpore, `hsdp_shard_size`), else what --said says. Where nothing is said,
+ranks whose values are equal to the last bit hold copies. What contradicts itself is not merged: it is named.
+
+FILE of --said is JSON: tensors: {pattern of "KEY PLACE": layout as in dump.json, with Shape where filler hides it},
+stages: {rank: stage}, layers: {"stage,chunk": [numbers of layers]} where stages count their own from 0,
+micro_batches: calls of a name on a rank that make one batch, batch_axes: [names], mesh: {axis: length}.
+
+With --reference every layout that fits the shapes is tried; the one whose copies agree counts. If several are left, the
+tensor is not merged: values of the reference never decide.
+
+example:
+  telechat-moe align merge dump merged
+  telechat-moe align merge megatron_dump merged --said layout.json --ulp 1
+
+--json keys: verdict (pass | diverged | not comparable), out, steps, tensors, merged, copies (bitwise | within bound |
+differ: tensors), how (dump | said | inferred |
+copies | one rank: tensors), problems (step, key, place, ranks, how, copies, problem).
+
+exit codes: 0 all merged; 1 copies differ that the layout calls copies; 2 usage; 3 bad input; 4 some tensors were not
+merged
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "merge",
+        help="put the pieces of all ranks together",
+        description="Put the pieces of all ranks together, whatever the layout.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dump", metavar="DUMP", help="dump of all ranks")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step")
+    parser.add_argument("--said", metavar="FILE", help="what the dump does not say of layouts")
+    parser.add_argument(
+        "--reference",
+        metavar="DUMP",
+        help="of one device: infer layouts that are not said from its shapes",
+    )
+    for name, what in (("rtol", "relative"), ("atol", "absolute"), ("ulp", "ULPs of the type")):
+        text = f"how far copies may differ, {what} (0)"
+        parser.add_argument(f"--{name}", type=float, default=0.0, metavar="X", help=text)
+    parser.add_argument(
+        "--keep", action="store_true", help="write the first copy where copies differ"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Merge, print; return the exit code."""
+    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
+    msprobe, writer, merger, logical, records = (
+        import_module(f"telechat_moe.tools.align.{name}")
+        for name in ("msprobe", "msprobe_write", "merge_dump", "logical", "records")
+    )
+    dump: Any = msprobe.read(args.dump)
+    steps: list[int] = dump.steps if args.step is None else [args.step]
+    if missing := [s for s in steps if s not in dump.steps]:
+        raise BadInputError(f"{args.dump}: no step {missing[0]}; it has {dump.steps}")
+    out = Path(args.out)
+    if out.exists():
+        raise BadInputError(f"{out} exists; name a folder to make")
+    said: Any = merger.Said.read(Path(args.said)) if args.said else merger.Said()
+    model: Any = msprobe.read(args.reference) if args.reference else None
+    bound = logical.Bound(args.rtol, args.atol, args.ulp)
+    bound = bound if any(bound) else None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parts = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    merged: list[Any] = []
+    outcomes: list[tuple[int, Any]] = []
+    try:
+        for step in tracked(steps, "merging"):
+            write = merger.into(parts / str(step))
+            known = said if model is None else replace(said, reference=_one_rank(model, step))
+            ranks, found = merger.merge_ranks(dump.at(step), known, write, bound, args.keep)
+            merged.append(ranks)
+            outcomes += [(step, outcome) for outcome in found]
+        writer.write(records.Dump(parts, {(r.step, 0): r for r in merged}), out)
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+    return _report(args, steps, outcomes)
+
+
+def _one_rank(dump: Any, step: int) -> Any:
+    ranks: list[Any] = dump.at(step)
+    if len(ranks) != 1:
+        raise BadInputError(f"{dump.root}: {len(ranks)} ranks in step {step}; a reference has one")
+    return ranks[0]
+
+
+def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int, Any]]) -> int:
+    problems = [(step, o) for step, o in outcomes if o.problem is not None]
+    differ = [
+        o for _, o in problems if o.copies == "differ" and o.how in ("dump", "said", "inferred")
+    ]
+    verdict = "diverged" if differ else "not comparable" if problems else "pass"
+    code = VERDICT_CODES[verdict]
+    report: dict[str, Any] = {
+        "verdict": verdict,
+        "out": args.out,
+        "steps": steps,
+        "tensors": len(outcomes),
+        "merged": sum(o.merged for _, o in outcomes),
+        "copies": dict(Counter(o.copies for _, o in outcomes if o.copies != "none")),
+        "how": dict(Counter(o.how for _, o in outcomes)),
+        "problems": [{"step": step, **o._asdict()} for step, o in problems],
+    }
+    if write_json(args.json, report):
+        return code
+    if problems:
+        rows = [[str(s), o.key, o.place, o.how or "-", o.problem[:160]] for s, o in problems[:20]]
+        show_table(["step ", "call", "tensor", "layout", "what is wrong"], rows)
+        if len(problems) > 20:
+            print(f"and {len(problems) - 20} more (--json FILE lists all)")
+        print()
+    how = ", ".join(f"{n} {name}" for name, n in report["how"].items())
+    print(
+        f"{verdict}: {report['merged']} of {len(outcomes)} tensors merged into {args.out} (layout from: {how})"
+    )
+    return code

@@ -1,0 +1,96 @@
+"""`telechat-moe align phases`: operators alone, one step, loss curve: the three checks before a production run."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import VERDICT_CODES, write_json
+
+EPILOG = """\
+1. operators alone: those of the recipe at its own widths, each implementation, forward and backward, against float64
+   formulas with derived bounds
+2. one step with fixed inputs: captured from the recipe, or --target; every operator replayed, and, with --reference,
+   bisected against that dump
+3. loss curve: --curve, or the recipe trained here, against --base
+
+A phase is not run again while nothing changed that it depends on. One that diverged ends the run. OUT has phases.json,
+phases.html, and the report of each verb. docs/align_phases.md tells it with an example.
+
+example:
+  telechat-moe align phases mine.yaml --out phases --reference golden --base gpu1.jsonl --base gpu2.jsonl
+
+exit codes: 0 pass; 1 diverged; 2 usage; 3 bad input; 4 a phase could not be judged
+
+--json keys: verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by
+verb, not_judged)
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "phases",
+        help="check operators, one step and the loss curve of a recipe",
+        description="Check a recipe in three phases before a production run; one verdict.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="name or file")
+    parser.add_argument("--out", required=True, metavar="OUT", help="folder of the reports")
+    parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is believed")
+    parser.add_argument(
+        "--target", metavar="DUMP", help="dump of the recipe's step, made elsewhere"
+    )
+    parser.add_argument("--map", metavar="FILE", help="tensors that both have, as for `bisect`")
+    parser.add_argument(
+        "--base", action="append", default=[], metavar="CURVE", help="a curve that is believed"
+    )
+    parser.add_argument(
+        "--curve", metavar="CURVE", help="the recipe's curve (default: train it here)"
+    )
+    parser.add_argument(
+        "--min-steps", type=int, default=1000, metavar="N", help="fewest steps of a pass (1000)"
+    )
+    parser.add_argument("--again", action="store_true", help="run all phases again")
+    parser.add_argument("--go-on", action="store_true", help="go on after a phase that diverged")
+    add_overrides(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the report there, too ('-': stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the phases, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    workflow: Any = import_module("telechat_moe.tools.align.workflow")
+    out = Path(args.out)
+    quiet = args.json == "-"
+    plan: Any = workflow.Plan(
+        recipe=args.recipe,
+        out=out,
+        overrides=tuple(args.overrides),
+        reference=_path(args.reference),
+        target=_path(args.target),
+        map=_path(args.map),
+        bases=tuple(args.base),
+        curve=args.curve,
+        steps=args.min_steps,
+        again=args.again,
+        go_on=args.go_on,
+        say=_nothing if quiet else print,
+    )
+    report: dict[str, Any] = workflow.run(plan)
+    (out / "phases.html").write_text(workflow.page(report), encoding="utf-8")
+    code = VERDICT_CODES[report["verdict"]]
+    if not write_json(args.json, report):
+        print(f"\n{report['verdict']}: {report['sentence']}\n{out / 'phases.html'}")
+    return code
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
+
+
+def _nothing(text: str) -> None:
+    pass

@@ -1,0 +1,52 @@
+"""`telechat-moe align report`: the answers of several verbs as one page."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_text
+
+EPILOG = """\
+FILE is what bisect, replay, compare, merge, loss, ckpt or phases wrote with --json. The page needs nothing from elsewhere
+and no network. Curves of `align loss` are read again from where the report says they are.
+
+example:
+  telechat-moe align bisect golden npu --json bisect.json
+  telechat-moe align loss base.jsonl npu.jsonl --json loss.json
+  telechat-moe align report bisect.json loss.json --html alignment.html --junit alignment.xml
+
+exit codes: that of the worst report: 0 pass, 1 diverged, 4 not comparable or not judged; 2 usage; 3 bad input
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "report",
+        help="one page from the reports of other verbs",
+        description="Make one page, or JUnit XML, from the JSON reports of other verbs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON that a verb wrote")
+    parser.add_argument("--html", metavar="OUT", help="write the page")
+    parser.add_argument("--junit", metavar="OUT", help="write the answers as JUnit XML")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, write the page, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    report: Any = import_module("telechat_moe.tools.align.report")
+    documents: list[Any] = [report.read(Path(name)) for name in args.files]
+    write_text("--html ", args.html, lambda: report.page(documents))
+    write_text("--junit ", args.junit, lambda: report.junit(documents))
+    rows: list[list[str]] = []
+    for one in documents:
+        yes, no = report.judged(one)
+        rows.append([one.name, one.verb, one.verdict, f"{yes:,}", f"{no:,}", report.summary(one)])
+    show_table(["file", "verb", "verdict", "judged ", "not judged ", "what"], rows)
+    word: str = report.verdict(documents)
+    print(f"\n{word}")
+    return VERDICT_CODES[word]

@@ -1,0 +1,83 @@
+"""`telechat-moe align inspect`: what a dump holds, and what of it nothing can judge."""
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.output import human, show_table, write_json
+
+EPILOG = """\
+DUMP is a folder that msprobe wrote (of a run, a step or a rank; MindSpore or PyTorch), or a native dump of MindSpore
+(statistic.csv). Neither framework is needed. What has no values can be compared by statistics, checksum or fingerprint
+at most; what has nothing at all cannot be judged, and is counted.
+
+example:
+  telechat-moe align inspect dump
+  telechat-moe align inspect dump --calls --step 0 --rank 0
+  telechat-moe align inspect dump --verify --json -
+
+exit codes: 0 ok, 2 usage, 3 missing or broken
+
+--json keys: path, source (msprobe | statistic.csv), ranks (step, rank, framework, task, level, calls, phases, tensors,
+values, statistics, checksums, fingerprints, nothing, layouts, elements, dtypes, verified), not_judged (reason: tensors),
+calls (with --calls: step, rank, key, kind, phase, parent, tensors (place, dtype, shape, max, min, mean, norm, has)).
+"""
+_COUNTS = ("calls", "tensors", "values", "statistics", "checksums", "fingerprints")
+
+
+def register(subparsers: Any) -> None:
+    """Add the sub-verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "inspect",
+        help="show what a dump holds",
+        description="Show what a dump holds, and what of it cannot be judged.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
+    parser.add_argument("--calls", action="store_true", help="list every tensor of every call")
+    parser.add_argument("--step", type=int, metavar="N", help="only this step")
+    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    parser.add_argument("--verify", action="store_true", help="open every file of values")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-': stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Read, describe; return the exit code."""
+    summary: Any = import_module("telechat_moe.tools.align.summary")
+    path = Path(args.dump)
+    report: dict[str, Any] = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
+    if write_json(args.json, report):
+        return 0
+    print(f"{path}: {report['source']}, {len(report['ranks'])} ranks of all steps")
+    rows = [
+        [
+            str(r["step"]),
+            str(r["rank"]),
+            f"{r['framework']} {r['task']} {r['level']}",
+            *(f"{r[key]:,}" for key in _COUNTS),
+            human(r["elements"]),
+            ", ".join(r["dtypes"]),
+        ]
+        for r in report["ranks"]
+    ]
+    titles = ["step ", "rank ", "made as", *(f"{key} " for key in _COUNTS), "elements ", "types"]
+    show_table(titles, rows)
+    if args.calls:
+        print()
+        show_table(
+            ["call", "place", "type", "shape", "max ", "min ", "mean ", "norm ", "has"],
+            [_row(c["key"], t) for c in report["calls"] for t in c["tensors"]],
+        )
+    for reason, count in report["not_judged"].items():
+        print(f"not judged: {count:,} {reason}")
+    return 0
+
+
+def _row(key: str, tensor: dict[str, Any]) -> list[str]:
+    numbers = [tensor[name] for name in ("max", "min", "mean", "norm")]
+    shown = ["-" if n is None else f"{n:.6g}" for n in numbers]
+    has = ", ".join(tensor["has"]) or "nothing"
+    return [key, tensor["place"], tensor["dtype"], str(tensor["shape"]), *shown, has]

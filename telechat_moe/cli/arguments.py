@@ -1,0 +1,12 @@
+"""Arguments that several verbs take."""
+
+import argparse
+
+
+def add_overrides(
+    parser: argparse.ArgumentParser, help_text: str = "override a value of the recipe"
+) -> None:
+    """Let a verb take ``--set KEY=VALUE``, any number of times, as ``overrides``."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=help_text
+    )

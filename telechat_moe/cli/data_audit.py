@@ -1,0 +1,121 @@
+"""`telechat-moe data audit`: which samples each step of a run saw."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.progress import bar
+from telechat_moe.errors import BadInputError, UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.data.audit import Audit
+    from telechat_moe.recipe import Recipe
+
+EPILOG = """\
+OUTPUT_DIR/samples.jsonl says what each step saw; it is only appended to, also by runs that go on.
+The plan is worked out again from the recipe (OUTPUT_DIR/recipe.json, or --recipe) and the index
+files, and every step that counts must be where the plan says, with the token ids that are read
+again now. Steps that a resume or a rollback undid do not count; samples that a rollback left out
+are shown. Checkpoints and metrics.jsonl must agree.
+
+--plan takes a recipe instead of a folder, for a run of MindFormers: it proves that the plan gives
+every sample of an epoch once, and says nothing of what the processes read.
+
+--json keys: source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and
+undone), skipped (steps whose update was left out), starts (a list of {line, step, layout, steps,
+kept}), rollbacks (a list of {left_out}), problems.
+
+example:
+  telechat-moe data audit output
+
+exit codes: 0 every sample is accounted for; 1 one is lost or came twice, or logs differ; 2 wrong usage;
+3 no log, recipe or data
+"""
+
+
+def register_audit(actions: Any) -> None:
+    """Add the action to `telechat-moe data`."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        "audit",
+        help="prove which samples each step of a run saw",
+        description="Prove which samples each step of a run saw: none lost, none twice.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output_dir", nargs="?", metavar="OUTPUT_DIR", help="folder of the run")
+    parser.add_argument("--recipe", metavar="RECIPE", help="default: OUTPUT_DIR/recipe.json")
+    parser.add_argument("--plan", metavar="RECIPE", help="audit what a recipe plans, no run")
+    add_overrides(parser)
+    parser.add_argument(
+        "--no-contents",
+        dest="contents",
+        action="store_false",
+        help="compare places only; do not read the samples again",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
+    parser.set_defaults(run=run_audit)
+
+
+def run_audit(args: argparse.Namespace) -> int:
+    """Audit and say what was found."""
+    if (args.output_dir is None) == (args.plan is None):
+        raise UsageError("data audit takes either OUTPUT_DIR or --plan RECIPE")
+    from telechat_moe.data.audit import audit, audit_plan
+
+    if args.plan is not None:
+        found = audit_plan(_load(args.plan, args.overrides))
+    else:
+        given = args.recipe or Path(args.output_dir) / "recipe.json"
+        if args.recipe is None and not given.exists():
+            raise BadInputError(
+                f"{args.output_dir}: no recipe.json there; name the recipe with --recipe"
+            )
+        recipe = _load(given, args.overrides)
+        with bar("reading samples") as progress:
+            found = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
+    if not write_json(args.json, found.to_dict()):
+        _show(found)
+    for problem in found.problems:
+        print(problem, file=sys.stderr)
+    return 1 if found.problems else 0
+
+
+def _load(name: str | Path, overrides: list[str]) -> Recipe:
+    """Load a recipe, or the recipe.json of a run, whose floats YAML would read as text (1e-08)."""
+    import yaml
+
+    from telechat_moe.recipe import load, loads
+
+    if Path(name).suffix != ".json":
+        return load(name, overrides=overrides)
+    try:
+        text = yaml.safe_dump(json.loads(Path(name).read_bytes()), sort_keys=False)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{name}: cannot be read ({error})") from error
+    return loads(text, overrides, name=str(name))
+
+
+def _show(found: Audit) -> None:
+    if found.starts:
+        rows = [
+            [str(s.line), str(s.step), s.layout, str(s.steps), str(s.kept)] for s in found.starts
+        ]
+        show_table(["line ", "after step ", "layout", "steps done ", "of these count "], rows)
+    verdict = (
+        f"{len(found.problems)} problem(s)" if found.problems else "every sample is accounted for"
+    )
+    print(
+        f"{found.source}: {verdict}\n"
+        f"  {found.steps} steps saw {found.samples} samples, {found.epochs:.3f} epochs of {found.samples_per_epoch}; "
+        f"{found.skipped} step(s) without update, {found.undone} done and undone"
+    )
+    for rollback in found.rollbacks:
+        first, end = rollback["left_out"]
+        print(f"  samples {first} to {end - 1} were left out by a rollback")
+    print(f"  compared: {found.covers}")

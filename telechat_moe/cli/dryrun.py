@@ -1,0 +1,233 @@
+"""`telechat-moe dryrun`: compile a rank's real graph without its devices, and say what it does in a step."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.progress import counted
+from telechat_moe.errors import BadInputError, UsageError
+
+EPILOG = """\
+example:
+  telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
+  telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
+  telechat-moe dryrun my_recipe.yaml --check-rank 13
+  telechat-moe dryrun my_recipe.yaml --diff my_other_recipe.yaml --json -
+  telechat-moe dryrun my_recipe.yaml --diff-mindformers
+  telechat-moe dryrun deepseek3/pretrain_deepseek3_671b.yaml --mindformers
+
+MindSpore's front end compiles the training step (forward, backward, optimizer) of a rank for Ascend on
+this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
+their own groups, and --check-rank proves it for one of them by compiling it too.
+
+With --mindformers it is MindFormers' own model (extra `mindformers`), unchanged, from the same recipe or from one
+that comes with MindFormers.
+
+exit codes: 0 ok, 1 the rank checked has another graph, or a send has no receive, 2 usage, 3 bad recipe,
+MindSpore refuses the layout, or MindFormers is asked for and not installed
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "dryrun",
+        help="compile a rank's graph without devices: collectives, memory, pipeline order",
+        description="Compile a rank's real graph for Ascend on this machine, and report what it does in a step.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--rank", type=int, metavar="R", help="global rank (default 0)")
+    which.add_argument("--stage", choices=["all"], help="the first rank of every pipeline stage")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="devices that there are; must be the recipe's"
+    )
+    parser.add_argument(
+        "--check-rank",
+        type=int,
+        metavar="R2",
+        help="compile this rank too and compare it with what is derived for it",
+    )
+    parser.add_argument(
+        "--target",
+        choices=["Ascend", "CPU"],
+        default="Ascend",
+        help="operators: Ascend's own primitives, or the plain ones that CPU processes can run",
+    )
+    parser.add_argument(
+        "--mindformers", action="store_true", help="compile MindFormers' own model, not ours"
+    )
+    parser.add_argument("--diff", metavar="OTHER_RECIPE", help="compare with another recipe")
+    parser.add_argument(
+        "--diff-mindformers",
+        action="store_true",
+        help="compare with MindFormers' own model, of OTHER_RECIPE if there is one, else of RECIPE",
+    )
+    add_overrides(parser, "override a value, of RECIPE and of OTHER_RECIPE")
+    parser.add_argument("--json", metavar="FILE", help="write the report (- for stdout)")
+    parser.add_argument("--html", metavar="FILE", help="write the report as one page")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile, report; return the exit code."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    if args.html and not Path(args.html).resolve().parent.is_dir():
+        raise UsageError(f"--html {args.html}: its folder does not exist")
+    from telechat_moe.graph.report import check_derived, difference
+
+    if args.mindformers and args.target != "Ascend":
+        raise UsageError(f"--target {args.target}: MindFormers' model has Ascend's operators only")
+    result, mesh, graphs, checked = _compile(args, args.recipe, args.mindformers)
+    same = checked is None or check_derived(result, mesh, graphs, checked)
+    compared = None
+    if args.diff or args.diff_mindformers:
+        theirs = args.mindformers or args.diff_mindformers
+        other, *_ = _compile(args, args.diff or args.recipe, theirs, other=True)
+        compared = difference(result, other)
+        result["difference"] = compared
+    if args.html:
+        from telechat_moe.graph.page import page
+
+        Path(args.html).write_text(page(result, compared), encoding="utf-8")
+    if not write_json(args.json, result):
+        _show(result, compared)
+    return 0 if same and not result["unmatched_transfers"] else 1
+
+
+def _compile(
+    args: argparse.Namespace, name: str, mindformers: bool, other: bool = False
+) -> tuple[dict[str, Any], Any, list[Any], Any]:
+    """Return report, mesh, the graph of each stage asked for, and the one to check."""
+    from telechat_moe.graph.report import first_ranks, report
+
+    devices = None if other else args.devices
+    find = _mindformers if mindformers else _ours
+    subject, compile_ = find(name, args.overrides, devices, args.target)
+    mesh = subject.mesh
+    ranks = first_ranks(mesh) if args.stage else [args.rank or 0]
+    check = None if other else args.check_rank
+    for option, rank in (("--rank", ranks[0]), ("--check-rank", check)):
+        if rank is not None and not 0 <= rank < mesh.devices:
+            raise UsageError(
+                f"{option} {rank}: {name} has {mesh.devices} devices, ranks 0 to {mesh.devices - 1}"
+            )
+    if check is not None and mesh.stage(check) not in [mesh.stage(r) for r in ranks]:
+        raise UsageError(
+            f"--check-rank {check} is in stage {mesh.stage(check)}, which is not compiled; "
+            f"use --rank {mesh.stage(check) * mesh.stage_devices} or --stage all"
+        )
+    if check in ranks:
+        raise UsageError(f"--check-rank {check} is the rank that others are derived from")
+    wanted = [*ranks, *([check] if check is not None else [])]
+    what = f"compiling {subject.model}'s {Path(name).name}, {mesh.describe()}"
+    with counted(what, len(wanted)) as step:
+        graphs = compile_(wanted, step)
+    stages, checked = graphs[: len(ranks)], graphs[len(ranks) :]
+    result = report(subject, stages, args.target)
+    return result, mesh, stages, checked[0] if checked else None
+
+
+Compile = Callable[[Sequence[int], Callable[[], object]], list[Any]]
+
+
+def _ours(
+    name: str, overrides: Sequence[str], devices: int | None, target: str
+) -> tuple[Any, Compile]:
+    """Return what the report is about, and what compiles ranks of our model."""
+    from telechat_moe.graph.report import subject_of
+    from telechat_moe.recipe import load
+
+    recipe = load(name, overrides, devices=devices)
+    subject = subject_of(recipe)
+
+    def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
+        # unknown to pyright: MindSpore has no types
+        sharded = import_module("telechat_moe.train.sharded")
+        return sharded.compile_recipe(recipe, ranks, target=target, done=done)
+
+    return subject, compile_
+
+
+def _mindformers(
+    name: str, overrides: Sequence[str], devices: int | None, target: str
+) -> tuple[Any, Compile]:
+    """Return what the report is about, and what compiles ranks of MindFormers' model."""
+    from telechat_moe.interop import mindformers_dryrun as upstream
+
+    label, given = upstream.sections_of(name, overrides)
+    found = upstream.devices_of(label, given)
+    if devices is not None and devices != found:
+        raise BadInputError(f"{name}: its layout has {found} devices; {devices} were given")
+
+    def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
+        return upstream.compile_mindformers(name, ranks, overrides=overrides, done=done)
+
+    return upstream.subject_of(label, given), compile_
+
+
+def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
+    from telechat_moe.graph.report import difference_tables, size_text, tables
+
+    print(
+        f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
+        f"MindSpore {result['mindspore']}"
+    )
+    if compared is not None:
+        two = compared["two"]
+        print(
+            f"against {two['recipe']}, {two['model']}'s model: {two['layout']}, {two['devices']} devices"
+        )
+        _tables(difference_tables(compared))
+        return
+    _tables(tables(result))
+    for stage in result["stages"]:
+        name = f"stage {stage['stage']}, rank {stage['rank']}"
+        print()
+        if stage["order"]:
+            text = f"{name}: order {stage['order_text']}"
+            print(fill(text, get_terminal_size().columns, subsequent_indent="  "))
+        again = stage["recomputation"]
+        print(
+            f"{name}: {again['operators']} forward operators run again, {again['collectives']} of them "
+            f"collectives ({size_text(again['sent'])} sent)"
+        )
+        if stage["derived_ranks"]:
+            ranks = stage["derived_ranks"]
+            print(f"{name}: ranks {ranks[0]} to {ranks[-1]} derived by substituting groups")
+        print(
+            f"{name}: compiled in {stage['compile_seconds']:.1f} s, peak memory {size_text(stage['peak_memory'])}"
+        )
+    for problem in result["unmatched_transfers"]:
+        print(f"NOT MATCHED: {problem}")
+    _show_check(result["check"])
+    for name, text in result["notes"].items():
+        print(f"{name}: {text}")
+    print(result["limits"])
+
+
+def _show_check(check: dict[str, Any] | None) -> None:
+    if check is None:
+        return
+    said = "equal" if check["same"] else "NOT equal"
+    print(
+        f"rank {check['rank']} compiled too: {said} to what was derived from rank {check['derived_from']} "
+        f"({check['compared']})"
+    )
+    for text in check["differences"]:
+        print(f"  {text}")
+
+
+def _tables(found: Sequence[tuple[str, list[str], list[list[str]]]]) -> None:
+    for title, headers, rows in found:
+        print(f"\n{title}")
+        show_table(headers, rows)

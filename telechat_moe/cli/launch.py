@@ -1,0 +1,169 @@
+"""`telechat-moe launch`: start a recipe with msrun on this machine or several, watch it, go on after a death."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import write_json
+from telechat_moe.errors import UsageError
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import Recipe
+    from telechat_moe.train.launch import Plan
+
+EPILOG = """\
+example:
+  telechat-moe launch my_recipe.yaml --restart 3
+  telechat-moe launch my_recipe.yaml --nodes hosts --bind --print
+
+hosts is a hostfile; the scheduler runs on the first host, every host runs equally many processes:
+  worker-1 slots=8 addr=10.0.0.1
+  worker-2 slots=8 addr=10.0.0.2
+
+output_dir must be one folder that all hosts see; this is checked. Package and Python must stand at the same paths on all
+hosts. A process that dies or hangs is named with its host, its step and the last lines of its log, and everything is stopped
+everywhere. With --restart N the run then goes on from the last good checkpoint; it gives up when N restarts in a row brought
+no new checkpoint. Ctrl-C stops after the step and saves (through MindFormers: at once); a second one ends at once.
+
+Writes output_dir/.job/recipe.yaml (all overrides put in), output_dir/log, and what the trainer writes.
+
+exit codes: 0 trained, 1 stopped (not finite, disk full, a process died), 2 usage (a port in use, ...), 3 bad recipe, hostfile,
+data or checkpoint, 130 interrupted
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "launch",
+        help="train a recipe with msrun on one or several machines",
+        description="Start the processes of a recipe with msrun, watch them, and go on after a death.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    add_overrides(parser)
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume", action="store_true", help="go on from the newest good checkpoint, if any"
+    )
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove the checkpoints of output_dir and start anew",
+    )
+    parser.add_argument("--nodes", metavar="HOSTFILE", help="machines (default: this one)")
+    parser.add_argument(
+        "--print", action="store_true", dest="only_print", help="print the commands, start nothing"
+    )
+    parser.add_argument(
+        "--bind",
+        action="store_true",
+        help="bind each process to cores of its own, on the NUMA node of its NPU",
+    )
+    parser.add_argument(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="go on after a death, at most N times in a row without a new checkpoint (default 0)",
+    )
+    parser.add_argument(
+        "--through",
+        choices=("own", "mindformers"),
+        help="whose trainer (default: own for device_target CPU, else mindformers)",
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        metavar="P",
+        help="port of the scheduler (default: a free one if the first host is this machine, else 8118)",
+    )
+    parser.add_argument("--logs", metavar="DIR", help="folder for logs (default: output_dir/log)")
+    parser.add_argument(
+        "--remote-shell",
+        metavar="COMMAND",
+        help="runs a line for a shell on a host; {host} stands where the host goes, else it comes last (default: ssh)",
+    )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the summary as JSON ('-': standard output)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch; return the exit code."""
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    from telechat_moe.recipe import load
+    from telechat_moe.train import launch
+
+    if args.restart < 0:
+        raise UsageError(f"--restart {args.restart}: expected 0 or more")
+    recipe = load(args.recipe, args.overrides)
+    plan = _plan(args, recipe)
+    resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
+    if args.only_print:
+        _print_commands(recipe, plan, resume, args.overwrite)
+        return 0
+    _say_binding(plan)
+    summary = launch.train(recipe, resume=resume, overwrite=args.overwrite, plan=plan)
+    stdout_is_taken = write_json(args.json, summary)
+    if not summary["finished"]:
+        return 130
+    if not stdout_is_taken:
+        print(f"done: {recipe.output_dir}")
+    return 0
+
+
+def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
+    """Return how to start the recipe, as asked."""
+    from telechat_moe.run import default_trainer
+    from telechat_moe.train import commands, hosts, launch
+
+    chosen = launch.this_machine(recipe.devices)
+    if args.nodes:
+        path = Path(args.nodes)
+        chosen = hosts.choose(hosts.read_hosts(path), recipe.devices, path)
+    return launch.Plan(
+        nodes=commands.make_nodes(chosen, args.master_port),
+        through=args.through or default_trainer(recipe),
+        bind=args.bind,
+        restarts=args.restart,
+        shell=args.remote_shell or commands.SSH,
+        logs=Path(args.logs) if args.logs else None,
+        allow_outside=args.allow_outside,
+    )
+
+
+def _print_commands(recipe: "Recipe", plan: "Plan", resume: bool, overwrite: bool) -> None:
+    """Check the recipe, write it with its overrides, and print a line for a shell on each host."""
+    from telechat_moe.train import launch
+    from telechat_moe.train.private import keep_others_out
+
+    keep_others_out()
+    launch.check(recipe, plan)
+    resolved = launch.write_resolved(recipe)
+    logs = plan.logs or Path(recipe.output_dir) / launch.LOGS
+    program = plan.program(resolved, resume=resume, overwrite=overwrite)
+    for node in plan.nodes:
+        print(f"# on {node.host}: ranks {node.ranks.start} to {node.ranks.stop - 1}")
+        print(node.shell_line(logs.absolute(), program))
+
+
+def _say_binding(plan: "Plan") -> None:
+    """Say which cores each process on this machine gets."""
+    if not plan.bind:
+        return
+    from telechat_moe.train.topology import Topology, show_cores
+
+    for node in plan.nodes:
+        if node.is_here:
+            shares = Topology.read().cores(node.local)
+            for rank, cores in zip(node.ranks, shares, strict=True):
+                print(f"rank {rank}: cores {show_cores(cores)}", file=sys.stderr)

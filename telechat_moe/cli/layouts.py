@@ -1,0 +1,90 @@
+"""`telechat-moe layouts`: how a recipe splits each module."""
+
+import argparse
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_json
+
+
+def register(verbs: Any) -> None:
+    """Add the verb to the command line."""
+    parser = verbs.add_parser(
+        "layouts",
+        help="print how a recipe splits each module over its devices",
+        description="Print the mesh of a recipe, the groups of a rank, and the layout of each module: a word for each "
+        "dimension, `.` is whole on every device.",
+        epilog="example:\n  telechat-moe layouts telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 17\n\n"
+        "exit codes: 0 ok, 2 usage, 3 bad recipe",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="global rank (default 0)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the table (- for stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the verb."""
+    from telechat_moe.errors import BadInputError
+    from telechat_moe.recipe import load
+    from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
+    from telechat_moe.sharding.recipe import mesh_of, places_of
+
+    recipe = load(args.recipe, args.set)
+    mesh = mesh_of(recipe)
+    if not 0 <= args.rank < mesh.devices:
+        raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
+    places = places_of(recipe)
+    stage = mesh.stage(args.rank)
+    words = {
+        word: {
+            "axes": [axis for axis in resolve(word, mesh) if mesh.sizes[axis] > 1],
+            "parts": mesh.size(resolve(word, mesh)),
+        }
+        for word in WORDS
+    }
+    answer = {
+        "recipe": str(recipe.source),
+        "layout": mesh.describe(),
+        "devices": mesh.devices,
+        "rank": args.rank,
+        "groups": {d: mesh.group(args.rank, mesh.axes(d)) for d in ("dp", "cp", "tp", "ep")},
+        "stage": stage,
+        "layers": None
+        if places is None
+        else [i for i, place in enumerate(places) if place.stage == stage],
+        "words": words,
+        "weights": WEIGHTS,
+        "modules": {
+            module: {name: rule._asdict() for name, rule in rules.items()}
+            for module, rules in TABLE.items()
+        },
+        "on_slices": LOCAL,
+    }
+    if not write_json(args.json, answer):
+        _print(answer)
+    return 0
+
+
+def _print(answer: dict[str, Any]) -> None:
+    where = f"rank {answer['rank']} on stage {answer['stage']}"
+    where += f", layers {answer['layers']}" if answer["layers"] else ""
+    print(f"{answer['recipe']}: {answer['layout']}, {answer['devices']} devices; {where}\n")
+    groups = [(name, " ".join(map(str, ranks))) for name, ranks in answer["groups"].items()]
+    show_table(("group", "ranks"), groups)
+    print()
+    words = answer["words"].items()
+    sizes = [(word, str(at["parts"]), ", ".join(at["axes"]) or "whole") for word, at in words]
+    show_table(("word", "parts ", "axes of the mesh"), sizes)
+    print()
+    rows: list[tuple[str, ...]] = []
+    for module, rules in answer["modules"].items():
+        names = [module, *[""] * (len(rules) - 1)]
+        for shown, (name, rule) in zip(names, rules.items(), strict=True):
+            rows.append((shown, name, " | ".join(rule["inputs"]), " | ".join(rule["outputs"])))
+    for module, (inputs, outputs) in answer["on_slices"].items():
+        rows.append((module, "(on slices)", " | ".join(inputs), " | ".join(outputs)))
+    show_table(("module", "primitive", "inputs", "outputs"), rows)

@@ -1,0 +1,76 @@
+"""`telechat-moe plan calibrate`: a device description of this machine."""
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_text
+from telechat_moe.cli.progress import bars
+
+EPILOG = """\
+Measures products at the recipe's shapes, the memory, an AllReduce between two processes and six short training steps, one
+thread each, and fits the constants of the cost model to the steps. Times are processor seconds: on an idle machine those
+that pass. Less than a minute on an idle machine. Needs mindspore.
+
+example:
+  telechat-moe plan calibrate --out this-machine.yaml
+  telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml
+
+exit codes: 0 ok, 1 the measurement failed, 2 usage, 3 bad input
+"""
+
+
+def register(verbs: Any) -> None:
+    """Add the sub-verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "calibrate",
+        help="measure this machine and write its device description",
+        description="Write a device description of this machine for the other sub-verbs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml"
+    )
+    parser.add_argument(
+        "--recipe", metavar="RECIPE", help="whose products are measured (default pretrain_19m)"
+    )
+    parser.add_argument(
+        "--operators",
+        choices=["fused", "plain"],
+        default="fused",
+        help="of the steps: fused as `train` runs them in one process, plain as `run-sharded` does (default fused)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, write, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    here: Any = import_module("telechat_moe.tools.plan.this_machine")
+    with bars() as move:
+
+        def progress(_: str, done: int, total: int) -> None:
+            if move is not None:
+                move("measuring", done, total)
+
+        recipe = args.recipe or here.RECIPE
+        found: Any = here.calibrate(recipe, operators=args.operators, progress=progress)
+    write_text("--out ", args.out, lambda: here.as_yaml(found))
+    rows = [[f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"] for (m, n, k), rate in found.products]
+    show_table(["product (m x n x k)", "rate "], rows)
+    print()
+    show_table(
+        ["step", "measured ", "fitted ", "difference "],
+        [
+            [
+                name,
+                f"{measured:.3f} s",
+                f"{fitted:.3f} s",
+                f"{(fitted / measured - 1) * 100:+.1f} %",
+            ]
+            for name, measured, fitted in found.steps
+        ],
+    )
+    print(f"\nwrote {args.out}")
+    return 0

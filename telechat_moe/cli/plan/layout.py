@@ -1,0 +1,168 @@
+"""`telechat-moe plan layout`: the fastest layout of a recipe's model on so many devices, proven."""
+
+import argparse
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.progress import bars
+from telechat_moe.errors import UsageError
+
+EPILOG = """\
+Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
+optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of the
+recipe. The result is the optimum under the cost model (docs/plan_layout.md); a time limit gives the best found with
+its true gap. --json holds the certificate of the placement, which python -m telechat_moe.tools.plan.check_certificate
+checks by itself once it is saved with --certificate.
+
+example:
+  telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GB \\
+    --out my_recipe.yaml
+  telechat-moe check my_recipe.yaml --devices 256
+
+exit codes: 0 proven optimal, 1 no layout fits in memory, 2 usage, 3 bad input, 4 best found, not proven
+"""
+
+
+def register(verbs: Any) -> None:
+    """Add the sub-verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "layout",
+        help="find the fastest layout on so many devices, with a proof",
+        description="Find the fastest layout of a recipe's model on so many devices, with a proof that none is faster.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    parser.add_argument(
+        "--devices", type=int, required=True, metavar="N", help="devices that there are"
+    )
+    parser.add_argument(
+        "--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)"
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="memory of a device to use, as 55GB (GB = 2^30 bytes)"
+    )
+    parser.add_argument(
+        "--global-batch", type=int, metavar="B", help="sequences of a step (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--fix",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="keep a degree, such as tp=8",
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="K", help="layouts to print (default 10)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, metavar="S", help="seconds (default 300)"
+    )
+    parser.add_argument(
+        "--beyond-recipes",
+        action="store_true",
+        help="schedules, too, that recipes cannot say (zb-v)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the recipe with the layout")
+    parser.add_argument(
+        "--pick",
+        type=int,
+        default=1,
+        metavar="K",
+        help="layout of the ranked table that --out writes (default 1)",
+    )
+    parser.add_argument("--why", metavar="FILE", help="write a line for every layout not chosen")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the report with the front of time against memory"
+    )
+    parser.add_argument(
+        "--certificate", metavar="FILE", help="write the certificate of the placement"
+    )
+    add_overrides(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, write, print; return the exit code."""
+    if args.devices < 1 or args.top < 1:
+        raise UsageError(f"--devices {args.devices} --top {args.top}: both must be at least 1")
+    room = _bytes(args.memory)
+    # Any: lies in tools/, only an install maps it
+    planner: Any = import_module("telechat_moe.tools.plan.planner")
+    report: Any = import_module("telechat_moe.tools.plan.report")
+    question: Any = planner.question(
+        args.recipe,
+        args.overrides,
+        args.devices,
+        args.device,
+        room,
+        args.global_batch,
+        args.fix,
+        args.beyond_recipes,
+    )
+    with bars() as move:
+
+        def done(share: float, solved: int) -> None:
+            if move is not None:
+                move("layouts solved", solved, None)
+
+        plan: Any = question.answer(top=args.top, limit_s=args.limit, done=done)
+    if args.out and plan.best:
+        _write(args.out, question.recipe_text(plan, args.pick))
+    if args.why:
+        _write(args.why, "\n".join(report.why_not(plan)) + "\n")
+    data: Any = report.summary(plan, args.top)
+    if args.html:
+        _write(args.html, report.page(plan, question.front(plan), data))
+    write_json(args.certificate, data["certificate"])
+    if not write_json(args.json, data):
+        _show(data, report.ranked(data))
+    return 1 if not plan.best else 0 if plan.optimal else 4
+
+
+def _show(data: dict[str, Any], table: Any) -> None:
+    print(
+        f"{data['model']} on {data['devices']} x {data['device']}, {data['global_batch']} sequences a step, "
+        f"{data['memory_bytes'] / 2**30:.1f} GiB a device"
+    )
+    print(
+        f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
+        f"{data['dominated']:,} dominated, {data['solved']} solved"
+    )
+    print(data["verdict"] + "\n")
+    show_table(*table)
+    if data["layouts"]:
+        times = [one["simulated_s"] for one in data["layouts"]]
+        if (quickest := times.index(min(times))) > 0:
+            print(
+                f"\nsimulated event by event, number {quickest + 1} is the fastest of these: {times[quickest]:.4f} s "
+                f"(--pick {quickest + 1})"
+            )
+        first = data["layouts"][0]
+        print(f"\nlayers of each chunk: {list(first['chunks'])}")
+        if first["recompute_layers"] is not None:
+            print(f"recomputed of them: {list(first['recompute_layers'])}")
+        print(f"Megatron: --pipeline-model-parallel-layout '{first['megatron_layout']}'")
+        words = first["mindspeed_arguments"]
+        print("MindSpeed: " + (words if isinstance(words, str) else " ".join(words)))
+
+
+def _bytes(text: str | None) -> float | None:
+    """Return the bytes of a size such as 55GB, GB being 2^30 bytes as in MindSpore's settings."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        raise UsageError(f"--memory {text}: expected a size such as 55GB")
+    return float(found[1]) * 2**30
+
+
+def _write(file: str, text: str) -> None:
+    if not Path(file).resolve().parent.is_dir():
+        raise UsageError(f"{file}: its folder does not exist")
+    write_text("", file, lambda: text)

@@ -1,0 +1,114 @@
+"""`telechat-moe plan schedule`: the best pipeline schedule found, beside the published ones and a proven bound."""
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.errors import UsageError
+
+EPILOG = """\
+Bubble is the idle share of the makespan over all stages, start-up included. The bound is proven: no schedule on the
+allowed placements under the same memory and rules is shorter. Memory is in units of 1F1B's (P micro-batches of a stage's
+activations); times are of a whole stage, in any unit. (2x weights: the schedule holds every weight on two stages.)
+
+example:
+  telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
+  telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html
+
+exit codes: 0 ok, 2 usage, 3 bad input
+"""
+
+
+def register(verbs: Any) -> None:
+    """Add the sub-verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "schedule",
+        help="find a pipeline schedule for given times and memory",
+        description="Search a pipeline schedule; print its bubble, a proven lower bound and the published schedules.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
+    add("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step")
+    add("--chunks", type=int, default=1, metavar="V", help="chunks of a stage (default 1)")
+    add("--times", default="1,1,1", metavar="F,D,W",
+        help="forward, dX and dW of a stage and micro-batch (default 1,1,1)")  # fmt: skip
+    add("--backward", type=float, metavar="B", help="dX and dW together, if less than D + W")
+    add("--scale", action="append", default=[], metavar="CHUNK=FACTOR",
+        help="a chunk that takes FACTOR times as long, such as one with MTP; repeatable")  # fmt: skip
+    add("--comm", type=float, default=0.0, metavar="C", help="time between neighbouring stages")
+    add("--memory", type=float, default=1.0, metavar="X", help="activations, 1F1B's = 1 (default)")
+    add("--kept-for-dw", type=float, default=1.0, metavar="SHARE",
+        help="share of the activations that only dW frees (default 1)")  # fmt: skip
+    add("--overlap", type=float, default=0.0, metavar="SHARE",
+        help="share of F and dX that is experts' all-to-all, which a forward and a backward hide for each other "
+        "(default 0: no overlap)")  # fmt: skip
+    add("--no-split", action="store_true", help="keep dX and dW together")
+    add(
+        "--placement",
+        choices=("v", "loop"),
+        help="chunks on stages: zigzag or round-robin (default: both)",
+    )
+    add(
+        "--effort",
+        type=float,
+        metavar="N",
+        help="operations scheduled in all tries (default 2e7, seconds)",
+    )
+    add("--seed", type=int, default=0, help="of the search (default 0)")
+    add("--html", metavar="FILE", help="write a picture as a page")
+    add("--json", metavar="FILE", help="write figures and the program (- for stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, write, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    report: Any = import_module("telechat_moe.tools.plan.schedules.report")
+    found: Any = report.find(
+        stages=args.stages,
+        micro_batches=args.micro_batches,
+        chunks=args.chunks,
+        times=_numbers(args.times),
+        backward=args.backward,
+        scale=_scales(args.scale),
+        comm=args.comm,
+        memory=args.memory,
+        kept_for_w=args.kept_for_dw,
+        overlap=args.overlap,
+        split=not args.no_split,
+        placement=args.placement,
+        effort=args.effort,
+        seed=args.seed,
+    )
+    write_text("--html ", args.html, lambda: report.html(found))
+    if write_json(args.json, report.data(found)):
+        return 0
+    show_table(report.HEADERS, report.rows(found))
+    print()
+    for line in report.summary(found):
+        print(line)
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        values = [float(v) for v in text.split(",")]
+    except ValueError:
+        values = []
+    if len(values) != 3 or min(values) < 0 or not sum(values):
+        raise UsageError(f"--times {text}: expected three numbers that are not negative: F,D,W")
+    return values
+
+
+def _scales(texts: list[str]) -> dict[int, float]:
+    result: dict[int, float] = {}
+    for text in texts:
+        chunk, _, factor = text.partition("=")
+        try:
+            result[int(chunk)] = float(factor)
+        except ValueError:
+            raise UsageError(f"--scale {text}: expected CHUNK=FACTOR, such as 31=2.5") from None
+    return result

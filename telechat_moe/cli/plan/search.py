@@ -1,0 +1,139 @@
+"""`telechat-moe plan search`: which architecture of a space trains fastest on a device, within a budget."""
+
+import argparse
+import html
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.output import human, show_table, write_json, write_text
+
+EPILOG = """\
+SPACE is YAML:
+  recipe: telechat3_moe/pretrain_105b_a4b_4k.yaml    what is not chosen
+  device: ascend-910b
+  devices: 256
+  memory_gib: 55
+  global_batch: 512
+  choices: {hidden: [2560, 3072], layers: [40, 45, 50], experts: [128, 192, 256], top_k: [4, 8], moe_ffn: [1024, 1536]}
+  budget: {parameters: [90.e+9, 120.e+9], active_parameters: [4.e+9, 6.e+9]}
+  align: {width: 256, block: 16}                     widths, and each device's part of them
+choices: hidden, layers, dense_layers, heads, ffn, experts, top_k, shared_experts, moe_ffn, q_lora_rank, kv_lora_rank.
+The front are the models that no other beats both in parameters and in tokens a second.
+
+example:
+  telechat-moe plan search space.yaml --html models.html
+
+exit codes: 0 ok, 1 no architecture is allowed and fits, 2 usage, 3 bad input
+"""
+
+
+def register(verbs: Any) -> None:
+    """Add the sub-verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "search",
+        help="score architectures for a device and a budget",
+        description="Score every architecture of a space on a device and print those that train fastest.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("space", metavar="SPACE", help="YAML file with the choices")
+    parser.add_argument(
+        "--top", type=int, default=20, metavar="K", help="models to print (default 20)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page with the front")
+    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score, write, print; return the exit code."""
+    # Any: lies in tools/, only an install maps it
+    models: Any = import_module("telechat_moe.tools.plan.model_search")
+    result: Any = models.search_models(models.read_space(args.space))
+
+    def row(c: Any) -> list[str]:
+        a = c.architecture
+        return [
+            human(a.parameters), human(a.active_parameters), f"{c.tokens_per_s:.1f}", f"{c.step_s:.3f}",
+            f"{c.peak_bytes / 2**30:.1f}", models.describe_model(a), c.layout.short(),
+        ]  # fmt: skip
+
+    headers = [
+        "parameters ",
+        "active ",
+        "tokens/s a device ",
+        "step, s ",
+        "peak, GiB ",
+        "model",
+        "layout",
+    ]
+    refused = ", ".join(f"{n:,} {why}" for why, n in result.refused.most_common() if n)
+    said = f"{result.number:,} architectures: {len(result.scored):,} scored; refused: {refused or 'none'}"
+    write_text("--html ", args.html, lambda: _page(said, headers, result, row))
+    data: dict[str, Any] = {
+        "architectures": result.number,
+        "scored": len(result.scored),
+        "refused": dict(result.refused),
+        "columns": [h.strip() for h in headers],
+        "front": [row(c) for c in result.front],
+        "fastest": [row(c) for c in result.scored[: args.top]],
+    }
+    if not write_json(args.json, data):
+        print(said + "\n\nfront")
+        show_table(headers, data["front"][: args.top])
+        print("\nfastest")
+        show_table(headers, data["fastest"])
+    return 0 if result.scored else 1
+
+
+def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
+    points = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in result.scored]
+    front = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in result.front]
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row(c)) + "</tr>"
+        for c in result.front
+    )
+    titles = "".join(f"<th>{h.strip()}</th>" for h in headers)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Model search</title><style>body{font:15px system-ui,'
+        "sans-serif;margin:2em auto;max-width:80em;padding:0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px "
+        "solid #ddd}table{border-collapse:collapse;font-variant-numeric:tabular-nums}</style><h1>Model search</h1>"
+        f"<p>{html.escape(said)}</p>{_chart(points[:4000], front)}<h2>Front</h2><table><tr>{titles}</tr>{cells}</table></html>"
+    )
+
+
+def _chart(points: list[tuple[float, float, str]], front: list[tuple[float, float, str]]) -> str:
+    """Return an SVG: parameters to the right, tokens a second upwards."""
+    if not points:
+        return ""
+    xs, ys = [p[0] for p in points + front], [p[1] for p in points + front]
+    left, right, top, low = 80, 860, 20, 380
+    wide, high = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
+
+    def at(p: tuple[float, float, str]) -> str:
+        x = left + 20 + (right - left - 40) * (p[0] - min(xs)) / wide
+        return f"{x:.1f},{low - 15 - (low - top - 30) * (p[1] - min(ys)) / high:.1f}"
+
+    def dot(p: tuple[float, float, str], colour: str, size: float) -> str:
+        x, _, y = at(p).partition(",")
+        tip = html.escape(f"{p[2]}: {p[0]:.1f}B, {p[1]:.1f} tokens/s")
+        return f'<circle cx="{x}" cy="{y}" r="{size}" fill="{colour}"><title>{tip}</title></circle>'
+
+    parts = [
+        f'<rect x="{left}" y="{top}" width="{right - left}" height="{low - top}" fill="none" stroke="#ccc"/>'
+    ]
+    parts += [dot(p, "#bbb", 2.5) for p in points]
+    parts.append(
+        f'<polyline points="{" ".join(map(at, front))}" fill="none" stroke="#1663b0" stroke-width="1.5"/>'
+    )
+    parts += [dot(p, "#1663b0", 4.5) for p in front]
+    for text, x, y, anchor in (
+        (f"{min(xs):.1f}B", left + 20, low + 18, "middle"),
+        (f"{max(xs):.1f}B", right - 20, low + 18, "middle"),
+        ("parameters", (left + right) / 2, low + 36, "middle"),
+        (f"{max(ys):.1f}", left - 8, top + 18, "end"),
+        (f"{min(ys):.1f}", left - 8, low - 10, "end"),
+        ("tokens/s a device", left, top - 6, "start"),
+    ):
+        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>')
+    return f'<svg viewBox="0 0 900 430" width="900" font-size="13">{"".join(parts)}</svg>'

@@ -1,0 +1,69 @@
+"""`telechat-moe plan simulate`: one step of a recipe on a device, in full."""
+
+import argparse
+from importlib import import_module
+from typing import Any
+
+from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.output import show_table, write_json, write_text
+
+EPILOG = """\
+The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions: see
+`telechat-moe plan score` for how far they are from published measurements.
+
+example:
+  telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html --trace step.json
+
+exit codes: 0 ok, 1 a stage does not fit into the device's memory, 2 usage, 3 bad input
+"""
+
+
+def register(verbs: Any) -> None:
+    """Add the sub-verb to the command line."""
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        "simulate",
+        help="predict one step: time, memory, bubble, timeline",
+        description="Predict time and memory of one training step of a recipe, stage by stage.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+    parser.add_argument(
+        "--device",
+        required=True,
+        metavar="D",
+        help="shipped device (ascend-910b, h100 ...) or YAML",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="S",
+        help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
+    )
+    add_overrides(parser)
+    parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
+    parser.add_argument("--json", metavar="FILE", help="write the figures (- for stdout)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, write, print; return the exit code."""
+    from telechat_moe.recipe import load
+
+    # Any: lies in tools/, only an install maps it
+    report: Any = import_module("telechat_moe.tools.plan.step_report")
+    step: Any = report.of_recipe(load(args.recipe, args.overrides), args.device, args.schedule)
+    write_text("--html ", args.html, lambda: report.html(step))
+    write_text("--trace ", args.trace, lambda: report.trace(step))
+    figures = report.report(step)
+    code = 0 if figures["fits"] else 1
+    if write_json(args.json, figures):
+        return code
+    for note in report.notes(step):
+        print(note)
+    for table in report.tables(step):
+        print(f"\n{table.title}\n")
+        show_table(table.headers, table.rows)
+    if code:
+        print("\na stage does not fit: recompute more, or spread it over more devices")
+    return code
