@@ -1,9 +1,13 @@
 # Two commands do everything, set-up included:
 #   make train   trains the tiny recipe on real text and draws output/loss.png
-#   make test    runs the tests
+#   make test    runs the tests, two files at a time (JOBS=N for more)
+# and with more time:
+#   make cluster trains the tiny recipe on four processes in two layouts, draws output/cluster.png, and compiles
+#                a rank of the 105B recipe
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 VENV   ?= .venv
+JOBS   ?= 2
 RECIPE ?= telechat3_moe/pretrain_tiny.yaml
 BIN    := $(VENV)/bin
 
@@ -13,14 +17,20 @@ TEST_READY  := $(VENV)/.ready-test
 
 LIBRARY := ops/libtelechat_ops.so
 
-.PHONY: train test test-slow lint docs clean
+.PHONY: train cluster test test-slow lint docs clean
 
 train: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
 	$(BIN)/telechat-moe train $(RECIPE) --resume
 
+cluster: $(TRAIN_READY) $(LIBRARY)
+	$(BIN)/telechat-moe data build --recipe $(RECIPE)
+	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 136 --html output/dryrun_105b.html
+
+# Real processes are killed and stopped while others compute: a test that fails is run once more, and listed at the end.
 test: $(TEST_READY) $(LIBRARY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --reruns 1 -r fEsR --durations=30
 
 test-slow: $(TEST_READY) $(LIBRARY)
 	$(BIN)/python -m pytest -m slow

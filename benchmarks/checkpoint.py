@@ -20,6 +20,14 @@ saved.
 Keys of the JSON: ``sizes_mib``, ``rounds``, ``results``: list of ``{size_mib, method, action (save or
 load), seconds: [...], min_s, median_s, bytes_per_s (at the median), ratio_to_ours (of medians),
 min_ratio_to_ours}``.
+
+    python benchmarks/checkpoint.py --stall [RECIPE ...] [--rounds 15] [--json FILE]
+
+How long training stands still for a checkpoint (data of the recipe needed: `telechat-moe data build`): the recipe's
+own trainer, a dozen steps before each save, saves in the background and at once in turn. Keys of the JSON:
+``results``: list of ``{recipe, state_mib, steps, step_ms (median without a save), background: {stall_ms: [...],
+median_stall_ms, share_of_step, step_ms_in_flight (median), steps_in_flight (mean number), extra_ms (stall and what
+the steps in flight took longer, median)}, at_once: {stall_ms: [...], median_stall_ms, share_of_step}}``.
 """
 
 import argparse
@@ -196,6 +204,86 @@ def show(results: list[dict[str, Any]]) -> None:
         print("torch is not installed: its rows are missing", file=sys.stderr)
 
 
+STEPS_BETWEEN = 12
+
+
+def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]:
+    """Time the steps and saves of a recipe's trainer."""
+    from telechat_moe.recipe import load
+    from telechat_moe.train.saver import Saver
+    from telechat_moe.train.trainer import Trainer
+
+    with tempfile.TemporaryDirectory(dir=parent) as output:
+        trainer = Trainer(load(recipe_name, [f"output_dir={output}"]), plain=True)
+        savers = {
+            name: Saver(trainer.parameters(), background=name == "background") for name in MODES
+        }
+        free: list[float] = []  # steps while nothing is written
+        stalls: dict[str, list[float]] = {name: [] for name in MODES}
+        flights: list[list[float]] = []  # steps while a save is in flight, for each save
+
+        def step() -> float:
+            began = time.perf_counter()
+            output = trainer.update(trainer.next_batches(), trainer.schedule(trainer.updates))
+            output.losses.asnumpy(), output.applied.asnumpy()
+            trainer.step, trainer.updates = trainer.step + 1, trainer.updates + 1
+            return (time.perf_counter() - began) * 1e3
+
+        with trainer.loader:
+            for round_ in range(rounds + 1):  # the first warms up
+                for name in MODES if round_ % 2 else MODES[::-1]:
+                    steps = [step() for _ in range(STEPS_BETWEEN)]
+                    began = time.perf_counter()
+                    savers[name].save("the save", trainer.writing())
+                    stall = (time.perf_counter() - began) * 1e3
+                    flight = []
+                    while savers[name].busy:
+                        flight.append(step())
+                    savers[name].wait()
+                    if round_:
+                        free += steps
+                        stalls[name].append(stall)
+                        flights += [flight] if name == "background" else []
+        nbytes = savers["background"].snapshot.nbytes
+    normal = statistics.median(free)
+    found: dict[str, Any] = {
+        "recipe": recipe_name,
+        "state_mib": nbytes / 2**20,
+        "steps": len(free),
+        "step_ms": normal,
+    }
+    for name in MODES:
+        middle = statistics.median(stalls[name])
+        found[name] = {
+            "stall_ms": stalls[name],
+            "median_stall_ms": middle,
+            "share_of_step": middle / normal,
+        }
+    pairs = zip(stalls["background"], flights, strict=True)
+    extra = [stall + sum(x - normal for x in flight) for stall, flight in pairs]
+    found["background"] |= {
+        "step_ms_in_flight": statistics.median([x for flight in flights for x in flight]),
+        "steps_in_flight": statistics.mean(map(len, flights)),
+        "extra_ms": statistics.median(extra),
+    }
+    return found
+
+
+MODES = ("background", "at_once")
+
+
+def show_stall(found: dict[str, Any]) -> None:
+    """Print what saving costs the steps of a recipe."""
+    after, once = found["background"], found["at_once"]
+    print(
+        f"{found['recipe']}: state {found['state_mib']:.1f} MiB, step {found['step_ms']:.1f} ms (median)\n"
+        f"  in the background: training stands still for {after['median_stall_ms']:.2f} ms, "
+        f"{after['share_of_step']:.1%} of a step; the {after['steps_in_flight']:.1f} step(s) meanwhile take "
+        f"{after['step_ms_in_flight']:.1f} ms; in all {after['extra_ms']:.1f} ms\n"
+        f"  at once: {once['median_stall_ms']:.1f} ms, {once['share_of_step']:.1%} of a step"
+    )
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(
@@ -203,10 +291,22 @@ def main() -> None:
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[230, 1000], metavar="MIB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--stall", nargs="*", metavar="RECIPE", help="time a trainer's saves instead"
+    )
     parser.add_argument("--folder", type=Path, default=Path(), help="where to write (a real disk)")
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
+    if args.stall is not None:
+        for recipe in args.stall or ["telechat3_moe/pretrain_tiny.yaml"]:
+            results.append(measure_stall(recipe, args.rounds, args.folder))
+            show_stall(results[-1])
+        if args.json:
+            args.json.write_text(
+                json.dumps({"rounds": args.rounds, "results": results}, indent=1) + "\n"
+            )
+        return
     for size in args.sizes:
         results += measure(size, args.rounds, args.folder)
     show(results)

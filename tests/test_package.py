@@ -1,0 +1,31 @@
+"""What an install must bring along beside the modules."""
+
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+
+from setuptools import distutils  # type: ignore[attr-defined]
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_file_of_the_package_is_installed():
+    found = distutils.core.run_setup(str(ROOT / "setup.py"), stop_after="init")
+    listed = subprocess.run(
+        ["git", "ls-files", "telechat_moe", "ops", "tools", "recipes"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    missing = []
+    for name in listed:
+        path = Path(name)
+        package = ".".join(path.parent.parts)
+        package = package if package.startswith("telechat_moe") else f"telechat_moe.{package}"
+        patterns = [
+            f"{p}.{g}".replace("/", ".") for p, globs in found.package_data.items() for g in globs
+        ]
+        installed = any(fnmatch(f"{package}.{path.name}", pattern) for pattern in patterns)
+        if path.suffix == ".py" and package in found.packages:
+            installed = True
+        if not installed:
+            missing.append(name)
+    assert missing == []
