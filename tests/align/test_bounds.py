@@ -7,7 +7,8 @@ import pytest
 
 from telechat_moe.tools.align import bounds_check as bounds
 from telechat_moe.tools.align import bounds_specs
-from telechat_moe.tools.align.bounds_corpus import narrow
+from telechat_moe.tools.align.approx import Approx
+from telechat_moe.tools.align.bounds_corpus import ORDERS, Machine, draw, narrow
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import registry
 
@@ -78,6 +79,21 @@ def test_a_wrong_program_breaks_its_bound(name, monkeypatch):
         monkeypatch.setitem(bounds_specs.SPECS, name, bounds.Spec(name, spec.make, tuple(programs)))
         found = bounds.check(name, dtype, "uniform", 0, 2048)
         assert found.violations > 0.2 * found.checks, dtype
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["normal", "repeated", "drifting"])
+def test_long_sums(kind, order):
+    """Terms of a batch that drift from token to token make partial sums far larger than the sum."""
+    rng, machine = np.random.default_rng(0), Machine("float32", order, stores=False)
+    for count in (1024, 4096):
+        a, b = draw(rng, kind, (64, count), "float32"), draw(rng, kind, (count, 16), "float32")
+        for got, want in (
+            (machine.sum(a), Approx(a).sum(-1)),
+            (machine.sum(a.T, 0), Approx(a.T).sum(0)),
+            (machine.matmul(a, b), Approx(a).matmul(b)),
+        ):
+            assert (np.abs(got - want.value) <= 0.6 * want.bound("float32")).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -10,7 +10,8 @@ an *accumulating* type. Two sizes are carried along:
 
 An element's :meth:`Approx.bound` is the smaller of ``limit`` and :data:`SIGMAS` ``sigma``, and the rounding of the result.
 Sums may be made in any order: over n terms of mean m and variance v, the k-th partial sum is about
-``|m| k + sqrt(v k)``, and each is rounded once.
+``|m| k + sqrt(v k)``, and each is rounded once. Where neighbours are alike (tokens of one document), the partial sums in
+their order are larger: what they really are, at the ends of blocks of terms, counts as well.
 
 Operations remember where they came from, so that :func:`gradients` differentiates a formula in the same arithmetic.
 Derivatives are taken at the stored results, as programs do.
@@ -333,6 +334,7 @@ class Approx:
             [(self, lambda g: g.spread(shape))],
             alike(self.value, axis),
             lost(self.value, value, squares, axis, unit),
+            walk_along(self.value, axis),
         )
         return result if keepdims else result.moved(lambda x: _squeezed(x, axis))
 
@@ -345,9 +347,11 @@ class Approx:
         parents: Sequence[tuple["Approx", Back]],
         same: Any = 0.0,
         missed: Any = 0.0,
+        walk: Any = 0.0,
     ) -> "Approx":
         """Return a sum: roundings of the accumulation, errors of the terms, and the rounding when it is stored."""
-        own_sigma, own_limit = sum_errors(value, squares, count, FLOATS[self.accumulated], same)
+        kind = FLOATS[self.accumulated]
+        own_sigma, own_limit = sum_errors(value, squares, count, kind, same, walk)
         own_sigma = np.hypot(own_sigma, np.minimum(missed, own_limit))
         if carry is not None:
             own_sigma = np.sqrt(own_sigma**2 + carry(np.square(self.sigma)))
@@ -375,16 +379,17 @@ class Approx:
         carry = None
         if not self.is_exact:
             carry = lambda x: np.broadcast_to(x, self.shape).cumsum(axis)  # noqa: E731
+        walk = np.square(value).cumsum(axis) / count
         same = alike(self.value, axis)
-        return self._added(value, squares, count, carry, [(self, back)], same)
+        return self._added(value, squares, count, carry, [(self, back)], same, 0.0, walk)
 
     def matmul(self, other: Any) -> "Approx":
         """Matrix product of arrays with two or more dimensions."""
         o = self.constant(other)
-        value = self.value @ o.value
+        value, walk = walk_of_product(self.value, o.value)
         squares = np.square(self.value) @ np.square(o.value)
         same = alike(self.value, -1) * alike(o.value, -2)
-        own = sum_errors(value, squares, self.shape[-1], FLOATS[self.accumulated], same)
+        own = sum_errors(value, squares, self.shape[-1], FLOATS[self.accumulated], same, walk)
         variance, limit = np.square(own[0]), own[1]
         for x, y, is_left in ((self, o, True), (o, self, False)):
             if not x.is_exact:
@@ -454,7 +459,7 @@ class Approx:
 
 
 def sum_errors(
-    total: Array, squares: Array, count: Any, kind: Float, same: Any = 0.0
+    total: Array, squares: Array, count: Any, kind: Float, same: Any = 0.0, walk: Any = 0.0
 ) -> tuple[Array, Array]:
     """Return standard deviation and limit of the error of a sum, from its terms' sum and sum of squares.
 
@@ -467,11 +472,13 @@ def sum_errors(
         count: Number of terms.
         kind: Type that they are added up in.
         same: Share of the pairs of terms that are equal, see :func:`alike`.
+        walk: Mean square of the partial sums in the order of the terms, where known.
     """
     count = np.maximum(count, 1)
     mean = np.abs(total) / count
     variance = np.maximum(squares / count - mean**2, 0.0)
     partial = mean**2 * count**3 / 3 + variance * count**2 / 2
+    partial = np.maximum(partial, count * walk)
     partial = partial * (1 + count * same)
     sigma = kind.unit * _ROUNDING * np.sqrt(partial + squares + total**2)
     flushed = count * 2.0**kind.low  # terms below the smallest normal number
@@ -480,14 +487,50 @@ def sum_errors(
 
 def alike(x: Array, axis: Axes) -> Array:
     """Return the share of pairs of terms along an axis that are equal and not zero, estimated from three distances."""
-    axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    count = int(np.prod([x.shape[a] for a in axes], dtype=np.int64))
+    rows, axes = _terms(x, axis)
+    count = rows.shape[-1]
     if count < 8:
         return np.zeros(())
-    rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*_rest(x, axes), count)
     pairs = [(rows[..., lag:], rows[..., :-lag]) for lag in (1, count // 3, count // 2)]
     shares = [((a == b) & (a != 0)).mean(-1) for a, b in pairs]
-    return np.expand_dims(np.mean(shares, 0), [a % x.ndim for a in axes])
+    return np.expand_dims(np.mean(shares, 0), axes)
+
+
+def walk_along(x: Array, axis: Axes) -> Array:
+    """Return the mean square of the partial sums along axes, at the ends of blocks of terms."""
+    rows, axes = _terms(x, axis)
+    starts = _blocks(rows.shape[-1])
+    if len(starts) < 2:
+        return np.zeros(())
+    partial = np.add.reduceat(rows, starts, -1).cumsum(-1)
+    return np.expand_dims(np.square(partial).mean(-1), axes)
+
+
+def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """Return a matrix product, and the mean square of its partial sums at the ends of blocks of terms."""
+    starts = _blocks(a.shape[-1])
+    if len(starts) < 2:
+        return a @ b, np.zeros(())
+    total, walk = 0.0, 0.0
+    for start, stop in zip(starts, [*starts[1:], None], strict=True):
+        total = total + a[..., start:stop] @ b[..., start:stop, :]
+        walk = walk + np.square(total)
+    return total, walk / len(starts)
+
+
+def _blocks(count: int) -> list[int]:
+    """Return where blocks of at least 32 terms begin, at most 16."""
+    number = min(16, count // 32)
+    return [i * count // number for i in range(number)]
+
+
+def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
+    """Return an array with the axes of a sum as its last, in one, and which they are."""
+    axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    rest = _rest(x, axes)
+    count = x.size // max(int(np.prod(rest, dtype=np.int64)), 1)
+    rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rest, count)
+    return rows, [a % x.ndim for a in axes]
 
 
 def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Array:

@@ -15,7 +15,10 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Rng = np.random.Generator
 
-KINDS = ("uniform", "normal", "small", "cancelling", "subnormal", "mixed", "repeated", "one large")
+KINDS = (
+    *("uniform", "normal", "small", "cancelling", "subnormal"),
+    *("mixed", "repeated", "drifting", "one large"),
+)
 """Distributions of values."""
 
 ORDERS = ("numpy", "forward", "backward", "pairwise", "blocks", "lanes")
@@ -59,6 +62,12 @@ def draw(rng: Rng, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
         x = sign * 10 ** rng.uniform(-wide, wide, shape)
     elif kind == "repeated":  # roundings of equal terms are equal
         x = np.where(rng.random(shape) < 0.1, 0.0, rng.uniform(0.05, 5))
+    elif (
+        kind == "drifting"
+    ):  # neighbours are alike, as tokens of one document: partial sums are far above the sum
+        turns = sum(np.indices(shape)[i] / n for i, n in enumerate(shape)) if shape else 0.0
+        wave = np.cos(2 * np.pi * (turns + rng.random()))
+        x = rng.uniform(1, 5) * wave + rng.uniform(-1, 1, shape)
     else:  # small terms get lost beside a large one
         x = rng.uniform(0, 1, shape)
         large = 1e4 if dtype == "float16" else 1e8
