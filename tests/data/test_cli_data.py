@@ -149,27 +149,17 @@ def test_recipe_that_does_not_fit_is_refused(
 
 
 def test_imports_are_light() -> None:
-    """Without mindspore, in under 0.3 s; the verb is registered without numpy."""
-    code = (
-        "import sys, time; begin = time.perf_counter(); import {module}\n"
-        "seconds = time.perf_counter() - begin\n"
-        "heavy = [m for m in {heavy} if m in sys.modules]\n"
-        "print(seconds, heavy)\n"
-    )
+    """Without mindspore; the verb is registered without numpy."""
+    code = "import sys; import {module}; print([m for m in {heavy} if m in sys.modules])"
     checks = {
         "telechat_moe.data": ["mindspore", "mindformers", "tokenizers", "torch", "rich", "yaml"],
         "telechat_moe.cli.data": ["mindspore", "tokenizers", "numpy", "rich", "telechat_moe.data"],
     }
     for module, heavy in checks.items():
-        seconds = []
-        for _ in range(3):
-            done = subprocess.run(
-                [sys.executable, "-c", code.format(module=module, heavy=heavy)],
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            time, found = done.stdout.split(maxsplit=1)
-            assert found.strip() == "[]"
-            seconds.append(float(time))
-        assert min(seconds) < 0.3
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(module=module, heavy=heavy)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout == "[]\n"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,18 +17,20 @@ from hypothesis import strategies as st
 from telechat_moe.data import GptDataset, Loader, open_blend
 from telechat_moe.errors import BadInputError, UsageError
 
+PATIENCE_S = 60.0  # only reached where something is broken
+
 
 class Numbers:
     """A dataset whose n-th sample is the number n."""
 
-    def __init__(self, count: int, fail_at: int | None = None, delay: float = 0.0) -> None:
-        self.count, self.fail_at, self.delay = count, fail_at, delay
+    def __init__(self, count: int, fail_at: int | None = None) -> None:
+        self.count, self.fail_at, self.made = count, fail_at, 0
 
     def __len__(self) -> int:
         return self.count
 
     def batch(self, indices) -> dict[str, np.ndarray]:
-        time.sleep(self.delay)
+        self.made += 1
         if self.fail_at is not None and self.fail_at in np.asarray(indices):
             raise BadInputError(f"sample {self.fail_at} is broken")
         return {"n": np.array(indices)}
@@ -36,8 +39,13 @@ class Numbers:
         return f"numbers {self.count}"
 
 
-def threads() -> int:
-    return sum(thread.name == "telechat-moe-data" for thread in threading.enumerate())
+@pytest.fixture
+def threads() -> Callable[[], int]:
+    """Count the loaders' threads that the test started."""
+    before = set(threading.enumerate())
+    return lambda: sum(
+        thread.name == "telechat-moe-data" for thread in set(threading.enumerate()) - before
+    )
 
 
 def served(loader: Loader) -> list[list[int]]:
@@ -152,7 +160,7 @@ def test_batches_equal_single_samples(prefixes: dict[str, str]) -> None:
     assert number == len(dataset) // 5 * 5
 
 
-def test_error_in_the_thread_reaches_the_consumer() -> None:
+def test_error_in_the_thread_reaches_the_consumer(threads: Callable[[], int]) -> None:
     loader = Loader(Numbers(40, fail_at=9), 4)
     assert next(loader)["n"].tolist() == [0, 1, 2, 3]
     assert next(loader)["n"].tolist() == [4, 5, 6, 7]
@@ -164,7 +172,7 @@ def test_error_in_the_thread_reaches_the_consumer() -> None:
         next(loader)
 
 
-def test_threads_end() -> None:
+def test_threads_end(threads: Callable[[], int]) -> None:
     loader = Loader(Numbers(4000), 4)
     next(loader)
     assert threads() == 1
@@ -173,7 +181,7 @@ def test_threads_end() -> None:
     assert next(loader)["n"].tolist() == [4, 5, 6, 7]  # usable on
     del loader
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE_S
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == 0
@@ -185,16 +193,15 @@ def test_threads_end() -> None:
 
 
 def test_prefetch_hides_the_work() -> None:
-    """While the consumer works, the thread prepares the next batches."""
-    with Loader(Numbers(400, delay=0.02), 4, prefetch=2) as loader:
-        next(loader)
-        waited = 0.0
-        for _ in range(5):
-            time.sleep(0.05)
-            begin = time.perf_counter()
+    """While the consumer works, the thread prepares the next batches, and no more than was asked for."""
+    numbers = Numbers(400)
+    with Loader(numbers, 4, prefetch=2) as loader:
+        for taken in range(1, 6):
             next(loader)
-            waited += time.perf_counter() - begin
-    assert waited < 0.05  # 0.1 s without prefetch
+            deadline = time.monotonic() + PATIENCE_S
+            while numbers.made < taken + 2 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert taken + 2 <= numbers.made <= taken + 3  # one is in hand while the queue is full
 
 
 def test_process_exits_with_a_running_thread(prefixes: dict[str, str]) -> None:
@@ -207,7 +214,6 @@ def test_process_exits_with_a_running_thread(prefixes: dict[str, str]) -> None:
         [sys.executable, "-c", code, prefixes["long"]],
         capture_output=True,
         text=True,
-        timeout=20,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "taken\n", "")

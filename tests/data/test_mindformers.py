@@ -217,7 +217,6 @@ def test_ranks_get_what_mindformers_gives_them(reference, prefixes, tmp_path: Pa
         [sys.executable, "-c", RANKS, prefixes["long"], str(tmp_path), str(ranks), str(batch)],
         capture_output=True,
         text=True,
-        timeout=200,
         env=os.environ | {"GLOG_v": "3"},
         check=False,
     )

@@ -80,7 +80,6 @@ def run(command: list[str], cwd: Path, check: bool = True) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
         check=False,
     )
     assert not check or done.returncode == 0, done.stdout[-4000:]
