@@ -140,7 +140,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
     held = step_memory(x, device).activations[0]
     paired = layout.schedule in PAIRED
-    once = float(np.max(_send(x, layout, device)))
+    once = float(np.max(send(x, device)))
     times = Times(
         stages.forward[0],
         backward - weights,
@@ -153,26 +153,27 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     return times, stages.again[0]
 
 
+def weight_gradient(one: Layer) -> Array:
+    """Return the seconds of a layer's dW: half of its backward products, with their share of what the host adds."""
+    device = np.maximum(one.backward.device, 1e-30)
+    return 0.5 * one.backward.matmul / device * one.backward.time
+
+
 def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> Array:
     """Return the seconds of each chunk's dW."""
-
-    def half(one: Layer) -> float:
-        device = float(one.backward.device[0])
-        share = 0.5 * float(one.backward.matmul[0]) / device if device else 0.0
-        return share * float(one.backward.time[0])
-
-    weights = x.stage_dense[0] * half(dense)
+    weights = x.stage_dense[0] * weight_gradient(dense)[0]
     if moe is not None:
-        weights = weights + x.stage_moe[0] * half(moe)
+        weights = weights + x.stage_moe[0] * weight_gradient(moe)[0]
     head = float(head_forward(x, r).matmul[0])
     weights[-1] += head * (1 + float(np.atleast_1d(x.mtp)[0]))
     return weights
 
 
-def _send(x: Columns, layout: Layout, device: Device) -> Array:
-    outside = float(layout.dp * layout.cp * layout.tp >= device.node_devices)
+def send(x: Columns, device: Device) -> Array:
+    """Return the seconds from the end of a chunk until the next one, on another stage, has its output."""
+    outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
     rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
-    return point_to_point(2 * rows * x.hidden, np.array([outside]), device, device.constants)
+    return point_to_point(2 * rows * x.hidden, outside, device, device.constants)
 
 
 def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> Step:

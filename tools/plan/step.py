@@ -182,41 +182,67 @@ def neighbours(x: Columns, device: Device, c: Constants) -> Array:
 
 def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
     """Return the time of gradient reduction and parameter gathering that shows in a step."""
-    dense, experts = local_parameters(x)
-    dense, experts = dense.max(axis=1), experts.max(axis=1)
-    total = np.zeros_like(dense)
-    copies, stride = x.dp * x.cp, x.tp
-    repeated = np.zeros_like(
-        dense
-    )  # what sharded gradients and parameters need in every micro-batch
-    for count, members, step in (
-        (dense, copies, stride),
-        (experts, x.expert_copies, x.ep * x.etp),
-    ):
-        size = count * x.gradient_bytes
-        parameters = count * np.minimum(x.parameter_bytes, np.where(x.fp32 > 0, 4, 2))
-        reduce = all_reduce(size, members, step, device, c)
-        scatter = all_gather(size, members, step, device, c)
-        gather = all_gather(parameters, members, step, device, c)
-        once = np.where(x.zero == 0, reduce, scatter + gather)
-        total = total + np.where(members > 1, once, 0.0)
-        gathers = gather * (1 + x.fsdp) * (x.zero == 3)
-        repeated = repeated + np.where(members > 1, scatter + gathers, 0.0)
+    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+    total, repeated = reduction(x, device, c, dense, experts)
     last = s.backward.max(axis=1)
     hidden = np.maximum(total - last, c.exposed * total)
     step = np.where(x.overlap > 0, hidden, total)
     compute = (s.forward + s.backward).max(axis=1)
     each = np.maximum(repeated, compute) + c.exposed * np.minimum(repeated, compute) - compute
-    return np.where((x.zero >= 2) & (copies > 1), each * x.micro_batches, step)
+    return np.where((x.zero >= 2) & (x.dp * x.cp > 1), each * x.micro_batches, step)
+
+
+def reduction(
+    x: Columns, device: Device, c: Constants, dense: Array, experts: Array
+) -> tuple[Array, Array]:
+    """Return the time to reduce gradients and gather parameters, hidden or not.
+
+    Args:
+        x: Configurations.
+        device: Device and network.
+        c: Its constants.
+        dense: Parameters of the largest stage that all data-parallel copies hold.
+        experts: Its experts' parameters.
+
+    Returns:
+        Once a step; and what sharded gradients and parameters need in every micro-batch.
+    """
+    total, repeated = np.zeros_like(dense), np.zeros_like(dense)
+    for count, members, stride in (
+        (dense, x.dp * x.cp, x.tp),
+        (experts, x.expert_copies, x.ep * x.etp),
+    ):
+        size = count * x.gradient_bytes
+        parameters = count * np.minimum(x.parameter_bytes, np.where(x.fp32 > 0, 4, 2))
+        reduce = all_reduce(size, members, stride, device, c)
+        scatter = all_gather(size, members, stride, device, c)
+        gather = all_gather(parameters, members, stride, device, c)
+        once = np.where(x.zero == 0, reduce, scatter + gather)
+        total = total + np.where(members > 1, once, 0.0)
+        gathers = gather * (1 + x.fsdp) * (x.zero == 3)
+        repeated = repeated + np.where(members > 1, scatter + gathers, 0.0)
+    return total, repeated
 
 
 def optimizer(x: Columns, device: Device, c: Constants) -> Array:
-    """Return the time of the update: gradients, master copies and moments read, the latter written."""
-    dense, experts = local_parameters(x)
+    """Return the time of the update of the largest stage."""
+    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+    return update(x, device, c, dense, experts)
+
+
+def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
+    """Return the time of the update: gradients, master copies and moments read, the latter written.
+
+    Args:
+        x: Configurations.
+        device: Device and network.
+        c: Its constants.
+        dense: Parameters that all data-parallel copies hold.
+        experts: Experts' parameters.
+    """
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut = x.zero > 0
-    count = (dense / np.where(cut, copies, 1)[:, None]).max(axis=1)
-    count = count + (experts / np.where(cut, x.expert_copies, 1)[:, None]).max(axis=1)
+    count = dense / np.where(cut, copies, 1) + experts / np.where(cut, x.expert_copies, 1)
     traffic = 2 * x.gradient_bytes + 2 * x.optimizer_bytes + x.parameter_bytes
     return count * traffic / (device.memory_bandwidth * c.memory_share)
 
