@@ -30,7 +30,16 @@ STRUCTURE = {
     "TupleGetItem",
     "UpdateState",
 }
-SAME_MEMORY = {"Depend", "Load", "Reshape", "ExpandDims", "Squeeze", "TensorMove", "TupleGetItem"}
+SAME_MEMORY = {
+    "Depend",
+    "ExpandDims",
+    "Load",
+    "Reshape",
+    "Squeeze",
+    "TensorMove",
+    "TransposeExtView",
+    "TupleGetItem",
+}
 Shape = tuple[tuple[int, ...], int]
 
 
@@ -192,7 +201,7 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     while (node := function.nodes.get(name)) is not None:
         if node.kind == "TupleGetItem":
             index = function.nodes.get(node.inputs[1])
-            item = _integer(index) if index is not None else None
+            item = integer_of(index) if index is not None else None
             name = node.inputs[0]
             packed = function.nodes.get(name)
             if packed is not None and packed.kind == "MakeTuple" and item is not None:
@@ -204,7 +213,8 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     return name, item
 
 
-def _integer(constant: Node) -> int | None:
+def integer_of(constant: Node) -> int | None:
+    """Return the value of an integer constant, None if it is none."""
     for attribute in constant.proto.attribute:
         if attribute.name == "value":
             value = value_of(attribute)
@@ -265,7 +275,7 @@ def resolve(
         return resolve(function, functions, inputs[item], None)
     if node.kind == "TupleGetItem":
         index = function.nodes.get(inputs[1])
-        place = _integer(index) if index is not None else None
+        place = integer_of(index) if index is not None else None
         return resolve(function, functions, inputs[0], place)
     if not node.kind:  # a call: what the callee returns
         callee = resolve(function, functions, node.proto.op_type[5:], None)

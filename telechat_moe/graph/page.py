@@ -160,12 +160,12 @@ def _memory(result: dict[str, Any]) -> str:
             f"<span class=n>{size_text(memory['total'])}</span></div>"
         )
     keys = "".join(f"<span><i class='key m{i}'></i>{name}</span>" for i, name in enumerate(MEMORY))
-    head = ["stage", *(f"{name} " for name in MEMORY), "a micro-batch ", "in flight "]
+    head = ["stage", *(f"{name} " for name in MEMORY), "kept by a pass ", "in flight "]
     rows = [
         [
             str(s["stage"]),
             *(size_text(s["memory"][name]) for name in MEMORY),
-            size_text(s["memory"]["activations_per_micro_batch"]),
+            size_text(s["memory"]["kept_by_a_pass"]),
             str(s["memory"]["micro_batches_in_flight"]),
         ]
         for s in result["stages"]

@@ -5,11 +5,12 @@ attributed to a module without guessing from its scope, which MindSpore often gi
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.liveness import Alive, alive
 from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, Model, value_of
 from telechat_moe.graph.nodes import (
     PHASES,
@@ -19,14 +20,13 @@ from telechat_moe.graph.nodes import (
     Shape,
     call_counts,
     module_of,
-    owner_of,
-    root_of,
     size_of,
 )
-from telechat_moe.graph.schedule import Event, Transfer, events, micro_of, pass_of
+from telechat_moe.graph.schedule import Event, Transfer, events, micro_of
 from telechat_moe.sharding.mesh import Mesh
 
 POINT_TO_POINT = ("Send", "Receive")
+INTEGERS = (6, 7)  # MindIR's int32 and int64
 
 
 class Expected(NamedTuple):
@@ -84,10 +84,10 @@ class Memory:
         gradients: Accumulators where there are some; else one gradient for each trained parameter, which
             are all alive when the global norm is taken.
         other: Counters and shares.
-        copies: Weights gathered from a sharded optimizer, or in the precision of products, that all calls of a
-            shared network read. Elsewhere they count as activations of all micro-batches.
-        activations: Forward tensors that backward nodes read, by micro-batch and chunk (None: all; chunk 0:
-            all chunks, unless micro-batches share a network). An estimate: no memory plan stands behind it.
+        copies: Weights gathered from a sharded optimizer, or in the precision of products.
+        activations: Most that is alive at once (:mod:`.liveness`).
+        kept: The most that a forward pass leaves for its backward pass.
+        alive: At the peak: phase, module, primitive and shape to bytes.
     """
 
     parameters: int
@@ -95,7 +95,9 @@ class Memory:
     gradients: int
     other: int
     copies: int = 0
-    activations: dict[tuple[int, int] | None, int] = field(default_factory=dict)
+    activations: int = 0
+    kept: int = 0
+    alive: dict[tuple[str, str, str, tuple[int, ...]], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +180,6 @@ def read(graph: RankGraph, mesh: Mesh, expected: Expected) -> Reading:
     times = call_counts(model, functions)
     collectives: list[Collective] = []
     operators: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
-    activations: Counter[tuple[int, int] | None] = Counter()
     links = _Links(functions.values())
     transfers: dict[str, Transfer] = {}
     for name, function in functions.items():
@@ -194,26 +195,20 @@ def read(graph: RankGraph, mesh: Mesh, expected: Expected) -> Reading:
                 collectives.append(site.collective(times[name], micro.get(node.name)))
                 if node.kind in POINT_TO_POINT:
                     transfers[node.name] = site.transfer()
-        if function.part is None:
-            for number, size in _kept(function, micro, expected).items():
-                activations[None if number is None else (number, 0)] += size * times[name]
     main = functions[model.proto.graph.name]
-    kept, copies = _kept_by_calls(main, functions, expected)
-    activations.update(kept)
+    living = alive(main, functions, _likely_size(expected))
     shapes = {p.name.split(":")[-1]: p for p in model.proto.graph.parameter}
     return Reading(
         rank=graph.rank,
         collectives=collectives,
         operators=operators,
-        memory=_memory(shapes, dict(activations), copies),
+        memory=_memory(shapes, living),
         parameters={name: tuple(p.dims) for name, p in shapes.items()},
         order=events(main, transfers),
     )
 
 
-def _memory(
-    parameters: dict[str, Any], activations: dict[tuple[int, int] | None, int], copies: int
-) -> Memory:
+def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
     sums: Counter[str] = Counter()
     trained = {n.removeprefix("adam_m.") for n in parameters if n.startswith("adam_m.")}
     accumulates = any(n.startswith("accu_grads.") for n in parameters)
@@ -233,81 +228,34 @@ def _memory(
         optimizer=sums["optimizer"],
         gradients=sums["gradients"],
         other=sums["other"],
-        copies=copies,
-        activations=activations,
+        copies=living.copies,
+        activations=living.peak,
+        kept=living.kept,
+        alive=living.tensors,
     )
 
 
-def _kept(function: Graph, micro: dict[str, int], expected: Expected) -> Counter[int | None]:
-    """Return the bytes of forward tensors that backward or recomputed nodes read, by micro-batch."""
-    kept: dict[tuple[str, int | None], Node] = {}
-    for node in function.nodes.values():
-        if function.phases[node.name] not in ("backward", "recompute"):
-            continue
-        for source in node.inputs:
-            owner, item = owner_of(function, source)
-            if owner is not None and function.phases[owner.name] == "forward":
-                kept[owner.name, item] = owner
-    sizes: Counter[int | None] = Counter()
-    for (name, item), owner in kept.items():
-        shapes = owner.shapes if item is None else owner.shapes[item : item + 1]
-        sizes[micro.get(name)] += sum(_likely_size(shape, expected) for shape in shapes)
-    return sizes
+def _likely_size(expected: Expected) -> Callable[[Shape], int]:
+    """Return what gives the bytes of a tensor; rows that depend on the routing as if tokens were spread evenly.
 
-
-def _likely_size(shape: Shape, expected: Expected) -> int:
-    """Return the bytes of a tensor; rows that depend on the routing as if tokens were spread evenly."""
-    dims, element = shape
-    return size_of((tuple(expected.rows if d < 0 else d for d in dims), element)) or 0
-
-
-def _kept_by_calls(
-    main: Graph, functions: Mapping[str, Graph], expected: Expected
-) -> tuple[Counter[tuple[int, int]], int]:
-    """Return the bytes that calls of a shared network keep for its backward, by micro-batch and chunk.
-
-    Second: the bytes that are the same for all calls.
+    Unknown are rows, and after an exchange the width: all elements in one dimension, both of two, the middle one in the
+    gradient of the experts' weights.
     """
-    kept: Counter[tuple[int, int]] = Counter()
-    common = 0
-    own = {p.name for p in main.model.proto.graph.parameter}
-    calls: dict[str, list[Node]] = {}
-    for name, call in main.calls.items():
-        if name == call.name:
-            calls.setdefault(call.proto.op_type[5:], []).append(call)
-    for name, same in calls.items():
-        forward, inside = functions[name], 0
-        for value, item in dict.fromkeys(_captured(forward)):
-            owner = forward.nodes.get(value)
-            if owner is not None and owner.kind not in ("Constant", "", *STRUCTURE):
-                shapes = owner.shapes if item is None else owner.shapes[item : item + 1]
-                inside += sum(_likely_size(shape, expected) for shape in shapes)
-            elif owner is None and value in forward.given:
-                place = forward.given.index(value)
-                sources = {root_of(main, call.proto.input[place])[0] for call in same}
-                size = sum(_likely_size(shape, expected) for shape in forward.shapes[value])
-                if len(sources) > 1:
-                    inside += size
-                elif not sources & own and _is_computed(main, *sources):
-                    common += size
-        for call in same:
-            event = pass_of(main, call.name)
-            kept[event.micro, event.chunk] += inside
-    return kept, common
+    rows, width = expected.rows, expected.elements // max(expected.rows, 1)
 
+    def size(shape: Shape) -> int:
+        dims, element = shape
+        if any(d < 0 for d in dims):
+            if len(dims) == 1:
+                dims = (rows if element in INTEGERS else expected.elements,)
+            elif dims[0] < 0 and len(dims) == 2 and dims[1] < 0:
+                dims = (rows, width)
+            else:
+                unknown = rows if len(dims) == 2 else width
+                dims = tuple(unknown if d < 0 else d for d in dims)
+        return size_of((dims, element)) or 0
 
-def _is_computed(graph: Graph, name: str) -> bool:
-    node = graph.nodes.get(name)
-    return node is not None and node.kind != "Constant"
-
-
-def _captured(forward: Graph) -> Iterable[tuple[str, int | None]]:
-    """Return the values that the forward function of a shared network hands to its backward function."""
-    result = forward.nodes[forward.result]
-    for part in result.inputs:
-        node = forward.nodes.get(part)
-        if node is not None and node.kind == "Partial":
-            yield from (root_of(forward, value) for value in node.inputs[1:])
+    return size
 
 
 class _Links:

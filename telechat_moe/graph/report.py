@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.read import Collective, Expected, Reading, differences, read
-from telechat_moe.graph.schedule import Event, in_flight, most_kept, unmatched
+from telechat_moe.graph.schedule import Event, in_flight, unmatched
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of
@@ -27,10 +27,9 @@ NOTES = {
     "direct for AlltoAll and Send",
     "AlltoAllV": "sizes depend on the routing: expected with tokens spread evenly (tokens x top-k x hidden); "
     "certain is what the static shapes say",
-    "activations": "an estimate: forward tensors that backward or recomputed operators read, micro-batches in "
-    "flight at most",
-    "copies": "weights that all micro-batches read, gathered from a sharded optimizer or in the precision of the "
-    "products, where micro-batches share a network",
+    "activations": "most bytes alive at once in the order of the graph, from an operator to its last reader; the "
+    "backend's order and sharing of memory may differ",
+    "copies": "weights gathered from a sharded optimizer, or in the precision of the products",
     "gradients": "accumulators where there are some, else one gradient a trained parameter (all alive at the "
     "global norm)",
 }
@@ -122,6 +121,7 @@ def _stage(reading: Reading, graph: RankGraph, mesh: Mesh) -> dict[str, Any]:
         },
         "recomputation": _recomputation(reading),
         "memory": _memory(reading),
+        "alive_at_peak": _alive(reading),
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
         "compile_seconds": round(graph.compile_seconds, 2),
@@ -167,13 +167,6 @@ def _recomputation(reading: Reading) -> dict[str, Any]:
 
 def _memory(reading: Reading) -> dict[str, Any]:
     memory = reading.memory
-    kept = {micro: size for micro, size in memory.activations.items() if micro is not None}
-    shared = memory.activations.get(None, 0)
-    flying = in_flight(reading.order)
-    most = most_kept(reading.order, kept) if flying else sum(kept.values())
-    per_micro: Counter[int] = Counter()
-    for (micro, _), size in kept.items():
-        per_micro[micro] += size
     states = memory.parameters + memory.optimizer + memory.gradients + memory.other + memory.copies
     return {
         "parameters": memory.parameters,
@@ -181,11 +174,22 @@ def _memory(reading: Reading) -> dict[str, Any]:
         "gradients": memory.gradients,
         "other": memory.other,
         "copies": memory.copies,
-        "activations": shared + most,
-        "activations_per_micro_batch": max(per_micro.values(), default=shared),
-        "micro_batches_in_flight": max(flying, 1),
-        "total": states + shared + most,
+        "activations": memory.activations,
+        "kept_by_a_pass": memory.kept,
+        "micro_batches_in_flight": max(in_flight(reading.order), 1),
+        "total": states + memory.activations,
     }
+
+
+def _alive(reading: Reading) -> list[dict[str, Any]]:
+    """Return what the peak is made of, layers together, the largest first."""
+    sums: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
+    for (phase, module, kind, shape), size in reading.memory.alive.items():
+        sums[phase, _any_layer(module), kind, shape] += size
+    return [
+        {"phase": phase, "module": module, "kind": kind, "shape": list(shape), "bytes": size}
+        for (phase, module, kind, shape), size in sums.most_common()
+    ]
 
 
 def _event(event: Event) -> dict[str, Any]:
@@ -244,12 +248,15 @@ def by_module(stage: dict[str, Any]) -> dict[tuple[str, str, str], Counter[str]]
     for row in stage["collectives"]:
         if row["phase"] != "forward" or row["purpose"] != "activations":
             continue
-        module = re.sub(r"\.\d+(?=\.|$)", ".*", row["module"])
-        key = (module, row["kind"], f"{row['group']} ({row['size']})")
+        key = (_any_layer(row["module"]), row["kind"], f"{row['group']} ({row['size']})")
         total = sums.setdefault(key, Counter())
         for name in ("count", "bytes", "sent"):
             total[name] += row[name]
     return sums
+
+
+def _any_layer(module: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", module)
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
@@ -269,6 +276,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
         head = ["module", "collective", "group", "calls ", "bytes "]
         found.append((f"{name}: forward collectives by module", head, rows))
         found.append((f"{name}: operators a step", *_operators(stage)))
+        rows = [
+            [a["phase"], a["module"], a["kind"], str(a["shape"]), size_text(a["bytes"])]
+            for a in stage["alive_at_peak"][:12]
+        ]
+        head = ["phase", "module", "operator", "shape", "bytes "]
+        found.append((f"{name}: largest activations at the peak", head, rows))
     found.append(("memory of a device", *_memory_table(result)))
     return [table for table in found if table[2]]
 
@@ -295,7 +308,7 @@ def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "gradients ",
         "other ",
         "copies ",
-        "activations (estimate) ",
+        "activations ",
         "sum ",
     ], rows
 

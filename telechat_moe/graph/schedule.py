@@ -184,22 +184,6 @@ def in_flight(order: Sequence[Event]) -> int:
     return most
 
 
-def most_kept(order: Sequence[Event], sizes: Mapping[tuple[int, int], int]) -> int:
-    """Return the bytes that are kept at most.
-
-    Args:
-        order: Of a rank.
-        sizes: Micro-batch and chunk to the bytes that its forward pass keeps until its backward pass has run.
-    """
-    alive = most = 0
-    for event in order:
-        if event.kind in "FB":
-            size = sizes.get((event.micro, event.chunk), 0)
-            alive += size if event.kind == "F" else -size
-        most = max(most, alive)
-    return most
-
-
 def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
     """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
 

@@ -1,0 +1,234 @@
+"""Which tensors of a compiled step are alive at once: activations from their operator to their last reader.
+
+The graph is walked in its own order, which is MindSpore's topological one, through the calls of networks that micro-batches
+share. Counted is what forward, recomputed and backward operators make. Not counted:
+
+* parameters and states, and what is made of weights alone (gathered or cast), which :attr:`Alive.copies` has;
+* gradients that only the update reads, which are as large as the accumulators (:attr:`.read.Memory.gradients`);
+* constants, views, results in place, and what the update itself needs while no activation is alive.
+
+The backend may run another order and let operators share memory; both are invisible here.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from telechat_moe.graph.nodes import (
+    SAME_MEMORY,
+    STRUCTURE,
+    Graph,
+    Node,
+    Shape,
+    integer_of,
+    module_of,
+)
+
+IN_PLACE = {"AdamWeightDecay", "ApplyMomentum", "Assign", "AssignAdd"}
+PASSES = ("forward", "recompute", "backward")
+
+
+@dataclass(eq=False, slots=True)
+class Tensor:
+    """A tensor in memory.
+
+    Attributes:
+        size: Bytes.
+        phase: Of its operator.
+        node: Its operator; None: a parameter or an input.
+        shape: Shape and type.
+        weights: Made of weights alone.
+        born: Place of its operator in the step.
+        dies: Place of its last reader.
+        gradient: Only the update reads it.
+        call: Number of the call that makes it; 0 = the main function.
+    """
+
+    size: int = 0
+    phase: str = ""
+    node: Node | None = None
+    shape: Shape = ((), 0)
+    weights: bool = False
+    born: int = -1
+    dies: int = -1
+    gradient: bool = False
+    call: int = 0
+
+
+class Closure(NamedTuple):
+    """A function and the first values that it will be called with."""
+
+    name: str
+    values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alive:
+    """What is alive at the peak.
+
+    Attributes:
+        peak: Bytes of activations.
+        tensors: Of the peak, ``(phase, module, primitive, shape)`` to bytes.
+        kept: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
+            operator runs that is recomputed or goes back.
+        copies: Bytes of weights gathered or cast, at most.
+    """
+
+    peak: int
+    tensors: dict[tuple[str, str, str, tuple[int, ...]], int] = field(repr=False)
+    kept: int
+    copies: int
+
+
+def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
+    """Return what is alive at the peak of a step.
+
+    Args:
+        main: Main function.
+        functions: All by name.
+        size_of: Bytes of a shape, also of one that depends on the routing.
+    """
+    walk = _Walk(functions, size_of)
+    walk.run(main, [Tensor() for _ in main.given], 0)
+    return walk.found()
+
+
+class _Walk:
+    def __init__(self, functions: Mapping[str, Graph], size_of: Any) -> None:
+        self.functions, self.size_of = functions, size_of
+        self.tensors: list[Tensor] = []
+        self.phases: list[str] = []  # of each operator of the step
+        self.ends: dict[int, int] = {}  # of each forward call, the place behind it
+        self.calls = 0
+        parameters = next(iter(functions.values())).model.proto.graph.parameter
+        # Gradients are summed in parameters, too.
+        self.parameters = {p.name: Tensor(weights="accu_grads." not in p.name) for p in parameters}
+
+    def run(self, function: Graph, given: Sequence[Any], call: int) -> Any:
+        """Go through a function; return its result."""
+        values: dict[str, Any] = {
+            **self.parameters,
+            **dict(zip(function.given, given, strict=True)),
+        }
+        for node in function.nodes.values():
+            values[node.name] = self._value(function, node, values, call)
+        return values.get(function.result)
+
+    def _read(self, name: str, values: Mapping[str, Any]) -> Any:
+        if name in values:
+            return values[name]
+        return Closure(name) if name in self.functions else Tensor()
+
+    def _value(self, function: Graph, node: Node, values: Mapping[str, Any], call: int) -> Any:
+        kind = node.kind
+        if kind == "Constant":
+            return Tensor(node=node)
+        if not kind:
+            return self._call(function, node, values)
+        inputs = [self._read(name, values) for name in node.inputs]
+        if kind == "MakeTuple":
+            return tuple(inputs)
+        if kind == "TupleGetItem":
+            index = function.nodes.get(node.inputs[1])
+            place = integer_of(index) if index is not None else None
+            packed = inputs[0]
+            return packed[place] if isinstance(packed, tuple) and place is not None else packed
+        if kind == "Partial":
+            first: Closure = inputs[0]
+            return Closure(first.name, (*first.values, *inputs[1:]))
+        if kind == "Switch":
+            return inputs[1]  # a step that is applied
+        if kind in SAME_MEMORY:
+            return inputs[0]
+        if kind in STRUCTURE:
+            return None
+        return self._operator(function, node, inputs, call)
+
+    def _operator(self, function: Graph, node: Node, inputs: Sequence[Any], call: int) -> Any:
+        now, phase = len(self.phases), function.phases[node.name]
+        update = phase == "optimizer" and node.kind != "Send"
+        self.phases.append(phase)
+        read = list(_tensors(inputs))
+        for tensor in read:
+            tensor.dies = now
+            tensor.gradient = update
+        if node.kind in IN_PLACE:
+            return inputs[0]
+        data = [t for t in read if t.node is None or t.node.kind != "Constant"]
+        weights = bool(data) and all(t.weights for t in data)
+        made = [
+            Tensor(self.size_of(shape), phase, node, shape, weights, now, now, call=call)
+            for shape in node.shapes
+        ]
+        self.tensors += made
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _call(self, function: Graph, node: Node, values: Mapping[str, Any]) -> Any:
+        target = self._read(node.proto.op_type[5:], values)
+        if not isinstance(target, Closure):
+            return None
+        self.calls += 1
+        number = self.calls
+        callee = self.functions[target.name]
+        given = [*target.values, *(self._read(name, values) for name in node.inputs)]
+        # What only orders effects stands last and may be left out.
+        given = (given + [None] * len(callee.given))[: len(callee.given)]
+        result = self.run(callee, given, number)
+        if callee.part == "forward":
+            self.ends[number] = len(self.phases)
+        return result
+
+    def found(self) -> Alive:
+        """Return the peak of all that was walked through."""
+        born: defaultdict[int, list[Tensor]] = defaultdict(list)
+        dead: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for tensor in self.tensors:
+            if tensor.phase in PASSES and not (tensor.phase == "backward" and tensor.gradient):
+                born[tensor.born].append(tensor)
+                dead[tensor.dies].append(tensor)
+        now = copies = peak = most_copies = at = 0
+        turn = None
+        for place, phase in enumerate(self.phases):
+            if phase in ("recompute", "backward") and turn is None:
+                turn = now
+            for tensor in born[place]:
+                now, copies = _add(now, copies, tensor, 1)
+            if phase in PASSES and now > peak:
+                peak, at = now, place
+            most_copies = max(most_copies, copies)
+            for tensor in dead[place]:
+                now, copies = _add(now, copies, tensor, -1)
+        counted = [t for same in born.values() for t in same if not t.weights]
+        here: Counter[tuple[str, str, str, tuple[int, ...]]] = Counter()
+        kept: Counter[int] = Counter()
+        for tensor in counted:
+            if tensor.born <= at <= tensor.dies:
+                module = module_of(tensor.node.scope) if tensor.node else ""
+                kind = tensor.node.kind if tensor.node else ""
+                here[tensor.phase, module, kind, tensor.shape[0]] += tensor.size
+            if tensor.call in self.ends and tensor.dies >= self.ends[tensor.call]:
+                kept[tensor.call] += tensor.size
+        return Alive(
+            peak=peak,
+            tensors=dict(here.most_common()),
+            kept=max(kept.values(), default=turn or 0),
+            copies=most_copies,
+        )
+
+
+def _add(now: int, copies: int, tensor: Tensor, sign: int) -> tuple[int, int]:
+    """Return the bytes of activations and of copies with a tensor more or less."""
+    if tensor.weights:
+        return now, copies + sign * tensor.size
+    return now + sign * tensor.size, copies
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Closure):
+            yield from _tensors(value.values)
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
