@@ -1,34 +1,35 @@
-"""Converts weights in a process of its own and prints what it took: SRC DST TO SHARD_BYTES CONFIG(JSON) [PAUSE].
+"""Converts weights in a process of its own and prints what it took: SRC DST TO SHARD_BYTES CONFIG(JSON) [paced].
 
-With PAUSE it says when it begins and rests so many seconds at every piece.
+With "paced" it says so before every piece, and waits for a line.
 """
 
 import json
 import os
-import resource
 import sys
 import time
+from pathlib import Path
 
 from telechat_moe.interop.hf import convert
 from telechat_moe.recipe import ModelConfig
 
 
 def peak() -> int:
-    """Return the peak of this process's resident memory, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Return the peak of this process's resident memory, in bytes; rusage begins with the parent's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 if __name__ == "__main__":
     src, dst, to, shard_bytes, config = sys.argv[1:6]
-    pause = float(sys.argv[6]) if len(sys.argv) > 6 else None
+    paced = "paced" in sys.argv[6:]
     start, begin = peak(), time.monotonic()
 
-    def rest(what: str, done: int, total: int) -> None:
-        if pause is not None:
-            os.write(1, b"moved\n")
-            time.sleep(pause)
+    def wait(what: str, done: int, total: int) -> None:
+        if paced:
+            os.write(1, b"piece\n")
+            sys.stdin.readline()
 
-    result = convert(src, dst, ModelConfig(**json.loads(config)), to, int(shard_bytes), rest)
+    result = convert(src, dst, ModelConfig(**json.loads(config)), to, int(shard_bytes), wait)
     report = {
         "start": start,
         "peak": peak(),
