@@ -1,5 +1,7 @@
 """What taps record of a MindSpore graph: the values, in the order in which they were, and nothing is changed by it."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.ops.attention import FlashAttention
 from telechat_moe.tools.align import fingerprint, metrics, msprobe
 from telechat_moe.tools.align.capture_mindspore import Tapped, capture
 from telechat_moe.tools.align.replay import replay
@@ -133,6 +136,48 @@ def test_taps_change_no_bit():
         a, b = plain(Tensor(X)), recorder(Tensor(X))
         assert a.asnumpy().tobytes() == b.asnumpy().tobytes()
     assert plain.layers[0].weight.asnumpy().tobytes() == tapped.layers[0].weight.asnumpy().tobytes()
+
+
+class Attention(nn.Cell):
+    """Flash attention on documents of 50 tokens; all scores are alike, or not."""
+
+    def __init__(self, compute_dtype):
+        super().__init__(auto_prefix=False)
+        self.core = FlashAttention(0.25, compute_dtype)
+        start = np.arange(200) // 50 * 50
+        self.start = Tensor(np.tile(start, (2, 1)).astype(np.int32))
+        self.gradient = ms.grad(self.loss, (0, 1, 2))
+
+    def loss(self, q, k, v):
+        return self.core(q, k, v, self.start)[0].sin().sum()
+
+    def construct(self, q, k, v):
+        return self.gradient(q, k, v)
+
+
+def judged(rank):
+    """Return the verdicts on attention."""
+    return [x for found in replay(rank) for x in found if "FlashAttention" in x.key]
+
+
+@pytest.mark.parametrize("scores", [1e-4, 3.0])
+@pytest.mark.parametrize("compute_dtype", [ms.float32, ms.bfloat16])
+def test_fused_attention_is_judged_in_both_types(tmp_path, compute_dtype, scores):
+    """Products of rounded operands: within their bounds, which bfloat16 does not make blind."""
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((2, 200, 3, width)).astype(np.float32) for width in (16, 16, 8))
+    q, v = q * scores, v + 0.5
+    capture(Attention(compute_dtype), *map(Tensor, (q, k, v)), out=tmp_path / "dump")
+    rank = msprobe.read(tmp_path / "dump").ranks[0, 0]
+    kernels = judged(rank)
+    assert len(kernels) == 5  # output, log-sum-exp, three gradients
+    assert {x.status for x in kernels} == {"pass"}, kernels
+    for x in kernels:
+        outputs = rank.calls[x.key].outputs
+        at = int(x.place.split(".")[1])
+        wrong = outputs[at].load() * np.float32(1.03)
+        outputs[at] = dataclasses.replace(outputs[at], read=lambda wrong=wrong: wrong)
+    assert {x.status for x in judged(rank)} == {"diverged"}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.approx import Approx, concatenate, gradients, where
-from telechat_moe.tools.align.numerics import round_to
+from telechat_moe.tools.align.numerics import FLOATS, round_to
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
@@ -25,6 +25,17 @@ def _operand(x: Any, bf16: Any) -> Approx:
     """Return an operand of a product, rounded first where the kernel does."""
     x = floating(x)
     return x.constant(round_to(x.value, "bfloat16")) if bf16 else x
+
+
+def _halved(x: Approx) -> Approx:
+    """Return what a kernel made itself and rounded to bfloat16 for a product; to which side is not known."""
+    return x.plus(FLOATS["bfloat16"].unit * np.abs(x.value))
+
+
+def _product(made: Approx, given: Approx) -> Approx:
+    """Multiply what a kernel made and rounded by an operand. Values alike, as flat probabilities, round alike."""
+    out = _halved(made).matmul(given)
+    return out.plus(FLOATS["bfloat16"].unit * np.abs(out.value))
 
 
 def _back(
@@ -98,7 +109,7 @@ def _grouped_swiglu_grad(a: Arguments) -> Any:
     g, u = floating(a.g), floating(a.u)
     dg, du = _back([g * g.sigmoid() * u], [a.grad], [g, u])
     if a.bf16:
-        raise NotJudgedError("where its backward pass rounds to bfloat16 is not said")
+        dg, du = _halved(dg), _halved(du)
     dx1, dgate = _back([_grouped(x, gate, a.sizes)], [dg], [x, gate])
     dx2, dup = _back([_grouped(x, up, a.sizes)], [du], [x, up])
     return [dx1 + dx2, dgate, dup]
@@ -107,18 +118,29 @@ def _grouped_swiglu_grad(a: Arguments) -> Any:
 # ------------------------------------------------------------------ attention
 
 
-def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, Approx]:
-    """Return output ``[B, S, N, D]`` and log-sum-exp ``[B, N, S]``; a query sees keys from ``start`` to its own."""
-    heads = [x.transpose(0, 2, 1, 3) for x in (q, k, v)]
-    score = heads[0].matmul(heads[1].swap(-1, -2)) * float(a.scale)
+def _heads(*tensors: Approx) -> list[Approx]:
+    """Return ``[B, N, S, D]`` from ``[B, S, N, D]``, or back."""
+    return [x.transpose(0, 2, 1, 3) for x in tensors]
+
+
+def _scores(a: Arguments, q: Approx, k: Approx) -> Approx:
+    """Return ``[B, N, S, S]``; a query sees keys from ``start`` to its own, other scores are minus infinity."""
+    score = q.matmul(k.swap(-1, -2)) * float(a.scale)
     key = np.arange(score.shape[-1])
     query = np.arange(score.shape[-2])[:, None]
     seen = (key <= query) & (key >= _index(a.start)[:, None, :, None])
-    score = where(np.broadcast_to(seen, score.shape), score, -np.inf)
+    return where(np.broadcast_to(seen, score.shape), score, -np.inf)
+
+
+def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, Approx]:
+    """Return output ``[B, S, N, D]`` and log-sum-exp ``[B, N, S]``."""
+    q, k, v = _heads(q, k, v)
+    score = _scores(a, q, k)
     top = score.value.max(-1, keepdims=True)
     e = (score - top).exp()
     total = e.sum(-1, True)
-    out = (e / total).matmul(heads[2]).transpose(0, 2, 1, 3)
+    p = e / total
+    (out,) = _heads(_product(p, v) if a.bf16 else p.matmul(v))
     return out, (total.log() + top).reshape(*score.shape[:-1])
 
 
@@ -132,10 +154,17 @@ def _flash(a: Arguments) -> Any:
     "TelechatFlashAttentionGrad", stores=True, signature="q k v start output lse grad", scale=1.0, bf16=False
 )  # fmt: skip
 def _flash_grad(a: Arguments) -> Any:
-    if a.bf16:
-        raise NotJudgedError("where its backward pass rounds to bfloat16 is not said")
-    q, k, v = (floating(x) for x in (a.q, a.k, a.v))
-    return _back([_attention(a, q, k, v)[0]], [a.grad], [q, k, v])
+    if not a.bf16:
+        q, k, v = (floating(x) for x in (a.q, a.k, a.v))
+        return _back([_attention(a, q, k, v)[0]], [a.grad], [q, k, v])
+    # Dao et al. 2022, algorithm 4: from the output and log-sum-exp that the forward pass gave.
+    q, k, v, grad = _heads(*(_operand(x, True) for x in (a.q, a.k, a.v, a.grad)))
+    lse = floating(a.lse)
+    p = (_scores(a, q, k) - lse.reshape(*lse.shape, 1)).exp()
+    (delta,) = _heads((floating(a.output) * floating(a.grad)).sum(-1, True))
+    ds = p * (grad.matmul(v.swap(-1, -2)) - delta) * float(a.scale)
+    pairs = ((ds, k), (ds.swap(-1, -2), q), (p.swap(-1, -2), grad))
+    return _heads(*(_product(made, given) for made, given in pairs))
 
 
 def _turned(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
