@@ -8,6 +8,7 @@ import pytest
 os.environ.setdefault("GLOG_v", "3")  # before mindspore is imported
 
 import mini_recipe as mini
+from running import Hold
 
 COMMAND = [sys.executable, "-c", "import sys; from telechat_moe.cli import main; sys.exit(main())"]
 
@@ -15,6 +16,12 @@ COMMAND = [sys.executable, "-c", "import sys; from telechat_moe.cli import main;
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mini.write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def hold(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """The runs of this test stand still after a step."""
+    return Hold(tmp_path_factory.mktemp("hold"), monkeypatch)
 
 
 @pytest.fixture

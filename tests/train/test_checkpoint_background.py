@@ -2,13 +2,13 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import mini_recipe as mini
 import numpy as np
 import pytest
+from running import PATIENCE_S, steps_in, until
 from saved import Groups, assert_equal
 from test_checkpoint_crashes import mount  # noqa: F401
 
@@ -86,22 +86,26 @@ def test_a_parameter_that_was_given_other_memory_is_found(
 
 def test_a_save_returns_while_it_is_written_and_the_next_one_waits() -> None:
     parameters, said, written = sources(1), [], []
-    saver = Saver(parameters, say=said.append)
     go, here = threading.Event(), threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        go.set()
+
+    saver = Saver(parameters, say=say)
 
     def write(groups: Groups) -> None:
         here.set()
-        assert go.wait(30)
+        assert go.wait(PATIENCE_S)
         written.append({g: {n: x.copy() for n, x in names.items()} for g, names in groups.items()})
 
     first = values(parameters)
     saver.save("the first", write)
-    assert here.wait(30)
+    assert here.wait(PATIENCE_S)
     assert saver.busy
     saver.poll()  # does not wait
     train(parameters, 2)
     second = values(parameters)
-    threading.Timer(0.2, go.set).start()
     saver.save("the second", write)
     assert said == ["the second waits: the one before is still being written"]
     saver.wait(last=True)
@@ -117,13 +121,7 @@ def test_the_first_failure_stops_at_the_next_step() -> None:
     saver = Saver(sources(1))
     saver.save("it", fail)
     with pytest.raises(CheckpointError, match="disk full"):
-        until(lambda: saver.poll())
-
-
-def until(action: Callable[[], None]) -> None:
-    for _ in range(1000):
-        action()
-        time.sleep(0.005)
+        until(saver.poll)
 
 
 def test_failures_up_to_the_limit_are_warnings_but_not_of_the_last() -> None:
@@ -190,19 +188,19 @@ def run(data: Path, output: Path, *flags: str, **changes: object) -> int:
 def test_what_is_saved_meanwhile_is_what_is_saved_at_once(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held back, so that steps are done before it reads the copy."""
+    """The writer waits until a later step is done before it reads the copy."""
     assert run(data, tmp_path / "once", telechat_moe__saving__background=False) == 0
     real, behind = checkpoint.save, []
 
     def late(root: Path, step: int, *args: object, **more: object) -> Path:
-        time.sleep(0.2)
-        records = metrics.read(tmp_path / "meanwhile" / "metrics.jsonl")
-        behind.append(max(r["step"] for r in records if r["event"] == "step") - step)
+        later = min(step + 1, mini.STEPS)
+        until(lambda: steps_in(tmp_path / "meanwhile" / "metrics.jsonl") >= later)
+        behind.append(later - step)
         return real(root, step, *args, **more)  # pyright: ignore
 
     monkeypatch.setattr(checkpoint, "save", late)
     assert run(data, tmp_path / "meanwhile") == 0
-    assert max(behind) > 0
+    assert behind == [1, 1, 1, 0]
     paths = checkpoint.list_checkpoints(tmp_path / "once" / "checkpoints")
     assert [p.name for p in paths] == [f"step-{s:08d}" for s in (12, 9, 6)]
     for path in paths:
