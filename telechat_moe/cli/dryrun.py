@@ -14,11 +14,13 @@ from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
 from telechat_moe.errors import BadInputError, UsageError
 
+PREDICT = "telechat_moe.tools.plan.predict"
 EPILOG = """\
 example:
   telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
   telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
   telechat-moe dryrun my_recipe.yaml --check-rank 13
+  telechat-moe dryrun planned.yaml --stage all --confirm
   telechat-moe dryrun my_recipe.yaml --diff my_other_recipe.yaml --json -
   telechat-moe dryrun my_recipe.yaml --diff-mindformers
   telechat-moe dryrun deepseek3/pretrain_deepseek3_671b.yaml --mindformers
@@ -27,10 +29,14 @@ MindSpore's front end compiles the training step (forward, backward, optimizer) 
 this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
 their own groups, and --check-rank proves it for one of them by compiling it too.
 
+With --confirm the graph is held against what the planner says of the recipe (telechat_moe.tools.plan.predict): trained
+parameters and collectives (kind, group, bytes, count, phase) must be equal, the activations that are alive at the peak
+within 5 %.
+
 With --mindformers it is MindFormers' own model (extra `mindformers`), unchanged, from the same recipe or from one
 that comes with MindFormers.
 
-exit codes: 0 ok, 1 the rank checked has another graph, or a send has no receive, 2 usage, 3 bad recipe,
+exit codes: 0 ok, 1 the rank checked has another graph, a send has no receive, or --confirm found a difference, 2 usage, 3 bad recipe,
 MindSpore refuses the layout, or MindFormers is asked for and not installed
 """
 
@@ -56,6 +62,11 @@ def register(subparsers: Any) -> None:
         type=int,
         metavar="R2",
         help="compile this rank too and compare it with what is derived for it",
+    )
+    parser.add_argument(
+        "--confirm",
+        action="store_true",
+        help="compare with what the planner predicts of the recipe",
     )
     parser.add_argument(
         "--target",
@@ -87,7 +98,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.mindformers and args.target != "Ascend":
         raise UsageError(f"--target {args.target}: MindFormers' model has Ascend's operators only")
+    predicted = _predicted(args) if args.confirm else None
     result, mesh, graphs, checked = _compile(args, args.recipe, args.mindformers)
+    confirmed = True
+    if predicted is not None:
+        result["confirm"] = import_module(PREDICT).differences(predicted, result)
+        confirmed = not any(stage["differences"] for stage in result["confirm"])
     same = checked is None or check_derived(result, mesh, graphs, checked)
     compared = None
     if args.diff or args.diff_mindformers:
@@ -101,7 +117,16 @@ def run(args: argparse.Namespace) -> int:
         Path(args.html).write_text(page(result, compared), encoding="utf-8")
     if not write_json(args.json, result):
         _show(result, compared)
-    return 0 if same and not result["unmatched_transfers"] else 1
+    return 0 if same and confirmed and not result["unmatched_transfers"] else 1
+
+
+def _predicted(args: argparse.Namespace) -> list[Any]:
+    """Return what the planner says of each stage."""
+    from telechat_moe.recipe import load
+
+    if args.mindformers or args.target != "Ascend":
+        raise UsageError("--confirm: the planner predicts our own model's graph for target Ascend")
+    return import_module(PREDICT).predict(load(args.recipe, args.overrides, devices=args.devices))
 
 
 def _compile(
@@ -210,6 +235,7 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
     for problem in result["unmatched_transfers"]:
         print(f"NOT MATCHED: {problem}")
     _show_check(result["check"])
+    _show_confirm(result.get("confirm", []))
     for name, text in result["notes"].items():
         print(f"{name}: {text}")
     print(result["limits"])
@@ -225,6 +251,27 @@ def _show_check(check: dict[str, Any] | None) -> None:
     )
     for text in check["differences"]:
         print(f"  {text}")
+
+
+def _show_confirm(stages: list[dict[str, Any]]) -> None:
+    from telechat_moe.graph.report import size_text
+
+    if not stages:
+        return
+    rows: list[list[str]] = []
+    for s in stages:
+        planned, compiled = s["activations"]
+        cells = [f"{n:,}" for n in (*s["parameters"], *s["calls"])]
+        cells += [size_text(n) for n in (*s["bytes"], planned, compiled)]
+        off = f"{planned / compiled - 1:+.1%}"
+        rows.append([str(s["stage"]), *cells, off, "differs" if s["differences"] else "confirmed"])
+    heads = ("parameters", "collectives", "bytes", "activations")
+    both = [f"{head} {side} " for head in heads for side in ("planned", "compiled")]
+    print("\nwhat was planned against what is compiled")
+    show_table(["stage", *both, "off ", ""], rows)
+    for s in stages:
+        for line in s["differences"]:
+            print(f"stage {s['stage']}: {line}")
 
 
 def _tables(found: Sequence[tuple[str, list[str], list[list[str]]]]) -> None:

@@ -1,16 +1,21 @@
-"""The real graph of planned recipes: MindSpore compiles them, and every stage has the parameters that were planned.
+"""The real graph of planned recipes: MindSpore compiles them, and every stage has what was predicted.
 
 pytest -m slow tests/plan/test_dryrun_plans.py        about half a minute a stage
 """
 
+import copy
 import json
+from collections import Counter
 
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.tools.plan.exact import stage_elements
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import load
 from telechat_moe.tools.plan.planner import question
+from telechat_moe.tools.plan.predict import calls_of, differences, predict
 
+RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -36,30 +41,106 @@ SETTINGS = [f"model.model_config.{name}={value}" for name, value in SMALL.items(
     "parallel.pipeline_config.pipeline_scheduler=1f1b",
     "parallel.pipeline_config.pipeline_interleave=False",
 ]
+# What is fixed, and the memory of a device in MiB, where too little of it makes the planner recompute layers.
 PLANS = [
-    "pp=1 tp=2 sp=false",
-    "pp=1 tp=2 sp=true recompute=full",
-    "pp=1 tp=4 etp=4",
-    "pp=1 cp=2 ep=4",
-    "pp=2 tp=2 vpp=1 sp=true",
-    "pp=2 tp=1 vpp=2 recompute=none",
-    "pp=2 tp=1 vpp=1 recompute=full",
-    "pp=2 tp=2 vpp=2 recompute=norm+activation",
+    ("pp=1 tp=2 sp=false zero=0", None),
+    ("pp=1 tp=2 sp=true zero=1 micro_batch=2 ep=1 etp=1 recompute=full", 134),
+    ("pp=1 tp=4 etp=4 zero=0 micro_batch=4", None),
+    ("pp=1 cp=2 ep=4 zero=1", None),
+    ("pp=2 tp=2 vpp=1 sp=true zero=1", None),
+    ("pp=2 tp=1 vpp=2 recompute=none zero=0", None),
+    ("pp=2 tp=1 vpp=1 zero=1 micro_batch=2 recompute=full", 126),
+    ("pp=2 tp=2 vpp=2 recompute=norm+activation zero=0", None),
 ]
+
+
+def planned(fixed, mib, tmp_path, settings=SETTINGS, devices=4):
+    """Return the file of a planned recipe, and the layout."""
+    memory = mib and mib * 2**20
+    asked = question(RECIPE, settings, devices, "ascend-910b", memory, 16, fixed.split())
+    plan = asked.answer(top=1)
+    assert plan.optimal
+    file = tmp_path / "plan.yaml"
+    file.write_text(asked.recipe_text(plan))
+    return file, plan.best[0].layout
+
+
+def compiled(file, tmp_path):
+    """Return the dry run's report of all stages; it exits with 0 only if they are as predicted."""
+    report = tmp_path / "report.json"
+    code = main(["dryrun", str(file), "--stage", "all", "--confirm", "--json", str(report)])
+    found = json.loads(report.read_text())
+    assert [stage["differences"] for stage in found["confirm"]] == [[]] * len(found["stages"])
+    assert code == 0
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.mindspore
-@pytest.mark.parametrize("fixed", PLANS)
-def test_stages_have_the_planned_parameters(fixed: str, tmp_path) -> None:
-    recipe = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
-    asked = question(recipe, SETTINGS, 4, "ascend-910b", None, 16, [*fixed.split(), "zero=0"])
-    plan = asked.answer(top=1)
-    assert plan.optimal
-    file, report = tmp_path / "plan.yaml", tmp_path / "report.json"
-    file.write_text(asked.recipe_text(plan))
+@pytest.mark.parametrize(("fixed", "mib"), PLANS)
+def test_stages_have_what_was_planned(fixed, mib, tmp_path) -> None:
+    file, layout = planned(fixed, mib, tmp_path)
     assert main(["check", str(file), "--devices", "4"]) == 0
-    assert main(["dryrun", str(file), "--stage", "all", "--json", str(report)]) == 0
-    found = json.loads(report.read_text())
-    trained = [stage["memory"]["gradients"] // 4 for stage in found["stages"]]
-    assert trained == stage_elements(asked.architecture, plan.best[0].layout)
+    if "recompute=full" in fixed:
+        assert any(layout.recompute_layers)
+    for stage in compiled(file, tmp_path)["confirm"]:
+        for name in ("parameters", "calls", "bytes"):
+            mine, theirs = stage[name]
+            assert mine == theirs
+        mine, theirs = stage["activations"]
+        assert mine == pytest.approx(theirs, rel=0.05)
+
+
+TWO_LAYERS = [*SETTINGS, "model.model_config.num_hidden_layers=2"]
+
+
+@pytest.mark.mindspore
+def test_a_small_plan_is_compiled_as_predicted_and_a_fault_shows(tmp_path) -> None:
+    file, _ = planned("pp=1 tp=2 sp=true micro_batch=4", None, tmp_path, TWO_LAYERS, 2)
+    report = compiled(file, tmp_path)
+    stages = predict(load(str(file)))
+    for change in (_without_a_gather, _larger, _more_alive):
+        wrong = copy.deepcopy(report)
+        change(wrong["stages"][0])
+        (found,) = differences(stages, wrong)
+        assert len(found["differences"]) == 1
+
+
+def _without_a_gather(stage) -> None:
+    row = next(r for r in stage["collectives"] if r["kind"] == "AllGather")
+    size = row["bytes"] // row["count"]
+    row["count"] -= 1
+    row["bytes"] -= size
+
+
+def _larger(stage) -> None:
+    stage["memory"]["gradients"] += 4
+
+
+def _more_alive(stage) -> None:
+    stage["memory"]["activations"] = round(stage["memory"]["activations"] * 1.1)
+
+
+def test_all_to_all_v_carries_every_pair_of_token_and_expert_both_ways(tmp_path) -> None:
+    """Two exchanges a layer with experts, forward and backward, of tokens x top-k x hidden elements of two bytes."""
+    file, layout = planned("pp=2 tp=1 vpp=1 ep=2", None, tmp_path)
+    pairs = layout.micro_batch * 256 // layout.tp * 2
+    exchanges: Counter[str] = Counter()
+    for stage in predict(load(str(file))):
+        for call, times in stage.calls.items():
+            if call.kind == "AlltoAllV":
+                assert call.bytes == 2 * pairs * 128
+                exchanges[call.phase] += times
+    layers = 5 + 1  # with experts, and MTP
+    assert exchanges == dict.fromkeys(("forward", "backward"), 2 * layers * layout.micro_batches)
+
+
+def test_a_recipe_that_no_formula_covers_is_refused() -> None:
+    with pytest.raises(BadInputError, match=r"moe_z_loss_coeff is 0\.1; .* for 0\.0 only"):
+        predict(load(RECIPE, ["model.model_config.moe_z_loss_coeff=0.1"]))
+
+
+def test_calls_of_a_report_are_counted_one_by_one() -> None:
+    row = {"phase": "forward", "kind": "Send", "ranks": [0, 2], "bytes": 12, "count": 3}
+    ((call, times),) = calls_of({"collectives": [row]}).items()
+    assert (call.bytes, times) == (4, 3)

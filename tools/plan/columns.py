@@ -19,7 +19,7 @@ _ARCHITECTURE = (
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
-    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "flash", "fused", "fused_loss", "overlap",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "flash", "fused", "fused_loss", "overlap",
     "tp_overlap", "ep_overlap", "graphs", "imbalance", "devices",
 )  # fmt: skip
 PARTLY = {

@@ -6,10 +6,7 @@ from typing import Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.load import load
 from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.layout import Layout
-
-MODULES = {"norm": "norms", "activation": "swiglu"}
-"""Words of `Layout.recompute` and the modules that recipes call so."""
+from telechat_moe.tools.plan.layout import MODULES, Layout
 
 
 def settings(layout: Layout, layers: int) -> dict[str, Any]:

@@ -10,6 +10,8 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
 ]
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
+MODULES = {"norm": "norms", "activation": "swiglu"}
+"""Words of `Layout.recompute` and the modules that recipes call so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,9 @@ class Layout:
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
     """Per parameter: float32 master copy and two moments."""
+
+    residual_bytes: int = 2
+    """Per element of the residual stream."""
 
     flash: bool = True
     """Attention without score-sized tensors in memory."""
@@ -191,6 +196,7 @@ class Layout:
             parameter_bytes=width,
             gradient_bytes=width,
             optimizer_bytes=8 if width == 4 else 12,
+            residual_bytes=4 if c.fp32_residual_connection else 2,
         )
 
 
@@ -217,9 +223,13 @@ def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] |
 def _recompute(recipe: Recipe, chunks: int, layers: int) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
+    whole = section.recompute if section is not None else False
+    asked = recipe.telechat_moe.sharding.recompute
+    modules = [word for word, name in MODULES.items() if name in asked]
+    if modules and not whole:
+        return "+".join(modules), None
     if section is None:
         return "none", None
-    whole = section.recompute
     if isinstance(whole, list) and whole:
         flat: list[int] = []
         for entry in whole:
