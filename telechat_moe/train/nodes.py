@@ -40,6 +40,7 @@ class _Agent:
     log: Path
     heard: float = field(default_factory=time.monotonic)
     is_up: bool = False
+    has_closed: bool = False
     answer: dict[str, Any] | None = None
 
     def tell(self, what: Any) -> None:
@@ -140,6 +141,7 @@ class Machines:
                 continue
             if isinstance(said, dict):
                 self.said.put((agent, said))
+        self.said.put((agent, {"closed": True}))
 
     def _hear(self) -> None:
         """Take in what the agents said; raise what ends the run."""
@@ -147,23 +149,18 @@ class Machines:
             while True:
                 agent, said = self.said.get_nowait()
                 agent.heard = time.monotonic()
-                agent.is_up = agent.is_up or "up" in said
+                agent.is_up |= "up" in said
+                agent.has_closed |= "closed" in said
                 if "answer" in said:
                     agent.answer = said["answer"]
         for agent in self.agents:
             code = agent.process.poll()
-            if code is not None and agent.answer is None and self.said.empty():
-                self._settle_output(agent, code)
-
-    def _settle_output(self, agent: _Agent, code: int) -> None:
-        """Note that an agent ended without an answer; the last of what it said may still be on its way."""
-        time.sleep(POLL_S)
-        if not self.said.empty():
-            return
-        agent.answer = {
-            "kind": "lost",
-            "message": f"host {agent.node.host}: its agent ended with exit code {code}:{agent.last_lines()}",
-        }
+            # Its answer may come after its end, until the connection is closed.
+            if code is not None and agent.has_closed and agent.answer is None:
+                agent.answer = {
+                    "kind": "lost",
+                    "message": f"host {agent.node.host}: its agent ended with exit code {code}:{agent.last_lines()}",
+                }
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S

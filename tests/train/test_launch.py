@@ -11,8 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
+from running import Hold, interrupt, left_over, named, rank, steps_in, until, wait_for_step
 
 from telechat_moe.cli import main
 from telechat_moe.recipe import load
@@ -57,14 +57,15 @@ def curve(output: Path) -> np.ndarray:
 def whole(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """A run that nothing interrupts, started with umask 0 and bound to cores."""
     output = tmp_path_factory.mktemp("launch") / "run"
-    before = os.umask(0)
-    watch = Watch(output)
-    try:
-        assert main(launch(data, output, "--bind")) == 0
-    finally:
-        os.umask(before)
-        watch.seen.setdefault("cores", [])
-        watch.end()
+    with pytest.MonkeyPatch.context() as patch:
+        hold = Hold(output.parent, patch)
+        hold.at(1)  # until the watch has seen its processes
+        before, watch = os.umask(0), Watch(output, hold)
+        try:
+            assert main(launch(data, output, "--bind")) == 0
+        finally:
+            os.umask(before)
+            watch.end()
     (output.parent / "seen.json").write_text(json.dumps(watch.seen))
     assert len(curve(output)) == STEPS
     return output
@@ -80,10 +81,11 @@ def prepared(tmp_path: Path, whole: Path) -> Path:
 
 
 class Watch:
-    """Looks at the processes of a run from a thread: where they listen, on which cores they run."""
+    """Looks at the processes of a held run from a thread: where they listen, on which cores they run."""
 
-    def __init__(self, output: Path) -> None:
-        self.output, self.seen, self.over = output, {"listen": []}, threading.Event()
+    def __init__(self, output: Path, hold: Hold) -> None:
+        self.output, self.hold, self.over = output, hold, threading.Event()
+        self.seen = {"listen": [], "cores": []}
         self.thread = threading.Thread(target=self._look)
         self.thread.start()
 
@@ -104,36 +106,37 @@ class Watch:
             self.seen["listen"] = sorted(listen)
             if len(cores) == 2:
                 self.seen["cores"] = sorted(cores)
+            if listen and self.seen["cores"]:
+                self.hold.release()
 
     def end(self) -> None:
         self.over.set()
         self.thread.join()
 
 
-def strike(output: Path, step: int, rank: int, number: int) -> threading.Thread:
-    """Send a signal to a rank once the run has done a step; returns the thread that waits for it."""
-
-    def wait() -> None:
-        metrics = output / "metrics.jsonl"
-        for _ in range(12000):
-            if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
-                os.kill(int((output / f".job/control/rank_{rank}.pid").read_text()), number)
-                return
-            time.sleep(0.005)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread
+Strike = Callable[[Path, int, Callable[[], object]], None]
 
 
-def left_over(folder: Path) -> list[str]:
-    """Return the processes whose command line names a folder."""
-    for _ in range(30):  # one that was killed takes a moment to go
-        lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-        if not (found := [line for line in lines if str(folder) in line]):
-            break
-        time.sleep(0.1)
-    return found
+@pytest.fixture
+def strike(hold: Hold) -> Iterator[Strike]:
+    """Does something to a run once it has done a step; the run stands still until then."""
+    over, threads = threading.Event(), []
+
+    def strike(output: Path, step: int, act: Callable[[], object]) -> None:
+        def wait() -> None:
+            until(lambda: over.is_set() or steps_in(output / "metrics.jsonl") >= step)
+            if not over.is_set():
+                act()
+            hold.release()
+
+        hold.at(step)
+        threads.append(threading.Thread(target=wait))
+        threads[-1].start()
+
+    yield strike
+    over.set()
+    for thread in threads:
+        thread.join()
 
 
 # ------------------------------------------------------------------------------ one machine
@@ -172,11 +175,10 @@ def test_the_resolved_recipe_is_the_recipe(whole: Path, data: Path) -> None:
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on(
-    prepared: Path, data: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+    prepared: Path, data: Path, whole: Path, strike: Strike, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    thread = strike(prepared, 8, 1, signal.SIGKILL)
+    strike(prepared, 8, lambda: os.kill(rank(prepared, 1), signal.SIGKILL))
     code = main(launch(data, prepared, "--restart", "1"))
-    thread.join()
     said = capsys.readouterr().err
     assert code == 0, said
     assert re.search(
@@ -195,13 +197,13 @@ def test_a_process_that_hangs_is_named_and_the_run_goes_on(
     prepared: Path,
     data: Path,
     whole: Path,
+    strike: Strike,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(processes, "SILENCE_S", 5.0)
-    thread = strike(prepared, 8, 0, signal.SIGSTOP)
+    strike(prepared, 8, lambda: os.kill(rank(prepared, 0), signal.SIGSTOP))
     code = main(launch(data, prepared, "--restart", "1"))
-    thread.join()
     said = capsys.readouterr().err
     assert code == 0, said
     assert re.search(r"rank 0 \(process \d+\) hangs in step \d+ on \S+: its state is stopped", said)
@@ -236,16 +238,20 @@ def test_a_worker_s_message_and_exit_code_are_the_launch_s(
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_ends_everything(prepared: Path, data: Path, whole: Path) -> None:
+def test_ctrl_c_saves_and_ends_everything(
+    prepared: Path, data: Path, whole: Path, hold: Hold
+) -> None:
+    hold.at(5)
     process = subprocess.Popen(
         [sys.executable, "-m", "telechat_moe.cli", *launch(data, prepared, "--restart", "2")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    strike(prepared, 5, 0, 0).join()
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=90)
+    wait_for_step(prepared, 5, process)
+    interrupt(prepared, process)
+    hold.release()
+    said, _ = process.communicate()
     assert process.returncode == 130, said
     done = len(curve(prepared))
     assert 5 <= done < STEPS
@@ -472,10 +478,14 @@ def listening(host: str) -> set[str]:
 
 
 def test_a_process_on_another_machine_is_named_and_all_machines_go_on(
-    machines: Path, prepared: Path, data: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+    machines: Path,
+    prepared: Path,
+    data: Path,
+    whole: Path,
+    strike: Strike,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     a, b = (line.split()[0] for line in machines.read_text().splitlines())
-    thread = strike(prepared, 8, 1, signal.SIGKILL)
     seen: dict[str, set[str]] = {a: set(), b: set()}
     over = threading.Event()
 
@@ -484,11 +494,15 @@ def test_a_process_on_another_machine_is_named_and_all_machines_go_on(
             for host, found in seen.items():
                 found |= listening(host)
 
+    def kill() -> None:
+        until(lambda: seen[a])
+        os.kill(rank(prepared, 1), signal.SIGKILL)
+
     looking = threading.Thread(target=look)
     looking.start()
+    strike(prepared, 8, kill)
     code = main(launch(data, prepared, "--restart", "1", *through(machines)))
     over.set()
-    thread.join()
     looking.join()
     said = capsys.readouterr().err
     assert code == 0, said
@@ -505,13 +519,16 @@ def test_a_process_on_another_machine_is_named_and_all_machines_go_on(
 
 @pytest.mark.slow
 def test_a_machine_that_falls_silent_or_is_cut_off_ends_all(
-    machines: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    machines: Path,
+    prepared: Path,
+    data: Path,
+    strike: Strike,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The second host's remote shell is killed: its agent ends its processes, the launcher those of the first."""
     b = machines.read_text().splitlines()[1].split()[0]
 
     def cut() -> None:
-        strike(prepared, 8, 0, 0).join()
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             if "telechat_moe.train.node" in words:
@@ -519,10 +536,8 @@ def test_a_machine_that_falls_silent_or_is_cut_off_ends_all(
                 if re.search(r"10\.213\.7\.2\s", status):  # 10.213.7.255 is the first one's, too
                     process.kill()
 
-    thread = threading.Thread(target=cut)
-    thread.start()
+    strike(prepared, 8, cut)
     code = main(launch(data, prepared, *through(machines)))
-    thread.join()
     said = capsys.readouterr().err
     assert code == 1, said
     assert f"host {b}: its agent ended with exit code" in said
@@ -551,7 +566,7 @@ def test_a_port_that_is_used_on_the_first_host_is_refused_there(
     machines: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = machines.read_text().split()[0]
-    code = "import socket, time; s = socket.socket(); s.bind(('10.213.7.1', 8118)); s.listen(); print(1, flush=True); time.sleep(99)"
+    code = "import socket, time; s = socket.socket(); s.bind(('10.213.7.1', 8118)); s.listen(); print(1, flush=True); time.sleep(9999)"
     command = ["ip", "netns", "exec", a, sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as user:
         assert user.stdout is not None
@@ -566,14 +581,16 @@ def test_a_port_that_is_used_on_the_first_host_is_refused_there(
 
 @pytest.mark.slow
 def test_a_launcher_that_is_killed_leaves_nothing_on_any_machine(
-    machines: Path, prepared: Path, data: Path
+    machines: Path, prepared: Path, data: Path, hold: Hold
 ) -> None:
+    hold.at(5)
     words = [*launch(data, prepared), *through(machines)]
     with (prepared / "said").open("w") as said:
-        process = subprocess.Popen([sys.executable, "-m", "telechat_moe.cli", *words], stderr=said)
-    strike(prepared, 5, 0, 0).join()
-    assert len(left_over(prepared)) > 4
+        process = subprocess.Popen(
+            [sys.executable, "-m", "telechat_moe.cli", *words], stderr=said, text=True
+        )
+    wait_for_step(prepared, 5, process)
+    assert len(named(prepared)) > 4
     process.kill()
     process.wait()
-    time.sleep(5)
     assert not left_over(prepared)

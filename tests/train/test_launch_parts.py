@@ -18,8 +18,9 @@ from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.recipe import load
 from telechat_moe.train import commands, hosts, topology
 from telechat_moe.train.commands import Node, check_port, make_nodes, remote
-from telechat_moe.train.control import Control
+from telechat_moe.train.control import Control, RankFailedError
 from telechat_moe.train.hosts import Host
+from telechat_moe.train.nodes import Machines
 from telechat_moe.train.private import check_private, keep_others_out
 from telechat_moe.train.processes import stop_on_signal
 from telechat_moe.train.topology import Topology
@@ -278,6 +279,22 @@ def test_ssh_is_asked_nothing_and_notices_a_dead_machine() -> None:
     assert words[-2] == "node-7"
     assert {"BatchMode=yes", "ServerAliveInterval=10"} <= set(words)
     assert shlex.split(words[-1])[-2:] == ["exec", "true"]
+
+
+@pytest.mark.parametrize("late_s", [0, 3])
+def test_what_an_agent_says_counts_even_if_it_comes_after_its_end(
+    tmp_path: Path, late_s: int
+) -> None:
+    answer = {"answer": {"kind": "failed", "message": "no room", "exit_code": 7}}
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\n(sleep {late_s}; echo '{json.dumps(answer)}') &\n")
+    shell.chmod(0o755)
+    Control.fresh(tmp_path / "job", None)
+    node = Node(host="a", is_here=False)
+    job, metrics = tmp_path / "job", tmp_path / "metrics.jsonl"
+    with pytest.raises(RankFailedError, match="no room") as error:
+        Machines(job, [node], tmp_path, ["python"], metrics, str(shell)).run()
+    assert error.value.exit_code == 7
 
 
 # ------------------------------------------------------------------------------ ports
