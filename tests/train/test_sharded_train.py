@@ -4,19 +4,17 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
+from running import Hold, interrupt, left_over, rank, until, wait_for_ends, wait_for_step
 
 from telechat_moe.cli import main
 from telechat_moe.train import checkpoint
@@ -114,53 +112,23 @@ def test_two_processes_write_what_one_does(one: Path, two: Path) -> None:
             np.testing.assert_allclose(b.tensors[group][name], tensor, rtol=1e-3, atol=2e-6)
 
 
-def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
-    metrics = output / "metrics.jsonl"
-    for _ in range(12000):
-        if metrics.exists() and metrics.read_bytes().count(b'"step"') >= step:
-            return
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
-    raise AssertionError(f"no step {step} after two minutes")
-
-
-def ended(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-
-
-def left_over(folder: Path) -> list[str]:
-    """Return the processes whose command line names a folder; msrun starts more than the workers."""
-    for _ in range(30):  # one that was killed takes a moment to go
-        lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
-        if not (found := [line for line in lines if str(folder) in line]):
-            break
-        time.sleep(0.1)
-    return found
-
-
 def test_a_killed_process_ends_all_and_another_layout_goes_on(
-    prepared: Path, data: Path, start, one: Path
+    prepared: Path, data: Path, start, hold: Hold, one: Path
 ) -> None:
+    hold.at(8)
     process = start(prepared, **SAME, **DP2_EP2)
     wait_for_step(prepared, 8, process)
-    while not checkpoint.list_checkpoints(prepared / "checkpoints") and process.poll() is None:
-        time.sleep(0.01)  # it is written while training goes on
-    control = prepared / ".job" / "control"
-    pids = [int((control / f"rank_{rank}.pid").read_text()) for rank in (0, 1)]
+    until(lambda: checkpoint.list_checkpoints(prepared / "checkpoints"), process)
+    pids = [rank(prepared, r) for r in (0, 1)]
     os.kill(pids[1], signal.SIGKILL)
-    killed_at = time.monotonic()
-    text, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed_at < 10
+    hold.release()
+    text, _ = process.communicate()
     assert process.returncode == 1, text
     assert f"rank 1 (process {pids[1]}) was killed by SIGKILL in step" in text or (
         f"rank 1 (process {pids[1]}) died in step" in text
     ), text
     assert "Traceback" not in text
-    assert all(ended(pid) for pid in pids)
+    wait_for_ends(pids)
     assert not left_over(prepared)
     assert newest(prepared).step < STEPS
     assert f"the last good checkpoint is {newest(prepared).path} (checksums verified)" in text
@@ -171,12 +139,14 @@ def test_a_killed_process_ends_all_and_another_layout_goes_on(
 
 @pytest.mark.slow
 def test_ctrl_c_saves_and_a_single_process_goes_on(
-    prepared: Path, data: Path, start, one: Path
+    prepared: Path, data: Path, start, hold: Hold, one: Path
 ) -> None:
+    hold.at(5)
     process = start(prepared, **SAME, **DP2_EP2)
     wait_for_step(prepared, 5, process)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
+    interrupt(prepared, process)
+    hold.release()
+    text, _ = process.communicate()
     assert process.returncode == 130, text
     assert "Traceback" not in text
     done = len(curve(prepared))
@@ -206,6 +176,8 @@ if os.environ["MS_ROLE"] == "MS_WORKER":
     control.begin(rank)
     control.stands(rank, "step 5, in the graph" if rank == 0 else "step 5, reading data")
     if rank == 1:
+        while control.read("rank_0.at") is None:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGSTOP)
 time.sleep(100)
 """
@@ -221,24 +193,25 @@ def test_a_process_that_hangs_is_named_and_ends_all(tmp_path: Path) -> None:
     pids = [int(control.read(f"rank_{rank}.pid") or 0) for rank in (0, 1)]
     assert f"rank 1 (process {pids[1]}) hangs: its state is stopped" in str(error.value)
     assert "rank 0: step 5, in the graph, rank 1: step 5, reading data" in str(error.value)
-    assert all(ended(pid) for pid in pids)
+    wait_for_ends(pids)
     assert not left_over(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_in_training_is_named(prepared: Path, data: Path, start) -> None:
+def test_a_rank_that_hangs_in_training_is_named(
+    prepared: Path, data: Path, start, hold: Hold
+) -> None:
+    hold.at(8)
     process = start(prepared, **SAME, **DP2_EP2)
     wait_for_step(prepared, 8, process)
-    control = Control(prepared / ".job" / "control")
-    pids = [int(control.read(f"rank_{rank}.pid") or 0) for rank in (0, 1)]
+    pids = [rank(prepared, r) for r in (0, 1)]
     os.kill(pids[1], signal.SIGSTOP)
-    stopped_at = time.monotonic()
-    text, _ = process.communicate(timeout=90)
-    assert time.monotonic() - stopped_at < 40
+    hold.release()
+    text, _ = process.communicate()
     assert process.returncode == 1, text
     assert f"rank 1 (process {pids[1]}) hangs in step" in text
     assert f"the last good checkpoint is {newest(prepared).path}" in text
-    assert all(ended(pid) for pid in pids)
+    wait_for_ends(pids)
 
 
 def test_a_broken_checkpoint_is_passed_over_and_only_broken_ones_are_refused(
@@ -269,17 +242,16 @@ def truncate(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_four_processes_with_two_stages_go_on_and_so_does_one(
-    prepared: Path, data: Path, start, one: Path
+    prepared: Path, data: Path, start, hold: Hold, one: Path
 ) -> None:
-    process = start(prepared, **SAME, **DP2_EP2)
-    wait_for_step(prepared, 5, process)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130
-    process = start(prepared, "--resume", **SAME, **TP2_PP2)
-    wait_for_step(prepared, 20, process)
-    process.send_signal(signal.SIGINT)
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, text
+    for step, changes, flags in ((5, DP2_EP2, ()), (20, TP2_PP2, ("--resume",))):
+        hold.at(step)
+        process = start(prepared, *flags, **SAME, **changes)
+        wait_for_step(prepared, step, process)
+        interrupt(prepared, process)
+        hold.release()
+        text, _ = process.communicate()
+        assert process.returncode == 130, text
     assert len(curve(prepared)) < STEPS
     assert main([*mini.arguments(data, prepared, **SAME), "--resume"]) == 0
     np.testing.assert_allclose(curve(prepared), curve(one), rtol=BOUND)
