@@ -189,6 +189,10 @@ def _zero(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
 
 
 def _scale(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
+    finite = np.isfinite(value)
+    if not np.array_equal(x[~finite], value[~finite], equal_nan=True):
+        return None
+    x, value, bound = x[finite], value[finite], np.broadcast_to(bound, finite.shape)[finite]
     square = float((value * value).sum())
     if not square:
         return None

@@ -21,7 +21,11 @@ Place = tuple[str, str]
 """Key of a call, and which of its tensors: ``output.0``, ``input.weight``."""
 
 _MOST_PARTS = 24  # gradients among which the terms of a sum are looked for
+_MOST_NEAR = 10  # of them those that are tried in every choice
+_SAMPLE = 4096  # elements by which the terms of a sum are told
 _SMALL = 4  # tensors with fewer elements are equal by chance
+_BITS = 12  # unless their values have so many significant bits
+_STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
 @dataclass
@@ -55,25 +59,38 @@ class Wiring:
             if tensor.read is None:
                 continue
             values = tensor.load()
-            if values.size >= _SMALL and values.min() != values.max():
+            if _tells(values):
                 found[place] = digest(values)
         return found
 
     @cached_property
-    def small(self) -> frozenset[Place]:
-        """Inputs with few or equal integers that no call before has made: data from outside, such as two labels."""
-        made: set[bytes] = set()
-        found: set[Place] = set()
+    def plain(self) -> Mapping[Place, list[Place]]:
+        """The earlier outputs that an input of few bits (two labels, a norm's ones, a scale) is equal to, perhaps by chance."""
+        made: dict[bytes, list[Place]] = {}
+        found: dict[Place, list[Place]] = {}
         for place, tensor in self.tensors.items():
-            if place in self.content or tensor.read is None or is_float(tensor.dtype):
+            if place in self.content or tensor.read is None:
                 continue
-            values = tensor.load()
-            content = digest(values)
+            content = digest(tensor.load())
             if place[1].startswith("output"):
-                made.add(content)
-            elif values.size > 1 and content not in made:
-                found.add(place)
-        return frozenset(found)
+                made.setdefault(content, []).append(place)
+            else:
+                found[place] = [*made.get(content, [])]
+        return found
+
+    @cached_property
+    def _first(self) -> Mapping[bytes, int]:
+        """Of each content of an output the first call that made it, in order."""
+        found: dict[bytes, int] = {}
+        for place, tensor in self.tensors.items():
+            if place[1].startswith("output") and tensor.read is not None:
+                found.setdefault(digest(tensor.load()), self.order[place[0]])
+        return found
+
+    def has_made(self, place: Place) -> bool:
+        """Return whether a call before has made what stands in a place."""
+        first = self._first.get(digest(self.tensors[place].load()))
+        return first is not None and first < self.order[place[0]]
 
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
@@ -168,18 +185,42 @@ class Wiring:
             before = [use for use in uses if self.order[use[0]] < at]
             if len(before) > 1 and _sum_verdict(self, place, before).status == "pass":
                 return before
+        if x.size < _SMALL or not np.all(np.isfinite(x)):
+            return []
+        near = self._near(place)
         able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at][-_MOST_PARTS:]
         able = able[-max(2, x.size // 2) :]
-        if len(able) < 2:
+        for places, terms_of in ((near, _of_few), (able, _of_many)):
+            parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
+            if len(parts) > 1 and _sum_verdict(self, place, parts).status == "pass":
+                return parts
+        return []
+
+    def _near(self, place: Place) -> list[Place]:
+        """Return of what a gradient should be the sum: what the users of its tensor sent, or collectives made of that."""
+        size, at = self.tensors[place].load().size, self.order[place[0]]
+        back = [
+            p for p in self._gradients.get(size, []) if p[0] in self.late and self.order[p[0]] < at
+        ]
+        return [*self._sent_to(place), *back[-_MOST_NEAR // 2 :]][-_MOST_NEAR:]
+
+    def _sent_to(self, place: Place) -> list[Place]:
+        """Return the gradients that are sent back for what a gradient is one of: a call's output, or a weight."""
+        key, name = place
+        if name == "input.grad":
+            return _uses(self, (key, "input.weight"))
+        if self.dump.calls[key].phase is not Phase.BACKWARD:
             return []
-        columns = np.stack([self.tensors[p].load().astype(np.float64).reshape(-1) for p in able], 1)
-        size = np.linalg.norm(columns, axis=0)
-        if not np.all(np.isfinite(size)) or not np.all(np.isfinite(x)):
-            return []
-        share = np.linalg.lstsq(columns / size, x.astype(np.float64).reshape(-1), rcond=None)[0]
-        parts = [p for p, c in zip(able, share / size, strict=True) if c > 0.5]
-        good = len(parts) > 1 and _sum_verdict(self, place, parts).status == "pass"
-        return parts if good else []
+        forward = key.removesuffix("backward") + "forward"
+        return self.users_of((forward, name.replace("input", "output", 1)))
+
+    def terms_of(self, place: Place) -> list[Place]:
+        """Return the gradients whose sum a gradient is: those that the users of its tensor sent, else such as add up to it."""
+        users = self._sent_to(place)
+        if users and self.keeps(place, users):
+            return users
+        known = place in self.content and not self.sources_of(place)
+        return self.summed_from(place) if known else []
 
     def sources_of(self, place: Place) -> list[Place]:
         """Return the earlier outputs that an input is equal to."""
@@ -245,16 +286,12 @@ def origin(place: Place, reference: Wiring, target: Wiring) -> tuple[str, list[T
 
     What the same call made in the target, the gradients that were sent, or the reference's own value.
     """
-    made = [s for s in reference.sources_of(place) if s in target.tensors]
+    sources = reference.sources_of(place) or reference.plain.get(place, [])
+    made = [s for s in sources if s in target.tensors]
     if made:
         key, name = made[-1]
         return f"what {key} made ({name})", [target.tensors[made[-1]]]
-    terms = reference.summed_from(place)
-    forward = place[0].removesuffix("backward") + "forward"
-    if not terms and place[0] != forward:
-        terms = reference.users_of((forward, place[1].replace("input", "output", 1)))
-    if not terms and place[1] == "input.grad":
-        terms = _uses(reference, (place[0], "input.weight"))
+    terms = reference.terms_of(place) or reference.summed_from(place)
     if terms and all(term in target.tensors for term in terms):
         said = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
         return said, [target.tensors[term] for term in terms]
@@ -276,6 +313,47 @@ def wanted(place: Place, reference: Wiring, target: Wiring) -> tuple[Array, Arra
     return total.value, total.bound(dtype)
 
 
+def _tells(values: Array) -> bool:
+    """Return whether tensors with equal values are hardly so by chance."""
+    if not values.size or (values.size >= _SMALL and values.min() != values.max()):
+        return bool(values.size)
+    few = np.unique(values.reshape(-1)[:_SMALL])
+    if values.dtype.kind != "f" or not np.all(np.isfinite(few)):
+        return False
+    return sum(_significant(float(v)) for v in few) >= _BITS
+
+
+def _significant(value: float) -> int:
+    """Return how many bits of a number stand between its first and its last one; 1 for a power of two."""
+    odd = abs(value).as_integer_ratio()[0]
+    return len(f"{odd:b}".strip("0"))
+
+
+def _of_few(x: Array, terms: list[Array]) -> list[int]:
+    """Return which of some tensors add up to another best: of all choices that with the least rest."""
+    if len(terms) < 2 or any(term.size != x.size for term in terms):
+        return []
+    some = slice(None, None, max(1, x.size // _SAMPLE))
+    columns = np.stack([t.reshape(-1)[some].astype(np.float64) for t in terms], 1)
+    choices = np.array(np.unravel_index(np.arange(2 ** len(terms)), (2,) * len(terms)), np.float64)
+    with np.errstate(invalid="ignore"):
+        rest = np.linalg.norm(columns @ choices - x.reshape(-1, 1)[some], axis=0)
+    best = choices[:, int(np.nanargmin(rest))] if np.any(np.isfinite(rest)) else choices[:, 0]
+    return [int(i) for i in np.flatnonzero(best)]
+
+
+def _of_many(x: Array, terms: list[Array]) -> list[int]:
+    """Return which of many tensors have a share in another, by least squares."""
+    if len(terms) < 2:
+        return []
+    columns = np.stack([t.reshape(-1).astype(np.float64) for t in terms], 1)
+    size = np.linalg.norm(columns, axis=0)
+    if not np.all(np.isfinite(size)):
+        return []
+    share = np.linalg.lstsq(columns / size, x.reshape(-1).astype(np.float64), rcond=None)[0]
+    return [i for i, c in enumerate(share / size) if c > 0.5]
+
+
 def digest(values: Array) -> bytes:
     """Return a digest of values; narrow and wide types with equal values agree."""
     wide = np.ascontiguousarray(values)
@@ -294,21 +372,55 @@ def broken_edges(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
     """
     for place in reference.inputs():
         tensor = target.tensors.get(place)
-        known = place in reference.content or place in reference.small
-        if tensor is None or tensor.read is None or not known:
+        if tensor is None or tensor.read is None or reference.tensors[place].read is None:
             continue
-        sources = reference.sources_of(place)
-        made = [source for source in sources if source in target.tensors]
-        if made:
-            verdict = _as_made(place, made, target)
-        elif not sources and reference.dump.calls[place[0]].phase is Phase.FORWARD:
-            verdict = _as_given(place, reference.tensors[place], tensor)
-            if verdict is not None and place[0] in reference.late:
-                verdict = _as_summed(place, reference, target)
+        if place in reference.plain:
+            verdict = _as_plain(place, reference, target)
+        elif sources := reference.sources_of(place):
+            made = [source for source in sources if source in target.tensors]
+            verdict = _as_made(place, made, target) if made else None
         else:
-            continue
+            verdict = _as_outside(place, reference, target)
         if verdict is not None:
             yield verdict
+
+
+def _as_outside(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
+    """Judge what no call of the reference has made: data, weights, an optimizer's states; gradients are sums."""
+    phase = reference.dump.calls[place[0]].phase
+    state = phase is Phase.OPTIMIZER and place[1] in _STATES
+    if not state and phase is not Phase.FORWARD:
+        return None
+    verdict = _as_given(place, reference.tensors[place], target.tensors[place])
+    if verdict is not None and place[0] in reference.late and not state:
+        return _as_summed(place, reference, target)
+    return verdict
+
+
+def _as_plain(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
+    """Judge a tensor of few bits, which calls may have made that have nothing to do with it.
+
+    What the reference has is right, and so is what any call made that may have. Of a gradient from outside only the
+    ones are known that a loss begins with; zeros may be anything but an optimizer's first state.
+    """
+    record, tensor = reference.tensors[place], target.tensors[place]
+    values, found = record.load(), tensor.load()
+    phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
+    state = phase is Phase.OPTIMIZER and place[1] in _STATES
+    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != found.shape):
+        return None
+    given = _as_given(place, record, tensor)
+    if given is None:
+        return None
+    if makers and not state:
+        made = [source for source in makers if source in target.tensors]
+        return _as_made(place, made, target) if made else None
+    lone = values.size == 1 and not is_float(record.dtype)  # a count, perhaps
+    if lone or target.has_made(place):
+        return None
+    if phase is Phase.BACKWARD:
+        return given if np.all(values == 1) else None
+    return _as_outside(place, reference, target)
 
 
 def _as_summed(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
@@ -382,41 +494,27 @@ def _expected(values: Array, dtype: str) -> Approx | Array:
 
 
 def wrong_sums(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
-    """Yield gradients that come into a call and are not the sum of what the users of its output sent back."""
+    """Yield gradients that come into a call and are not the sum of what the users of its output or weight sent back."""
     for key, call in reference.dump.calls.items():
-        if key not in target.dump.calls:
-            continue
-        if call.phase is Phase.OPTIMIZER:
-            yield from _wrong_total(reference, target, key)
-        if call.phase is not Phase.BACKWARD:
-            continue
-        forward = key.removesuffix("backward") + "forward"
-        for i in range(len(call.inputs)):
-            came = f"input.{i}"
-            users = reference.users_of((forward, f"output.{i}"))
-            if (
-                not users
-                or (key, came) not in target.tensors
-                or any(user not in target.tensors for user in users)
-            ):
+        if call.phase is Phase.BACKWARD:
+            places = [(key, f"input.{i}") for i in range(len(call.inputs))]
+        else:
+            places = [(key, "input.grad")] if call.phase is Phase.OPTIMIZER else []
+        for came in places:
+            if came not in reference.tensors or came not in target.tensors:
                 continue
-            if not reference.keeps((key, came), users):
-                continue  # another path, or not all was dumped
-            verdict = _sum_verdict(target, (key, came), users)
-            if verdict.status == "diverged":
-                yield verdict
-
-
-def _wrong_total(reference: Wiring, target: Wiring, key: str) -> Iterator[Verdict]:
-    """Yield an update's gradient if it is not the sum over all uses of its weight."""
-    came = (key, "input.grad")
-    users = _uses(reference, (key, "input.weight"))
-    if not users or came not in target.tensors or any(u not in target.tensors for u in users):
-        return
-    if reference.keeps(came, users):
-        verdict = _sum_verdict(target, came, users)
-        if verdict.status == "diverged":
-            yield verdict
+            terms = reference.terms_of(came)
+            if terms and all(term in target.tensors for term in terms):
+                verdict = _sum_verdict(target, came, terms)
+                if verdict.status == "diverged":
+                    yield verdict
+                continue
+            made = reference.sources_of(came)
+            if came in reference.content and not any(source in target.tensors for source in made):
+                why = "in the target others sent it back"
+                if not terms and not made:
+                    why = "nothing in the dump says where it comes from"
+                yield Verdict(key, "", "not judged", reason=f"{came[1]}: {why}")
 
 
 def _uses(wiring: Wiring, weight: Place) -> list[Place]:
