@@ -28,9 +28,9 @@ cluster: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 136 --html output/dryrun_105b.html
 
-# Real processes are killed and stopped while others compute: a test that fails is run once more, and listed at the end.
+# Real processes are killed and stopped while others compute: a test that fails is run twice more, and listed at the end.
 test: $(TEST_READY) $(LIBRARY)
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --reruns 1 -r fEsR --durations=30
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --reruns 2 -r fEsR --durations=30
 
 test-slow: $(TEST_READY) $(LIBRARY)
 	$(BIN)/python -m pytest -m slow
