@@ -511,7 +511,7 @@ def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
     starts = _blocks(a.shape[-1])
     if len(starts) < 2:
         return a @ b, np.zeros(())
-    total, walk = 0.0, 0.0
+    total, walk = np.zeros(()), np.zeros(())
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         total = total + a[..., start:stop] @ b[..., start:stop, :]
         walk = walk + np.square(total)
@@ -659,4 +659,4 @@ def _squeezed(x: Array, axis: Axes) -> Array:
 
 
 def _known(error: Array) -> Array:
-    return np.nan_to_num(error, nan=0.0, posinf=np.inf)
+    return np.where(np.isnan(error), 0.0, error)

@@ -4,9 +4,10 @@ Readers (``msprobe.py``, ``statistic_csv.py``) make these records; everything el
 Values stay on disk until :meth:`TensorRecord.load`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,8 +176,15 @@ class Call:
             return Phase.BACKWARD
         return Phase.REDUCTION if self.name.startswith("Primitive.Reduction.") else self.phase
 
-    def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
-        """Yield every tensor with its place: ``input.0``, ``input.weight``, ``output.0.1``, ``parameters.gamma``."""
+    def tensors(self) -> Sequence[tuple[str, TensorRecord]]:
+        """Return every tensor with its place: ``input.0``, ``input.weight``, ``output.0.1``, ``parameters.gamma``."""
+        return self._places
+
+    @cached_property
+    def _places(self) -> tuple[tuple[str, TensorRecord], ...]:
+        return tuple(self._walk())
+
+    def _walk(self) -> Iterator[tuple[str, TensorRecord]]:
         for i, value in enumerate(self.inputs):
             yield from _tensors(f"input.{i}", value)
         for name, value in self.kwargs.items():
