@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SHORT = ["test_attention.py", "dvm/test_programs.py"]
+SHORT = ["test_attention.py", "dvm/test_programs.py", "test_tap.py", "test_copy.py"]
 CHOICE = "not mindspore and not torch and not slow"
 
 
@@ -53,7 +53,7 @@ def library(tmp_path_factory):
     return path
 
 
-def test_attention_and_programs(library):
+def test_kernels(library):
     done = run_sanitized(library, SHORT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
