@@ -9,13 +9,12 @@ import pytest
 from telechat_moe.recipe import load
 from telechat_moe.recipe.load import loads
 from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.certify import certificate
-from telechat_moe.tools.plan.check_certificate import check
 from telechat_moe.tools.plan.device import load_device
 from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings, write_recipe
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.report import page, summary, why_not
 from telechat_moe.tools.plan.search import search, usable
+from telechat_moe.tools.plan.simulate_step import simulate_step
 from telechat_moe.tools.plan.space import (
     NAMES,
     POLICIES,
@@ -38,15 +37,10 @@ def _small(layers: int = 5, **more) -> tuple[Architecture, Layout]:
 
 
 def _placements(layers: int, layout: Layout):
-    """Yield every allowed division of the layers, the rule of recipes and chunks of a stage within one layer."""
+    """Yield every division of the layers that recipes can say."""
     count = layout.pp * layout.vpp
     for chunks in product(range(layers + 1), repeat=count):
         if sum(chunks) != layers or any(n < 1 for n in chunks[1:-1]):
-            continue
-        rounds = [[(c, chunks[c]) for c in range(s, count, layout.pp)] for s in range(layout.pp)]
-        if layout.vpp > 1 and any(
-            n < max(m for _, m in own) - 1 for own in rounds for c, n in own if 0 < c < count - 1
-        ):
             continue
         if layout.recompute != "full":
             yield layout.but(chunks=chunks)
@@ -71,7 +65,9 @@ def test_every_layout_and_placement_scored(devices: int, gib: float) -> None:
     if not fits.any():
         assert not plan.best
         return
-    best = table.step_s[fits].min()
+    best = min(
+        simulate_step(a, x, device).step_s for x, ok in zip(layouts, fits, strict=True) if ok
+    )
     assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
     assert plan.lower_bound_s <= best * (1 + 1e-9)
     assert plan.optimal
@@ -126,8 +122,7 @@ def test_bounds_are_below_what_is_found() -> None:
     assert len(plan.best) >= 15
     for c in plan.best:
         assert c.bound_s <= c.step_s * (1 + 1e-9)
-        assert evaluate(a, [c.layout], device).step_s[0] == pytest.approx(c.step_s)
-        check(certificate(c.problem, c.solution))
+        assert simulate_step(a, c.layout, device).step_s == pytest.approx(c.step_s)
 
 
 def test_why_not_names_every_other_layout() -> None:
@@ -154,16 +149,12 @@ def test_recipe_is_accepted_and_says_the_same() -> None:
         ["etp=2"],
     ):
         space = Space(devices=256, global_batch=64, base=base, fixed=parse_fixed(fixed), most_vpp=3)
-        plan = search(a, space, device, top=1, limit_s=20)
+        plan = search(a, space, device, top=1, limit_s=3)
         if not plan.best:
             continue
         layout = plan.best[0].layout
         text = write_recipe(LARGE, [], layout, "test")
         again = Layout.from_recipe(loads(text))
-        if (
-            "+" in layout.recompute
-        ):  # of telechat_moe.sharding.recompute, which the simulator does not read
-            again = again.but(recompute=layout.recompute)
         table = evaluate(a, [layout, again], device)
         assert table.step_s[0] == pytest.approx(table.step_s[1], rel=1e-12)
         assert again.devices == 256

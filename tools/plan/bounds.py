@@ -1,267 +1,427 @@
 """What layers, embedding and head cost in every configuration of the space, and proven lower bounds from it.
 
-The step of the cost model (`tools.plan.step`) is `(m - q) max_s t_s + q sum_s t_s + rest`, with t_s the time of stage s for
-one micro-batch and q what a schedule leaves of the start-up (1 for 1F1B, 1/V interleaved, 1/6 for V shapes). The rest,
-sends, gradient reduction, update and host, depends on the placement only through the fullest stage.
+The step is the makespan of the schedule, operation by operation, and a rest that depends on the largest stage: gradient
+reduction, update and host (`simulate_step`). Both are linear in the layers of the stages, but for maxima; `Costs` holds the
+coefficients of all configurations of one depth, found by probing the cost model with single layers.
 """
 
+import math
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
+from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.columns import Array, Columns
-from telechat_moe.tools.plan.cost import rates
+from telechat_moe.tools.plan.cost import head_forward, layer, rates
 from telechat_moe.tools.plan.device import Device
-from telechat_moe.tools.plan.memory import _whole, in_flight, layer_activations, memory
-from telechat_moe.tools.plan.step import Stages, data_parallel, neighbours, optimizer, stage_times
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.memory import local_parameters, memory
+from telechat_moe.tools.plan.placement import PS, Multipliers
+from telechat_moe.tools.plan.placement_problem import Layers, Problem, Rest, Times, least_largest
+from telechat_moe.tools.plan.simulate_step import send, weight_gradient
+from telechat_moe.tools.plan.step import reduction, stage_times, update
 
 PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, END = range(6)
 """Stages of the probe: the first with the embedding only, one layer each, the last with head and MTP only."""
 
+NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
+
 
 @dataclass
 class Costs:
-    """Per configuration [n], seconds for one micro-batch and bytes on a device."""
+    """Per configuration [n]: seconds for one micro-batch, bytes and parameters of a device. Kinds: dense, MoE."""
 
-    first_s: Array
-    last_s: Array
-    dense_s: Array
-    moe_s: Array
-    dense_again_s: Array
-    """Further time of a recomputed layer."""
+    times: Array
+    """F, B (D where dW is apart), W of a layer of each kind, [n, 2, 3]."""
 
-    moe_again_s: Array
-    first_bytes: Array
-    last_bytes: Array
-    dense_bytes: Array
-    moe_bytes: Array
-    """Parameters, gradients, optimizer of a layer."""
+    again: Array
+    """Further backward time of a recomputed layer, [n, 2]."""
 
-    dense_kept: Array
-    moe_kept: Array
-    """Activations that a layer keeps for a micro-batch, not recomputed."""
+    first: Array
+    """F, B, W of the embedding, [n, 3]."""
 
-    dense_entry: Array
-    moe_entry: Array
-    """The same of a recomputed layer."""
+    last: Array
+    """Of head and MTP."""
 
-    dense_working: Array
-    moe_working: Array
-    """Working set of a stage that has layers, and of one that recomputes MoE layers."""
+    send: Array
+    states: Array
+    """Bytes of parameters, gradients and optimizer of a layer, [n, 2]."""
 
-    always: Array
-    """Bytes of buffers on every stage."""
+    kept: Array
+    """Bytes that a layer keeps at the peak of each stage, not recomputed, [n, 2, P]."""
+
+    entry: Array
+    """The same, recomputed."""
+
+    working: Array
+    """Working set of a stage that computes a layer again, [n, 2]."""
+
+    held: Array
+    """Working set of a stage that has layers."""
+
+    fixed: Array
+    """Bytes of each stage without layers, but for `logits`, [n, P]."""
 
     logits: Array
+    """Bytes of the last stage that hold its layers' working set as well."""
+
     last_stage: np.ndarray
-    flight: Array
-    """Micro-batches in flight, [n, P]."""
+    weights: Array
+    """Parameters of a layer that all copies of the data hold, and experts', [n, 2 kinds, 2]."""
 
-    share: Array
-    """q: what is left of the start-up."""
+    fixed_weights: Array
+    """Of each stage without layers, [n, 2, P]."""
 
+    base: Array
+    start: Array
+    reduce: Array
+    """Seconds of gradient reduction for a parameter, [n, 2]; `start` for none."""
+
+    update: Array
+    exposed: float
+    late: Array
+    """`Rest.late`, [n, 2]."""
+
+    overlap: Array
     micro_batches: Array
-    counted: np.ndarray
+    choice: np.ndarray
     """Whether the recomputed layers of each chunk may be chosen."""
 
-    late: Array
-    """Share that the backward pass has of a bulk layer's time, without recomputation if that may be chosen."""
+    _least: Array | None = None
 
-    late_s: Array
-    """Backward pass of embedding, of head and MTP, of a layer that is not bulk and of one that is, [n, 4]."""
+    def rest(self, row: int) -> Rest:
+        """Return what follows the pipeline of a configuration."""
+        return Rest(
+            base=float(self.base[row]),
+            start=float(self.start[row]),
+            reduce=(float(self.reduce[row, 0]), float(self.reduce[row, 1])),
+            update=(float(self.update[row, 0]), float(self.update[row, 1])),
+            exposed=self.exposed if self.overlap[row] > 0 else 1.0,
+            late=(float(self.late[row, 0]), float(self.late[row, 1])),
+        )
 
-    late_most: Array
-    """Largest such share of any layer, and by how much the ends can exceed it, seconds, [n, 2]."""
+    def least_weights(self, a: Architecture) -> Array:
+        """Return the parameters that the largest stage has at least, [n, 2]."""
+        if self._least is None:
+            g = int(a.moe_layers >= a.dense_layers)
+            number = max(a.moe_layers, a.dense_layers)
+            self._least = least_largest(self.fixed_weights, self.weights[:, g], number)
+        return self._least
 
-    rest_s: Array
-    """Sends and host; a part of the rest that no placement changes."""
-
-
-def shares(schedule: str, chunks: int, stages: int) -> Fraction:
-    """Return q: what a schedule leaves of the start-up; nothing without a pipeline."""
-    if stages == 1:
-        return Fraction(0)
-    return {"1f1b": Fraction(1), "interleaved": Fraction(1, chunks), "zb-v": Fraction(1, 6)}[
-        schedule
-    ]
+    def least_rest(self, a: Architecture, makespan: Array) -> Array:
+        """Return the least that follows a pipeline of at most so many seconds, [n]: some stage has the average of the layers."""
+        largest = self.least_weights(a)
+        whole = self.start + (self.reduce * largest).sum(axis=1)
+        hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
+        exposed = np.where(self.overlap > 0, self.exposed, 1.0)
+        shown = np.maximum(whole - hidden, exposed * whole)
+        return shown + (self.update * largest).sum(axis=1) + self.base
 
 
 def with_stages(x: Columns, **arrays: np.ndarray) -> Columns:
     """Return the columns with other layers on the stages, `[n, any number]`."""
     width = next(iter(arrays.values())).shape[1]
     zero = np.zeros((len(x), width))
-    names = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
-    stages = {name: arrays.get(name, zero) for name in names}
+    stages = {name: arrays.get(name, zero) for name in NAMES}
     whole = np.full(len(x), float(width))
     return Columns(dict(vars(x)) | stages | {"pp": whole, "last_stage": whole - 1})
 
 
-def costs(x: Columns, device: Device, counted: np.ndarray) -> Costs:
+def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     """Return what everything costs.
 
     Args:
         x: Configurations of one depth; see `space_columns`.
         device: Device and network.
-        counted: Whether each may choose how many layers are recomputed; else all are.
+        choice: Whether each may choose how many layers are recomputed; else all are, by its policy.
     """
     n = len(x)
     probe = np.zeros((4, n, 6))
     probe[0, :, [DENSE, DENSE_AGAIN]] = probe[1, :, [MOE, MOE_AGAIN]] = 1
     probe[2, :, DENSE_AGAIN] = probe[3, :, MOE_AGAIN] = 1
-    names = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
-    seen = with_stages(x, **dict(zip(names, probe, strict=True)))
-    s = stage_times(seen, rates(seen, device, device.constants))
-    t = s.forward + s.backward
+    seen = with_stages(x, **dict(zip(NAMES, probe, strict=True)))
+    r = rates(seen, device, device.constants)
+    s = stage_times(seen, r)
     held = memory(seen, device)
     states = held.parameters + held.gradients + held.optimizer
-    kept_dense, kept_moe, entry = (np.broadcast_to(v, (n,)) for v in layer_activations(x))
-    whole_dense, whole_moe = (np.broadcast_to(v[:, 0], (n,)) for v in _whole(x))
-    full = x.re_full > 0
-    bulk = MOE if np.any(x.moe_layers > 0) else DENSE
-    other = DENSE if bulk == MOE else MOE
-    share = s.backward / np.maximum(t, 1e-30)
-    kept = np.where(counted, 0, 2)  # of the layers that are computed once, or all again
-    rows = np.arange(n)
-    late = share[rows, bulk + kept]
-    late_s = [s.backward[:, PLAIN], s.backward[:, END]]
-    late_s += [s.backward[rows, other + kept], s.backward[rows, bulk + kept]]
-    most = share[:, [bulk, bulk + 2]].max(axis=1)
-    beyond = np.maximum(s.backward - most[:, None] * t, 0.0)
-    more = (
-        beyond[:, PLAIN]
-        + beyond[:, END]
-        + beyond[:, [other, other + 2]].max(axis=1) * np.minimum(x.dense_layers, x.moe_layers)
+    weights = np.stack(local_parameters(seen), axis=-1)  # [n, 6, 2]
+    split = x.order >= 2
+    always = choice[:, None]  # else every layer is recomputed by its policy
+    forward = s.forward[:, [DENSE, MOE]]
+    backward = np.where(
+        always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_AGAIN, MOE_AGAIN]]
     )
+    again = s.backward[:, [DENSE_AGAIN, MOE_AGAIN]] - s.backward[:, [DENSE, MOE]]
+    own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
+    own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
+    own = np.minimum(own, s.backward[:, [DENSE, MOE]])
+    head = np.broadcast_to(head_forward(seen, r).matmul * (1 + x.mtp), (n,))
+    head = np.minimum(head * split, s.backward[:, END])
+    zero = np.zeros(n)
+    kept, entry, idle = _kept(x, device, choice)
+    largest = [np.full(n, v) for v in (0.0, 1e9)]
+    none, dense, experts = (
+        [f(x, device, device.constants, largest[a], largest[b]) for f in (reduction, update)]
+        for a, b in ((0, 0), (1, 0), (0, 1))
+    )
+    reduce = np.column_stack([(one[0][0] - none[0][0]) / 1e9 for one in (dense, experts)])
     return Costs(
-        first_s=t[:, PLAIN],
-        last_s=t[:, END],
-        dense_s=t[:, DENSE],
-        moe_s=t[:, MOE],
-        dense_again_s=t[:, DENSE_AGAIN] - t[:, DENSE],
-        moe_again_s=t[:, MOE_AGAIN] - t[:, MOE],
-        first_bytes=states[:, PLAIN],
-        last_bytes=states[:, END],
-        dense_bytes=states[:, DENSE],
-        moe_bytes=states[:, MOE],
-        dense_kept=whole_dense,
-        moe_kept=whole_moe,
-        dense_entry=np.where(full, entry, kept_dense),
-        moe_entry=np.where(full, entry, kept_moe),
-        dense_working=np.where(full, whole_dense, 0.0),
-        moe_working=np.where(full, whole_moe, 0.0),
-        always=held.buffers[:, PLAIN],
+        times=np.stack([forward, backward - own, own], axis=-1),
+        again=np.where(always, again, 0.0),
+        first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
+        last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
+        send=np.broadcast_to(send(x, device), (n,)) * (x.pp > 1),
+        states=states[:, [DENSE, MOE]],
+        kept=kept,
+        entry=entry,
+        working=held.buffers[:, [DENSE_AGAIN, MOE_AGAIN]] - held.buffers[:, :1],
+        held=held.buffers[:, DENSE] - held.buffers[:, PLAIN],
+        fixed=idle,
         logits=held.buffers[:, END] - held.buffers[:, PLAIN],
         last_stage=x.last_stage.astype(int),
-        flight=in_flight(x),
-        share=np.select([x.pp == 1, x.order == 0, x.order == 1], [0.0, 1.0, 1 / x.vpp], 1 / 6),
+        weights=weights[:, [DENSE, MOE]],
+        fixed_weights=np.stack(local_parameters(x), axis=1),
+        base=np.full(n, device.constants.step_host_s),
+        start=none[0][0],
+        reduce=reduce,
+        update=np.column_stack([one[1] / 1e9 for one in (dense, experts)]),
+        exposed=device.constants.exposed,
+        late=_late(x, s.backward, s.forward + s.backward),
+        overlap=np.broadcast_to(x.overlap, (n,)),
         micro_batches=x.micro_batches,
-        counted=counted,
-        late=late,
-        late_s=np.column_stack(late_s),
-        late_most=np.column_stack([most, more]),
-        rest_s=neighbours(x, device, device.constants) + device.constants.step_host_s,
+        choice=choice,
     )
 
 
-def rest_seconds(
-    x: Columns,
-    device: Device,
-    layers: Array,
-    moe: bool,
-    busy: Array | float,
-    others: tuple[int, ...] = (0, 0, 0, 0),
+def _kept(x: Columns, device: Device, choice: np.ndarray) -> tuple[Array, Array, Array]:
+    """Return the bytes that a layer of each kind keeps at the peak, [n, 2, P], plain and recomputed, and of no layer."""
+    ones = np.ones_like(x.stage_moe)
+    zero = {name: np.zeros_like(ones) for name in NAMES}
+
+    def activations(*names: str) -> Array:
+        return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones)), device).activations
+
+    empty = memory(Columns(vars(x) | zero), device)
+    idle = empty.peak.copy()
+    last = x.last_stage.astype(int)
+    rows = np.arange(len(x))
+    if x.stage_moe.shape[1] > 1:  # logits are counted apart
+        other = np.where(last == 0, 1, 0)
+        idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
+    else:
+        seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
+        buffers = memory(seen, device).buffers
+        idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
+    plain = [activations(name) - empty.activations for name in NAMES[:2]]
+    more = [
+        activations(a, b) - empty.activations for a, b in zip(NAMES[:2], NAMES[2:], strict=True)
+    ]
+    entry = np.stack(more, axis=1)
+    kept = np.where(choice[:, None, None], np.stack(plain, axis=1), entry)
+    return kept, entry, idle
+
+
+def _late(x: Columns, backward: Array, whole: Array) -> Array:
+    """Return the largest share of a layer's time that its backward pass has, and by how much the ends exceed it, [n, 2]."""
+    layers = [DENSE, MOE, DENSE_AGAIN, MOE_AGAIN]
+    there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
+    share = backward[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
+    most = share.max(axis=1)
+    beyond = np.maximum(backward - most[:, None] * whole, 0.0)
+    return np.column_stack([most, np.maximum(beyond[:, PLAIN] + beyond[:, END], 0.0)])
+
+
+def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float) -> Problem:
+    """Return the inner problem of a configuration."""
+
+    def ps(seconds: Array) -> Times:
+        f, b, w = (round(float(v) / PS) for v in seconds)
+        return f, b, w
+
+    def whole(values: Array) -> tuple[int, ...]:
+        return tuple(math.ceil(v) for v in values)
+
+    kinds = [
+        Layers(
+            count=count,
+            times=ps(c.times[row, g]),
+            states=math.ceil(c.states[row, g]),
+            kept=whole(c.kept[row, g]),
+            entry=whole(c.entry[row, g]),
+            again=round(float(c.again[row, g]) / PS),
+            working=math.ceil(c.working[row, g]) if c.choice[row] else math.ceil(c.held[row]),
+            weights=(math.ceil(c.weights[row, g, 0]), math.ceil(c.weights[row, g, 1])),
+        )
+        for g, count in enumerate((a.dense_layers, a.moe_layers))
+        if count
+    ]
+    buffer = [0] * layout.pp
+    buffer[c.last_stage[row]] = math.ceil(c.logits[row])
+    dense, experts = (whole(w) for w in c.fixed_weights[row])
+    return Problem(
+        schedule=layout.schedule,
+        stages=layout.pp,
+        micro_batches=layout.micro_batches,
+        chunks=layout.vpp,
+        layers=tuple(kinds),
+        first=ps(c.first[row]),
+        last=ps(c.last[row]),
+        send=round(float(c.send[row]) / PS),
+        memory=tuple(math.floor(room - f) for f in c.fixed[row]),
+        buffer=tuple(buffer),
+        choice=bool(c.choice[row]),
+        held=math.ceil(c.held[row]),
+        weights=(dense, experts),
+        rest=c.rest(row),
+    )
+
+
+class Stages:
+    """How many layers of the larger kind a stage can hold: by memory, and by time."""
+
+    def __init__(self, c: Costs, a: Architecture, room: float, some: np.ndarray) -> None:
+        g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
+        self.space = room - c.fixed[some]
+        self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
+        self.each = c.states[some, g, None] + c.entry[some, g]
+        most = np.floor(self.space / np.maximum(self.each, 1.0) + 1e-9)
+        self.fit = np.where(self.space < 0, -1, most)
+        self.spent = np.zeros((n, stages))
+        self.spent[:, 0] += c.first[some].sum(axis=1)
+        self.spent[np.arange(n), c.last_stage[some]] += c.last[some].sum(axis=1)
+        self.one = c.times[some, g].sum(axis=1)[:, None]
+        self.m = c.micro_batches[some, None]
+
+    def most(self, makespan: Array) -> Array:
+        """Return the layers of each stage in pipelines of at most so many seconds, [n, P]."""
+        within = np.floor((makespan[:, None] / self.m - self.spent) / self.one + 1e-9)
+        return np.minimum(self.fit, within)
+
+    def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
+        """Return a makespan in which the stages cannot hold so many layers, [n], and whether they ever can."""
+
+        def holds(makespan: Array) -> np.ndarray:
+            here = self.most(makespan)
+            return (here >= 0).all(axis=1) & (here.sum(axis=1) >= number)
+
+        low = (self.m * self.spent).max(axis=1)
+        high = low + (self.m * self.one)[:, 0] * (number + 1)
+        possible = (self.fit >= 0).all(axis=1) & (self.fit.sum(axis=1) >= number)
+        for _ in range(steps):
+            middle = (low + high) / 2
+            yes = holds(middle)
+            high, low = np.where(yes, middle, high), np.where(yes, low, middle)
+        return low, possible
+
+
+def too_slow(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
+    """Return a step that no placement is below, and by how many bytes and where a configuration does not fit.
+
+    A stage with n layers of the larger kind takes m times their time, and holds no more than fit with all recomputed; so many
+    must be held together. Infinity: they do not fit.
+    """
+    number = max(a.moe_layers, a.dense_layers)
+    s = Stages(c, a, room, np.arange(len(c.fixed)))
+
+    low, possible = s.shortest(number)
+    lacking = (s.each * (number / s.fit.shape[1]) - s.space).mean(axis=1)
+    return (
+        np.where(possible, low + c.least_rest(a, low), np.inf),
+        np.maximum(lacking, (-s.space).max(axis=1)),
+        s.space.argmin(axis=1),
+    )
+
+
+def estimate(c: Costs, a: Architecture, chunks: Array) -> Array:
+    """Return about what the step takes, [n]: equal chunks, or the longest stage. Orders the search and proves nothing."""
+    counts = np.array([a.dense_layers, a.moe_layers])
+    stages = c.fixed.shape[1]
+    total = (c.times.sum(axis=2) * counts).sum(axis=1) + c.first.sum(axis=1) + c.last.sum(axis=1)
+    mean = np.maximum(total / stages, c.last.sum(axis=1))
+    start = (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
+    makespan = c.micro_batches * mean + start
+    return makespan + c.least_rest(a, makespan)
+
+
+def prove(
+    c: Costs,
+    some: np.ndarray,
+    a: Architecture,
+    proofs: list[Multipliers],
+    stages_of: np.ndarray,
+    room: float,
+    target: float,
 ) -> Array:
-    """Return the least time of gradient reduction and update with so many layers on some stages.
+    """Return what multipliers prove for configurations with the same schedule, wherever their layers stand.
 
     Args:
-        x: One configuration, or as many as `layers` has rows.
-        device: Device and network.
-        layers: [n, 4]: of the first stage, of the fullest one between, of one between with layers of the other kind, and of
-            the last one. In a V shape the first stage is the last one, too, and the fourth number is 0.
-        others: Layers of the other kind on these stages.
-        moe: The kind of `layers`.
-        busy: The longest backward pass that the reduction can hide behind, seconds.
+        c: Costs.
+        some: Rows of it.
+        a: The model.
+        proofs: Of any configuration with that schedule: one for each stage that may be among the longest, or one for all.
+        stages_of: Stage of each chunk.
+        room: Bytes of a device.
+        target: Only placements below it are of interest, s.
     """
-    n = len(layers)
-    seen = Columns({k: np.repeat(v, n, axis=0) if len(v) == 1 else v for k, v in vars(x).items()})
-    last = np.where(seen.last_stage == 0, 0.0, 3.0)
-    rest = np.broadcast_to(np.array(others, dtype=float), (n, 4))
-    arrays = {"stage_moe": layers if moe else rest, "stage_dense": rest if moe else layers}
-    seen = Columns(vars(with_stages(seen, **arrays)) | {"last_stage": last})
-    idle = np.zeros((n, 1))
-    stages = Stages(idle, idle + np.reshape(busy, (-1, 1)), idle, {})
-    return data_parallel(seen, device, device.constants, stages) + optimizer(
-        seen, device, device.constants
-    )
+    number, stages = max(a.moe_layers, a.dense_layers), c.fixed.shape[1]
+    held = Stages(c, a, room, some)
+    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
+    least = c.least_weights(a)[some]
+    rest = (exposed[:, None] * c.reduce[some] + c.update[some]) * least
+    after = c.base[some] + exposed * c.start[some] + rest.sum(axis=1)
+    most = np.minimum(held.most(target - after), number)
+    fewest = np.zeros((len(some), stages))
+    if len(proofs) == stages > 1:
+        few = np.maximum(held.most(held.shortest(number)[0]), 0)
+        fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
+    found = np.full(len(some), np.inf)
+    for stage, proof in enumerate(proofs):
+        asked = np.zeros_like(fewest)
+        asked[:, stage % stages] = fewest[:, stage % stages]
+        value = _proved(c, some, a, proof, stages_of, held.space, least)
+        found = np.minimum(found, value + asked @ proof.fewest - most @ proof.most)
+    return found
 
 
-def bottleneck(
-    c: Costs, layers_dense: int, layers_moe: int, room: float, steps: int = 45
-) -> tuple[Array, Array]:
-    """Return lower bounds of the largest stage time and of the summed ones; infinity where nothing fits.
+def _proved(
+    c: Costs,
+    some: np.ndarray,
+    a: Architecture,
+    proof: Multipliers,
+    stages_of: np.ndarray,
+    space: Array,
+    least_weights: Array,
+) -> Array:
+    chunks, g = len(stages_of), int(a.moe_layers >= a.dense_layers)
+    number, few = max(a.moe_layers, a.dense_layers), min(a.moe_layers, a.dense_layers)
+    m, share = c.micro_batches[some], proof.share
+    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
+    part = share * exposed + (1 - share)
+    k = share + (1 - share) * (1 - c.late[some, 0] / m)
+    constant = c.base[some] + part * c.start[some] - (1 - share) * c.late[some, 1]
+    u = part[:, None] * c.reduce[some] + c.update[some]
+    weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
+    least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
+    total = constant + k * proof.sends * c.send[some] + (least * least_weights).sum(axis=1)
+    total = total + k * (c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1])
+    total = total + (weigh * c.fixed_weights[some]).sum(axis=(1, 2)) - space @ proof.memory
 
-    Relaxed: layers of the larger kind come in whole numbers by stage and may be recomputed in part; those of the smaller kind
-    cost their time somewhere and no memory.
-    """
-    moe = layers_moe >= layers_dense
-    number = layers_moe if moe else layers_dense
-    one, again, state, kept, entry = (
-        (c.moe_s, c.moe_again_s, c.moe_bytes, c.moe_kept, c.moe_entry)
-        if moe
-        else (c.dense_s, c.dense_again_s, c.dense_bytes, c.dense_kept, c.dense_entry)
-    )
-    n, stages = c.flight.shape
-    one, again, state, kept, entry = (v[:, None] for v in (one, again, state, kept, entry))
-    fixed_s, fixed = np.zeros((n, stages)), np.zeros((n, stages))
-    last = c.last_stage
-    fixed_s[:, 0] += c.first_s
-    fixed[:, 0] += c.first_bytes
-    rows = np.arange(n)
-    fixed_s[rows, last] += c.last_s
-    fixed[rows, last] += c.last_bytes
-    counted = c.counted[:, None]
-    one = np.where(counted, one, one + again)
-    again = np.where(counted, again, 0.0)
-    kept = np.where(counted, kept, entry)
-    saved = c.flight * (kept - entry)
-    space = room - fixed - c.always[:, None]
-    at_most = np.floor(np.maximum(space, 0) / (state + c.flight * entry) + 1e-9)  # all recomputed
-    total = fixed_s.sum(axis=1) + layers_dense * c.dense_s + layers_moe * c.moe_s
-    total = np.where(
-        c.counted, total, total + layers_dense * c.dense_again_s + layers_moe * c.moe_again_s
-    )
-    per_byte = np.where(saved > 0, again / np.maximum(saved, 1.0), 0.0)
-    slope = one + per_byte * (state + c.flight * kept)
+    def each(kind: int) -> Array:
+        found = k[:, None] * (c.times[some, kind] @ proof.counts)
+        stage = np.einsum("ni,nis->ns", c.weights[some, kind], weigh)
+        stage = stage + proof.memory * (c.states[some, kind, None] + c.kept[some, kind])
+        saved = proof.memory * (c.kept[some, kind] - c.entry[some, kind])
+        more = k[:, None] * c.again[some, kind, None] * proof.counts[1] - saved[:, stages_of]
+        more = np.where(c.choice[some, None], np.minimum(more, 0.0), 0.0)
+        return found + stage[:, stages_of] + more
 
-    def holds(limit: Array) -> np.ndarray:
-        left = limit[:, None] - fixed_s
-        here = np.minimum(left / one, (left + per_byte * space) / slope)
-        here = np.where(left < 0, -np.inf, np.minimum(np.floor(here * (1 + 1e-9) + 1e-9), at_most))
-        return here.sum(axis=1) >= number
-
-    low = np.maximum(total / stages, fixed_s.max(axis=1))
-    high = low + number * (one + again)[:, 0] + total
-    possible = holds(high) & (space >= 0).all(axis=1)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        yes = holds(middle)
-        high, low = np.where(yes, middle, high), np.where(yes, low, middle)
-    return np.where(possible, low, np.inf), total
-
-
-def shortfall(c: Costs, layers_dense: int, layers_moe: int, room: float) -> tuple[Array, Array]:
-    """Return by how many bytes the fullest stage exceeds its memory at least, and which stage is the tightest.
-
-    With every layer recomputed, and layers divided at will; not positive where only whole layers do not fit.
-    """
-    n, stages = c.flight.shape
-    rows = np.arange(n)
-    fixed = np.zeros((n, stages)) + c.always[:, None]
-    fixed[:, 0] += c.first_bytes
-    fixed[rows, c.last_stage] += c.last_bytes + c.logits
-    flight = c.flight.min(axis=1)
-    held = layers_dense * (c.dense_bytes + flight * c.dense_entry)
-    held = held + layers_moe * (c.moe_bytes + flight * c.moe_entry)
-    even = (fixed.sum(axis=1) + held) / stages - room
-    return np.maximum(even, fixed.max(axis=1) - room), fixed.argmax(axis=1)
+    lowest = np.ones(chunks)
+    lowest[[0, -1]] = 0
+    if chunks == 1:
+        lowest[0] = 1
+    if few:
+        near = slice(0, few + 1) if g else slice(max(chunks - few - 1, 0), None)
+        lowest[near] = 0
+        total = total + few * each(1 - g)[:, near].min(axis=1)
+    one = each(g) + (proof.most - proof.fewest)[stages_of]
+    return total + one @ lowest + (number - lowest.sum()) * one.min(axis=1)

@@ -1,12 +1,15 @@
 """The inner problem as an integer program, for solvers that others wrote: CP-SAT (extra `plan`) and HiGHS (scipy).
 
-Used to cross-check :mod:`.placement`; the planner itself needs neither. One program per structure: the items that are not
-of the largest group stand in given chunks. Integers x[chunk, group, option] count items; T is the largest stage time:
+Used to cross-check :mod:`.placement`; the planner itself needs neither. One program for each way to put the layers of the
+smaller kind. Integers n, r, q of every chunk: layers of the larger kind, recomputed ones of both; e: end of every operation.
 
-    minimise   a T + b sum_s t_s
-    t_s = fixed_s + sum time * x,   t_s <= T,   fixed memory_s + sum (states + flight * kept) x + W_s <= memory_s,
-    W_s >= working * z,  x <= count * z  (z binary),   sum_options x = special count,   sum of the bulk = its count,
-    lowest <= layers of a chunk,  layers of two chunks of a stage differ by at most the spread.
+    minimise   makespan + rest
+    e_o >= e_p + send + time_o   for the operation before it on its stage and the one whose output it reads
+    time_o = fixed + time * layers (+ again * recomputed),   e_o <= makespan
+    sum of n = count,   n + others >= lowest,   r <= n,   memory of every stage
+    U_i >= parameters of every stage,   rest = (reduce + update) U + start - hidden,   rest >= (exposed reduce + update) U + ...
+
+What the longest stage hides of the reduction is not convex; programs are for problems without (`exposed` 1 or `late` 0).
 """
 
 import time
@@ -14,135 +17,183 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.tools.plan.placement import Problem, Structure, structures
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.placement import PS, Inner, Pool
+from telechat_moe.tools.plan.placement_problem import Layers, Problem, structures
 
 
 @dataclass(frozen=True)
 class Crossed:
     """What a solver says."""
 
-    objective: int | None
-    """None: nothing fits, or nothing was found in time."""
+    seconds: float | None
+    """Of a step; None: nothing fits, or nothing was found in time."""
 
     bound: float
     proven: bool
-    seconds: float
+    took_s: float
 
 
+@dataclass
 class _Program:
-    """Linear rows over integer variables."""
+    """Rows over integers (first `whole` columns) and reals, ``low <= x <= high``, to be minimised; ps, bytes."""
 
-    def __init__(self) -> None:
-        self.bounds: list[tuple[int, int]] = []
-        self.rows: list[tuple[dict[int, int], int | None, int | None]] = []
-        self.cost: dict[int, int] = {}
-        self.constant = 0
-
-    def variable(self, low: int, high: int) -> int:
-        self.bounds.append((low, high))
-        return len(self.bounds) - 1
-
-    def row(self, terms: dict[int, int], low: int | None, high: int | None) -> None:
-        self.rows.append((terms, low, high))
+    cost: np.ndarray
+    rows: np.ndarray
+    right: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    whole: int
 
 
-def programs(p: Problem) -> list[_Program]:
-    """Return the integer program of every structure."""
-    return [_program(p, Structure(p, places)) for places in structures(p)]
+class _Rows:
+    """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
+
+    def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
+        self.p, self.inner, n = p, Inner(p, Pool()), p.number
+        self.few = np.array(structure)
+        self.box = self.inner.fixed(self.inner.whole(), structure)
+        self.orders = [[int(op) for op in own] for own in p.pipeline.orders]
+        ops = [op for own in self.orders for op in own]
+        self.at = {op: 3 * n + i for i, op in enumerate(ops)}
+        self.width, self.last = 3 * n + len(ops) + 4, 3 * n + len(ops)
+        self.rows: list[np.ndarray] = []
+        self.right: list[float] = []
+        # layers that stand, the column of those that do not, the column of recomputed ones
+        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [
+            (self.inner.bulk, 0 * self.few, 0, n)
+        ]
+        if self.inner.other:
+            self.kinds.append((self.inner.other, self.few, -1, 2 * n))
+
+    def add(self, terms: dict[int, float], right: float) -> None:
+        """Add a row."""
+        row = np.zeros(self.width)
+        for column, value in terms.items():
+            row[column] += value
+        self.rows.append(row)
+        self.right.append(right)
+
+    def operations(self) -> None:
+        """Add when operations end."""
+        p, n, m, route = self.p, self.p.number, self.p.micro_batches, self.inner.route
+        for own in self.orders:
+            for i, op in enumerate(own):
+                kind, c, micro = op // m // n, op // m % n, op % m
+                terms, took = {self.at[op]: -1.0}, float(p.fixed[kind, c])
+                for layer, held, column, again in self.kinds:
+                    took += float(layer.times[kind] * held[c])
+                    terms |= {column + c: float(layer.times[kind])} if column >= 0 else {}
+                    terms |= {again + c: float(layer.again)} if kind == 1 else {}
+                self.add(terms, -took)
+                if i:
+                    self.add({**terms, self.at[own[i - 1]]: 1.0}, -took)
+                before = c - 1 if kind == 0 else c + 1 if kind == 1 else -1
+                if 0 <= before < n:
+                    send = p.send * (route[before] != route[c])
+                    read = self.at[(kind * n + before) * m + micro]
+                    self.add({**terms, read: 1.0}, -took - send)
+            self.add({self.at[own[-1]]: 1.0, self.last: -1.0}, 0.0)
+
+    def stages(self) -> None:
+        """Add memory and parameters."""
+        p, n = self.p, self.p.number
+        bulk = self.inner.bulk
+        self.add(dict.fromkeys(range(n), 1.0), bulk.count)
+        self.add(dict.fromkeys(range(n), -1.0), -bulk.count)
+        for c in range(n):
+            self.add({n + c: 1.0, c: -1.0}, 0.0)
+        for s in range(p.stages):
+            own = [int(c) for c in np.flatnonzero(self.inner.route == s)]
+            terms, have = {}, float(self.inner.room[s])
+            for layer, held, column, again in self.kinds:
+                each = layer.states + layer.kept[s]
+                have -= float(held[own].sum()) * each
+                terms |= dict.fromkeys((c + column for c in own if column >= 0), float(each))
+                saved = layer.kept[s] - (layer.entry or layer.kept)[s]
+                terms |= dict.fromkeys((c + again for c in own), -float(saved))
+            self.add(terms, have)
+            for i in range(2):
+                fixed = p.weight[i, s]
+                fixed += sum(float(h[own].sum()) * g.weights[i] for g, h, _, _ in self.kinds)
+                terms = dict.fromkeys(own, float(bulk.weights[i]))
+                self.add({**terms, self.last + 1 + i: -1.0}, -fixed)
+        slope = (np.array(p.rest.reduce) + np.array(p.rest.update)) / PS
+        step = {self.last + 1: slope[0], self.last + 2: slope[1], self.last + 3: -1.0}
+        self.add(step, -(p.rest.base + p.rest.start) / PS)
 
 
-def _program(p: Problem, structure: Structure) -> _Program:
-    m, chunks = _Program(), len(p.stage_of_chunk)
-    x: dict[tuple[int, int, int], int] = {}
-    first, last = structure.open
-    bulk: dict[int, int] = {}
-    layers: list[dict[int, int]] = [{} for _ in range(chunks)]
-    for c in range(chunks):
-        for g, group in enumerate(p.groups):
-            most = group.count if g != p.bulk or first <= c <= last else 0
-            own = {}
-            for o in range(len(group.options)):
-                x[c, g, o] = m.variable(0, most)
-                own[x[c, g, o]] = 1
-            if g != p.bulk:
-                m.row(own, structure.count[c][g], structure.count[c][g])
-            else:
-                bulk |= own
-            if group.layer:
-                layers[c] |= own
-        m.row(layers[c], p.lowest[c], None)
-    m.row(bulk, p.groups[p.bulk].count, p.groups[p.bulk].count)
-    far = sum(p.fixed_time) + sum(g.count * max(o.time for o in g.options) for g in p.groups)
-    longest = m.variable(0, far)
-    m.cost[longest] = p.max_weight
-    for s in range(p.stages):
-        _stage(m, p, s, x, longest)
-        own = {
-            x[c, p.bulk, o] for c in p.chunks_of[s] for o in range(len(p.groups[p.bulk].options))
-        }
-        low, high = p.fewest[s : s + 1], p.most[s : s + 1]
-        m.row(dict.fromkeys(own, 1), low[0] if low else None, high[0] if high else None)
-        _spread(m, p, s, layers)
-    return m
+def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
+    """Return the program of a structure."""
+    if p.rest.exposed < 1.0:
+        raise BadInputError(
+            "cross-check: reduction that hides behind the backward pass is not convex"
+        )
+    made, n = _Rows(p, structure), p.number
+    made.operations()
+    made.stages()
+    low, high, cost = np.zeros(made.width), np.full(made.width, np.inf), np.zeros(made.width)
+    low[:n], high[:n] = made.box.low, made.box.high
+    high[n : 2 * n] = made.box.high * p.choice
+    high[2 * n : 3 * n] = made.few * p.choice
+    cost[[made.last, made.last + 3]] = 1.0
+    return _Program(cost, np.array(made.rows), np.array(made.right), low, high, 3 * n)
 
 
-def _stage(
-    m: _Program, p: Problem, s: int, x: dict[tuple[int, int, int], int], longest: int
-) -> None:
-    """Add time and memory of a stage."""
-    took: dict[int, int] = {}
-    held: dict[int, int] = {}
-    working = m.variable(0, max([p.working[s], *(o.working for g in p.groups for o in g.options)]))
-    m.row({working: 1}, p.working[s], None)
-    for c in p.chunks_of[s]:
-        for g, group in enumerate(p.groups):
-            for o, option in enumerate(group.options):
-                v = x[c, g, o]
-                took[v] = option.time
-                held[v] = group.states + p.in_flight[c] * option.kept
-                if option.working > p.working[s]:
-                    used = m.variable(0, 1)
-                    m.row({v: 1, used: -group.count}, None, 0)
-                    m.row({working: 1, used: -option.working}, 0, None)
-    m.row({**took, longest: -1}, None, -p.fixed_time[s])
-    m.row({**held, working: 1}, None, p.memory[s] - p.fixed_memory[s])
-    m.constant += p.sum_weight * p.fixed_time[s]
-    for v, t in took.items():
-        m.cost[v] = m.cost.get(v, 0) + p.sum_weight * t
+def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
+    """Solve with HiGHS as scipy brings it, in floats.
 
+    Raises:
+        BadInputError: A part of the reduction is hidden.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
 
-def _spread(m: _Program, p: Problem, s: int, layers: list[dict[int, int]]) -> None:
-    """Add that the chunks of a stage are about equally long."""
-    own = p.chunks_of[s]
-    for c in own if len(own) > 1 else ():
-        for d in own:
-            if c not in (d, 0, len(p.stage_of_chunk) - 1):
-                m.row({**layers[c], **dict.fromkeys(layers[d], -1)}, -p.spread, None)
+    began, best, bound, proven = time.perf_counter(), None, np.inf, True
+    for structure in structures(p):
+        m = _program(p, structure)
+        # in ps and bytes it calls feasible programs infeasible
+        size = np.where(np.arange(len(m.cost)) < m.whole, 1.0, np.abs(m.rows).max())
+        rows = m.rows * size
+        unit = np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
+        answer = milp(
+            m.cost,
+            constraints=LinearConstraint(rows / unit, -np.inf, m.right / unit[:, 0]),
+            bounds=Bounds(m.low, m.high),
+            integrality=np.arange(len(m.cost)) < m.whole,
+            options={"time_limit": limit_s, "mip_rel_gap": 0.0},
+        )
+        if answer.status == 2:
+            continue
+        proven = proven and answer.status == 0
+        dual = answer.mip_dual_bound
+        longer = float(size[-1]) * PS
+        bound = min(bound, -np.inf if dual is None else dual * longer)
+        if answer.x is not None:
+            best = min(np.inf if best is None else best, float(answer.fun) * longer)
+    return Crossed(best, float(bound), proven, time.perf_counter() - began)
 
 
 def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
-    """Solve with OR-Tools' CP-SAT, 2 threads.
+    """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole.
 
     Raises:
+        BadInputError: A part of the reduction is hidden.
         ImportError: OR-Tools is not installed.
     """
     from ortools.sat.python import cp_model
 
     began, best, bound, proven = time.perf_counter(), None, np.inf, True
-    for m in programs(p):
-        model = cp_model.CpModel()
-        v = [model.new_int_var(low, high, f"v{i}") for i, (low, high) in enumerate(m.bounds)]
-        for terms, low, high in m.rows:
-            total = sum(k * v[i] for i, k in terms.items())
-            if not terms:
-                if (low or 0) > 0:
-                    model.add_bool_or([])
-                continue
-            if low is not None:
-                model.add(total >= low)
-            if high is not None:
-                model.add(total <= high)
-        model.minimize(sum(k * v[i] for i, k in m.cost.items()) + m.constant)
+    far = 10**9
+    for structure in structures(p):
+        m, model = _program(p, structure), cp_model.CpModel()
+        x = [
+            model.new_int_var(int(low), far if np.isinf(high) else int(max(low, high)), "")
+            for low, high in zip(m.low, m.high, strict=True)
+        ]
+        for row, right in zip(m.rows, m.right, strict=True):
+            used = np.flatnonzero(row)
+            model.add(sum(round(row[i]) * x[i] for i in used) <= round(right))
+        model.minimize(sum(round(m.cost[i]) * x[i] for i in np.flatnonzero(m.cost)))
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = limit_s
         solver.parameters.num_workers = 2
@@ -150,44 +201,7 @@ def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
         if status == cp_model.INFEASIBLE:
             continue
         proven = proven and status == cp_model.OPTIMAL
-        bound = min(bound, solver.best_objective_bound)
+        bound = min(bound, solver.best_objective_bound * PS)
         if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            found = round(solver.objective_value)
-            best = found if best is None else min(best, found)
-    return Crossed(best, float(bound), proven, time.perf_counter() - began)
-
-
-def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
-    """Solve with HiGHS as scipy brings it; its objective is a float, so integers above 2^53 lose digits."""
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix
-
-    began, best, bound, proven = time.perf_counter(), None, np.inf, True
-    for m in programs(p):
-        n = len(m.bounds)
-        cost = np.array([m.cost.get(i, 0) for i in range(n)], dtype=float)
-        # rows in units of their largest coefficient: in bytes HiGHS calls feasible programs infeasible
-        unit = [max((abs(k) for k in terms.values()), default=1) for terms, _, _ in m.rows]
-        cells = [
-            (r, i, k / unit[r]) for r, (terms, _, _) in enumerate(m.rows) for i, k in terms.items()
-        ]
-        rows, columns, values = zip(*cells, strict=True)
-        matrix = csr_matrix((values, (rows, columns)), shape=(len(m.rows), n))
-        low = [-np.inf if r[1] is None else r[1] / u for r, u in zip(m.rows, unit, strict=True)]
-        high = [np.inf if r[2] is None else r[2] / u for r, u in zip(m.rows, unit, strict=True)]
-        answer = milp(
-            cost,
-            constraints=LinearConstraint(matrix, low, high),
-            bounds=Bounds([b[0] for b in m.bounds], [b[1] for b in m.bounds]),
-            integrality=np.ones(n),
-            options={"time_limit": limit_s, "mip_rel_gap": 0.0},
-        )
-        if answer.status == 2:
-            continue
-        proven = proven and answer.status == 0
-        dual = answer.mip_dual_bound
-        bound = min(bound, (-np.inf if dual is None else dual) + m.constant)
-        if answer.x is not None:
-            found = sum(k * round(answer.x[i]) for i, k in m.cost.items()) + m.constant
-            best = found if best is None else min(best, found)
+            best = min(np.inf if best is None else best, solver.objective_value * PS)
     return Crossed(best, float(bound), proven, time.perf_counter() - began)

@@ -41,7 +41,7 @@ class Pipeline:
     def __init__(self, schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
         self.schedule, self.stages, self.micro_batches = schedule, stages, micro_batches
         self.chunks = stages * chunks
-        orders = (
+        orders = self.orders = (
             _interleaved(stages, micro_batches, chunks)
             if schedule in ("1f1b", "interleaved") and stages > 1
             else _listed(schedule, stages, micro_batches, chunks)

@@ -1,264 +1,288 @@
-"""The inner problem as data: what is placed where, what it costs, and the ways to place what is few."""
+"""The inner problem: layers into pipeline chunks, and which of them are recomputed, for one configuration.
 
-from collections.abc import Iterator, Sequence
+Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds a contiguous piece. Wanted
+is the least step
+
+    makespan(times of the chunks)  +  rest(largest stage)
+
+so that no stage needs more memory than it has. The makespan is that of the schedule, operation by operation
+(:mod:`.pipeline`); the rest is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.pipeline import Pipeline, pipeline
+
+Times = tuple[int, int, int]
+"""F, B (D where the schedule has dW apart), W of one micro-batch, ps."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
-    """One way to compute an item, such as with or without recomputation."""
+class Layers:
+    """Equal layers that follow each other in the model."""
 
-    name: str
-    time: int
-    """Forward and backward of a micro-batch, recomputation included, ns."""
+    count: int
+    times: Times
+    states: int
+    """Bytes of parameters, gradients and optimizer of one."""
 
-    kept: int
-    """Bytes that a micro-batch in flight keeps."""
+    kept: tuple[int, ...]
+    """Bytes that one on each stage keeps at the peak, for all micro-batches in flight."""
+
+    again: int = 0
+    """Further backward time of one that is recomputed, ps."""
+
+    entry: tuple[int, ...] = ()
+    """Bytes that a recomputed one keeps."""
 
     working: int = 0
-    """Further bytes while one item is computed; a stage needs the largest of its items."""
+    """Bytes of a stage while it computes one of them again; the larger of both kinds counts."""
+
+    weights: tuple[int, int] = (0, 0)
+    """Parameters of one on a device: those that all copies of the data hold, and experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
-    """Equal items that follow each other in the model."""
+class Rest:
+    """What follows the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
 
-    name: str
-    count: int
-    states: int
-    """Bytes of parameters, gradients and optimizer of one item."""
+    ``all = sum_i reduce_i U_i + start``, ``update = sum_i update_i U_i``, with U_0 and U_1 the parameters of the largest
+    stage that all copies hold and experts; hidden behind the longest backward pass of a stage.
+    """
 
-    options: tuple[Option, ...]
-    layer: bool = True
-    """Counts as a decoder layer where a chunk needs at least one."""
+    base: float = 0.0
+    start: float = 0.0
+    reduce: tuple[float, float] = (0.0, 0.0)
+    update: tuple[float, float] = (0.0, 0.0)
+    exposed: float = 1.0
+    late: tuple[float, float] = (0.0, 0.0)
+    """A stage whose micro-batch takes t has a backward pass of at most ``late[0] t + late[1]``."""
 
-    last: bool = False
-    """Stands in the last chunk (otherwise anywhere that the order allows)."""
+    def seconds(self, largest: np.ndarray, backward: float) -> float:
+        """Return it for the parameters of the largest stage, [2], and the longest backward pass."""
+        whole = self.start + float(np.dot(self.reduce, largest))
+        shown = max(whole - backward, self.exposed * whole)
+        return shown + float(np.dot(self.update, largest)) + self.base
+
+    def lines(self, micro_batches: int) -> list[tuple[float, float, np.ndarray]]:
+        """Return (k, c, [u_0, u_1]) so that every step is at least k makespan + c + u U, for each.
+
+        The longest stage t takes no more than makespan / m, so what it hides is bounded by the makespan.
+        """
+        update = np.array(self.update)
+        shown = (1.0, self.exposed * self.start, self.exposed * np.array(self.reduce) + update)
+        share = self.late[0] / micro_batches
+        hidden = (1.0 - share, self.start - self.late[1], np.array(self.reduce) + update)
+        return [(k, c + self.base, u) for k, c, u in (shown, hidden)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be placed where. Times in ns, memory in bytes, all integers."""
+    """What is to be placed, and where."""
 
-    groups: tuple[Group, ...]
-    stage_of_chunk: tuple[int, ...]
-    """Along the model; every stage holds equally many chunks."""
+    schedule: str
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    """Of a stage."""
 
-    in_flight: tuple[int, ...]
-    """Micro-batches that each chunk keeps at its stage's peak."""
+    layers: tuple[Layers, ...]
+    first: Times = (0, 0, 0)
+    """What stands in the first chunk besides layers: the embedding."""
+
+    last: Times = (0, 0, 0)
+    """In the last one: MTP and head."""
+
+    send: int = 0
+    """From one stage to another, ps."""
 
     memory: tuple[int, ...]
-    """Bytes of each stage."""
+    """Bytes of each stage for layers and what they keep."""
 
-    fixed_time: tuple[int, ...]
-    """Of each stage: embedding, transfers, what no item accounts for."""
+    buffer: tuple[int, ...]
+    """Bytes of each stage that hold a layer's working set as well, such as logits; the larger one counts."""
 
-    fixed_memory: tuple[int, ...]
-    fixed_working: tuple[int, ...] = ()
-    """Working set of each stage besides its items, such as logits; the larger of both counts. Empty: none."""
+    choice: bool = False
+    """The recomputed layers of every chunk, its first ones, are chosen; else none is."""
 
-    max_weight: int = 1
-    sum_weight: int = 0
-    least: tuple[int, ...] = ()
-    """Fewest decoder layers of each chunk; empty: 0 in the first and the last, 1 elsewhere."""
+    held: int = 0
+    """Working set of every stage that has layers."""
 
-    most: tuple[int, ...] = ()
-    """Most items of the largest group on each stage; empty: any number."""
+    weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Parameters of each stage besides layers, as `Layers.weights`."""
 
-    fewest: tuple[int, ...] = ()
-    """Fewest of them on each stage; empty: none."""
-
-    pinned: tuple[tuple[int, ...], ...] = ()
-    """Chunks of the items of every group, none for the largest one: only this is looked at. Empty: all ways are."""
-
-    spread: int = 1
-    """Chunks of a stage differ by at most so many decoder layers; the first and the last chunk of the model may hold
-    fewer. Schedules with several chunks go at the pace of the longest chunk of each round."""
+    rest: Rest = Rest()
 
     def __post_init__(self) -> None:
-        stages, chunks = self.stages, len(self.stage_of_chunk)
-        sizes = {
-            "memory": (self.memory, stages),
-            "fixed_time": (self.fixed_time, stages),
-            "fixed_memory": (self.fixed_memory, stages),
-            "in_flight": (self.in_flight, chunks),
-            "least": (self.least or self.in_flight, chunks),
-            "most": (self.most or self.memory, stages),
-            "fewest": (self.fewest or self.memory, stages),
-            "fixed_working": (self.fixed_working or self.memory, stages),
-        }
-        for name, (values, expected) in sizes.items():
-            if len(values) != expected:
+        for name in ("memory", "buffer"):
+            if len(getattr(self, name)) != self.stages:
                 raise BadInputError(
-                    f"placement: {name} has {len(values)} numbers, expected {expected}"
+                    f"placement: {name} has {len(getattr(self, name))} numbers, expected {self.stages}"
                 )
-        if not self.groups or any(g.count < 1 or not g.options for g in self.groups):
-            raise BadInputError("placement: every group needs at least one item and one option")
-        if self.max_weight < 0 or self.sum_weight < 0 or self.spread < 0:
-            raise BadInputError("placement: weights and spread must not be negative")
+        if not 1 <= len(self.layers) <= 2 or any(g.count < 1 for g in self.layers):
+            raise BadInputError(
+                "placement: expected one or two kinds of layers, at least one of each"
+            )
 
     @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return max(self.stage_of_chunk) + 1
+    def number(self) -> int:
+        """Chunks of all stages."""
+        return self.stages * self.chunks
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The order of operations."""
+        return pipeline(self.schedule, self.stages, self.micro_batches, self.chunks)
 
     @cached_property
-    def lowest(self) -> tuple[int, ...]:
-        """Fewest decoder layers of each chunk."""
-        chunks = len(self.stage_of_chunk)
-        return self.least or tuple(int(0 < c < chunks - 1) for c in range(chunks))
-
-    @cached_property
-    def working(self) -> tuple[int, ...]:
-        """Working set of each stage besides its items."""
-        return self.fixed_working or (0,) * self.stages
-
-    @cached_property
-    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
-        """Chunks of each stage."""
-        return tuple(
-            tuple(c for c, at in enumerate(self.stage_of_chunk) if at == s)
-            for s in range(self.stages)
-        )
+    def lowest(self) -> np.ndarray:
+        """Fewest layers of each chunk: recipes leave only the first and the last one empty."""
+        least = np.ones(self.number, dtype=np.int64)
+        least[[0, -1]] = 0
+        if self.number == 1:
+            least[0] = 1
+        return least
 
     @cached_property
     def bulk(self) -> int:
-        """The largest group: the one that is divided by the shortest path."""
-        return max(range(len(self.groups)), key=lambda g: self.groups[g].count)
+        """The kind with the most layers."""
+        return max(range(len(self.layers)), key=lambda g: self.layers[g].count)
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """Times of every chunk without its layers, [3, chunks]."""
+        found = np.zeros((3, self.number), dtype=np.int64)
+        found[:, 0] += self.first
+        found[:, -1] += self.last
+        return found
+
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Parameters of every stage without its layers, [2, stages]."""
+        return np.array([w or (0,) * self.stages for w in self.weights], dtype=np.float64)
+
+    @cached_property
+    def least_weight(self) -> np.ndarray:
+        """Parameters that the largest stage has at least, [2]."""
+        bulk = self.layers[self.bulk]
+        weights = np.array([bulk.weights], dtype=np.float64)
+        return least_largest(self.weight[None], weights, bulk.count)[0]
+
+    def kinds(self, counts: np.ndarray) -> np.ndarray:
+        """Return the layers of every kind, [kinds, chunks], of chunks with so many in all."""
+        if len(self.layers) == 1:
+            return counts[None, :]
+        before = np.cumsum(counts) - counts
+        first = np.clip(self.layers[0].count - before, 0, counts)
+        return np.stack([first, counts - first])
+
+    def times(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return the times of the chunks, [3, chunks], with so many layers of every kind, `again` of them recomputed."""
+        found = self.fixed.copy()
+        for g, layer in enumerate(self.layers):
+            found += np.outer(layer.times, kinds[g])
+            found[1] += layer.again * again[g]
+        return found
+
+    def bytes(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return what every stage needs of its `memory`."""
+        route, found = self.pipeline.route, np.zeros(self.stages, dtype=np.int64)
+        work = np.zeros(self.stages, dtype=np.int64)
+        some = np.bincount(route, weights=kinds.sum(axis=0), minlength=self.stages) > 0
+        work[some] = self.held
+        for g, layer in enumerate(self.layers):
+            own = _by_stage(route, kinds[g], self.stages)
+            more = _by_stage(route, again[g], self.stages)
+            kept, entry = np.array(layer.kept), np.array(layer.entry or layer.kept)
+            found += own * (layer.states + kept) - more * (kept - entry)
+            work[more > 0] = np.maximum(work[more > 0], layer.working)
+        return found + np.maximum(work, self.buffer)
+
+    def after(self, kinds: np.ndarray, again: np.ndarray) -> float:
+        """Return the rest, s."""
+        route, largest = self.pipeline.route, self.weight.copy()
+        for g, layer in enumerate(self.layers):
+            largest += np.outer(layer.weights, _by_stage(route, kinds[g], self.stages))
+        backward = self.times(kinds, again)[1:].sum(axis=0)
+        longest = np.bincount(route, weights=backward, minlength=self.stages).max() * 1e-12
+        return self.rest.seconds(largest.max(axis=1), float(longest))
+
+    def seconds(self, counts: np.ndarray, again: np.ndarray) -> float:
+        """Return the step of a placement: layers of every chunk, and how many of them, the first ones, are recomputed."""
+        kinds, more = self.kinds(counts), self.kinds_again(counts, again)
+        makespan = self.pipeline.makespan(self.times(kinds, more), self.send)
+        return makespan * 1e-12 + self.after(kinds, more)
+
+    def kinds_again(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return the recomputed layers of every kind, [kinds, chunks]: a chunk recomputes its first ones."""
+        kinds = self.kinds(counts)
+        if len(self.layers) == 1:
+            return np.minimum(again, counts)[None, :]
+        first = np.minimum(again, kinds[0])
+        return np.stack([first, again - first])
 
 
-def step_weights(micro_batches: int, chunks: int) -> tuple[int, int]:
-    """Return the weights of the largest and of the summed stage times that give `chunks` times the step of 1F1B."""
-    return micro_batches * chunks - 1, 1
+def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarray:
+    """Return the least that the largest stage can have when so many equal layers are divided among the stages.
 
+    Args:
+        fixed: What stages have without them, [n, any, stages].
+        each: Of one layer, [n, any].
+        number: Layers.
 
-@dataclass(frozen=True, kw_only=True)
-class Solution:
-    """Items of each chunk, by group and option, and what that costs."""
-
-    items: tuple[tuple[tuple[int, ...], ...], ...]
-    """`[chunk][group][option]`: number of items."""
-
-    stage_time: tuple[int, ...]
-    stage_memory: tuple[int, ...]
-    objective: int
-    bound: int
-    """Proven: nothing is better. Equal to the objective where `proof` is complete."""
-
-    proof: tuple[tuple[int, int, int], ...]
-    """Intervals `(low, high, least sum)` of the largest stage time, no gap between them: see :mod:`.certify`."""
-
-    seconds: float
-
-    @property
-    def optimal(self) -> bool:
-        """Whether bound and objective meet."""
-        return self.bound == self.objective
-
-    def layers(self, problem: Problem) -> tuple[int, ...]:
-        """Return the decoder layers of each chunk."""
-        return tuple(
-            sum(sum(o) for o, g in zip(chunk, problem.groups, strict=True) if g.layer)
-            for chunk in self.items
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class NoPlacement:
-    """Why no placement exists."""
-
-    stage: int
-    """Where least is missing; -1: the layers do not fill the chunks."""
-
-    missing: int
-    """Bytes over the memory of that stage in the best case; 0 with stage -1."""
-
-    seconds: float
-
-
-def structures(problem: Problem) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield every way to put the items of all groups but the bulk into chunks, as `[group][item] -> chunk`.
-
-    Items before the bulk rise from chunk 0, those behind it up to the last chunk.
+    Returns:
+        [n, any], a hair below.
     """
-    if problem.pinned:
-        if _filled(problem, problem.pinned):
-            yield problem.pinned
+    low = fixed.max(axis=2)
+    high = low + each * number
+    for _ in range(45):
+        middle = (low + high) / 2
+        whole = np.floor((middle[..., None] - fixed) / np.maximum(each, 1e-9)[..., None])
+        enough = (whole.sum(axis=2) >= number) | (each <= 0)
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    return low
+
+
+def _by_stage(route: np.ndarray, numbers: np.ndarray, stages: int) -> np.ndarray:
+    return np.bincount(route, weights=numbers, minlength=stages).astype(np.int64)
+
+
+def structures(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield every way to put the layers of the smaller kind into chunks: how many each has.
+
+    They stand at one end of the model; a chunk between has one at least, so all but the innermost hold nothing else.
+    """
+    n = problem.number
+    if len(problem.layers) == 1:
+        yield (0,) * n
         return
-    chunks, bulk = len(problem.stage_of_chunk), problem.bulk
-    need = problem.lowest
-    heads = list(_walk(need, [g.count for g in problem.groups[:bulk]], (False,) * bulk))
-    behind = problem.groups[bulk + 1 :]
-    counts = [g.count for g in reversed(behind)]
-    tails = list(_walk(need[::-1], counts, tuple(g.last for g in reversed(behind))))
-    for head in heads:
-        first = max((c for g in head for c in g), default=0)
-        for mirrored in tails:
-            tail = tuple(tuple(chunks - 1 - c for c in g[::-1]) for g in mirrored[::-1])
-            places = (*head, (), *tail)
-            if min((c for g in tail for c in g), default=chunks) >= first and _filled(
-                problem, places
-            ):
-                yield places
+    few = problem.layers[1 - problem.bulk].count
+
+    def walk(left: int, chunk: int) -> Iterator[tuple[int, ...]]:
+        if not left:
+            yield (0,) * (n - chunk)
+        elif chunk < n:
+            for here in range(left, 0 if 0 < chunk < n - 1 else -1, -1):
+                for more in walk(left - here, chunk + 1):
+                    yield (here, *more)
+
+    for found in walk(few, 0):
+        yield found if problem.bulk else found[::-1]
 
 
-def _walk(
-    need: Sequence[int], counts: Sequence[int], pinned: Sequence[bool], start: int = 0
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield rising places of the items; no step passes over a chunk that needs layers and would get none."""
-    if not counts:
-        yield ()
-        return
-    for places in _steps(need, counts[0], start, 0 if pinned[0] else len(need) - 1):
-        for rest in _walk(need, counts[1:], pinned[1:], places[-1]):
-            yield (places, *rest)
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A placement."""
 
+    layers: tuple[int, ...]
+    """Decoder layers of each chunk."""
 
-def _steps(need: Sequence[int], count: int, start: int, end: int) -> Iterator[tuple[int, ...]]:
-    if not count:
-        yield ()
-        return
-    for chunk in range(start, end + 1):
-        for rest in _steps(need, count - 1, chunk, end):
-            yield (chunk, *rest)
-        if need[chunk] and chunk > start:
-            break  # the next one would leave this chunk empty
+    again: tuple[int, ...]
+    """Of them, recomputed."""
 
-
-def _filled(problem: Problem, places: tuple[tuple[int, ...], ...]) -> bool:
-    """Return whether every chunk that no bulk item can reach has the layers that it needs."""
-    structure = Structure(problem, places)
-    first, last = structure.open
-    return all(
-        least <= sum(n for n, g in zip(row, problem.groups, strict=True) if g.layer)
-        for c, (row, least) in enumerate(zip(structure.count, problem.lowest, strict=True))
-        if not first <= c <= last
-    )
-
-
-class Structure:
-    """Counts of the special items by chunk, and the chunks that may hold bulk."""
-
-    def __init__(self, problem: Problem, places: tuple[tuple[int, ...], ...]) -> None:
-        chunks = len(problem.stage_of_chunk)
-        self.count = [[0] * len(problem.groups) for _ in range(chunks)]
-        for group, at in enumerate(places):
-            for chunk in at:
-                self.count[chunk][group] += 1
-        before = [c for g in range(problem.bulk) for c in places[g]]
-        behind = [c for g in range(problem.bulk + 1, len(places)) for c in places[g]]
-        self.open = (max(before, default=0), min(behind, default=chunks - 1))
-
-
-def stage_memory(problem: Problem, stage: int, items: Sequence) -> int:
-    """Return the bytes of a stage."""
-    total, working = problem.fixed_memory[stage], problem.working[stage]
-    for chunk in problem.chunks_of[stage]:
-        for group, numbers in zip(problem.groups, items[chunk], strict=True):
-            for option, n in zip(group.options, numbers, strict=True):
-                total += n * (group.states + problem.in_flight[chunk] * option.kept)
-                working = max(working, option.working if n else 0)
-    return total + working
+    seconds: float

@@ -70,7 +70,7 @@ class Question:
         found = distinct(plan)
         if not 1 <= pick <= len(found):
             raise UsageError(f"--pick {pick}: {len(found)} layouts were found")
-        best, word = found[pick - 1], "proven optimal under the cost model"
+        best, word = found[pick - 1], "proven optimal under the event simulation"
         gap = best.step_s / plan.lower_bound_s - 1
         if pick > 1 or not plan.optimal:
             word = f"within {gap:.2%} of the proven bound"

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.certify import certificate
-from telechat_moe.tools.plan.closing import Candidate
 from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments
-from telechat_moe.tools.plan.instances import describe
-from telechat_moe.tools.plan.search import Plan
-from telechat_moe.tools.plan.simulate_step import simulated_s
+from telechat_moe.tools.plan.search import Candidate, Plan
+from telechat_moe.tools.plan.space import describe
 
 GIB = 2**30
 
@@ -28,12 +25,11 @@ def distinct(plan: Plan) -> list[Candidate]:
 
 def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return headers and rows of the fastest layouts, from `summary`."""
-    headers = ["# ", "step, s ", "simulated, s ", "bound, s ", "peak, GiB ", "bubble ", "layout"]
+    headers = ["# ", "step, s ", "bound, s ", "peak, GiB ", "bubble ", "layout"]
     rows = [
         [
             str(i),
             f"{one['step_s']:.4f}",
-            f"{one['simulated_s']:.4f}",
             f"{one['bound_s']:.4f}",
             f"{one['peak_bytes'] / GIB:.1f}",
             f"{one['bubble']:.1%}",
@@ -53,13 +49,7 @@ def why_not(plan: Plan) -> Iterator[str]:
         if row == chosen:
             continue
         name = describe(plan.rows[row])
-        if row in plan.no_room:
-            why = plan.no_room[row]
-            if why.stage < 0:
-                yield f"{name}: its layers do not fill the chunks"
-            else:
-                yield f"{name}: out of memory by {why.missing / GIB:.2f} GiB on stage {why.stage}"
-        elif not math.isfinite(bound):
+        if not math.isfinite(bound):
             missing, stage = plan.missing[row]
             if missing > 0:
                 yield f"{name}: out of memory by at least {missing / GIB:.2f} GiB on stage {stage:.0f}"
@@ -78,7 +68,7 @@ def verdict(plan: Plan) -> str:
     if not plan.best:
         return "no layout fits in memory"
     if plan.optimal:
-        return f"optimal under the model: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
+        return f"optimal under the event simulation: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
     word = "the time limit was reached; " if plan.timed_out else ""
     return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
 
@@ -104,9 +94,6 @@ def summary(plan: Plan, top: int) -> dict[str, Any]:
         "gap": plan.gap if plan.best else None,
         "verdict": verdict(plan),
         "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],
-        "certificate": certificate(plan.best[0].problem, plan.best[0].solution)
-        if plan.best
-        else None,
     }
 
 
@@ -118,7 +105,6 @@ def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
     return {
         "layout": describe(plan.rows[c.row]),
         "step_s": c.step_s,
-        "simulated_s": simulated_s(plan.architecture, c.layout, plan.device),
         "bound_s": c.bound_s,
         "peak_bytes": c.peak_bytes,
         "bubble": c.bubble,
@@ -152,7 +138,7 @@ border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{
 pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
 <h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
 <p>Each point is the fastest layout that needs no more memory than it has; grey: the other layouts that were solved.
-Step times are those of the closed forms that are searched; "simulated" is the pipeline event by event.</p>
+Step times are simulated, the pipeline operation by operation.</p>
 {chart}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
 <h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
 """

@@ -1,38 +1,66 @@
-"""The best layout of a model on a number of devices, with a proven bound.
+"""The best layout of a model on a number of devices under the event simulation, with a proven bound.
 
-1. every configuration of the outer space gets a lower bound (`bounds`), all at once in NumPy;
-2. in the order of these bounds the inner problem (`placement`) is solved exactly, as long as a bound is below the best
-   step found; what comes after cannot be better;
-3. the step of a solution is what `step.evaluate` says, and it must agree with what the bound was made of.
-
-The gradient reduction and the update depend on the fullest stage, which the inner problem does not know; it is solved again
-with at most K bulk layers on a stage, for every K that could win, until the bounds meet.
+1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.too_slow`), all at once in NumPy;
+2. good placements of promising configurations give a step to beat;
+3. in the order of the bounds a configuration's linear program is solved (`placement`); its multipliers are tried on all
+   configurations with the same schedule, which prunes most; what stays below the best step is branched on;
+4. the step of a placement is what `simulate_step` says, and it must agree with what the bounds are made of.
 """
 
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from telechat_moe.errors import CheckFailedError
 from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.bounds import bottleneck, costs, rest_seconds, shortfall
-from telechat_moe.tools.plan.closing import MOST_BOXES, Candidate, One, Setting
+from telechat_moe.tools.plan.bounds import Costs, costs, estimate, problem_of, prove, too_slow
 from telechat_moe.tools.plan.device import Device
-from telechat_moe.tools.plan.placement import (
-    NoPlacement,
-)
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.placement import CLOSE, Answer, Inner, Multipliers, Part, Pool
+from telechat_moe.tools.plan.placement_problem import Placed, Problem
+from telechat_moe.tools.plan.simulate_step import simulate_step
 from telechat_moe.tools.plan.space import (
     NAMES,
     POLICIES,
     Space,
     enumerate_space,
+    layout_of,
     space_columns,
 )
 
-RUNNERS_UP = 2
-"""Configurations that are solved without their proof, for each that is wanted."""
+FIRST = 12
+"""Schedules of which a placement is tried before anything is proven."""
+
+NODES = (0, 60, 600, 6000)
+"""Boxes of one configuration that are looked at, in turn; then its bound stays below its step."""
+
+RUNNERS_UP = 3
+"""Configurations that are placed for each that is wanted in the ranked table."""
+
+AGREE = 1e-6
+"""Relative difference between the planner's step and the simulator's that rounding to ps explains."""
+
+
+@dataclass
+class Candidate:
+    """A configuration that was looked at closely."""
+
+    row: int
+    layout: Layout
+    step_s: float
+    """Simulated."""
+
+    bound_s: float
+    """No placement of this configuration is faster."""
+
+    peak_bytes: float
+    bubble: float
+    problem: Problem
+    placed: Placed
 
 
 @dataclass
@@ -50,7 +78,7 @@ class Plan:
     """Lower bound of each; infinity: it does not fit in memory."""
 
     missing: np.ndarray
-    """Bytes that each lacks at least where it does not fit, and the tightest stage, [n, 2]."""
+    """Bytes that each lacks where it does not fit, and the tightest stage, [n, 2]."""
 
     best: list[Candidate]
     """Found, fastest first."""
@@ -60,9 +88,15 @@ class Plan:
 
     seconds: float
     solved: int
-    no_room: dict[int, NoPlacement] = field(default_factory=dict)
-    """Configurations whose bound did not show it, but no placement fits."""
+    proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = field(default_factory=list)
+    """Multipliers that prune whole schedules."""
 
+    by: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `trees`."""
+
+    trees: dict[int, Part] = field(default_factory=dict)
+    pools: dict[tuple[str, int, int, int], Pool] = field(default_factory=dict)
+    costs: dict[int, tuple[Costs, np.ndarray]] = field(default_factory=dict)
     timed_out: bool = False
 
     @property
@@ -72,7 +106,7 @@ class Plan:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing is faster, but for the rounding to whole ns."""
+        """Whether nothing is faster, but for rounding."""
         return bool(self.best) and self.gap <= 1e-6
 
 
@@ -119,96 +153,220 @@ class _Search:
         done: Callable,
     ) -> None:
         self.a, self.space, self.device, self.top = a, space, device, top
-        self.limit_s, self.done, self.began = limit_s, done, time.perf_counter()
+        self.done, self.began = done, time.perf_counter()
+        self.until = self.began + limit_s
         self.room = device.memory_bytes - device.reserved_bytes
         self.rows = enumerate_space(a, space)
-        self.setting = Setting(a, space, device, self.room, self.rows)
-        self.bound = np.full(len(self.rows), np.inf)
-        self.missing = np.zeros((len(self.rows), 2))
-        self.found: list[Candidate] = []
-        self.no_room: dict[int, NoPlacement] = {}
+        n = len(self.rows)
+        self.bound, self.guess = np.full(n, np.inf), np.full(n, np.inf)
+        self.missing, self.by = np.zeros((n, 2)), np.full(n, -1)
+        self.costs: dict[int, tuple[Costs, np.ndarray]] = {}
+        self.place = np.zeros(n, dtype=np.int64)
+        """Row of each in the costs of its depth."""
+
+        self.groups: dict[tuple[str, int, int, int], np.ndarray] = {}
+        self.pools: dict[tuple[str, int, int, int], Pool] = {}
+        self.inners: dict[int, Inner] = {}
+        self.proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = []
+        self.trees: dict[int, Part] = {}
+        self.placed: dict[int, Placed] = {}
+        self.closed: dict[tuple[str, int, int, int], list[int]] = {}
+        self.best = math.inf
         self.solved = 0
+        self.rng = random.Random(1)
 
     def run(self) -> Plan:
-        for pp in np.unique(self.rows[:, NAMES.index("pp")]):
-            here = np.flatnonzero(self.rows[:, NAMES.index("pp")] == pp)
-            self.bound[here] = self._bounds(here)
-        first = self.bound.copy()
-        order = np.argsort(self.bound, kind="stable")
-        late, lower = False, math.inf
-        for place, row in enumerate(order):
-            if self.bound[row] >= self._limit(1):
-                lower = min(lower, float(self.bound[row]))
+        self._start()
+        first = np.argsort(self.guess, kind="stable")
+        seen: set[tuple] = set()
+        for row in first:
+            if len(seen) >= FIRST or not np.isfinite(self.guess[row]) or self._late():
                 break
-            if self._seconds() > self.limit_s:
-                late, lower = True, min(lower, float(self.bound[row]))
-                break
-            self._look(int(row))
-            self.done(place / len(order), self.solved)
-        first_proven = {c.row for c in self.found}
-        for row in [r for r in order if r not in first_proven][: RUNNERS_UP * self.top]:
-            if late or self.bound[row] >= self._limit(self.top) or not np.isfinite(self.bound[row]):
-                break
-            self._look(int(row), close=False)
-        self.found.sort(key=lambda c: (round(c.step_s, 7), c.row))
-        if self.found:
-            proven = [c.bound_s for c in self.found if c.row in first_proven]
-            lower = min(lower, *proven, self.found[0].step_s)
+            if (key := self._key(row)) not in seen:
+                seen.add(key)
+                self._try(int(row))
+        late = self._prove()
+        self._runners_up()
+        found = sorted(
+            (self._candidate(row, placed) for row, placed in self.placed.items()),
+            key=lambda c: (round(c.step_s, 7), c.row),
+        )
+        lower = min(
+            [c.step_s for c in found[:1]] + [*self.bound[np.isfinite(self.bound)]], default=math.inf
+        )
+        for c in found:
+            c.bound_s = min(float(self.bound[c.row]), c.step_s)
         return Plan(
             architecture=self.a,
             device=self.device,
             space=self.space,
             room_bytes=self.room,
             rows=self.rows,
-            bound_s=np.maximum(first, self.bound),
+            bound_s=self.bound,
             missing=self.missing,
-            best=self.found,
-            lower_bound_s=lower,
-            seconds=self._seconds(),
+            best=found,
+            lower_bound_s=float(lower),
+            seconds=time.perf_counter() - self.began,
             solved=self.solved,
-            no_room=self.no_room,
+            proofs=self.proofs,
+            by=self.by,
+            trees=self.trees,
+            pools=self.pools,
+            costs=self.costs,
             timed_out=late,
         )
 
-    def _seconds(self) -> float:
-        return time.perf_counter() - self.began
+    def _start(self) -> None:
+        """Bound every configuration by its longest stage."""
+        column = {name: self.rows[:, NAMES.index(name)] for name in NAMES}
+        for pp in np.unique(column["pp"]):
+            here = np.flatnonzero(column["pp"] == pp)
+            rows = self.rows[here]
+            x = space_columns(self.a, rows, self.space)
+            c = costs(x, self.device, column["policy"][here] == POLICIES.index("full"))
+            self.costs[int(pp)] = (c, here)
+            self.place[here] = np.arange(len(here))
+            bound, lacks, stage = too_slow(c, self.a, self.room)
+            self.bound[here] = bound
+            self.missing[here] = np.column_stack([lacks, stage])
+            guess = estimate(c, self.a, column["vpp"][here])
+            self.guess[here] = np.where(np.isfinite(bound), np.maximum(guess, bound), np.inf)
+        keys = np.column_stack([column[n] for n in ("schedule", "pp", "micro_batches", "vpp")])
+        unique, which = np.unique(keys, axis=0, return_inverse=True)
+        for i, _ in enumerate(unique):
+            some = np.flatnonzero(which.ravel() == i)
+            self.groups[self._key(some[0])] = some
 
-    def _limit(self, place: int) -> float:
-        """Return the step that a configuration must beat to be among the first ones."""
-        steps = sorted(c.step_s for c in self.found)
-        return steps[place - 1] if len(steps) >= place else math.inf
+    def _key(self, row: int) -> tuple[str, int, int, int]:
+        layout = layout_of(self.rows[row], self.space)
+        return layout.schedule, layout.pp, layout.micro_batches, layout.vpp
 
-    def _bounds(self, here: np.ndarray) -> np.ndarray:
-        rows = self.rows[here]
-        x = space_columns(self.a, rows, self.space)
-        c = costs(x, self.device, rows[:, NAMES.index("policy")] == POLICIES.index("full"))
-        lacks = shortfall(c, self.a.dense_layers, self.a.moe_layers, self.room)
-        self.missing[here] = np.column_stack(lacks)
-        slowest, total = bottleneck(c, self.a.dense_layers, self.a.moe_layers, self.room)
-        fits = np.isfinite(slowest)
-        slowest = np.where(fits, slowest, 0.0)
-        layers, moe = np.zeros((len(rows), 4)), self.a.moe_layers >= self.a.dense_layers
-        count = max(self.a.moe_layers, self.a.dense_layers)
-        layers[:, 1] = math.ceil(count / int(rows[0, NAMES.index("pp")]))  # some stage has so many
-        late = c.late_most[:, 0]
-        busy = late * slowest + c.late_most[:, 1]  # a longer stage costs more than it hides
-        rest = c.rest_s + rest_seconds(x, self.device, layers, moe, busy)
-        rest = np.where(c.micro_batches - c.share >= late, rest, c.rest_s)
-        step = (c.micro_batches - c.share) * slowest + c.share * total + rest
-        return np.where(fits, step, np.inf)
+    def _late(self) -> bool:
+        return time.perf_counter() > self.until
 
-    def _look(self, row: int, close: bool = True) -> None:
-        """Solve one configuration; keep the best placement, its step and its bound, closed or not."""
-        rows = self.rows[row : row + 1]
-        x = space_columns(self.a, rows, self.space)
-        c = costs(x, self.device, rows[:, NAMES.index("policy")] == POLICIES.index("full"))
-        one = One(self.setting, row, x, c)
-        self.solved += 1
-        best = one.best(self._limit(1), MOST_BOXES if close else 0)
-        if best is None:
-            self.bound[row] = np.inf
-            if one.why is not None:
-                self.no_room[row] = one.why
+    def _inner(self, row: int) -> Inner:
+        if row not in self.inners:
+            layout = layout_of(self.rows[row], self.space)
+            c, _ = self.costs[layout.pp]
+            problem = problem_of(c, int(self.place[row]), self.a, layout, self.room)
+            pool = self.pools.setdefault(self._key(row), Pool())
+            self.inners[row] = Inner(problem, pool)
+        return self.inners[row]
+
+    def _keep(self, row: int, placed: Placed | None) -> None:
+        if placed and not any(placed.again) and (twin := self._twin(row)) != row:
+            self._keep(twin, placed)  # it recomputes nothing: a layout of its own
+        if placed and (row not in self.placed or placed.seconds < self.placed[row].seconds):
+            self.placed[row] = placed
+            self.best = min(self.best, placed.seconds)
+
+    def _twin(self, row: int) -> int:
+        """Return the configuration that recomputes nothing and is like this one otherwise; itself if that is not searched."""
+        at = NAMES.index("policy")
+        back = row - int(self.rows[row, at]) + POLICIES.index("none")
+        same = np.delete(self.rows[back] == self.rows[row], at).all() if back >= 0 else False
+        return back if same and self.rows[back, at] == POLICIES.index("none") else row
+
+    def _try(self, row: int) -> None:
+        """Place a configuration without a proof."""
+        inner = self._inner(row)
+        self._keep(row, inner.improve(inner.even(self.rng), self.rng, 1))
+
+    def _prune(self, key: tuple[str, int, int, int], proofs: list[Multipliers]) -> None:
+        """Bound all configurations with the same schedule by multipliers."""
+        some = self.groups[key]
+        some = some[(self.bound[some] < self.best) & np.isfinite(self.bound[some])]
+        if not len(some):
             return
-        self.bound[row] = max(self.bound[row], best.bound_s)
-        self.found.append(best)
+        c, _ = self.costs[key[1]]
+        route = self._inner(int(some[0])).route
+        bound = prove(c, self.place[some], self.a, proofs, route, self.room, self.best)
+        better = bound > self.bound[some]
+        self.proofs.append((key, proofs))
+        self.bound[some[better]] = bound[better]
+        self.by[some[better]] = len(self.proofs) - 1
+
+    def _prove(self) -> bool:
+        """Close configurations until no bound is below the best step; return whether time was up.
+
+        In the order of their bounds, each without branching first, then with more and more boxes.
+        """
+        for nodes in NODES:
+            done = np.zeros(len(self.rows), dtype=bool)
+            while True:
+                value = np.where(done, np.inf, self.bound)
+                row = int(value.argmin()) if len(value) else -1
+                if row < 0 or value[row] >= self.best * (1 - CLOSE):
+                    break
+                if self._late():
+                    return True
+                self._close(row, nodes)
+                done[row] = True
+                self.done(0.0, self.solved)
+        return False
+
+    def _close(self, row: int, nodes: int) -> None:
+        inner, key = self._inner(row), self._key(row)
+        if row not in self.trees:
+            self.solved += 1
+        for other in self.closed.get(key, [])[-4:]:  # what proves one often proves its neighbours
+            if inner.holds(self.trees[other], inner.whole(), self.best):
+                self.trees[row], self.bound[row], self.by[row] = self.trees[other], self.best, -2
+                return
+        answer: Answer = inner.solve(
+            self.best, best=self.placed.get(row), nodes=nodes, until=self.until, rng=self.rng
+        )
+        self._keep(row, answer.best)
+        self.trees[row] = answer.tree
+        if answer.bound >= self.best * (1 - CLOSE):
+            self.closed.setdefault(key, []).append(row)
+        if answer.bound > self.bound[row]:
+            self.bound[row], self.by[row] = answer.bound, -2
+        if not nodes and len(answer.root) in (1, inner.p.stages):
+            self._prune(key, answer.root)
+
+    def _runners_up(self) -> None:
+        """Place more configurations, for the ranked table."""
+        order = np.argsort(
+            np.where(np.isfinite(self.guess), np.maximum(self.guess, self.bound), np.inf)
+        )
+        tried = 0
+        for row in order:
+            steps = sorted(p.seconds for p in self.placed.values())
+            if tried >= RUNNERS_UP * self.top or not np.isfinite(self.guess[row]) or self._late():
+                break
+            if len(steps) >= self.top and self.bound[row] >= steps[self.top - 1]:
+                continue
+            if int(row) not in self.placed:
+                tried += 1
+                self._try(int(row))
+
+    def _candidate(self, row: int, placed: Placed) -> Candidate:
+        layout = layout_of(self.rows[row], self.space)
+        problem = self._inner(row).p
+        again = placed.again if problem.choice else None
+        layout = layout.but(chunks=placed.layers, recompute_layers=again)
+        step = simulate_step(self.a, layout, self.device)
+        if abs(step.step_s / placed.seconds - 1) > AGREE:
+            raise CheckFailedError(
+                f"plan: {layout.short()}: the planner has {placed.seconds:.6f} s for the step, the simulator "
+                f"{step.step_s:.6f} s; tools/plan/bounds.py and simulate_step.py disagree"
+            )
+        peak = float(step.table.memory.peak[0].max())
+        if peak > self.room * (1 + AGREE):
+            raise CheckFailedError(
+                f"plan: {layout.short()}: {peak:.0f} bytes of {self.room:.0f}; tools/plan/bounds.py and memory.py disagree"
+            )
+        return Candidate(
+            row=row,
+            layout=layout,
+            step_s=step.step_s,
+            bound_s=0.0,
+            peak_bytes=peak,
+            bubble=step.result.bubble,
+            problem=problem,
+            placed=placed,
+        )
+
+
+__all__ = ["Candidate", "Plan", "search", "usable"]

@@ -234,3 +234,14 @@ def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
         values[name] = np.zeros((n, pp))
     values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
     return Columns(values)
+
+
+def describe(row: np.ndarray) -> str:
+    """Return a configuration in a few words."""
+    v = dict(zip(NAMES, (int(n) for n in row), strict=True))
+    words = [
+        f"{n}{v[n]}" for n in ("dp", "tp", "cp", "pp", "vpp", "ep", "etp") if v[n] > 1 or n == "dp"
+    ]
+    words += ["sp"] if v["sp"] else []
+    words += [f"mbs{v['micro_batch']}", f"m{v['micro_batches']}", f"zero{v['zero']}"]
+    return " ".join([*words, SCHEDULES[v["schedule"]], "recompute " + POLICIES[v["policy"]]])

@@ -119,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
     data: Any = report.summary(plan, args.top)
     if args.html:
         _write(args.html, report.page(plan, question.front(plan), data))
-    write_json(args.certificate, data["certificate"])
+    if args.certificate and plan.best:
+        certify: Any = import_module("telechat_moe.tools.plan.certify")
+        write_json(args.certificate, certify.certificate(plan))
     if not write_json(args.json, data):
         _show(data, report.ranked(data))
     return 1 if not plan.best else 0 if plan.optimal else 4
@@ -137,12 +139,6 @@ def _show(data: dict[str, Any], table: Any) -> None:
     print(data["verdict"] + "\n")
     show_table(*table)
     if data["layouts"]:
-        times = [one["simulated_s"] for one in data["layouts"]]
-        if (quickest := times.index(min(times))) > 0:
-            print(
-                f"\nsimulated event by event, number {quickest + 1} is the fastest of these: {times[quickest]:.4f} s "
-                f"(--pick {quickest + 1})"
-            )
         first = data["layouts"][0]
         print(f"\nlayers of each chunk: {list(first['chunks'])}")
         if first["recompute_layers"] is not None:
