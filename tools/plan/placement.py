@@ -14,6 +14,7 @@ import heapq
 import math
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -450,18 +451,42 @@ class Inner:
         """Return the recomputed layers of every chunk, as few as fit in memory; None: it does not fit."""
         p = self.p
         kinds, again = p.kinds(counts), np.zeros(p.number, dtype=np.int64)
-        none = np.zeros_like(kinds)
-        over = p.bytes(kinds, none) > p.memory
+        over = p.bytes(kinds, np.zeros_like(kinds)) > p.memory
         if not over.any():
             return again
-        if not p.choice or (p.bytes(kinds, kinds) > p.memory).any():
+        if not p.choice:
             return None
-        for stage in np.flatnonzero(over):
-            own = np.flatnonzero(self.route == stage)
-            while p.bytes(kinds, p.kinds_again(counts, again))[stage] > p.memory[stage]:
-                free = own[again[own] < counts[own]]
-                again[free[np.argmin(again[free] / counts[free])]] += 1
+        for stage in np.flatnonzero(over).tolist():
+            own = range(stage, p.number, p.stages)
+            if p.schedule == "zb-v":
+                own = np.flatnonzero(self.route == stage).tolist()
+            if not self._recompute(stage, own, kinds, again):
+                return None
         return again
+
+    def _recompute(
+        self, stage: int, own: Sequence[int], kinds: np.ndarray, again: np.ndarray
+    ) -> bool:
+        """Recompute as few layers of a stage as fit, its chunks in proportion; return whether they do."""
+        p = self.p
+        layers = [(int(kinds[:, c].sum()), c) for c in own]
+        held = sum(
+            int(kinds[g][c]) * (layer.states + layer.kept[stage])
+            for g, layer in enumerate(p.layers)
+            for c in own
+        )
+        work = max(p.held, p.buffer[stage])
+        while held + work > p.memory[stage]:
+            free = [(again[c] / n, c) for n, c in layers if again[c] < n]
+            if not free:
+                return False
+            chunk = min(free)[1]
+            g = int(len(p.layers) > 1 and again[chunk] >= kinds[0][chunk])
+            layer = p.layers[g]
+            held -= layer.kept[stage] - layer.entry[stage]
+            work = max(work, layer.working)
+            again[chunk] += 1
+        return True
 
     def improve(self, counts: np.ndarray, rng: random.Random, patience: int = 4) -> Placed | None:
         """Move single layers off the longest path while that helps."""
