@@ -267,6 +267,8 @@ class _Search:
     def _twin(self, row: int) -> int:
         """Return the configuration that recomputes nothing and is like this one otherwise; itself if that is not searched."""
         at = NAMES.index("policy")
+        if self.rows[row, at] != POLICIES.index("full"):
+            return row
         back = row - int(self.rows[row, at]) + POLICIES.index("none")
         same = np.delete(self.rows[back] == self.rows[row], at).all() if back >= 0 else False
         return back if same and self.rows[back, at] == POLICIES.index("none") else row
