@@ -1,9 +1,12 @@
-"""One layout against another of the same recipe, without and with a planted wrong group: docs/align_mindspore.md.
+"""One layout against another of the same recipe, without and with a planted wrong group: the story of docs/align.md.
 
 Real graphs of the parallel compiler on 2 and 4 processes: four minutes, ``pytest -m slow tests/align/test_workflow_layouts.py``.
 """
 
 import json
+import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,39 +17,33 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import mini_recipe
-from test_workflow_hf import ROOT, align, command
+from test_workflow_hf import ROOT, align
 
-PLANT = ROOT / "tools" / "align" / "kit" / "plant_wrong_group.py"
-RECIPE = "telechat3_moe/pretrain_tiny.yaml"
-PARALLEL = ("use_parallel=True", "parallel.parallel_mode=1", "parallel.full_batch=True")
-TP2 = ("parallel_config.model_parallel=2", "parallel_config.use_seq_parallel=True")
-DP2_TP2 = (
-    *TP2,
-    "parallel_config.data_parallel=2",
-    "parallel_config.expert_parallel=2",
-    "runner_config.batch_size=2",
-    "model.model_config.batch_size=2",
-)
 WEIGHT = "layers.1.attention.q_up.weight"
 
 
 @pytest.fixture(scope="module")
 def dumps(tmp_path_factory):
+    """Run the commands of the page up to the comparisons, on a recipe that compiles in seconds."""
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "data").mkdir()
     data = mini_recipe.write_data(folder / "data")
-
-    def sets(name, *more):
-        given = mini_recipe.arguments(data, folder / f"run_{name}")[3:]
-        return [*given, *(x for value in (*PARALLEL, *more) for x in ("--set", value))]
-
-    runs = [
-        align("capture", RECIPE, "--out", "tp2", *sets("tp2", *TP2), cwd=folder),
-        align("capture", RECIPE, "--out", "dp2_tp2", *sets("both", *DP2_TP2), cwd=folder),
-        command(PLANT, RECIPE, "--out", "planted", "--weight", WEIGHT, *sets("bad", *DP2_TP2), cwd=folder),
-    ]  # fmt: skip
-    for code, said in runs:
-        assert code == 0, said
+    page = (ROOT / "docs" / "align.md").read_text(encoding="utf-8")
+    (block,) = [x for x in re.findall(r"```sh\n(.*?)```", page, re.S) if "plant_wrong_group" in x]
+    for line in block.splitlines():
+        words, _, to = line.partition(" > ")
+        tool, *arguments = shlex.split(words)
+        if arguments[:2] == ["align", "bisect"] or arguments[0] == "data":
+            continue
+        if to == "tp2.yaml":
+            arguments += mini_recipe.arguments(data, folder / "run")[3:]
+        of = ["-m", "telechat_moe.cli"] if tool == "telechat-moe" else [ROOT / arguments.pop(0)]
+        done = subprocess.run(
+            [sys.executable, *map(str, of), *arguments], cwd=folder, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        if to:
+            (folder / to).write_text(done.stdout)
     return folder
 
 
