@@ -302,7 +302,7 @@ class _Bounds:
 
 def narrowest(dump: RankDump) -> str:
     """Return the floating-point type with the fewest bits among the tensors of a dump."""
-    kinds = {r.dtype for c in dump.calls.values() for _, r in c.tensors() if is_float(r.dtype)}
+    kinds = filter(is_float, dump.dtypes)
     return min(kinds, key=lambda k: FLOATS[k].bits, default="float32")
 
 

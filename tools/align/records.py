@@ -207,6 +207,11 @@ class RankDump:
     calls: Mapping[str, Call] = field(repr=False)
     folder: Path | None = None
 
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """Types of its tensors."""
+        return frozenset(t.dtype for call in self.calls.values() for _, t in call.tensors())
+
 
 @dataclass(frozen=True)
 class Dump:

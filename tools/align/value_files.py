@@ -4,6 +4,7 @@ A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which
 are read as data; nothing that they name is imported or called, and any other opcode is refused.
 """
 
+import io
 import math
 import mmap
 import os
@@ -80,7 +81,7 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     shape = tuple(shape)
     try:
         real = _real(path, root)
-        values = _load_pt(real) if path.suffix == ".pt" else _load_npy(real)
+        values = _load_pt(Path(real)) if path.suffix == ".pt" else _load_npy(real)
     except BadInputError:
         raise
     except RecursionError:
@@ -182,8 +183,12 @@ def within(path: Path, root: Path) -> Path:
     Raises:
         BadInputError: It lies elsewhere.
     """
-    real = Path(_realpath(path))
-    if not real.is_relative_to(_folder(os.fspath(root))):
+    return Path(_within(path, root))
+
+
+def _within(path: Path, root: Path) -> str:
+    real, folder = _realpath(path), _folder(os.fspath(root))
+    if real != folder and not real.startswith(folder.rstrip(os.sep) + os.sep):
         raise BadInputError(f"{path}: leads out of {root}, to {real}; expected a file in it")
     return real
 
@@ -200,10 +205,10 @@ def _folder(path: str) -> str:
     return os.path.realpath(path)
 
 
-def _real(path: Path, root: Path) -> Path:
-    real = within(path, root)
+def _real(path: Path, root: Path) -> str:
+    real = _within(path, root)
     try:
-        mode = real.stat().st_mode
+        mode = os.stat(real).st_mode  # noqa: PTH116 (pathlib is slow)
     except FileNotFoundError:
         raise BadInputError(f"{path}: missing; the dump names it") from None
     if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
@@ -229,11 +234,12 @@ def _fits(found: str, dtype: str) -> bool:
     return False
 
 
-def _load_npy(path: Path) -> Array:
-    with path.open("rb") as file:
+def _load_npy(path: str) -> Array:
+    with open(path, "rb") as file:  # noqa: PTH123 (pathlib is slow)
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
-            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            length = file.read(2)
+            shape, fortran, dtype = _header(length + file.read(int.from_bytes(length, "little")))
         elif version == (2, 0):
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
         else:
@@ -247,6 +253,12 @@ def _load_npy(path: Path) -> Array:
         if begin + count * dtype.itemsize != size:
             raise ValueError(f"{size:,} bytes, {begin + count * dtype.itemsize:,} expected")
         return _mapped(file, dtype, begin, shape, "F" if fortran else "C")
+
+
+@lru_cache(1024)
+def _header(text: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Parse the header of a ``.npy`` file; a dump has few different ones in thousands of files."""
+    return np.lib.format.read_array_header_1_0(io.BytesIO(text))
 
 
 def _mapped(file: BinaryIO, dtype: np.dtype[Any], begin: int, shape: Any, order: Any) -> Array:

@@ -52,26 +52,28 @@ class Wiring:
         self.order = {key: i for i, key in enumerate(self.dump.calls)}
 
     @cached_property
-    def content(self) -> Mapping[Place, bytes]:
-        """A digest of the values of each tensor, whatever its shape; tensors that tell nothing are left out."""
-        found: dict[Place, bytes] = {}
+    def _held(self) -> Mapping[Place, tuple[bytes, bool]]:
+        """A digest of the values of each tensor, whatever its shape, and whether it tells which tensor it is."""
+        found: dict[Place, tuple[bytes, bool]] = {}
         for place, tensor in self.tensors.items():
-            if tensor.read is None:
-                continue
-            values = tensor.load()
-            if _tells(values):
-                found[place] = digest(values)
+            if tensor.read is not None:
+                values = tensor.load()
+                found[place] = digest(values), _tells(values)
         return found
+
+    @cached_property
+    def content(self) -> Mapping[Place, bytes]:
+        """The digests of tensors that are hardly equal by chance."""
+        return {place: content for place, (content, tells) in self._held.items() if tells}
 
     @cached_property
     def plain(self) -> Mapping[Place, list[Place]]:
         """The earlier outputs that an input of few bits (two labels, a norm's ones, a scale) is equal to, perhaps by chance."""
         made: dict[bytes, list[Place]] = {}
         found: dict[Place, list[Place]] = {}
-        for place, tensor in self.tensors.items():
-            if place in self.content or tensor.read is None:
+        for place, (content, tells) in self._held.items():
+            if tells:
                 continue
-            content = digest(tensor.load())
             if place[1].startswith("output"):
                 made.setdefault(content, []).append(place)
             else:
@@ -82,14 +84,14 @@ class Wiring:
     def _first(self) -> Mapping[bytes, int]:
         """Of each content of an output the first call that made it, in order."""
         found: dict[bytes, int] = {}
-        for place, tensor in self.tensors.items():
-            if place[1].startswith("output") and tensor.read is not None:
-                found.setdefault(digest(tensor.load()), self.order[place[0]])
+        for place, (content, _) in self._held.items():
+            if place[1].startswith("output"):
+                found.setdefault(content, self.order[place[0]])
         return found
 
     def has_made(self, place: Place) -> bool:
         """Return whether a call before has made what stands in a place."""
-        first = self._first.get(digest(self.tensors[place].load()))
+        first = self._first.get(self._held[place][0])
         return first is not None and first < self.order[place[0]]
 
     @cached_property
