@@ -98,11 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.mindformers and args.target != "Ascend":
         raise UsageError(f"--target {args.target}: MindFormers' model has Ascend's operators only")
-    predicted = _predicted(args) if args.confirm else None
+    confirms = _confirms(args) if args.confirm else None
     result, mesh, graphs, checked = _compile(args, args.recipe, args.mindformers)
     confirmed = True
-    if predicted is not None:
-        result["confirm"] = import_module(PREDICT).differences(predicted, result)
+    if confirms is not None:
+        result["confirm"] = confirms(result)
         confirmed = not any(stage["differences"] for stage in result["confirm"])
     same = checked is None or check_derived(result, mesh, graphs, checked)
     compared = None
@@ -120,13 +120,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if same and confirmed and not result["unmatched_transfers"] else 1
 
 
-def _predicted(args: argparse.Namespace) -> list[Any]:
-    """Return what the planner says of each stage."""
+def _confirms(args: argparse.Namespace) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
+    """Return what holds a report against the planner's prediction; refuses before anything is compiled."""
     from telechat_moe.recipe import load
 
     if args.mindformers or args.target != "Ascend":
         raise UsageError("--confirm: the planner predicts our own model's graph for target Ascend")
-    return import_module(PREDICT).predict(load(args.recipe, args.overrides, devices=args.devices))
+    planner = import_module(PREDICT)
+    recipe = load(args.recipe, args.overrides, devices=args.devices)
+    planner.refuse(recipe)
+    return lambda report: planner.differences(recipe, report)
 
 
 def _compile(

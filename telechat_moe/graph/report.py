@@ -133,7 +133,8 @@ def _stage(reading: Reading, graph: RankGraph, mesh: Mesh) -> dict[str, Any]:
 def _grouped(found: Iterable[Collective]) -> list[tuple[Collective, list[Collective]]]:
     rows: dict[tuple[object, ...], list[Collective]] = {}
     for c in found:
-        key = (c.phase, c.purpose, c.kind, c.group, c.ranks, c.module, c.shape)
+        # by bytes, too: two tensors of one shape may have two types
+        key = (c.phase, c.purpose, c.kind, c.group, c.ranks, c.module, c.shape, c.bytes)
         rows.setdefault(key, []).append(c)
     return [(same[0], same) for same in rows.values()]
 

@@ -2,12 +2,21 @@
 
 import pytest
 
-from telechat_moe.tools.plan.architecture import plain
+from telechat_moe.recipe import load
+from telechat_moe.tools.plan.architecture import Architecture, plain
 from telechat_moe.tools.plan.columns import columns
 from telechat_moe.tools.plan.device import load_device
+from telechat_moe.tools.plan.exact import stage_elements
 from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.memory import in_flight, layer_activations, local_parameters
+from telechat_moe.tools.plan.memory import (
+    WORKSPACE,
+    in_flight,
+    layer_activations,
+    local_parameters,
+    memory,
+)
 from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.predict import activations
 from telechat_moe.tools.plan.step import evaluate
 
 A100 = load_device("a100")
@@ -62,3 +71,35 @@ def test_zero_levels_divide_what_they_say():
         for z, table in enumerate(tables):
             whole = getattr(tables[0], name)[0, 0]
             assert getattr(table, name)[0, 0] == pytest.approx(whole / (8 if z >= since else 1))
+
+
+OWN = [
+    {"dp": 4, "tp": 8, "pp": 8, "ep": 4, "recompute": "full"},
+    {"dp": 4, "tp": 8, "pp": 8, "ep": 32, "sequence_parallel": False},
+    {"dp": 8, "cp": 8, "tp": 1, "pp": 4, "ep": 64, "micro_batches": 4},
+    {
+        "dp": 8,
+        "tp": 4,
+        "pp": 3,
+        "vpp": 3,
+        "ep": 8,
+        "etp": 4,
+        "micro_batches": 9,
+        "recompute": "norm+activation",
+    },
+]
+
+
+@pytest.mark.parametrize("change", OWN)
+def test_our_own_step_by_its_tensors(change):
+    """Many configurations at once, against stage by stage, pass by pass, which compiled graphs confirm."""
+    recipe = load("telechat3_moe/pretrain_105b_a4b_4k.yaml")
+    a, base = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
+    x = base.but(zero=0, recompute="none", recompute_layers=None, chunks=None).but(**change)
+    x = x.but(schedule="interleaved" if x.vpp > 1 else "1f1b")
+    table = columns([(a, x)])
+    found = memory(table, A100)
+    alive = (found.activations + found.buffers)[0] - WORKSPACE
+    assert alive == pytest.approx(activations(a, x), rel=0.06)
+    dense, experts = local_parameters(table)
+    assert (dense + experts)[0] == pytest.approx(stage_elements(a, x), rel=1e-4)

@@ -19,8 +19,8 @@ _ARCHITECTURE = (
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
-    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "flash", "fused", "fused_loss", "overlap",
-    "tp_overlap", "ep_overlap", "graphs", "imbalance", "devices",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph",
+    "flash", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "graphs", "imbalance", "devices",
 )  # fmt: skip
 PARTLY = {
     # full, attention, core, mlp, norm, activation
@@ -29,7 +29,7 @@ PARTLY = {
 }
 """Share of each part of a layer that policies of compilers recompute."""
 
-_SMALL = ("full", "attention", "core", "mlp", "norm", "activation")
+_SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early")
 
 
 class Columns:
@@ -62,10 +62,12 @@ def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
         mlp = full or bool(words & {"mlp", "experts"})
         norm = full or "norm" in words
         activation = mlp or "activation" in words
-        cache[policy] = tuple(float(x) for x in (full, attention, core, mlp, norm, activation))
+        early = "early_stop" in words
+        parts = (full, attention, core, mlp, norm, activation, early)
+        cache[policy] = tuple(float(x) for x in parts)
         for word, shares in PARTLY.items():
             if word in words:
-                cache[policy] = shares
+                cache[policy] = (*shares, 0.0)
     table = np.array([cache[policy] for policy in policies])
     return {f"re_{name}": np.ascontiguousarray(table[:, i]) for i, name in enumerate(_SMALL)}
 

@@ -7,6 +7,7 @@ be held against each other. Where the graph does more than an ideal would, so do
 * The stream crosses stages in its own type, float32 with `fp32_residual_connection`; the balance loss crosses with it.
 * Embedding rows are summed in float32, the table's type.
 * A backward pass sums the balance losses' gradient over dp once, however many routers it has.
+* Where MTP's layers are recomputed, the head's inputs are gathered once more, too.
 
 Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes in products, 4 in norms, router, losses.
 """
@@ -71,22 +72,20 @@ class Calls:
         self.token = self.whole // x.cp
         self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
 
-    def by_stage(self) -> list[Counter[Call]]:
-        """Return the calls of a step on the first device of each stage."""
-        found = []
-        for stage, weights in enumerate(stage_weights(self.a, self.x)):
-            self.rank, self.calls = stage * self.mesh.stage_devices, Counter[Call]()
-            self._passes(stage)
-            self._batch(stage)
-            self._boundaries(stage)
-            for weight in weights:
-                self._weight(weight)
-            everyone = tuple(range(self.mesh.devices))
-            routers = self.a.moe_layers + self.a.mtp * (self.a.layers[-1] == "moe")
-            for size in (1, 3, max(1, routers) * max(1, self.a.experts)):
-                self._put("optimizer", "AllReduce", everyone, 4 * size)
-            found.append(self.calls)
-        return found
+    def of(self, rank: int) -> Counter[Call]:
+        """Return the calls of a step of a device."""
+        stage = self.mesh.stage(rank)
+        self.rank, self.calls = rank, Counter[Call]()
+        self._passes(stage)
+        self._batch(stage)
+        self._boundaries(stage)
+        for weight in stage_weights(self.a, self.x)[stage]:
+            self._weight(weight)
+        everyone = tuple(range(self.mesh.devices))
+        routers = self.a.moe_layers + self.a.mtp * (self.a.layers[-1] == "moe")
+        for size in (1, 3, max(1, routers) * max(1, self.a.experts)):
+            self._put("optimizer", "AllReduce", everyone, 4 * size)
+        return self.calls
 
     def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
         if len(ranks) > 1 and times:
@@ -113,8 +112,10 @@ class Calls:
             for kind, again in zip(kinds, marks, strict=True):
                 self._run(self._block(kind), again)
             if chunk == last:
+                # with MTP's layers the head's inputs are gathered again, too; MindSpore does so, nothing asks for it
+                whole = full and x.recompute_layers is None and a.mtp > 0
                 for _ in range(1 + a.mtp):
-                    self._run(self._loss(), False)
+                    self._run(self._loss(), whole)
             if "moe" in kinds:  # one gradient for all routers of the pass
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
@@ -188,8 +189,15 @@ class Calls:
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
         calls = self._gather_tp(2 * self.token * self.a.hidden)
-        calls += [_Once("AllReduce", tp, part, back=False)] + [_Once("AllReduce", tp, part)] * 2
-        return [*calls, _Once("AllReduce", tokens, 4), _Once("AllReduce", tokens, 4, back=False)]
+        for axes, size, back in (
+            (tp, part, False),
+            (tp, part, True),
+            (tp, part, True),
+            (tokens, 4, True),
+            (tokens, 4, False),
+        ):
+            calls.append(_Once("AllReduce", axes, size, back, again=False))
+        return calls
 
     def _batch(self, stage: int) -> None:
         """Add the gathers of the columns that a stage reads: tokens, labels, mask, positions."""
@@ -220,7 +228,8 @@ class Calls:
         for here, there, size in borders:
             if here == there or stage not in (here, there):
                 continue
-            peer = (there if stage == here else here) * self.mesh.stage_devices
+            other = there if stage == here else here
+            peer = self.rank + (other - stage) * self.mesh.stage_devices
             kinds = ("Send", "Receive") if stage == here else ("Receive", "Send")
             for phase, kind in zip(("forward", "backward"), kinds, strict=True):
                 self._put(phase, kind, sorted((self.rank, peer)), size, x.micro_batches)

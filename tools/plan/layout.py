@@ -50,7 +50,8 @@ class Layout:
     recompute: str = "none"
     """`none`, `selective` (attention's core), `full`, or module names joined by `+`: `attention`, `mlp`, `experts`,
     `norm`, `core_attention`, `activation`; `save_qkv`: all but the query, key and value products; `save_half`: every
-    other product."""
+    other product; `full+early_stop`: `full` without the last product, whose result no backward pass needs (PyTorch's
+    non-reentrant checkpoints)."""
 
     recompute_layers: tuple[int, ...] | None = None
     """Recomputed decoder layers of each global chunk; None: all of them."""
@@ -71,11 +72,17 @@ class Layout:
     residual_bytes: int = 2
     """Per element of the residual stream."""
 
+    own_graph: bool = False
+    """The step is this package's, whose compiled graph saves what `saved` lists; else what frameworks save in common."""
+
     flash: bool = True
     """Attention without score-sized tensors in memory."""
 
     fused: bool = True
     """Norms, activations and losses as single kernels (a compiler or a fused library)."""
+
+    fused_attention: bool = True
+    """The attention kernel of a current library; False: the first flash kernels."""
 
     fused_loss: bool = True
     """The cross-entropy reads the logits once or twice; False: operator by operator in float32."""
@@ -85,6 +92,13 @@ class Layout:
 
     tp_overlap: bool = False
     """Tensor-parallel collectives are cut up and run under their matrix products."""
+
+    cp_overlap: bool = True
+    """Keys and values of context parallelism go around under attention; False: as PyTorch's first ring attention, of
+    all query heads before it."""
+
+    hierarchical: bool = False
+    """Dispatch sends a token once to each node that holds one of its experts."""
 
     ep_overlap: bool = False
     """All-to-all of one micro-batch runs under the computation of another."""
@@ -197,6 +211,7 @@ class Layout:
             gradient_bytes=width,
             optimizer_bytes=8 if width == 4 else 12,
             residual_bytes=4 if c.fp32_residual_connection else 2,
+            own_graph=True,
         )
 
 

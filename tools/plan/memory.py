@@ -2,6 +2,7 @@
 
 Activation bytes per layer follow Korthikanti et al. 2022 (eq. 1-4) for the parts that a layer keeps, written out per
 tensor so that MLA, GQA, gated and MoE layers follow the same rule. T tokens of a micro-batch, h width, 2-byte elements.
+What this package's own step keeps is another table (`saved`), for layouts with `own_graph`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 
 from telechat_moe.tools.plan.columns import Array, Columns
 from telechat_moe.tools.plan.device import Device
+from telechat_moe.tools.plan.saved import saved
 
 WORKSPACE = 96 * 2**20
 """Bytes that matrix-product libraries hold."""
@@ -50,8 +52,22 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
     dense[rows, last] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
     dense[rows, last] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
     experts[rows, last] += moe_mtp * held
+    if np.any(x.own_graph):
+        dense = dense + _uncut(x, layers) * (x.own_graph * (1 - 1 / x.tp))[:, None]
     inside = np.arange(layers.shape[1])[None, :] < x.pp[:, None]
     return dense * inside * np.ones_like(tp), experts * inside
+
+
+def _uncut(x: Columns, layers: Array) -> Array:
+    """Return the elements that this package holds whole on every tensor-parallel device, [n, P]; see `exact`."""
+    down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
+    shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
+    router = x.hidden * x.experts
+    found = layers * _column(down, x) + x.stage_moe * _column(router + shared, x)
+    rows, last = np.arange(len(x)), x.last_stage.astype(int)
+    block = down + x.mtp_moe * (router + shared)
+    found[rows, last] += x.mtp * (2 * x.hidden**2 + block)
+    return found
 
 
 def _column(values: Array, x: Columns) -> Array:
@@ -60,6 +76,16 @@ def _column(values: Array, x: Columns) -> Array:
 
 def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
     """Return bytes that a dense layer and a MoE layer keep for one micro-batch, and those of its input alone."""
+    if not np.any(x.own_graph):
+        return _common(x)
+    s, own = saved(x), x.own_graph > 0
+    pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
+    dense, moe, entry = (np.where(own, mine, other) for mine, other in pairs)
+    return dense, moe, entry
+
+
+def _common(x: Columns) -> tuple[Array, Array, Array]:
+    """Return what frameworks keep in common."""
     t, h, tp = x.micro_batch * x.seq / x.cp, x.hidden, x.tp
     rows = t / np.where(x.sequence_parallel > 0, tp, 1)
     width = np.where(x.fp32 > 0, 4, 2)
@@ -128,12 +154,12 @@ def memory(x: Columns, device: Device) -> Memory:
         + (x.stage_moe - x.stage_moe_again) * whole_moe
     )
     activations = per_micro * in_flight(x)
-    t = x.micro_batch * x.seq / x.cp
-    working = np.where(x.stage_moe_again > 0, whole_moe, whole_dense) * full
+    if np.any(x.own_graph):
+        activations = activations + _besides(x)
+    working = _working(x, whole_dense, whole_moe, entry)
     rows = np.arange(len(x))
     buffers = working * (x.stage_dense.astype(bool) | x.stage_moe.astype(bool))
-    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result
-    logits = np.where(x.fused_loss > 0, 6.0, 14.0) * t * x.vocab / x.tp
+    logits = _end(x, whole_moe, whole_dense)
     last = x.last_stage.astype(int)
     # logits live while the last stage holds one micro-batch less than a whole set of layers needs
     buffers[rows, last] = np.maximum(buffers[rows, last], np.broadcast_to(logits, (len(x),)))
@@ -145,6 +171,60 @@ def memory(x: Columns, device: Device) -> Memory:
     peak = parameters + gradients + optimizer + activations + buffers
     inside = np.arange(peak.shape[1])[None, :] < x.pp[:, None]
     return Memory(parameters, gradients, optimizer, activations, buffers * inside, peak * inside)
+
+
+def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
+    """Return what the backward pass of a layer needs besides what layers keep, the largest of each stage.
+
+    Args:
+        x: Configurations.
+        dense: Bytes that a dense layer keeps that is not recomputed, [n, 1].
+        moe: That a MoE layer keeps.
+        entry: That a recomputed layer keeps.
+    """
+    again = np.where(x.stage_moe_again > 0, moe, dense) * x.re_full[:, None]
+    if not np.any(x.own_graph):
+        return again
+    s = saved(x)
+    one_dense, one_moe = _column(s.dense_working, x), _column(s.moe_working, x)
+    has_moe = _column(x.moe_layers, x) > 0
+    mine = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
+    for layers, working, kept in (
+        (x.stage_dense_again, one_dense, dense),
+        (x.stage_moe_again, one_moe, moe),
+    ):
+        more = np.where((layers > 0) & (x.re_full[:, None] > 0), working + kept - entry, 0.0)
+        mine = np.maximum(mine, more)
+    return np.where(x.own_graph[:, None] > 0, mine, again)
+
+
+def _end(x: Columns, moe: Array, dense: Array) -> Array:
+    """Return what losses need on the last stage, for one micro-batch: MTP's layers, too, where the loss comes back first."""
+    t = x.micro_batch * x.seq / x.cp
+    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result
+    logits = np.where(x.fused_loss > 0, 6.0, 14.0) * t * x.vocab / x.tp
+    if not np.any(x.own_graph):
+        return logits
+    s = saved(x)
+    layer = np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
+    marked = (x.re_full > 0) & (x.mtp_again > 0)
+    needs = np.where(x.mtp_moe > 0, s.moe_working, s.dense_working)
+    needs = needs + np.where(marked, layer - s.entry, 0.0)
+    mtp = x.mtp * (3 * s.entry + np.where(marked, s.entry, layer))
+    # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient
+    mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
+    block = s.entry + mtp + s.loss + s.logits / 2 + needs
+    head = s.entry + s.loss + s.head_gradient + (x.mtp - 1.5) * s.logits
+    mine = np.maximum(mine, np.maximum(np.where(x.mtp > 0, block, 0.0), head))
+    return np.where(x.own_graph > 0, mine, logits)
+
+
+def _besides(x: Columns) -> Array:
+    """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings."""
+    s, flight = saved(x), in_flight(x)
+    found = flight * _column(s.ends * x.vpp * x.own_graph, x)
+    found[:, 0] += (flight[:, 0] + 1) * x.mtp * s.entry * x.own_graph
+    return found
 
 
 def _whole(x: Columns) -> tuple[Array, Array]:

@@ -4,7 +4,6 @@ Parameters and collectives must be equal to the last one, activations at the pea
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from telechat_moe.tools.plan.columns import columns, stage_of_chunk
 from telechat_moe.tools.plan.exact import stage_elements
 from telechat_moe.tools.plan.expected_calls import Call, Calls
 from telechat_moe.tools.plan.layout import MODULES, Layout
-from telechat_moe.tools.plan.saved import saved
+from telechat_moe.tools.plan.saved import Saved, saved
 from telechat_moe.tools.plan.schedules.known import generate
 from telechat_moe.tools.plan.schedules.program import Kind
 
@@ -26,37 +25,46 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """What a device of a stage must have."""
+class Device:
+    """What a device must have."""
 
     elements: int
     """Trained parameters, before the optimizer's states are shared among copies."""
 
     calls: Counter[Call]
-    """Collectives of a step on the stage's first device."""
+    """Collectives of a step."""
 
     activations: int
     """Bytes alive at once, at most."""
 
 
-def predict(recipe: Recipe) -> list[Stage]:
-    """Return what each stage must have.
+def predict(recipe: Recipe, rank: int) -> Device:
+    """Return what a device must have.
+
+    Args:
+        recipe: Loaded recipe.
+        rank: Global rank.
+
+    Raises:
+        BadInputError: See `refuse`.
+    """
+    refuse(recipe)
+    a, x = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
+    calls = Calls(a, x, shard_threshold(recipe))
+    stage = calls.mesh.stage(rank)
+    return Device(
+        elements=stage_elements(a, x)[stage],
+        calls=calls.of(rank),
+        activations=activations(a, x)[stage],
+    )
+
+
+def refuse(recipe: Recipe) -> None:
+    """Refuse a recipe of another step than the formulas are for.
 
     Raises:
         BadInputError: The recipe has something that no formula here covers.
     """
-    _refuse(recipe)
-    a, x = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
-    calls = Calls(a, x, shard_threshold(recipe)).by_stage()
-    return [
-        Stage(elements=elements, calls=found, activations=alive)
-        for elements, found, alive in zip(
-            stage_elements(a, x), calls, activations(a, x), strict=True
-        )
-    ]
-
-
-def _refuse(recipe: Recipe) -> None:
     c, data = recipe.model_config, recipe.train_dataset.data_loader.config
     others = sorted({*recipe.telechat_moe.sharding.recompute} - {*MODULES.values()})
     given = [
@@ -125,7 +133,7 @@ def activations(a: Architecture, x: Layout) -> list[int]:
 def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
     """Return the items of every chunk, along the model."""
     full = "full" in x.recompute
-    s = saved(columns([(a, x)]), again=not full)
+    s = saved(columns([(a, x)]))
     entry, at, last = float(s.entry[0]), 0, x.pp * x.vpp - 1
     layers = {
         "dense": _Item(float(s.dense[0]), float(s.dense_working[0])),
@@ -140,34 +148,46 @@ def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
     for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
         marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
         items = [_Item(float(s.ends[0]))]
-        if chunk == 0:
-            items.append(_Item(a.mtp * entry))  # what MTP's norm of the embeddings reads
+        if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
+            items.append(_Item(a.mtp * entry, 4 * a.vocab // x.tp * a.hidden))
         kinds = a.layers[at : at + count]
         items += [layer(kind, full and i < marked) for i, kind in enumerate(kinds)]
         at += count
         if chunk == last:
-            items.append(_Item(entry))
-            for _ in range(
-                a.mtp
-            ):  # the norm's output, both inputs of the projection, the block, its output
-                items.append(_Item(3 * entry))
-                items.append(layer(a.layers[-1], full and x.recompute_layers is None))
-            losses = (1 + a.mtp) * float(s.loss[0])
-            items.append(_Item(losses, float(s.loss_working[0])))
+            items += _end(a, s, entry, layer(a.layers[-1], full and x.recompute_layers is None))
         found.append(items)
     return found
 
 
-def differences(predicted: Sequence[Stage], report: dict[str, Any]) -> list[dict[str, Any]]:
+def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
+    """Return final norm, losses and MTP, as they go forward. MTP's loss goes back before its block, the other loss last.
+
+    Logits' gradients in bfloat16 stay until the head's gradient, which is one product for all of them.
+    """
+    loss, first, logits = (float(v[0]) for v in (s.loss, s.loss_working, s.logits))
+    if not a.mtp:
+        return [_Item(entry), _Item(loss, max(first, float(s.head_gradient[0]) - 1.5 * logits))]
+    late = a.mtp * logits / 2
+    gradient = float(s.head_gradient[0]) + (a.mtp - 1.5) * logits
+    items = [_Item(entry), _Item(loss, max(2 * logits + late, gradient))]
+    for _ in range(
+        a.mtp
+    ):  # the norm's output, both inputs of the projection, the block, its output
+        items.append(_Item(3 * entry, late))
+        items.append(_Item(block.kept, block.working + late))
+    return [*items, _Item(a.mtp * loss, first)]
+
+
+def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return, for each stage of a dry run's report, both sides and what differs.
 
     Args:
-        predicted: From `predict`.
+        recipe: That was compiled.
         report: Of `telechat-moe dryrun --json`, for target Ascend.
     """
     found = []
     for stage in report["stages"]:
-        one = predicted[stage["stage"]]
+        one = predict(recipe, stage["rank"])
         compiled = calls_of(stage)
         lines = [
             f"{c.phase} {c.kind} over {len(c.ranks)} ranks {list(c.ranks[:3])}..., {c.bytes} bytes: "

@@ -17,10 +17,11 @@ GIB = 2**30
 
 
 def distinct(plan: Plan) -> list[Candidate]:
-    """Return what was found, without layouts that may recompute layers and recompute none: they stand there already."""
-    return [
+    """Return what was found, without layouts that may recompute layers and recompute none if there are others."""
+    found = [
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
     ]
+    return found or plan.best
 
 
 def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

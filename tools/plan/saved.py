@@ -34,6 +34,14 @@ class Saved:
     """That one cross-entropy keeps, its head's input included."""
 
     loss_working: Array
+    """That the cross-entropy which goes back first needs besides."""
+
+    logits: Array
+    """Of one cross-entropy, float32."""
+
+    head_gradient: Array
+    """Of the head's weights, bfloat16."""
+
     ends: Array
     """That every chunk keeps besides: the tables of positions."""
 
@@ -58,16 +66,15 @@ def _rows(x: Columns) -> _Rows:
     return _Rows(whole, token, token / spread, device, pairs)
 
 
-def saved(x: Columns, again: bool = True) -> Saved:
+def saved(x: Columns) -> Saved:
     """Return the bytes of layers and ends.
 
     Args:
-        x: Configurations; MLA and gated feed-forwards.
-        again: Modules that a policy recomputes are not kept; False: as if none were. Whole layers always are.
+        x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
     """
     r, h = _rows(x), x.hidden
     heads = x.heads / x.tp
-    norm, act = (x.re_norm * again, x.re_activation * again)
+    norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
     cut = (x.sequence_parallel > 0) & (x.tp > 1)
     apart = cut | (x.cp > 1)
     residual = x.residual_bytes * r.stream * h
@@ -98,11 +105,14 @@ def saved(x: Columns, again: bool = True) -> Saved:
     moe = inputs + experts + router + shared_act * np.where(act > 0, 2, 3)
 
     # backward: the output's gradient; then the first operators of the feed-forward, all that was kept still alive
-    dense_first = residual + 2 * r.token * h + dense_act * 3
+    dense_first = residual + 2 * r.token * h + dense_act * 3 + 2 * h * x.ffn / x.tp
     gone = shared_act * np.where(
         act > 0, 0, 1
     )  # of the shared experts, gradients in place of what was kept
     moe_first = residual + 4 * r.device * h + 4 * r.pairs * h - gone
+    # or, for large experts, the gradient of one of their weights: results and their float32 copies are gone
+    weights = 2 * x.experts / np.maximum(x.ep, 1) * h * x.moe_ffn / x.etp
+    moe_weights = residual - gone - r.pairs * np.where(exchanged, 4, 2) * h + weights
     # or attention's, when the feed-forward's own are gone
     core = 2 * residual + query + keys + out
     entry = residual
@@ -117,8 +127,10 @@ def saved(x: Columns, again: bool = True) -> Saved:
         moe=common + moe,
         entry=entry,
         dense_working=np.maximum(dense_first, core - dense),
-        moe_working=np.maximum(moe_first, core - moe),
+        moe_working=np.maximum(np.maximum(moe_first, moe_weights), core - moe),
         loss=loss,
         loss_working=loss_working,
+        logits=logits,
+        head_gradient=2 * x.vocab / x.tp * h,
         ends=4 * r.token * x.qk_rope,
     )
