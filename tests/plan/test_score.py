@@ -93,10 +93,10 @@ def test_impossible_rows_are_refused():
 
 
 def test_synthetic_measurements_give_their_constants_back():
-    device, truth = (
-        load_device("a100"),
-        Constants(matmul_share=0.61, layer_host_s=4e-4, memory_share=0.7),
-    )
+    device = load_device("a100")
+    measured = {name: getattr(device.constants, name) for name in device.measured}
+    assert measured, "the A100's links are measured by themselves"
+    truth = Constants(matmul_share=0.61, layer_host_s=4e-4, memory_share=0.7, **measured)
     rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::30]
     predicted = evaluate(
         [r.architecture for r in rows], [r.layout for r in rows], device, truth
@@ -106,7 +106,7 @@ def test_synthetic_measurements_give_their_constants_back():
     found = fit(problem)
     np.testing.assert_allclose(problem.predict(found), predicted, rtol=0.02)
     assert found.layer_host_s == pytest.approx(4e-4, rel=0.1)
-    assert "fp8_share" not in free_constants(rows, device)
+    assert not {"fp8_share", *measured} & set(free_constants(rows, device))
 
 
 def test_held_out_rows_are_not_seen_by_their_fit():
@@ -131,7 +131,7 @@ def test_accuracy_of_the_frozen_constants():
     step = statistics([s.error for s in scored if s.error is not None])
     memory = statistics([s.memory_error for s in scored if s.memory_error is not None])
     assert step["rows"] > 1000
-    assert step["mape"] < 0.075
+    assert step["mape"] < 0.06
     assert memory["mape"] < 0.065
 
 

@@ -24,33 +24,62 @@ def spread(members: Array, stride: Array, device: Device) -> tuple[Array, Array]
 
 
 def latency(members: Array, nodes: Array, c: Constants) -> Array:
-    """Return the time before data flows: a start inside the node, and hops as a tree between nodes."""
+    """Return the time before data flows: half a start for each step of the ring inside the node, hops as a tree between nodes."""
     hops = np.ceil(np.log2(np.maximum(nodes, 1)))
-    return np.where(members > 1, c.collective_host_s + hops * c.inter_latency_s, 0.0)
+    inside = np.ceil(members / nodes)
+    start = c.collective_host_s * (1 + inside) / 2
+    return np.where(members > 1, start + hops * c.inter_latency_s, 0.0)
 
 
-def all_gather(size: Array, members: Array, stride: Array, device: Device, c: Constants) -> Array:
-    """Return the time of an all-gather (or reduce-scatter) of ``size`` bytes in all: (n-1)/n b / bus."""
+def all_gather(
+    size: Array,
+    members: Array,
+    stride: Array,
+    device: Device,
+    c: Constants,
+    calls: Array | float = 1.0,
+) -> Array:
+    """Return the time of all-gathers (or reduce-scatters) of ``size`` bytes in all: (n-1)/n b / bus, a latency a call."""
     inside, nodes = spread(members, stride, device)
     moved = size * (members - 1) / members
-    return moved / bus(inside, nodes, device, c) + latency(members, nodes, c)
+    return moved / bus(inside, nodes, device, c) + calls * latency(members, nodes, c)
 
 
 def all_reduce(size: Array, members: Array, stride: Array, device: Device, c: Constants) -> Array:
     """Return the time of an all-reduce: a reduce-scatter and an all-gather in one call."""
     inside, nodes = spread(members, stride, device)
     moved = 2 * size * (members - 1) / members
-    return moved / bus(inside, nodes, device, c) + latency(members, nodes, c)
+    return moved / bus(inside, nodes, device, c) + 2 * latency(members, nodes, c)
 
 
-def all_to_all(size: Array, members: Array, stride: Array, device: Device, c: Constants) -> Array:
-    """Return the time of an all-to-all, ``size`` bytes leaving each member: direct, node by node.
+def all_to_all(
+    size: Array,
+    members: Array,
+    stride: Array,
+    device: Device,
+    c: Constants,
+    copies: Array | float = 0.0,
+) -> Array:
+    """Return the time of an all-to-all, ``size`` bytes leaving each member.
 
     What stays inside the node and what leaves it go at the same time; the longer one counts.
+
+    Args:
+        size: Bytes that leave a member.
+        members: Members of the group.
+        stride: Ranks between neighbours.
+        device: Device and network.
+        c: Its constants.
+        copies: Of each token in ``size``: hierarchical, one copy goes to each node that has a destination and is handed
+            on there; uniform destinations hit (n - 1) (1 - (1 - 1/n)^copies) of the other nodes. 0: direct.
     """
     inside, nodes = spread(members, stride, device)
-    within = size * (inside - 1) / members / (device.intra_bandwidth * c.intra_share)
-    outside = size * (members - inside) / members / (device.inter_bandwidth * c.inter_share)
+    once = copies > 0
+    hit = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies) / np.maximum(copies, 1)
+    leaving = np.where(once, hit, (members - inside) / members)
+    staying = (inside - 1) / np.where(once, inside, members)
+    within = size * staying / (device.intra_bandwidth * c.intra_share)
+    outside = size * leaving / (device.inter_bandwidth * c.inter_share)
     return np.maximum(within, outside) + latency(members, nodes, c)
 
 

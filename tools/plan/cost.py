@@ -18,8 +18,14 @@ SHARP = 8.0
 START = 0.3
 """What starting kernels costs on the device, relative to what launching them costs on the host."""
 
-EAGER_ATTENTION = 0.5
-"""Rate of the attention kernels that came with stacks without fused libraries, relative to those."""
+EARLY_ATTENTION = 0.5
+"""Rate of the first flash kernels (Triton, with a bias) relative to those of a fused library."""
+
+MEMORY_BACKWARD = 1.5
+"""Elementwise bytes of the backward pass over the forward's: gradient and saved input read, gradient written."""
+
+MERGE_BYTES = 40
+"""Of an element where two partial results of attention are joined in float32, operator by operator."""
 
 
 @dataclass
@@ -105,8 +111,8 @@ def causal_share(x: Columns) -> Array:
     return (window - window**2 / (2 * x.seq)) / x.seq
 
 
-def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array]:
-    """Return matmul, core and memory time of one attention layer, forward."""
+def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]:
+    """Return matmul, core, the core's backward, and memory time of one attention layer; forward but for the third."""
     t, h, tp = tokens(x), x.hidden, x.tp
     q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
     kv = x.kv_heads * (x.head_dim + x.value_dim) / tp
@@ -121,14 +127,20 @@ def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array]:
     # scores and weighted values; causal halves only where the kernel skips the upper triangle
     pairs = t * x.seq * x.heads / tp
     flops = 2 * pairs * (x.head_dim + x.value_dim)
-    kernels = np.where(x.fused > 0, 1.0, EAGER_ATTENTION)
+    kernels = np.where(x.fused_attention > 0, 1.0, EARLY_ATTENTION)
     flash = flops * causal_share(x) / (r.peak * r.c.attention_share * kernels)
     heads = np.maximum(x.head_dim, 1)
     plain = flops / (r.peak * r.c.matmul_share / (1 + r.c.matmul_half / heads))
-    scores = np.maximum(plain, 4 * pairs / r.stream) + 9 * pairs / r.stream
-    core = np.where(x.flash > 0, flash, scores)
-    memory = 6 * t * (q + kv) / r.stream  # splitting, rotating, transposing
-    return matmul, core, memory
+    plain = np.maximum(plain, 4 * pairs / r.stream)
+    # a causal softmax reads half of the scores and writes all; dropout reads, writes, and writes a mask
+    softmax = np.where(x.fused > 0, 8.0, 14.0) * pairs / r.stream
+    softmax_back = np.where(x.fused > 0, 9.0, 16.0) * pairs / r.stream
+    core = np.where(x.flash > 0, flash, plain + softmax)
+    # flash computes the scores again
+    core_back = np.where(x.flash > 0, 2.5 * flash, 2 * plain + softmax_back)
+    # learned positions: only the result is transposed; else queries and keys are split and rotated, too
+    memory = np.where(x.positions > 0, 4 * t * v, 6 * t * (q + kv)) / r.stream
+    return matmul, core, core_back, memory
 
 
 def norms(x: Columns, r: Rates) -> Array:
@@ -168,17 +180,31 @@ def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
 
 
 def tensor_forward(x: Columns, r: Rates) -> Array:
-    """Return the time of a layer's tensor- and context-parallel collectives, forward."""
+    """Return the time of a layer's tensor-parallel collectives, forward."""
     t, one = tokens(x), np.ones_like(x.tp)
     size = 2 * t * x.hidden
     reduce = all_reduce(size, x.tp, one, r.device, r.c)
     gather = 2 * all_gather(size, x.tp, one, r.device, r.c)
     once = np.where(x.sequence_parallel > 0, gather, reduce)
     shown = np.where(x.tp_overlap > 0, r.c.exposed, 1.0)
-    heads = np.where(x.mla > 0, x.heads, x.kv_heads)
-    around = 2 * t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
-    ring = all_gather(around, x.cp, x.tp, r.device, r.c)
-    return 2 * once * shown * (x.tp > 1) + ring * r.c.exposed * (x.cp > 1)
+    return 2 * once * shown * (x.tp > 1)
+
+
+def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return the time of context parallelism that shows in a layer, forward and backward.
+
+    Overlapped: keys and values around the ring under attention; backward they go around again, with their gradients.
+    Not: those of all query heads are gathered first, partial results are merged in float32, float32 gradients follow.
+    """
+    t, overlapped = tokens(x), x.cp_overlap > 0
+    heads = np.where((x.mla > 0) | ~overlapped, x.heads, x.kv_heads)
+    whole = t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
+    ring = all_gather(2 * whole, x.cp, x.tp, r.device, r.c)
+    gradients = all_gather(4 * whole, x.cp, x.tp, r.device, r.c)
+    merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
+    forward = np.where(overlapped, ring * r.c.exposed, ring + merges)
+    backward = np.where(overlapped, 2 * ring * r.c.exposed, ring + gradients + merges)
+    return forward * (x.cp > 1), backward * (x.cp > 1)
 
 
 def expert_forward(x: Columns, r: Rates) -> Array:
@@ -186,7 +212,8 @@ def expert_forward(x: Columns, r: Rates) -> Array:
     rows = tokens(x) / x.tp * x.top_k * x.imbalance
     size = 2 * rows * x.hidden
     members = x.ep * x.etp
-    once = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c)
+    copies = x.top_k * x.hierarchical
+    once = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
     shown = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
     return 2 * once * shown * (members > 1)
 
@@ -222,11 +249,13 @@ class Layer:
 
 def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     """Return the times of a dense or a MoE layer."""
-    a_matmul, core, a_memory = attention_forward(x, r)
+    a_matmul, core, core_back, a_memory = attention_forward(x, r)
     f_matmul, f_memory = moe_forward(x, r) if moe else dense_forward(x, r)
     norm = norms(x, r)
     zero = np.zeros_like(core + norm)
     tensor = zero + tensor_forward(x, r)
+    around, around_back = context_exchange(x, r)
+    tensor_back, tensor = tensor + around_back, tensor + around
     expert = zero + (expert_forward(x, r) if moe else 0.0)
     kernels = 2.0 if moe else 1.0
     meet = 2 * r.c.collective_host_s * x.tp * (x.tp > 1)  # the slowest of tp hosts, twice a layer
@@ -239,12 +268,18 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
         expert,
         host,
     )
-    flash = np.where(x.flash > 0, 2.5, 2.0)  # flash computes the scores again
     backward = Pass(
-        forward.matmul * 2, forward.attention * flash, forward.memory * 2, tensor, expert, host * 2
+        forward.matmul * 2,
+        zero + core_back,
+        forward.memory * MEMORY_BACKWARD,
+        tensor_back,
+        expert,
+        host * 2,
     )
+    # where recomputation stops once all inputs are there again, the last product is not repeated
+    again_mlp = x.re_mlp - x.re_early / x.matrices
     again = Pass(
-        zero + a_matmul * x.re_attention + f_matmul * x.re_mlp,
+        zero + a_matmul * x.re_attention + f_matmul * again_mlp,
         zero + core * x.re_core,
         zero + a_memory * x.re_attention + f_memory * x.re_activation + norm * x.re_norm,
         tensor * x.re_full,

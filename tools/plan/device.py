@@ -90,6 +90,9 @@ class Device:
     fitted: tuple[str, ...] = ()
     """Constants that were fitted for this device; the rest are defaults or another device's (see `sources`)."""
 
+    measured: tuple[str, ...] = ()
+    """Constants that were measured by themselves (`fitted: false`): a fit leaves them."""
+
     aliases: tuple[str, ...] = ()
     step: dict[str, float] = field(default_factory=dict)
     """Coefficients of `cpu_step`, on a machine that measured itself (`plan calibrate`)."""
@@ -158,6 +161,7 @@ def _parsed(file: Path, changed: int) -> Device:
     del changed
     raw = _merged(file)
     values, fitted, notes = _constants(file, raw.pop("constants", None) or {})
+    measured = tuple(name for name in values if name not in fitted)
     sources = {**(raw.pop("sources", None) or {}), **notes}
     allowed = {f.name for f in fields(Device)}
     wrong = [key for key in raw if key not in allowed]
@@ -172,7 +176,13 @@ def _parsed(file: Path, changed: int) -> Device:
         if key.endswith(("_bytes", "_bandwidth")):
             raw[key] = float(raw[key])
     try:
-        return Device(**raw, constants=Constants(**values), sources=sources, fitted=fitted)
+        return Device(
+            **raw,
+            constants=Constants(**values),
+            sources=sources,
+            fitted=fitted,
+            measured=measured,
+        )
     except TypeError as error:
         raise BadInputError(f"{file}: {error}") from None
 

@@ -21,9 +21,6 @@ from telechat_moe.tools.plan.tables import Row
 NEVER = {"inter_latency_s"}
 """No table determines it: the default stays."""
 
-MEASURED = {"intra_share"}
-"""Measured by itself (vtrain_allreduce_lut: 0.65 to 0.77 of the links over 2 to 8 A100): a firm prior."""
-
 WITHOUT_FP8 = {"fp8_share"}
 
 
@@ -70,7 +67,7 @@ class Problem:
 
 def free_constants(rows: Sequence[Row], device: Device) -> list[str]:
     """Return the constants to fit: those that the rows can determine."""
-    skip = set(NEVER)
+    skip = NEVER | set(device.measured)
     layouts = [row.layout for row in rows if row.layout]
     if "fp8" not in device.peak_flops or not any(x.compute == "fp8" for x in layouts):
         skip |= WITHOUT_FP8
@@ -89,27 +86,27 @@ def fit(problem: Problem, start: Constants | None = None, evaluations: int = 40)
     """
     from scipy.optimize import least_squares
 
-    base = start or Constants()
+    given = {name: getattr(problem.device.constants, name) for name in problem.device.measured}
+    base = replace(start or Constants(), **given)
     names = free_constants(problem.rows, problem.device)
     prior = np.log([getattr(Constants(), name) for name in names])
     first = np.log([getattr(base, name) for name in names])
     shares = np.array([name.endswith("share") or name == "exposed" for name in names])
     top = np.where(shares, 0.0, 10.0)
-    firm = np.where(np.isin(names, list(MEASURED)), 1.0, 0.02)
 
     def at(point: Array) -> Constants:
         return replace(base, **{n: float(np.exp(v)) for n, v in zip(names, point, strict=True)})
 
     def residual(point: Array) -> Array:
         off = (np.log(problem.predict(at(point))) - problem.measured) * problem.weight * 10
-        return np.concatenate([off, firm * (point - prior)])
+        return np.concatenate([off, 0.02 * (point - prior)])
 
     answer = least_squares(
         residual,
         np.minimum(first, top - 1e-3),
         bounds=(np.full(len(names), -25.0), top),
         loss="soft_l1",
-        f_scale=0.2,
+        f_scale=0.05,
         max_nfev=evaluations,
     )
     return at(answer.x)

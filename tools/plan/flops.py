@@ -56,6 +56,8 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
     again = 0.0
     if "full" in words:
         again = body + flops.attention
+        if "early_stop" in words:
+            again -= (body - attention) / a.matrices
     else:
         again += (
             flops.attention

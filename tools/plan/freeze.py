@@ -33,8 +33,12 @@ def write(device: str, rows: list[Row]) -> Path:
         "constants:",
     ]
     for name, value in asdict(constants).items():
+        number = f"{value:#.4g}"  # with a point: YAML reads 1e-05 as text
         if name in free:
-            lines.append(f"  {name}: {value:.4g}")
+            lines.append(f"  {name}: {number}")
+        elif name in problem.device.measured:
+            source = problem.device.sources[f"constants.{name}"]
+            lines.append(f'  {name}: {{value: {number}, fitted: false, source: "{source}"}}')
     file = FOLDER / f"{device}.yaml"
     text = re.sub(
         r"(# Fitted to [^\n]*\n)?constants:.*",

@@ -215,8 +215,10 @@ def reduction(
         size = count * x.gradient_bytes
         parameters = count * np.minimum(x.parameter_bytes, np.where(x.fp32 > 0, 4, 2))
         reduce = all_reduce(size, members, stride, device, c)
-        scatter = all_gather(size, members, stride, device, c)
-        gather = all_gather(parameters, members, stride, device, c)
+        # ZeRO-3 goes layer by layer
+        calls = np.where(x.zero == 3, np.ceil((x.dense_layers + x.moe_layers) / x.pp), 1.0)
+        scatter = all_gather(size, members, stride, device, c, calls)
+        gather = all_gather(parameters, members, stride, device, c, calls)
         once = np.where(x.zero == 0, reduce, scatter + gather)
         total = total + np.where(members > 1, once, 0.0)
         gathers = gather * (1 + x.fsdp) * (x.zero == 3)
@@ -243,7 +245,9 @@ def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Arra
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut = x.zero > 0
     count = dense / np.where(cut, copies, 1) + experts / np.where(cut, x.expert_copies, 1)
-    traffic = 2 * x.gradient_bytes + 2 * x.optimizer_bytes + x.parameter_bytes
+    # gradients are read for the norm and for the update, 2-byte ones first copied to 4 bytes
+    gradients = np.where(x.gradient_bytes < 4, 14.0, 8.0)
+    traffic = gradients + 2 * x.optimizer_bytes + x.parameter_bytes
     return count * traffic / (device.memory_bandwidth * c.memory_share)
 
 

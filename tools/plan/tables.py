@@ -106,7 +106,7 @@ def _vtrain(row: Fields, table: str, line: int) -> Row:
         recompute="full", compute="fp16", gradient_bytes=2, flash=False, fused_loss=False, overlap=False,
     )  # fmt: skip
     return _row(
-        table, line, architecture.name, "a100", row["# GPUs"], architecture=architecture, layout=layout,
+        table, line, architecture.name, "a100-100g", row["# GPUs"], architecture=architecture, layout=layout,
         step_s=_number(row, "iteration time (ms)") / 1e3,
     )  # fmt: skip
 
@@ -121,8 +121,8 @@ def _foundry(row: Fields, table: str, line: int) -> Row:
     layout = Layout(
         dp=gpus, zero=3, fsdp=row["Sharding Strategy"] == "FULL_SHARD", micro_batch=micro,
         micro_batches=_int(row, "GradAccum"), compute="fp8" if "fp8" in precision else "bf16",
-        recompute="full" if _true(row, "Activation Checkpointing") else "none",
-        gradient_bytes=2 if row.get("MP Mode") == "PURE" else 4, fused=False,
+        recompute="full+early_stop" if _true(row, "Activation Checkpointing") else "none",
+        gradient_bytes=2 if row.get("MP Mode") == "PURE" else 4, fused=False, fused_attention=False,
         parameter_bytes=4, optimizer_bytes=8,
     )  # fmt: skip
     return _row(
@@ -214,6 +214,8 @@ def _bridge(row: Fields, table: str, line: int) -> Row:
         batch,
         compute,
     )
+    # scripts/performance of the same repository: HybridEP, gradients reduced in 2 bytes
+    layout = replace(layout, hierarchical=True, gradient_bytes=2)
     return replace(start, architecture=architecture, layout=layout)
 
 

@@ -156,14 +156,14 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
         local = int(_first(row, "lbs"))
         micro, count = (1, local) if pp > 1 else (local, 1)
         ac = str(row.get("ac", "none"))
-        recompute = "full" if ac == "full" else "none" if ac == "none" else "save_half"
+        recompute = "full+early_stop" if ac == "full" else "none" if ac == "none" else "save_half"
         schedule = str(row.get("schedule", "1f1b"))
         vpp = 2 if schedule.startswith("interleaved") else 1
         return Layout(
             dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, zero=3 if pp == 1 else 2, fsdp=pp == 1, micro_batch=micro,
             micro_batches=count, recompute=recompute, compute=compute, fused=bool(row.get("compile")),
             fused_loss=False, sequence_parallel=tp > 1, tp_overlap=bool(row.get("async_tp")),
-            schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8,
+            schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8, cp_overlap=False,
         )  # fmt: skip
     batch, micro = int(_first(row, "gbs", "batch")), int(_first(row, "mbs", "micro_batch"))
     if batch % (dp * micro):
@@ -174,7 +174,7 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int(row.get("ep") or 1), micro_batch=micro,
         micro_batches=batch // (dp * micro), recompute="selective" if selective else recompute, compute=compute,
-        schedule="interleaved" if vpp > 1 else "1f1b", flash=not old, fused_loss=not old, overlap=not old,
+        schedule="interleaved" if vpp > 1 else "1f1b", flash=not old, fused=not old, fused_loss=not old, overlap=not old,
         sequence_parallel=bool(row.get("sp", not old)) and tp > 1, gradient_bytes=2 if old else 4,
         zero=0 if old else int(row.get("zero", 1)),  # type: ignore[arg-type]
     )  # fmt: skip
