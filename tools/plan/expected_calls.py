@@ -112,10 +112,11 @@ class Calls:
             for kind, again in zip(kinds, marks, strict=True):
                 self._run(self._block(kind), again)
             if chunk == last:
-                # with MTP's layers the head's inputs are gathered again, too; MindSpore does so, nothing asks for it
+                # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
+                # so, nothing asks for it
                 whole = full and x.recompute_layers is None and a.mtp > 0
-                for _ in range(1 + a.mtp):
-                    self._run(self._loss(), whole)
+                for depth in range(1 + a.mtp):
+                    self._run(self._loss(), whole and (depth > 0 or x.pp > 1))
             if "moe" in kinds:  # one gradient for all routers of the pass
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
