@@ -418,9 +418,11 @@ class Inner:
             return "stage", (stage, math.floor(stages[stage]))
         apart = np.abs(found.counts - np.rint(found.counts))
         apart[box.low == box.high] = -1.0
-        chunk = int(apart.argmax())
-        if apart[chunk] < 0:
+        if apart.max() < 0:
             return "", ()
+        # the last chunks stand beside MTP and head, which decide most: half the boxes of the most fractional one
+        broken = np.flatnonzero(apart > 1e-4)
+        chunk = int(broken[-1]) if len(broken) else int(apart.argmax())
         value = math.floor(found.counts[chunk] + 1e-6)
         return "chunk", (
             chunk,

@@ -35,7 +35,7 @@ from telechat_moe.tools.plan.space import (
 FIRST = 12
 """Schedules of which a placement is tried before anything is proven."""
 
-NODES = (0, 60, 600, 6000)
+NODES = (0, 60, 600, 60_000)
 """Boxes of one configuration that are looked at, in turn; then its bound stays below its step."""
 
 RUNNERS_UP = 3
@@ -306,6 +306,9 @@ class _Search:
                     break
                 if self._late():
                     return True
+                twin = self._twin(row)  # the smaller problem first: its proof often holds for both
+                if not done[twin] and self.bound[twin] < self.best * (1 - CLOSE):
+                    row = twin
                 self._close(row, nodes)
                 done[row] = True
                 self.done(0.0, self.solved)
