@@ -230,7 +230,13 @@ def prove(c: Any, box: Any, tree: Any, proofs: list[Any], bound: float) -> None:
             (box.low == box.high).all() and (box.elow == box.ehigh).all(),
             "more than one placement is left",
         )
-        for again in product(*(range(n * c.choice + 1) for n in layers)):
+        plain = [
+            step(c, layers, np.where(c.s.stage == s, 0, layers * c.choice)) for s in range(c.s.p)
+        ]
+        more = (
+            layers * c.choice * (np.array(plain)[c.s.stage] == np.inf)
+        )  # where a stage does not fit as it is
+        for again in product(*(range(n + 1) for n in more)):
             need(step(c, layers, np.array(again)) >= bound * (1 - CLOSE), "a placement is faster")
     else:
         need(

@@ -435,7 +435,7 @@ class Inner:
         found: Placed | None = None
         if not self._few_ways(box):
             return None
-        for again in product(*(range(int(n) * p.choice + 1) for n in counts)):
+        for again in product(*self._ways(counts)):
             more = np.array(again)
             if (p.bytes(p.kinds(counts), p.kinds_again(counts, more)) <= p.memory).all():
                 took = p.seconds(counts, more)
@@ -443,9 +443,18 @@ class Inner:
                     found = Placed(layers=tuple(map(int, counts)), again=again, seconds=took)
         return found
 
+    def _ways(self, counts: np.ndarray) -> list[range]:
+        """Return how many layers each chunk may recompute: none where its stage fits as it is."""
+        kinds = self.p.kinds(counts)
+        over = self.p.bytes(kinds, np.zeros_like(kinds)) > self.p.memory
+        some = over[self.route] & self.p.choice
+        return [range(int(n) * int(s) + 1) for n, s in zip(counts, some, strict=True)]
+
     def _few_ways(self, box: Box) -> bool:
-        ways = np.prod((box.low + box.few_low) * self.p.choice + 1.0)
-        return bool((box.low == box.high).all() and ways <= WAYS)
+        if not (box.low == box.high).all():
+            return False
+        ways = self._ways(box.low + box.few_low)
+        return math.prod(len(w) for w in ways) <= WAYS
 
     # placements -----------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Question:
                 self.space,
                 usable(self.device, peak * share),
                 top=1,
-                limit_s=30.0,
+                limit_s=8.0,
             )
             for share in FRONT
         ]
