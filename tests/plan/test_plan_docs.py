@@ -13,8 +13,8 @@ from telechat_moe.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("plan", "plan_layout", "plan_schedules", "plan_timeline")
-ELSEWHERE = ("plan calibrate", "dryrun", "this-machine.yaml")
-"""What takes minutes, or its output: `tests/plan/test_this_machine.py` and the tests of the dry run."""
+ELSEWHERE = ("plan calibrate", "dryrun", "this-machine.yaml", "proof.json")
+"""What takes minutes, or its output: `tests/plan/test_this_machine.py`, `test_certificate.py` and the tests of the dry run."""
 
 
 def commands(page: str) -> list[str]:

@@ -382,8 +382,8 @@ class Inner:
                 root.append(found.proof)
             if found is None or found.bound >= limit * (1 - CLOSE):
                 continue
-            if seen <= 3 or seen % 16 == 0 or _integral(found.counts):
-                got = self.improve(self.round(found.counts, found.few), rng, 4 if seen < 3 else 1)
+            if seen == 1 or seen % 16 == 0 or _integral(found.counts):
+                got = self.improve(self.round(found.counts, found.few), rng, 2 if seen == 1 else 1)
                 best = min(
                     (one for one in (best, got) if one), key=lambda one: one.seconds, default=None
                 )

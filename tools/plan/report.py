@@ -14,6 +14,8 @@ from telechat_moe.tools.plan.search import Candidate, Plan
 from telechat_moe.tools.plan.space import describe
 
 GIB = 2**30
+EXACT = 1e-6
+"""Relative difference below which steps and bounds are the same: times are rounded to ps."""
 
 
 def distinct(plan: Plan) -> list[Candidate]:
@@ -58,7 +60,7 @@ def why_not(plan: Plan) -> Iterator[str]:
                 yield f"{name}: out of memory: whole layers do not fit, stage {stage:.0f} is the tightest"
         elif row in found:
             yield f"{name}: {found[row].step_s:.4f} s, {found[row].step_s / best - 1:.2%} slower"
-        elif bound >= best:
+        elif bound >= best * (1 - EXACT):
             yield f"{name}: dominated: at least {bound:.4f} s"
         else:
             yield f"{name}: not closed: at least {bound:.4f} s"
@@ -87,7 +89,7 @@ def summary(plan: Plan, top: int) -> dict[str, Any]:
         "memory_bytes": plan.room_bytes,
         "configurations": len(plan.rows),
         "out_of_memory": memory,
-        "dominated": int((np.isfinite(bound) & (bound >= best)).sum()),
+        "dominated": int((np.isfinite(bound) & (bound >= best * (1 - EXACT))).sum()),
         "solved": plan.solved,
         "seconds": plan.seconds,
         "optimal": plan.optimal,
