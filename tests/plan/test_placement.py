@@ -157,8 +157,8 @@ def agree(p: Problem) -> bool:
 
 def test_brute_force_agrees() -> None:
     rng = random.Random(7)
-    closed = sum(agree(random_problem(rng)) for _ in range(60))
-    assert closed > 30
+    closed = sum(agree(random_problem(rng)) for _ in range(40))
+    assert closed > 20
 
 
 @pytest.mark.slow

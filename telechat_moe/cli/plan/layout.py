@@ -14,9 +14,9 @@ from telechat_moe.errors import UsageError
 EPILOG = """\
 Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
 optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of the
-recipe. The result is the optimum under the cost model (docs/plan_layout.md); a time limit gives the best found with
-its true gap. --json holds the certificate of the placement, which python -m telechat_moe.tools.plan.check_certificate
-checks by itself once it is saved with --certificate.
+recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time limit
+gives the best found with its true gap. --certificate writes every configuration and why it is not faster, which
+python -m telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
 
 example:
   telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GB \\
@@ -80,7 +80,7 @@ def register(verbs: Any) -> None:
         "--html", metavar="FILE", help="write the report with the front of time against memory"
     )
     parser.add_argument(
-        "--certificate", metavar="FILE", help="write the certificate of the placement"
+        "--certificate", metavar="FILE", help="write the proof, for every configuration"
     )
     add_overrides(parser)
     parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
