@@ -203,18 +203,6 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
     )
 
 
-def simulated_s(architecture: Architecture, layout: Layout, device: Device) -> float:
-    """Return the time of a step whose pipeline is simulated event by event.
-
-    Raises:
-        BadInputError: The schedule does not exist for this layout.
-    """
-    times, _ = chunk_times(architecture, layout, device)
-    table = evaluate(architecture, [layout], device)
-    rest = table.data_s + table.optimizer_s + table.host_s
-    return simulate(make_program(layout), times).makespan + float(rest[0])
-
-
 def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubble:
     """Split the bubble: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
 
