@@ -109,6 +109,7 @@ def build_step(
             micro_batches=micro,
             pipeline=mesh.pp > 1,
             optimizer_sharding=recipe.parallel.enable_parallel_optimizer,
+            alone=[placement.parts(p) == mesh.stage_devices for p in params],
             max_grad_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
             bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
             shared_graph=shared_graph,

@@ -53,6 +53,7 @@ class ShardedStep(nn.Cell):
         micro_batches: Micro-batches of a step.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
+        alone: For each parameter, whether no other device holds the same part.
         max_grad_norm: Clip the global gradient norm to this; None = no clipping.
         bias_rate: Rate of the expert bias; 0 = no update.
     """
@@ -70,6 +71,7 @@ class ShardedStep(nn.Cell):
         micro_batches: int = 1,
         pipeline: bool = False,
         optimizer_sharding: bool = False,
+        alone: Sequence[bool] = (),
         max_grad_norm: float | None = 1.0,
         bias_rate: float = 0.0,
         shared_graph: bool = False,
@@ -82,6 +84,7 @@ class ShardedStep(nn.Cell):
             self.network.cell_init_args = "lazy_inline_LossVector"
         self.accumulates = micro_batches > 1 or pipeline
         self.sharded = optimizer_sharding
+        self.alone = tuple(alone) or (False,) * len(self.weights)
         if self.accumulates:
             wrap = Pipeline if pipeline else GradAccumulation
             self.network = wrap(self.network, micro_batches)
@@ -121,6 +124,11 @@ class ShardedStep(nn.Cell):
         grads = self.gradient(self.network, self.weights)(*batch, self.sens)
         if self.accumulates and not self.sharded:
             grads = self.depend(self.accu_grads, grads)
+        elif self.accumulates and any(self.alone):
+            # MindSpore gives a zero for a weight that has no copies to reduce over; the sum is right.
+            sums, reduced, grads = self.depend(self.accu_grads, grads), grads, ()
+            for i in range(len(reduced)):
+                grads += (sums[i] if self.alone[i] else reduced[i],)
         return losses, grads
 
     def global_norm(self, grads: tuple[Tensor, ...]) -> Tensor:
