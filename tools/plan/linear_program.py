@@ -59,7 +59,7 @@ class LinearProgram:
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
+    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _library() -> ctypes.CDLL:

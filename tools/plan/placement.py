@@ -91,7 +91,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
-        self.counts = np.zeros((0, 1))
+        self._rows = np.zeros((64, 1))
         self._seen: dict[bytes, int] = {}
 
     def add(self, path: Path) -> int:
@@ -100,9 +100,18 @@ class Pool:
         if key not in self._seen:
             self._seen[key] = len(self.paths)
             self.paths.append(path)
-            row = np.append(path.counts.ravel(), path.sends).astype(np.float64)
-            self.counts = np.vstack([self.counts, row]) if len(self.paths) > 1 else row[None, :]
+            row = np.append(path.counts.ravel(), path.sends)
+            if len(self.paths) == 1:
+                self._rows = np.zeros((64, row.size))
+            elif len(self.paths) > len(self._rows):
+                self._rows = np.vstack([self._rows, np.zeros_like(self._rows)])
+            self._rows[len(self.paths) - 1] = row
         return self._seen[key]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Counts and sends of every path, [paths, 3 chunks + 1]."""
+        return self._rows[: len(self.paths)]
 
 
 @dataclass
@@ -176,6 +185,7 @@ class Inner:
         self.stage[self.route, np.arange(problem.number)] = 1
         work = np.where(self.stage @ problem.lowest > 0, problem.held, 0)
         self.room = np.array(problem.memory, dtype=np.float64) - np.maximum(work, problem.buffer)
+        self.frame = _Frame(self)
 
     # bounds ---------------------------------------------------------------------------------------------------
 
@@ -383,7 +393,8 @@ class Inner:
             if found is None or found.bound >= limit * (1 - CLOSE):
                 continue
             if seen == 1 or seen % 16 == 0 or _integral(found.counts):
-                got = self.improve(self.round(found.counts, found.few), rng, 2 if seen == 1 else 1)
+                patience = 2 if seen == 1 else int(seen % 16 == 0)
+                got = self.improve(self.round(found.counts, found.few), rng, patience)
                 best = min(
                     (one for one in (best, got) if one), key=lambda one: one.seconds, default=None
                 )
@@ -592,7 +603,8 @@ def _saved(layer: Layers) -> np.ndarray:
 
 
 def _along(counts: np.ndarray, times: tuple[int, int, int]) -> np.ndarray:
-    return np.tensordot(np.array(times, dtype=np.float64), counts, axes=1)
+    f, x, w = times
+    return f * counts[0] + x * counts[1] + w * counts[2]
 
 
 def _least(each: np.ndarray, low: np.ndarray, high: np.ndarray, number: int) -> float:
@@ -608,14 +620,14 @@ def _least(each: np.ndarray, low: np.ndarray, high: np.ndarray, number: int) -> 
     return float(each @ low + each[order] @ take)
 
 
-class _Rows:
-    """The linear program of a box.
+class _Frame:
+    """What the linear programs of all boxes of a configuration share: columns, and the rows that are no paths.
 
     x = [layers of the larger kind, of the smaller one, recomputed of each, makespan, U_0, U_1, step, what does not fit].
     """
 
-    def __init__(self, inner: Inner, box: Box, most: np.ndarray) -> None:
-        p, self.i = inner.p, inner
+    def __init__(self, inner: Inner) -> None:
+        p = inner.p
         n, stages = p.number, p.stages
         widths = [n, n * bool(inner.other), n * p.choice, n * p.choice * bool(inner.other), 5]
         ends = np.cumsum(widths)
@@ -623,10 +635,9 @@ class _Rows:
         self.n, self.e, self.r, self.q = slices[:4]
         width, at = int(ends[-1]), int(ends[3])
         self.at, self.width = at, width
-        kinds = [(inner.bulk, self.n, self.r)]
+        self.kinds = [(inner.bulk, self.n, self.r)]
         if inner.other:
-            kinds.append((inner.other, self.e, self.q))
-        self.kinds = kinds
+            self.kinds.append((inner.other, self.e, self.q))
         rows = np.zeros((4 + 5 * stages, width))
         right = np.zeros(len(rows))
         for i, (k, c, u) in enumerate(inner.lines):  # step >= k makespan + c + u U
@@ -634,22 +645,22 @@ class _Rows:
         for i in range(2):  # U_i >= parameters of every stage, and of some stage at least
             own = slice(2 + i * (stages + 1), 2 + (i + 1) * (stages + 1))
             rows[own, at + 1 + i] = -1
-            for layer, where, _ in kinds:
+            for layer, where, _ in self.kinds:
                 rows[own, where][:-1] = inner.stage * layer.weights[i] / MILLION
             right[own] = -np.append(p.weight[i], p.least_weight[i]) / MILLION
         own = slice(4 + 2 * stages, 4 + 3 * stages)  # memory
-        for layer, where, again in kinds:
+        for layer, where, again in self.kinds:
             held = layer.states + np.array(layer.kept, dtype=np.float64)
             rows[own, where] = inner.stage * held[:, None] / GIB
             if p.choice:
                 rows[own, again] = -inner.stage * _saved(layer)[:, None] / GIB
         rows[own, -1], right[own] = -1, inner.room / GIB
-        own = slice(4 + 3 * stages, 4 + 4 * stages)  # layers of a stage
-        rows[own, self.n], rows[own, -1], right[own] = inner.stage, -1, most
-        own = slice(4 + 4 * stages, 4 + 5 * stages)
-        rows[own, self.n], rows[own, -1], right[own] = -inner.stage, -1, -box.fewest
+        self.most = slice(4 + 3 * stages, 4 + 4 * stages)  # layers of a stage
+        rows[self.most, self.n], rows[self.most, -1] = inner.stage, -1
+        self.fewest = slice(4 + 4 * stages, 4 + 5 * stages)
+        rows[self.fewest, self.n], rows[self.fewest, -1] = -inner.stage, -1
         extra = []
-        for layer, where, again in kinds:
+        for layer, where, again in self.kinds:
             total = np.zeros(width)  # all layers
             total[where] = 1
             extra += [(total, layer.count), (-total, -layer.count)]
@@ -657,22 +668,32 @@ class _Rows:
                 row = np.zeros(width)
                 row[again.start + c], row[where.start + c] = 1, -1
                 extra.append((row, 0))
-        self.low, high = np.zeros(width), np.full(width, np.inf)
+        self.rows = np.vstack([rows, *(row for row, _ in extra)])
+        self.right = np.concatenate([right, [float(b) for _, b in extra]])
+        self.cost = np.zeros(width)
+        self.cost[-2:] = 1, LACKING
+        self.paths: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        """Row of each path of the pool that was asked for, and its right-hand side."""
+
+
+class _Rows:
+    """The linear program of a box."""
+
+    def __init__(self, inner: Inner, box: Box, most: np.ndarray) -> None:
+        self.i, frame = inner, inner.frame
+        self.frame, self.n, self.e = frame, frame.n, frame.e
+        self.low, high = np.zeros(frame.width), np.full(frame.width, np.inf)
         self.low[self.n], high[self.n] = box.low, box.high
-        high[self.r] = box.high[: high[self.r].size]
+        high[frame.r] = box.high[: high[frame.r].size]
         if inner.other:
             self.low[self.e], high[self.e] = box.few_low, box.few_high
-            high[self.q] = box.few_high[: high[self.q].size]
-        cost = np.zeros(width)
-        cost[-2:] = 1, LACKING
-        self.program = LinearProgram(cost, high - self.low)
-        self.head, self.before = len(rows), len(rows) + len(extra)
-        self._add(
-            np.vstack([rows, *(row for row, _ in extra)]),
-            np.concatenate([right, [float(b) for _, b in extra]]),
-        )
+            high[frame.q] = box.few_high[: high[frame.q].size]
+        self.program = LinearProgram(frame.cost, high - self.low)
+        right = frame.right.copy()
+        right[frame.most], right[frame.fewest] = most, -box.fewest
+        self._add(frame.rows, right)
         self.paths: list[int] = []
-        self.x, self.value, self.makespan = np.zeros(width), 0.0, 0.0
+        self.x, self.value, self.makespan = np.zeros(frame.width), 0.0, 0.0
 
     def _add(self, rows: np.ndarray, right: np.ndarray) -> None:
         self.program.add(rows, right - rows @ self.low)
@@ -684,8 +705,8 @@ class _Rows:
     def times(self, x: np.ndarray) -> np.ndarray:
         """Return the times of every chunk, [3, chunks]."""
         found = self.i.p.fixed.astype(np.float64)
-        for layer, where, again in self.kinds:
-            found += np.outer(layer.times, x[where])
+        for layer, where, again in self.frame.kinds:
+            found += np.multiply.outer(layer.times, x[where])
             if self.i.p.choice:
                 found[1] += layer.again * x[again]
         return np.rint(found).astype(np.int64)
@@ -696,7 +717,8 @@ class _Rows:
         self.solve()
         for _ in range(2 if pool.paths else 0):
             times = self.times(self.x).ravel()
-            one = pool.counts[:, :-1] @ times + pool.counts[:, -1] * self.i.p.send
+            # No BLAS: its threads would spin beside thousands of such small products.
+            one = np.einsum("pc,c->p", pool.counts, np.append(times, self.i.p.send).astype(float))
             for j in np.argsort(-one)[:STARTS]:
                 self.add(int(j))
             self.solve()
@@ -705,23 +727,27 @@ class _Rows:
         """Add a path: the makespan is at least its length."""
         if number in self.paths:
             return
-        p, path = self.i.p, self.i.pool.paths[number]
-        row = np.zeros(self.width)
-        for layer, where, again in self.kinds:
-            row[where] = _along(path.counts, layer.times) * PS
-            if p.choice:
-                row[again] = path.counts[1] * layer.again * PS
-        fixed = float((path.counts * p.fixed).sum()) + path.sends * p.send
-        row[self.at] = -1
+        frame = self.frame
+        kept = frame.paths.get(number)
+        if kept is None:
+            p, path = self.i.p, self.i.pool.paths[number]
+            row = np.zeros(frame.width)
+            for layer, where, again in frame.kinds:
+                row[where] = _along(path.counts, layer.times) * PS
+                if p.choice:
+                    row[again] = path.counts[1] * layer.again * PS
+            row[frame.at] = -1
+            fixed = float((path.counts * p.fixed).sum()) + path.sends * p.send
+            kept = frame.paths[number] = row[None, :], np.array([-fixed * PS])
         self.paths.append(number)
-        self._add(row[None, :], np.array([-fixed * PS]))
+        self._add(*kept)
 
     def solve(self) -> bool:
         """Solve; return whether the optimum was reached."""
         if not self.program.solve():
             return False
         self.x = self.program.x + self.low
-        self.value, self.makespan = self.program.value, float(self.x[self.at])
+        self.value, self.makespan = self.program.value, float(self.x[self.frame.at])
         self.dual = self.program.multipliers
         return True
 
@@ -733,7 +759,7 @@ class _Rows:
         even = np.full_like(parameters, 1 / (stages + 1))
         parameters = np.where(sums > 0, parameters / np.maximum(sums, 1e-300), even)
         own = y[4 + 2 * stages : 4 + 5 * stages].reshape(3, stages)
-        weights = y[self.before :]
+        weights = y[len(self.frame.right) :]
         used = np.flatnonzero(weights > 1e-9 * max(weights.sum(), 1e-300)) if len(weights) else []
         pool, pairs, counts, sends = self.i.pool, [], np.zeros((3, n)), 0.0
         for j in used:
