@@ -1,4 +1,4 @@
-"""Every command of the README runs: here, or in .ci/run."""
+"""Every command of the README runs: here, or in .ci/run; those of `align` with ``-m slow``."""
 
 import re
 import shlex
@@ -58,6 +58,7 @@ def test_the_verbs_run_in_the_order_of_the_readme(
     assert again.read_bytes() == there.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_step_is_recorded_and_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
