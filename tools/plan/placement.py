@@ -92,11 +92,11 @@ class Pool:
     def __init__(self) -> None:
         self.paths: list[Path] = []
         self._rows = np.zeros((64, 1))
-        self._seen: dict[bytes, int] = {}
+        self._seen: dict[tuple[bytes, int], int] = {}
 
     def add(self, path: Path) -> int:
         """Keep a path; return its number."""
-        key = path.counts.tobytes() + bytes([path.sends % 251])
+        key = path.counts.tobytes(), path.sends
         if key not in self._seen:
             self._seen[key] = len(self.paths)
             self.paths.append(path)

@@ -7,8 +7,6 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import human, show_table, write_json
 from telechat_moe.cli.progress import counted
@@ -157,6 +155,8 @@ def _pace(args: argparse.Namespace, chunks: int) -> dict[str, list[float]] | Non
 
 def measured_times(program: Any, step: Any) -> Any:
     """Return the mean time of each chunk's F, dX, dW and B in a step, seconds; what never ran apart is the other's sum."""
+    import numpy as np  # not for every start of the program
+
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for events in step.events:
         for event in events:
