@@ -81,8 +81,16 @@ def test_what_is_not_text_is_skipped_in_folders(tmp_path: Path, caplog) -> None:
         ("a.jsonl", b'{"text": "a\\ud800"}', r"line 1: character 1 .* half a surrogate pair"),
         ("a.jsonl", b"[" * 100_000, r"line 1: not JSON"),
         ("a.gz", b"no gzip", r"a\.gz: broken gzip data after byte 0: Not a gzipped file"),
-        ("a.gz", gzip.compress(b"x" * 9999, mtime=0)[:-12], r"a\.gz: the gzip data ends .* truncated"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9], r"a\.jsonl\.gz: .*truncated"),
+        (
+            "a.gz",
+            gzip.compress(b"x" * 9999, mtime=0)[:-12],
+            r"a\.gz: the gzip data ends .* truncated",
+        ),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"text": "x"}\n' * 9, mtime=0)[:-9],
+            r"a\.jsonl\.gz: .*truncated",
+        ),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
