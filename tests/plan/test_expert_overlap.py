@@ -36,8 +36,11 @@ def pangu():
 def test_pangu_hides_what_it_says(pangu):
     h = hidden(*pangu)
     assert h.steady.overlap >= 0.95
+    assert h.warm_up.overlap >= 0.60
+    assert h.cool_down.overlap >= 0.60
     assert h.ends >= 0.60
     assert h.shared_only.overlap < h.warm_up.overlap
+    assert h.dw_only.overlap < h.cool_down.overlap
 
 
 def test_pieces_add_up_to_the_layer(pangu):
@@ -78,9 +81,12 @@ def test_even_pieces_by_hand():
     assert halves.communication_us == pytest.approx(24e6)
     assert halves.span_us == pytest.approx(27e6)
     assert halves.exposed_us == pytest.approx(3e6)
-    back = _backwards(EVEN, 2)
+    back = _backwards(EVEN, 2, 1)
     assert back.exposed_us == pytest.approx(3e6)  # only the first dispatch
     assert back.span_us == pytest.approx((2 * 4 * 3 + 3) * 1e6)
+    backs = _backwards(EVEN, 2, 2)
+    assert backs.exposed_us == pytest.approx(3e6)
+    assert backs.span_us == pytest.approx((2 * 2 * 4 * 3 + 3) * 1e6)
     steady = _steady(EVEN, 2, 3)
     assert steady.exposed_us == pytest.approx(0)
     assert steady.span_us == pytest.approx(6 * 6 * 3 * 1e6)
@@ -89,7 +95,9 @@ def test_even_pieces_by_hand():
 def test_nothing_starts_before_its_input():
     """Long products and no dW: every transfer stands between the two pieces that it joins."""
     p = Pieces(2, 0, 10, 1, 2, 0, 10, 0, 0, 0)
-    assert _backwards(p, 2).span_us == pytest.approx(2 * (1 + 10 + 1 + 2) * 1e6)
+    assert _backwards(p, 2, 1).span_us == pytest.approx(2 * (1 + 10 + 1 + 2) * 1e6)
+    # halves: only the first dispatch shows; the last combine runs under attention dX of the other half
+    assert _backwards(p, 1, 2).span_us == pytest.approx((1 + 10 + 10 + 2 + 2) * 1e6)
     assert _forwards(p, 2, 1).span_us == pytest.approx(2 * (2 + 1 + 10 + 1) * 1e6)
     # main stream 24; the last combine of gradients ends 1 after experts dX, under the forward's experts
     assert _steady(p, 1, 1).span_us == pytest.approx(24 * 1e6)
@@ -112,9 +120,9 @@ def test_never_faster_than_either_stream(values, layers):
     assert steady.communication_us == pytest.approx(4 * layers * p.exchange * 1e6)
     assert steady.compute_us == pytest.approx(compute * 1e6)
     assert steady.span_us >= max(steady.communication_us, steady.compute_us) * (1 - 1e-9)
-    apart = _forwards(p, layers, 1).span_us + _backwards(p, layers).span_us
+    apart = _forwards(p, layers, 1).span_us + _backwards(p, layers, 1).span_us
     assert steady.span_us <= apart * (1 + 1e-9) + p.exchange * 1e6
-    for s in (steady, _forwards(p, layers, 2), _backwards(p, layers)):
+    for s in (steady, _forwards(p, layers, 2), _backwards(p, layers, 2)):
         assert s.span_us == pytest.approx(s.compute_us + s.exposed_us + s.idle_us)
 
 

@@ -5,7 +5,7 @@ them and run through the same simulation of streams as a profiled kernel list (`
 
     steady     a forward and a backward of two micro-batches in turn, dW after each dX (1F1B with overlap, DualPipe)
     warm_up    forwards alone: the micro-batch runs as two halves in turn, each under the other's all-to-all
-    cool_down  backwards alone: dW of what is done runs under the all-to-all of what follows
+    cool_down  backwards alone: two halves in turn as well, and dW of what is done under the all-to-all of what follows
 """
 
 from collections.abc import Sequence
@@ -56,6 +56,8 @@ class Hidden:
     cool_down: Summary
     shared_only: Summary
     """Warm-up of whole micro-batches, where only shared experts run under the all-to-all."""
+    dw_only: Summary
+    """Cool-down of whole micro-batches, where only dW and shared experts run under the all-to-all."""
 
     @property
     def ends(self) -> float:
@@ -170,20 +172,30 @@ def _forwards(p: Pieces, layers: int, halves: int) -> Summary:
     return s.run()
 
 
-def _backwards(p: Pieces, layers: int) -> Summary:
-    """Run one chunk backward, layer by layer; dW runs under the all-to-all that follows its dX."""
+def _backwards(p: Pieces, layers: int, halves: int) -> Summary:
+    """Run one chunk backward, as one micro-batch or as two halves in turn; dW runs under the all-to-all after its dX."""
     s = _Streams()
-    s.add(MAIN, "shared experts dX", p.shared_dx)
-    arrived = s.add(LINK, "dispatch of gradients", p.exchange)
+
+    def dispatch(after: int | None) -> int:
+        sent = s.add(LINK, "dispatch of gradients", p.exchange, [after])
+        s.add(MAIN, "shared experts dX", p.shared_dx)
+        return sent
+
+    arrived = [dispatch(None) for _ in range(halves)]
     for i in range(layers):
-        here = s.add(MAIN, "experts dX", p.experts_dx, [arrived])
-        returned = s.add(LINK, "combine of gradients", p.exchange, [here])
-        s.add(MAIN, "experts dW", p.experts_dw + p.shared_dw)
-        here = s.add(MAIN, "attention dX", p.attention_dx, [returned])
-        if i + 1 < layers:
-            arrived = s.add(LINK, "dispatch of gradients", p.exchange, [here])
-            s.add(MAIN, "shared experts dX", p.shared_dx)
-        s.add(MAIN, "attention dW", p.attention_dw)
+        returned: list[int] = []
+        for sent in arrived:
+            here = s.add(MAIN, "experts dX", p.experts_dx, [sent])
+            returned.append(s.add(LINK, "combine of gradients", p.exchange, [here]))
+        for _ in range(halves):
+            s.add(MAIN, "experts dW", p.experts_dw + p.shared_dw)
+        arrived = []
+        for sent in returned:
+            here = s.add(MAIN, "attention dX", p.attention_dx, [sent])
+            if i + 1 < layers:
+                arrived.append(dispatch(here))
+        for _ in range(halves):
+            s.add(MAIN, "attention dW", p.attention_dw)
     return s.run()
 
 
@@ -207,11 +219,16 @@ def hidden(
         half = pieces(architecture, layout.but(micro_batch=layout.micro_batch // 2), device)
     else:  # half the tokens; attention's core still sees all keys, so the first half costs a little less than this
         half = pieces(replace(architecture, seq=architecture.seq // 2), layout, device)
-        half = replace(half, attention=max(half.attention, whole.attention / 2))
+        half = replace(
+            half,
+            attention=max(half.attention, whole.attention / 2),
+            attention_dx=max(half.attention_dx, whole.attention_dx / 2),
+        )
     return Hidden(
         whole,
         _steady(whole, layers, pairs),
         _forwards(half, layers, 2),
-        _backwards(whole, layers),
+        _backwards(half, layers, 2),
         _forwards(whole, layers, 1),
+        _backwards(whole, layers, 1),
     )

@@ -72,7 +72,8 @@ def exchange(step: Step) -> Table:
             ("steady: 16 pairs of a forward and a backward", h.steady),
             ("warm-up: a forward alone, in two halves", h.warm_up),
             ("warm-up, not halved: under shared experts only", h.shared_only),
-            ("cool-down: a backward alone, under dW", h.cool_down),
+            ("cool-down: a backward alone, in two halves and under dW", h.cool_down),
+            ("cool-down, not halved: under dW and shared experts only", h.dw_only),
         )
     ]
     return Table(
