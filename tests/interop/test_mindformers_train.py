@@ -47,6 +47,7 @@ def test_one_process(one: tuple[Path, runs.Curve], ours: tuple[Path, runs.Curve]
     assert_equal_curves(one[1], ours[1])
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     recipe = runs.write_recipe(tmp_path, processes=2)
     theirs = runs.mean(runs.through_mindformers(recipe, 2))

@@ -214,6 +214,7 @@ DP2_EP2 = {
 }
 
 
+@pytest.mark.slow
 def test_rollback_and_layouts_of_two_processes(tmp_path, start, hold: Hold):
     """Two processes go back at a spike, are killed, and one goes on: the losses of one process, and no sample lost."""
     noisy = spiky_data.write(tmp_path, [SPIKE])

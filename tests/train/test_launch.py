@@ -477,6 +477,7 @@ def listening(host: str) -> set[str]:
     return {line.split()[3].rpartition(":")[0] for line in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 def test_a_process_on_another_machine_is_named_and_all_machines_go_on(
     machines: Path,
     prepared: Path,

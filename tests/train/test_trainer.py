@@ -121,7 +121,7 @@ def changed(path: Path) -> int:
         return 0
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_a_run_resumes_to_the_same_losses(
     tmp_path: Path, start, hold: Hold, kills: int
 ) -> None:
