@@ -18,7 +18,7 @@ from telechat_moe.tools.plan.device import LIMIT, Constants, load_device, names
 from telechat_moe.tools.plan.flops import model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.step import evaluate, evaluate_columns
+from telechat_moe.tools.plan.step import evaluate, evaluate_columns, reduction
 
 A100 = load_device("a100")
 GPT = plain("gpt", hidden=4096, layers=32, heads=32, seq=2048, vocab=51200)
@@ -152,6 +152,43 @@ def test_an_early_stop_saves_the_last_product():
     last = GPT.ffn * GPT.hidden / (GPT.attention_weights + GPT.dense_weights)
     assert early.again.matmul[0] / full.again.matmul[0] == pytest.approx(1 - last, rel=2e-3)
     assert early.backward.time == full.backward.time
+
+
+def test_float8_products_need_casts_written_for_both_passes():
+    """Counted by hand: attention's result and the activation forward, all four results' gradients backward, 4 bytes each."""
+    h100 = load_device("h100")
+    model = plain("gpt", hidden=512, layers=2, heads=4, ffn=1024, seq=256, vocab=1000)
+    wide, narrow = (
+        layer(x, rates(x, h100, h100.constants), False)
+        for x in (columns([(model, Layout(compute=c))]) for c in ("bf16", "fp8"))
+    )
+    stream = h100.memory_bandwidth * h100.constants.memory_share
+    gated = 2 if model.gated else 1
+    ahead = 256 * (512 + 1024) * 4 / stream
+    back = 256 * (3 * 512 + 512 + gated * 1024 + 512) * 4 / stream
+    assert narrow.forward.memory - wide.forward.memory == pytest.approx(ahead, rel=1e-6)
+    assert narrow.backward.memory - wide.backward.memory == pytest.approx(back, rel=1e-6)
+
+
+def test_sharding_inside_a_node_reduces_the_shards_between_nodes():
+    """Four nodes: 7/8 of the gradients inside, twice 3/4 of an eighth between."""
+    c = replace(A100.constants, collective_host_s=0.0, inter_latency_s=0.0)
+    x = columns([(GPT, Layout(dp=32, zero=3, opt_shards=8, gradient_bytes=2))])
+    count, none = np.array([1e9]), np.zeros(1)
+    once, _ = reduction(x, A100, c, count, none)
+    inside = 2e9 * 7 / 8 / (A100.intra_bandwidth * c.intra_share)
+    between = 2 * 2e9 / 8 * 3 / 4 / (A100.inter_bandwidth * c.inter_share)
+    assert once[0] == pytest.approx(2 * inside + between, rel=1e-6)  # gradients, parameters
+
+
+def test_counts_of_tokens_make_the_host_wait_in_small_moe_layers():
+    model = published("qwen3 30b")
+    assert model is not None
+    layouts = [Layout(ep=8, dp=8, graphs=g) for g in (False, True)]
+    x = columns([(model, y) for y in layouts])
+    eager, captured = layer(x, rates(x, A100, A100.constants), True).forward.time
+    assert eager >= 5 * A100.constants.layer_host_s > 0
+    assert captured < eager
 
 
 def test_context_parallelism_without_overlap_moves_all_heads():

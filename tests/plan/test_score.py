@@ -11,7 +11,7 @@ import pytest
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.device import Constants, load_device
-from telechat_moe.tools.plan.fit import Problem, fit, free_constants, held_out
+from telechat_moe.tools.plan.fit import TYPICAL, Problem, fit, free_constants, held_out
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
 from telechat_moe.tools.plan.score import checked, score, statistics
@@ -107,6 +107,16 @@ def test_synthetic_measurements_give_their_constants_back():
     np.testing.assert_allclose(problem.predict(found), predicted, rtol=0.02)
     assert found.layer_host_s == pytest.approx(4e-4, rel=0.1)
     assert not {"fp8_share", *measured} & set(free_constants(rows, device))
+
+
+def test_a_heavy_prior_holds_constants_to_what_is_typical():
+    device = load_device("a100")
+    rows = list(read_table(TABLES / "vtrain_a100_single.csv"))[::60]
+    free, held = (fit(Problem(rows, replace(device, prior_weight=w))) for w in (0.0, 20.0))
+    for name in ("matmul_half", "inter_share", "eager_share"):
+        off = [abs(np.log(getattr(c, name) / TYPICAL[name])) for c in (held, free)]
+        assert off[0] < 0.2, name
+        assert off[0] <= off[1] + 1e-6, name
 
 
 def test_held_out_rows_are_not_seen_by_their_fit():

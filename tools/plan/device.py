@@ -55,6 +55,9 @@ class Constants:
     exposed: float = 0.3
     """Share of overlapped communication that still shows."""
 
+    tensor_exposed: float = 0.4
+    """The same where collectives are cut up and run under their own matrix products."""
+
     step_host_s: float = 5e-3
     """Time of a step that no micro-batch accounts for."""
 
@@ -92,6 +95,9 @@ class Device:
 
     measured: tuple[str, ...] = ()
     """Constants that were measured by themselves (`fitted: false`): a fit leaves them."""
+
+    prior_weight: float = 0.0
+    """How strongly a fit holds the constants to `fit.TYPICAL`; 0: hardly, to the defaults."""
 
     aliases: tuple[str, ...] = ()
     step: dict[str, float] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 The residual is log(predicted / measured), so that errors count alike at all scales. A row weighs n^-0.35 with n the
 rows of its table: tables of ten rows are heard beside tables of seven hundred. A robust loss keeps single odd runs
-from pulling, and a weak prior (2 % of the weight of one row for a factor e) holds constants that no row determines.
+from pulling, and a prior holds constants that few rows determine: to `TYPICAL` where a device sets `prior_weight`.
 """
 
 from collections import Counter
@@ -22,6 +22,24 @@ NEVER = {"inter_latency_s"}
 """No table determines it: the default stays."""
 
 WITHOUT_FP8 = {"fp8_share"}
+
+TYPICAL = {
+    "matmul_share": 0.74,
+    "matmul_half": 60.0,
+    "attention_share": 0.42,
+    "memory_share": 0.7,
+    "fp8_share": 0.9,
+    "eager_share": 0.9,
+    "layer_host_s": 5e-4,
+    "inter_share": 0.7,
+    "exposed": 0.3,
+    "tensor_exposed": 0.3,
+    "step_host_s": 0.01,
+}
+"""What stacks that launch kernel by kernel usually reach: held to where a device sets `prior_weight`."""
+
+WEAK = 0.02
+"""Weight of staying near the defaults elsewhere."""
 
 
 @dataclass
@@ -73,6 +91,8 @@ def free_constants(rows: Sequence[Row], device: Device) -> list[str]:
         skip |= WITHOUT_FP8
     if all(x.fused for x in layouts):
         skip.add("eager_share")
+    if not any(x.tp_overlap for x in layouts):
+        skip.add("tensor_exposed")
     return [name for name in asdict(Constants()) if name not in skip]
 
 
@@ -89,9 +109,11 @@ def fit(problem: Problem, start: Constants | None = None, evaluations: int = 40)
     given = {name: getattr(problem.device.constants, name) for name in problem.device.measured}
     base = replace(start or Constants(), **given)
     names = free_constants(problem.rows, problem.device)
-    prior = np.log([getattr(Constants(), name) for name in names])
+    held = problem.device.prior_weight
+    centre = asdict(Constants()) | (TYPICAL if held else {})
+    prior = np.log([centre[name] for name in names])
     first = np.log([getattr(base, name) for name in names])
-    shares = np.array([name.endswith("share") or name == "exposed" for name in names])
+    shares = np.array([name.endswith("share") or name.endswith("exposed") for name in names])
     top = np.where(shares, 0.0, 10.0)
 
     def at(point: Array) -> Constants:
@@ -99,7 +121,7 @@ def fit(problem: Problem, start: Constants | None = None, evaluations: int = 40)
 
     def residual(point: Array) -> Array:
         off = (np.log(problem.predict(at(point))) - problem.measured) * problem.weight * 10
-        return np.concatenate([off, 0.02 * (point - prior)])
+        return np.concatenate([off, (held or WEAK) * (point - prior)])
 
     answer = least_squares(
         residual,

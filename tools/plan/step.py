@@ -124,6 +124,7 @@ def _parts(
 
     def add(p: Pass, count: Array, word: str = "") -> None:
         named = vars(p) | {"host": p.time - p.device}
+        del named["wait"]
         for name, seconds in named.items():
             key = word or name
             parts[key] = parts.get(key, 0.0) + count * seconds
@@ -214,15 +215,26 @@ def reduction(
     ):
         size = count * x.gradient_bytes
         parameters = count * np.minimum(x.parameter_bytes, np.where(x.fp32 > 0, 4, 2))
-        reduce = all_reduce(size, members, stride, device, c)
+        shards = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, members), members)
         # ZeRO-3 goes layer by layer
         calls = np.where(x.zero == 3, np.ceil((x.dense_layers + x.moe_layers) / x.pp), 1.0)
-        scatter = all_gather(size, members, stride, device, c, calls)
-        gather = all_gather(parameters, members, stride, device, c, calls)
-        once = np.where(x.zero == 0, reduce, scatter + gather)
-        total = total + np.where(members > 1, once, 0.0)
+        scatter = all_gather(size, shards, stride, device, c, calls)
+        gather = all_gather(parameters, shards, stride, device, c, calls)
+        # what is sharded over a part of the copies is reduced over the others
+        between = all_reduce(
+            size / np.where(x.zero > 0, shards, 1.0),
+            np.where(x.zero > 0, members / shards, members),
+            np.where(x.zero > 0, stride * shards, stride),
+            device,
+            c,
+        )
+        total = (
+            total
+            + between * (members > 1)
+            + np.where((x.zero > 0) & (members > 1), scatter + gather, 0.0)
+        )
         gathers = gather * (1 + x.fsdp) * (x.zero == 3)
-        repeated = repeated + np.where(members > 1, scatter + gathers, 0.0)
+        repeated = repeated + np.where(members > 1, between + scatter + gathers, 0.0)
     return total, repeated
 
 

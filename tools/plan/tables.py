@@ -150,15 +150,18 @@ def _dgxc(row: Fields, table: str, line: int) -> Row:
     if "FSDP" in config:
         layout = Layout(
             dp=gpus, zero=3, fsdp=True, micro_batch=micro, compute=compute,
-            micro_batches=_divide(batch, gpus * micro, "gbs"), gradient_bytes=4,
+            micro_batches=_divide(batch, gpus * micro, "gbs"), gradient_bytes=2,
             recompute="norm+activation+core_attention" if "axml" in config else "save_qkv",
-            graphs=True,
+            # sharded inside a node (Paxml), from 64 nodes over 16 of them (MaxText); the rest are copies
+            graphs=True, opt_shards=8 if "axml" in config else 128 if gpus >= 512 else 0,
         )  # fmt: skip
         return replace(start, architecture=architecture, layout=layout)
     tp, pp, cp = _int(row, "tp"), _int(row, "pp"), _int(row, "cp", 1)
     layout = _megatron(
         row, architecture, gpus, tp, pp, cp, _int(row, "vp", 1), 1, micro, batch, compute
     )
+    again = "selective" if "340b" in config.lower() else "none"
+    layout = replace(layout, gradient_bytes=2, recompute=again)
     return replace(start, architecture=architecture, layout=layout)
 
 
@@ -417,7 +420,7 @@ def _mindspeed(row: Fields, table: str, line: int) -> Row:
         zero=1 if _true(row, "distopt") else 0, micro_batch=micro,
         micro_batches=_divide(batch, dp * micro, "gbs"), recompute="full" if full else "none",
         flash=_true(row, "flash"), schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", overlap=True,
-        fused_loss=False,
+        fused_loss=False, fused=not reference,  # the reference is Megatron-LM without Transformer Engine
     )  # fmt: skip
     return replace(
         start, architecture=architecture, layout=layout, step_s=batch * seq / (speed * gpus)
