@@ -284,7 +284,7 @@ class Stages:
         self.space = room - c.fixed[some]
         self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
         self.each = c.states[some, g, None] + c.entry[some, g]
-        most = np.floor(self.space / np.maximum(self.each, 1.0) + 1e-9)
+        most = np.floor((self.space + 0.1) / np.maximum(self.each, 1e-9))
         self.fit = np.where(self.space < 0, -1, most)
         self.spent = np.zeros((n, stages))
         self.spent[:, 0] += c.first[some].sum(axis=1)

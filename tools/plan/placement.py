@@ -217,7 +217,7 @@ class Inner:
         p, bulk = self.p, self.bulk
         room = self.room - self.stage @ (box.few_low * self._least_bytes(self.other))
         each = self._least_bytes(bulk)
-        fit = np.floor(room / np.maximum(self.stage @ each / p.chunks, 1) + 1e-9)
+        fit = np.floor((room + 0.1) / np.maximum(self.stage @ each / p.chunks, 1e-9))
         fit = np.where(room < 0, -1, fit)
         if math.isfinite(target):
             fit = np.minimum(fit, self._within(box, (target - self.least_rest())))
