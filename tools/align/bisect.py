@@ -20,10 +20,11 @@ from telechat_moe.tools.align.blocks import Replaced
 from telechat_moe.tools.align.collectives import Exchange, explain, is_exchange, judged_collectives
 from telechat_moe.tools.align.family import family_of, of_received, residual
 from telechat_moe.tools.align.judge import Verdict, worst
+from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.phases import phase_of
 from telechat_moe.tools.align.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.replay import forward_key, replay_call
-from telechat_moe.tools.align.wiring import Wiring, broken_edges, wrong_sums
+from telechat_moe.tools.align.wiring import Wiring, broken_edges, digest, wrong_sums
 from telechat_moe.tools.align.wrong import Wrong
 
 _EXTRA = "+"  # behind the key of a call that the reference does not make
@@ -158,18 +159,27 @@ def bisect(
     if not common:
         return Outcome("not comparable", reason="the dumps have no step and rank in common")
     run = _Comparison(known, first)
+    for place in sorted({*target.ranks} ^ {*reference.ranks}):
+        which = "target" if place in target.ranks else "reference"
+        run.unknown[f"step {place[0]}, rank {place[1]} stands only in the {which}"] += 1
     names: dict[tuple[int, int], dict[str, str]] = {}
     ours: dict[tuple[int, int], RankDump] = {}
+    believed: dict[tuple[int, int], RankDump] = {}
     for place in common:
-        ours[place], names[place] = aligned(reference.ranks[place], target.ranks[place])
+        given, names[place] = aligned(reference.ranks[place], target.ranks[place])
+        ours[place] = without_repeats(given, reference.ranks[place])
+        believed[place] = without_repeats(reference.ranks[place], given)
+        if not {*ours[place].calls} & {*believed[place].calls}:
+            said = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
+            return Outcome("not comparable", reason=said)
     findings: list[Finding] = []
     for step in sorted({step for step, _ in common}):
         here = {rank: dump for (s, rank), dump in ours.items() if s == step}
-        theirs_here = {rank: reference.ranks[step, rank] for rank in here}
+        theirs_here = {rank: believed[step, rank] for rank in here}
         findings += run.of_collectives(theirs_here, here)
     for rank in sorted({rank for _, rank in common}):
         steps = [step for step, other in common if other == rank]
-        theirs = _joined([reference.ranks[s, rank] for s in steps])
+        theirs = _joined([believed[s, rank] for s in steps])
         others = {r: dump for (s, r), dump in ours.items() if r != rank and s == steps[-1]}
         findings += run.of_rank(theirs, _joined([ours[s, rank] for s in steps]), others)
     findings = run.with_phases(findings, len({step for step, _ in common}) > 1)
@@ -341,33 +351,86 @@ def _begins(target: RankDump) -> dict[str, int]:
 
 
 def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, str]]:
-    """Return the target with the reference's numbers of calls, and its own key of each call.
+    """Return the target with the reference's names and numbers of calls, and its own key of each call.
 
     A call more or less shifts the numbers of all calls of its name after it; the order of the names tells which belong
-    together.
+    together. Where the runs have no name in common (other scopes, another front end), operators are names.
     """
     ours, theirs = _forwards(target), _forwards(reference)
-    if [n for _, n in ours] == [n for _, n in theirs]:
+    if [key for key, _ in ours] == [key for key, _ in theirs]:
         return target, {}
-    matcher = SequenceMatcher(None, [n for _, n in ours], [n for _, n in theirs], autojunk=False)
-    new = {key: key.removesuffix(".forward") + f"{_EXTRA}.forward" for key, _ in ours}
+    mine, other = ([call.name for _, call in calls] for calls in (ours, theirs))
+    if not {*mine} & {*other}:
+        mine, other = ([_operator(call) for _, call in calls] for calls in (ours, theirs))
+    matcher = SequenceMatcher(None, mine, other, autojunk=False)
+    new = {key: f"{_head(key)}{_EXTRA}.forward" for key, _ in ours}
     for a, b, size in matcher.get_matching_blocks():
         new |= {ours[a + i][0]: theirs[b + i][0] for i in range(size)}
+    known = {_head(key): _head(name) for key, name in new.items()}
     calls: dict[str, Call] = {}
     names: dict[str, str] = {}
     for key, call in target.calls.items():
-        forward = key.removesuffix("backward") + "forward" if key.endswith("backward") else key
-        name: str = new.get(forward) or key
-        if key.endswith("backward"):
-            name = name.replace(".forward", ".backward")
-        calls[name], names[name] = replace(call, key=name), key
+        head = _head(key)
+        name = known.get(head, head) + key.removeprefix(head)
+        alike = reference.calls.get(name)
+        own = call.name if alike is None or find(alike.name) is None else alike.name
+        calls[name], names[name] = replace(call, key=name, name=own), key
     return replace(target, calls=calls), names
 
 
-def _forwards(dump: RankDump) -> list[tuple[str, str]]:
-    """Return key and name of the operators' calls, but not of backward ones, in order."""
+def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
+    """Return a run without calls that the other lacks and that repeat another call to the last bit: recomputation.
+
+    A backward call that belongs to such a one is the other's.
+    """
+    only = {key for key, _ in _forwards(dump) if key not in other.calls}
+    only = {key for key in only if not is_exchange(dump.calls[key])}
+    kinds = {_operator(dump.calls[key]) for key in only}
+    first: dict[bytes, str] = {}
+    for key, call in _forwards(dump) if only else ():
+        if key not in only and _operator(call) in kinds:
+            first.setdefault(_content(call), key)
+    again = {key: first[mark] for key in only if (mark := _content(dump.calls[key])) in first}
+    if not again:
+        return dump
+    calls = {key: call for key, call in dump.calls.items() if key not in again}
+    for key, same in again.items():
+        back, own = (f"{_head(k)}.backward" for k in (key, same))
+        if back in calls and own in calls:
+            return dump
+        if back in calls:  # in its place in the order
+            calls[same] = replace(dump.calls[key], key=same)
+            calls = {
+                (own if k == back else k): replace(c, key=own) if k == back else c
+                for k, c in calls.items()
+            }
+    return replace(dump, calls=calls)
+
+
+def _content(call: Call) -> bytes:
+    """Return a digest of what an operator was given and made; one of its own where values are not known."""
+    if any(t.read is None for _, t in call.tensors()):
+        return call.key.encode()
+    mark = hashlib.blake2b(_operator(call).encode(), digest_size=16)
+    _mark(mark, [call.inputs, [*call.kwargs.items()], call.outputs], True)
+    return mark.digest()
+
+
+def _head(key: str) -> str:
+    """Return a key without its direction."""
+    return key.removesuffix(".forward").removesuffix(".backward")
+
+
+def _operator(call: Call) -> str:
+    """Return what an operator computes, whatever the scope or front end that its name begins with."""
+    formula = find(call.name)
+    return formula.name if formula is not None else call.name.rsplit(".", 1)[-1]
+
+
+def _forwards(dump: RankDump) -> list[tuple[str, Call]]:
+    """Return the operators' calls, but not backward ones, in order."""
     return [
-        (key, call.name)
+        (key, call)
         for key, call in dump.calls.items()
         if call.kind == "api" and call.phase is not Phase.BACKWARD
     ]
@@ -427,11 +490,13 @@ def _missing(
         if key in target.calls:
             last = ours.order[key] - begins[key] + 0.5
         elif call.kind == "api" and forward_key(call) not in right and key not in right:
+            if _gave_back(call, reference, target):
+                continue
             verdict = Verdict(key, "", "diverged", float("inf"), f"the target does not run {key}")
             place = _where(reference, key)
             found.append(Finding(*place, last, verdict, call, "missing call"))
     for key, call in target.calls.items():
-        if key in reference.calls or call.kind != "api":
+        if key in reference.calls or call.kind != "api" or _gave_back(call, reference, target):
             continue
         if forward_key(call) not in right and key not in right:
             verdict = Verdict(
@@ -440,6 +505,24 @@ def _missing(
             order = ours.order[key] - begins[key]
             found.append(Finding(*_where(target, key), order, verdict, call, "extra call"))
     return found
+
+
+def _gave_back(call: Call, *runs: RankDump) -> bool:
+    """Return whether a call, or the one that it goes back through, gave back its argument in one of the runs.
+
+    A cast to what it was, a detached or copied tensor: another run may do without, and torch has no backward of it.
+    """
+    key = forward_key(call) if call.phase is Phase.BACKWARD else call.key
+    for forward in (run.calls.get(key) for run in runs):
+        sides = [[], []]
+        for place, tensor in forward.tensors() if forward is not None else ():
+            sides[place.startswith("output")].append(tensor)
+        given, made = sides
+        if not given or len(made) != 1 or given[0].read is None or made[0].read is None:
+            continue
+        if given[0].dtype == made[0].dtype and digest(given[0].load()) == digest(made[0].load()):
+            return True
+    return False
 
 
 def _with_family(finding: Finding, theirs: Wiring, ours: Wiring, others: Ranks) -> Finding:

@@ -63,6 +63,8 @@ class Replaced:
                 continue
             if self.reference.dump.calls[place[0]].phase is not Phase.FORWARD:
                 continue
+            if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
+                continue  # a mask of another kind: what comes of it is judged
             verdict = self._judged(place, sources, tensor)
             if verdict is not None:
                 yield verdict
@@ -143,7 +145,9 @@ class Replaced:
         sources = self.reference.sources_of(place)
         for source in sources:
             ours = self.target.tensors.get(source)
-            if ours is not None and ours.read is not None:
+            if ours is None or ours.read is None:
+                continue
+            if is_float(ours.dtype) == is_float(tensor.dtype):
                 values = ours.load()
                 if values.size == np.prod(tensor.shape):
                     values = values.reshape(tensor.shape)

@@ -5,14 +5,16 @@ One line makes it happen, in the script or around it::
     with capture() as calls: ...            # or: telechat-moe align capture --torch script.py
 
 Each use of a tensor by a function gets a node of its own in torch's graph, so the gradient of an input is the one through
-this function alone, not the sum over all uses. Functions that write in place are recorded forward only.
+this function alone, not the sum over all uses. Of a function that writes in place the gradients are those of torch's own
+node; into a view: forward only.
 """
 
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,9 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "backward":
+            with self._in_backward():
+                return func(*args, **kwargs)
         name = _name(func)
         if name is None or self.paused or _is_traced((*args, *kwargs.values())):
             return func(*args, **kwargs)
@@ -108,17 +113,17 @@ class _Recorder(TorchFunctionMode):
         inputs = [record(a) for a in args]
         named = {k: record(v) for k, v in kwargs.items()}
         gradients: list[torch.Tensor | None] = []
-        own = args
-        if not (name.endswith("_") and not name.endswith("__")) and torch.is_grad_enabled():
+        own, into = args, _versions((*args, *kwargs.values()))
+        if not _writes(name, kwargs) and torch.is_grad_enabled():
             own = _each(args, lambda x: self._use(x, gradients, key))
             kwargs = {
                 k: _each(v, lambda x: self._use(x, gradients, key)) for k, v in kwargs.items()
             }
         result = func(*own, **kwargs)
-        if any(result is x for x in own):  # a conversion to what it is already
-            with torch._C.DisableTorchFunction():
-                result = result.view_as(result)
+        result, gradients = _own_node(result, args, own, gradients)
         outputs = result if isinstance(result, list | tuple) else [result]
+        if result is None:
+            outputs = [x for x, version in into if x._version != version]
         if not any(isinstance(o, torch.Tensor) for o in outputs):
             return result
         index = int(key.rsplit(".", 1)[1])
@@ -132,6 +137,9 @@ class _Recorder(TorchFunctionMode):
             named,
             [record(o) for o in outputs],
         )
+        if _writes(name, kwargs):
+            self._watch(self.calls[f"{key}.forward"], outputs)
+            return result
         coming: list[torch.Tensor | None] = [None] * len(outputs)
         for i, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -139,6 +147,44 @@ class _Recorder(TorchFunctionMode):
         if gradients:
             self._pending[key] = (name, index, coming, gradients)
         return result
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Record what hooks, checkpoints and functions of a script compute while torch goes back."""
+        engine: Any = torch.autograd
+        run = engine._engine_run_backward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        engine._engine_run_backward = recorded
+        try:
+            yield
+        finally:
+            engine._engine_run_backward = run
+
+    def _watch(self, call: Call, outputs: Sequence[Any]) -> None:
+        """Record what torch's node of a call that wrote into one tensor takes and gives."""
+        wanted = [t for place, t in call.tensors() if place[0] == "i" and t.requires_grad]
+        node = outputs[0].grad_fn if len(outputs) == 1 else None
+        if node is None or outputs[0]._is_view():
+            return
+        known = [function is not None for function, _ in node.next_functions]
+        if sum(known) != len(wanted):
+            return
+        key = call.key.removesuffix("forward") + "backward"
+
+        def ran(
+            given: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
+        ) -> None:
+            made = [record(g) for g, there in zip(given, known, strict=True) if there]
+            self.calls[key] = replace(
+                call, key=key, phase=Phase.BACKWARD, kwargs={}, outputs=made,
+                inputs=[record(g) for g in coming],
+            )  # fmt: skip
+
+        node.register_hook(ran)
 
     def _use(self, x: torch.Tensor, gradients: list[Any], key: str) -> torch.Tensor:
         if not x.requires_grad or not x.dtype.is_floating_point:
@@ -169,6 +215,37 @@ class _Recorder(TorchFunctionMode):
             {},
             [record(g) for g in gradients],
         )
+
+
+def _own_node(
+    result: Any, args: Any, own: Any, gradients: list[torch.Tensor | None]
+) -> tuple[Any, list[torch.Tensor | None]]:
+    """Return a result that is one of the arguments (a conversion to what it is) with a node of its own; a leaf stays itself."""
+    for given, used in zip(args, own, strict=True):
+        if isinstance(result, torch.Tensor) and result is used and used is not given:
+            if given.is_leaf:
+                return given, []
+            with torch._C.DisableTorchFunction():
+                return result.view_as(result), gradients
+    return result, gradients
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes into one of its arguments."""
+    return kwargs.get("out") is not None or (
+        name.endswith("__setitem__") or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors with how often they were written to, in order."""
+    found: list[tuple[torch.Tensor, int]] = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found += [] if x.is_inference() else [(x, x._version)]
+        elif isinstance(x, list | tuple):
+            found += _versions(x)
+    return found
 
 
 def _is_traced(values: Any) -> bool:

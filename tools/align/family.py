@@ -18,7 +18,7 @@ from telechat_moe.tools.align.family_arguments import (
     other_mask,
 )
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to, spacing
-from telechat_moe.tools.align.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.records import Call, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.replay import replay_call
 from telechat_moe.tools.align.wiring import digest
 
@@ -144,7 +144,7 @@ def _scalars(prefix: str, value: Any) -> set[tuple[str, str]]:
         return set().union(*(_scalars(f"{prefix}.{i}", v) for i, v in enumerate(value)), set())
     if isinstance(value, dict):
         return set().union(*(_scalars(f"{prefix}.{k}", v) for k, v in value.items()), set())
-    return {(prefix.lstrip("."), repr(value))}
+    return {(prefix.lstrip("."), repr(value.value) if isinstance(value, Scalar) else repr(value))}
 
 
 def _of_integers(found: Array, value: Array) -> Answer:
@@ -309,7 +309,7 @@ def _dropped(
     x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
 ) -> Answer | None:
     wrong = np.abs(x - value) > bound
-    if x.ndim >= 2 and np.all(x[wrong] == 0):
+    if x.ndim >= 2 and np.any(wrong) and np.all(x[wrong] == 0):
         rows = np.flatnonzero(wrong.reshape(len(x), -1).any(1))
         whole = not np.any(x[rows])
         return "dropped", f"rows {rows[:6].tolist()} are 0" if whole else "some elements are 0"

@@ -40,6 +40,8 @@ _MODULE = re.compile(
 )
 _API = re.compile(r"(?P<name>.+)\.(?P<index>\d{1,18})\.(?P<way>forward|backward)")
 _GRADIENTS = re.compile(r"(?P<name>.+)\.parameters_grad(?:\.(?P<index>\d{1,18}))?")
+_FOLDER = re.compile(r"(?i)(?:step|rank|proc)[_-]?\d*|graph|pynative")
+_INPUTS, _OUTPUTS = ("input_args", "input", "grad_output"), ("output", "grad_input")
 _ALIASES = {
     "half": "float16",
     "float": "float32",
@@ -90,7 +92,7 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
         BadInputError: Missing, outside of the root, or anything else than that.
     """
     try:
-        text = value_files.within(path, root).read_bytes().decode("utf-8")
+        text = value_files.within(path, root).read_bytes().decode("utf-8-sig")
         found = json.loads(text, object_pairs_hook=_unique)
         if re.search(
             r"\\[uU][dD][89a-fA-F]", text
@@ -175,17 +177,19 @@ def _walk(folder: Path, root: Path, depth: int) -> Iterator[Path]:
     except OSError as error:
         raise BadInputError(f"{folder}: cannot be read: {error.strerror}") from None
     for name in names:
-        if re.fullmatch(r"(?:step|rank|proc)\d*|graph|pynative", name):
-            child = folder / name
+        child = folder / name
+        if _FOLDER.fullmatch(name):
             value_files.within(child, root)
             yield from _walk(child, root, depth - 1)
+        elif os.path.lexists(child / "dump.json"):
+            raise BadInputError(f"{child}: of which step and rank? Expected step*/rank*/dump.json")
 
 
 def _number(folder: Path, root: Path, word: str) -> int | None:
     """Return N of the part ``wordN`` of a path; the root's own name and its parent's count too."""
     parts = [*root.absolute().parts[-2:], *folder.relative_to(root).parts]
     for part in reversed(parts):
-        match = re.fullmatch(rf"{word}(\d{{0,18}})", part)
+        match = re.fullmatch(rf"(?i){word}[_-]?(\d{{0,18}})", part)
         if match:
             return int(match[1] or 0)
     return None
@@ -272,7 +276,12 @@ def _call(
         values = {n: _value(context, n, v) for n, v in entry.items()}
         values = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in values.items()}
         return Call(key, kind, name, index, phase, [], {}, [], values, parent, stack)
-    inputs = "input" if "input" in entry else "input_args"
+    inputs, outputs = (
+        next((n for n in names if n in entry), names[0]) for names in (_INPUTS, _OUTPUTS)
+    )
+    for place in entry.keys() - {inputs, "input_kwargs", outputs, "parameters"}:
+        if _holds_tensor(entry[place]):
+            raise context.bad("", place, "input_args, input_kwargs, output or parameters")
     return Call(
         key,
         kind,
@@ -281,7 +290,7 @@ def _call(
         phase,
         _list(context, inputs, entry.get(inputs)),
         _dict(context, "input_kwargs", entry.get("input_kwargs")),
-        _list(context, "output", entry.get("output")),
+        _list(context, outputs, entry.get(outputs)),
         _dict(context, "parameters", entry.get("parameters")),
         parent,
         stack,
@@ -291,9 +300,18 @@ def _call(
 def _list(context: _Context, place: str, entry: Any) -> list[Value]:
     if entry is None:
         return []
+    if isinstance(entry, dict) and _holds_tensor(entry):
+        entry = [entry]
     if not isinstance(entry, list):
         raise context.bad(place, entry, "a list")
     return [_value(context, f"{place}.{i}", v) for i, v in enumerate(entry)]
+
+
+def _holds_tensor(entry: Any) -> bool:
+    """Return whether something is a tensor's entry, or a list of some."""
+    if isinstance(entry, list):
+        return any(_holds_tensor(v) for v in entry)
+    return isinstance(entry, dict) and "dtype" in entry and "shape" in entry
 
 
 def _dict(context: _Context, place: str, entry: Any) -> dict[str, Value]:

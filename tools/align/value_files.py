@@ -91,6 +91,8 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     if values.shape != shape:
         raise BadInputError(f"{path}: shape {list(values.shape)}, the dump says {list(shape)}")
     if not _fits(values.dtype.name, dtype):
+        values = _narrowed(values, dtype)
+    if not _fits(values.dtype.name, dtype):
         raise BadInputError(f"{path}: holds {values.dtype.name}, the dump says {dtype}")
     return values
 
@@ -234,13 +236,22 @@ def _fits(found: str, dtype: str) -> bool:
     return False
 
 
+def _narrowed(values: Array, dtype: str) -> Array:
+    """Return values that a writer stored in a wider type in their own, where they are of it; others as they are."""
+    kind = "float32" if dtype in WIDENED else dtype
+    with np.errstate(all="ignore"):
+        narrow = values.astype(kind)
+    same = np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc")
+    return narrow if same else values
+
+
 def _load_npy(path: str) -> Array:
     with open(path, "rb") as file:  # noqa: PTH123 (pathlib is slow)
         version = np.lib.format.read_magic(file)
         if version == (1, 0):
             length = file.read(2)
             shape, fortran, dtype = _header(length + file.read(int.from_bytes(length, "little")))
-        elif version == (2, 0):
+        elif version in ((2, 0), (3, 0)):
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
         else:
             raise ValueError(f"version {version} of the format")

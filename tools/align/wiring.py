@@ -15,6 +15,7 @@ import numpy as np
 from telechat_moe.tools.align.approx import Approx, Array
 from telechat_moe.tools.align.judge import Verdict, judge
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.records import Call, Phase, RankDump, TensorRecord
 
 Place = tuple[str, str]
@@ -25,6 +26,8 @@ _MOST_NEAR = 10  # of them those that are tried in every choice
 _SAMPLE = 4096  # elements by which the terms of a sum are told
 _SMALL = 4  # tensors with fewer elements are equal by chance
 _BITS = 12  # unless their values have so many significant bits
+_WEIGHTS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var"}
+_ALSO = 4.0  # times the distance of what was made before
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
@@ -42,6 +45,7 @@ class Wiring:
     _summed: dict[Place, list[Place]] = field(init=False, default_factory=dict)
     _kept: dict[Place, bool] = field(init=False, default_factory=dict)
     _sent: dict[Place, list[Place]] = field(init=False, default_factory=dict)
+    _noise: dict[str, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.tensors = {
@@ -158,15 +162,19 @@ class Wiring:
 
     @cached_property
     def _weights(self) -> Mapping[int, list[list[Place]]]:
-        """The gradients of each tensor from outside that several calls take, by its number of elements."""
+        """The gradients of each weight that several calls take, by its number of elements."""
         found: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
-            if len(places) > 1 and content not in self.makers:
+            if len(places) > 1 and not any(map(self._differentiated, self.makers.get(content, []))):
                 uses = [use for use in map(self._gradient_of, places) if use is not None]
                 if len(uses) > 1:
                     size = int(np.prod(self.tensors[uses[0]].shape))
                     found.setdefault(size, []).append(uses)
         return found
+
+    def _differentiated(self, place: Place) -> bool:
+        """Return whether a call has a backward of its own: what it made is no weight."""
+        return place[0].removesuffix("forward") + "backward" in self.dump.calls
 
     def _gradient_of(self, place: Place) -> Place | None:
         """Return the gradient that a call sends back for one of its inputs."""
@@ -249,6 +257,34 @@ class Wiring:
             if self.dump.calls[place[0]].phase is Phase.BACKWARD and not self.sources_of(place):
                 found |= set(self.summed_from(place))
         return frozenset(found)
+
+    def is_weight(self, place: Place) -> bool:
+        """Return whether an input is a weight: by its argument's name, or because an optimizer updates it."""
+        call, name = self.dump.calls[place[0]], place[1].split(".")
+        formula, known = find(call.name), name[0] == "parameters"
+        if formula is not None and name[1].isdigit() and int(name[1]) < len(formula.signature):
+            name = [name[0], formula.signature[int(name[1])], *name[2:]]
+        return known or name[1] in _WEIGHTS or self.content.get(place) in self._updated
+
+    @cached_property
+    def _updated(self) -> frozenset[bytes]:
+        """Contents of the weights that optimizers take."""
+        return frozenset(c for (_, name), c in self.content.items() if name == "input.weight")
+
+    def noise(self, reference: "Wiring", key: str) -> float:
+        """Return how far outputs before a call are from the reference's at most, relative L2."""
+        if self._noise is None:
+            self._noise, most = {}, 0.0
+            for own, call in self.dump.calls.items():
+                self._noise[own] = most
+                for place, tensor in call.tensors() if own in reference.dump.calls else ():
+                    other = reference.tensors.get((own, place))
+                    if other is None or other.shape != tensor.shape or place[0] != "o":
+                        continue
+                    if other.read and tensor.read and is_float(other.dtype):
+                        apart = _apart(other, tensor)
+                        most = max(most, apart if np.isfinite(apart) else 0.0)
+        return self._noise.get(key, 0.0)
 
     def makers_of(self, key: str) -> list[Place]:
         """Return the outputs of a call."""
@@ -396,7 +432,31 @@ def _as_outside(place: Place, reference: Wiring, target: Wiring) -> Verdict | No
     verdict = _as_given(place, reference.tensors[place], target.tensors[place])
     if verdict is not None and place[0] in reference.late and not state:
         return _as_summed(place, reference, target)
+    unknown = verdict is not None and not state and not reference.is_weight(place)
+    if unknown and _maybe_computed(place, reference, target):
+        said = f"{place[1]}: nothing in the dump says where it comes from"
+        return Verdict(place[0], "", "not judged", reason=said)
     return verdict
+
+
+def _maybe_computed(place: Place, reference: Wiring, target: Wiring) -> bool:
+    """Return whether a tensor may be what a call made that the dumps lack: it is as far from the reference's as others are.
+
+    Where all that was made before is equal to the last bit, so must what comes from outside be.
+    """
+    record, tensor = reference.tensors[place], target.tensors[place]
+    if not is_float(record.dtype) or record.shape != tensor.shape:
+        return False
+    return _apart(record, tensor) <= _ALSO * target.noise(reference, place[0])
+
+
+def _apart(record: TensorRecord, tensor: TensorRecord) -> float:
+    """Return the relative distance (L2) of two tensors of one shape; infinite where one is not finite."""
+    a, b = (t.load().astype(np.float64) for t in (record, tensor))
+    if not np.all(np.isfinite(a)) or not np.all(np.isfinite(b)):
+        return 0.0 if np.array_equal(a, b, equal_nan=True) else np.inf
+    size = float(np.linalg.norm(a))
+    return float(np.linalg.norm(a - b)) / size if size else 0.0
 
 
 def _as_plain(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:

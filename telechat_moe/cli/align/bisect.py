@@ -68,11 +68,11 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    msprobe, page, bisect, across = (
+    summary, page, bisect, across = (
         import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("msprobe", "page", "bisect", "across")
+        for name in ("summary", "page", "bisect", "across")
     )
-    reference, target = msprobe.read(args.reference), msprobe.read(args.target)
+    reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
     if args.map is not None or across.differ_in_layout(reference, target):
         links: list[Any] = [] if args.map is None else across.read_map(Path(args.map))
         outcome = across.across(reference, target, links, args.rtol)

@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
@@ -38,11 +39,11 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay, print; return the exit code."""
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    msprobe, replay, collectives = (
+    summary, replay, collectives = (
         import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("msprobe", "replay", "collectives")
+        for name in ("summary", "replay", "collectives")
     )
-    dump = msprobe.read(args.dump)
+    dump = summary.read(Path(args.dump))
     counts: Counter[str] = Counter()
     unknown: Counter[str] = Counter()
     wrong: list[dict[str, Any]] = []

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx, Array, scatter_add
+from telechat_moe.tools.align.approx import Approx, Array, scatter_add, where
 from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 from telechat_moe.tools.align.operators.shapes import move
@@ -79,6 +79,36 @@ def _getitem(a: Arguments) -> Any:
             raise NotJudgedError("an index of floating point")
         parts.append(_bool_or_int(part))
     return move(a.input, lambda x: x[tuple(parts)], True)
+
+
+@op("setitem", signature="input key value", exact=True)
+def _setitem(a: Arguments) -> Any:
+    """``x[key] = value``; a place that the key names twice holds any of its values."""
+    key = a.key if isinstance(a.key, tuple | list) else [a.key]
+    if any(isinstance(part, Approx) for part in key):
+        raise NotJudgedError("an index of floating point")
+    at = tuple(_bool_or_int(part) for part in key)
+    size = plain(a.input).size
+    places = np.arange(size).reshape(np.shape(plain(a.input)))[at]
+    if np.unique(places).size != places.size:
+        raise NotJudgedError("writes an element twice: the result depends on the order")
+    if not isinstance(a.input, Approx):
+        out = np.array(plain(a.input))
+        out[at] = plain(a.value)
+        return out
+    row, here = np.arange(size), np.zeros(size, bool)
+    row[places] = np.arange(places.size)
+    here[places] = True
+    value = floating(a.value, a.input)
+    wide = value.moved(
+        lambda v: (
+            np.broadcast_to(v, places.shape)
+            .reshape(-1)[row % max(places.size, 1)]
+            .reshape(a.input.shape)
+        ),
+        True,
+    )
+    return where(here.reshape(a.input.shape), wide, a.input) if places.size else a.input
 
 
 def _bool_or_int(part: Any) -> Any:

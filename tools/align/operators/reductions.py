@@ -123,6 +123,8 @@ def _logsumexp(a: Arguments) -> Any:
     "norm",
     "LpNorm",
     "vector_norm",
+    "linalg_vector_norm",
+    "linalg_norm",
     stores=True,
     signature="input p dim keepdim",
     p=2,
@@ -132,10 +134,17 @@ def _logsumexp(a: Arguments) -> Any:
     dtype=None,
 )
 def _norm(a: Arguments) -> Any:
-    x = floating(a.input)
-    if a.p not in (2, 2.0, "fro", None) or a.ord not in (None, 2):
-        raise NotJudgedError(f"norm with p = {a.p}")
-    return (x * x).sum(a.dims(len(x.shape)), bool(a.keepdim)).sqrt()
+    x, dims = floating(a.input), a.dims(len(a.input.shape))
+    kind = a.p if a.ord is None else a.ord
+    if kind in (1, np.inf, "inf"):
+        return (
+            x.abs().sum(dims, bool(a.keepdim))
+            if kind == 1
+            else x.constant(np.abs(x.value).max(dims, keepdims=bool(a.keepdim), initial=0.0))
+        )
+    if kind not in (2, "fro", None):
+        raise NotJudgedError(f"norm with p = {kind}")
+    return (x * x).sum(dims, bool(a.keepdim)).sqrt()
 
 
 @op(

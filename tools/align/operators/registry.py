@@ -6,7 +6,7 @@ integers and booleans, which must be exact.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -167,7 +167,27 @@ def find(call_name: str) -> Formula | None:
     parts = call_name.split(".")
     if parts[0] in ("Primitive", "Optimizer") and parts[-1] in _PRIMITIVES:
         return _PRIMITIVES[parts[-1]]
-    return _FORMULAS.get(_plain(parts[-1]))
+    name = _plain(parts[-1])
+    if name.startswith("foreach"):
+        return _of_each(_FORMULAS.get(name.removeprefix("foreach")))
+    return _FORMULAS.get(name)
+
+
+def _of_each(formula: Formula | None) -> Formula | None:
+    """Return torch's ``_foreach_*`` of a formula: of lists of tensors, element by element."""
+    if formula is None:
+        return None
+
+    def compute(a: Arguments) -> Sequence[Output]:
+        lists = [n for n, v in a.__dict__.items() if isinstance(v, list)]
+        count = len(getattr(a, formula.signature[0]))
+        made: list[Output] = []
+        for i in range(count):
+            one = {n: v[i] if n in lists and len(v) == count else v for n, v in a.__dict__.items()}
+            made += formula.compute(Arguments(one))
+        return made
+
+    return replace(formula, name=f"foreach {formula.name}", compute=compute)
 
 
 def _plain(name: str) -> str:

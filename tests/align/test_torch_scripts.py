@@ -1,0 +1,143 @@
+"""Scripts of torch as people write them: recording changes nothing, everything is judged, faults are named."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch_script as script
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from telechat_moe.tools.align.bisect import bisect
+from telechat_moe.tools.align.records import Phase
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return script.recorded(lambda: script.train(script.Net()))
+
+
+def test_recording_changes_nothing():
+    plain = script.train(script.Net())
+    kept = []
+    script.recorded(lambda: kept.append(script.train(script.Net())))
+    for a, b in zip(plain.parameters(), kept[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_conversions_to_what_a_leaf_is_keep_it():
+    def run():
+        x = torch.ones(3, requires_grad=True).to(torch.float32).contiguous()
+        assert x.is_leaf
+        x.sum().backward()
+        assert x.grad is not None
+        made.append(x)
+
+    made = []
+    script.recorded(run)
+    assert made
+
+
+def test_operators_in_place_have_their_gradients(golden):
+    calls = golden.ranks[0, 0].calls
+    for name in ("Tensor.index_add_", "Tensor.div_", "Tensor.add_"):
+        assert f"{name}.0.backward" in calls, name
+        assert calls[f"{name}.0.backward"].phase is Phase.BACKWARD
+    assert any(key.startswith("Tensor.__setitem__") for key in calls)
+    assert any(key.startswith("Torch._foreach_mul_") for key in calls)
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        ("plain", torch.float32),
+        ("plain", torch.bfloat16),
+        ("fused", torch.float32),
+        ("checkpoint", torch.float32),
+        ("checkpoint again", torch.float32),
+    ],
+)
+def test_right_runs_pass_and_everything_is_judged(golden, way, dtype):
+    other = script.recorded(lambda: script.train(script.Net(way), dtype=dtype))
+    for pair in ((golden, other), (other, golden)):
+        outcome = bisect(*pair)
+        assert outcome.verdict == "pass", outcome.findings[:1]
+        if way != "fused":
+            assert outcome.judged.get("not judged", 0) == 0, outcome.unknown
+
+
+class Kernel(TorchDispatchMode):
+    """Change what the n-th kernel of a name gives."""
+
+    def __init__(self, name, number, change):
+        super().__init__()
+        self.name, self.left, self.change = name, number, change
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunction():
+            made = func(*args, **(kwargs or {}))
+            if func.name() == f"aten::{self.name}":
+                self.left -= 1
+                if self.left == -1:
+                    made = self.change(made, args)
+        return made
+
+
+def lost_carry(when, step, net):
+    """The gradient of the first micro-batch is forgotten, of one weight."""
+    if when == "forward" and step == 0:
+        net.qkv.weight.grad = None
+
+
+def scaled(when, step, net):
+    if when == "clipped" and step == 1:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            net.head.weight.grad.mul_(1.001)
+
+
+@pytest.mark.parametrize(
+    ("options", "kernel", "where", "place", "step"),
+    [
+        ({"most": 0.2}, None, "Tensor.__rdiv__.0.forward", "output.0", 0),
+        ({"hook": scaled}, None, "Optimizer.AdamW.23.forward", "input.grad", 1),
+        ({"hook": lost_carry}, None, "Torch._foreach_norm.0.forward", "input.0.1", 0),
+        (
+            {},
+            ("index_add_", 1, lambda made, args: made.mul_(1.5)),
+            "Tensor.index_add_.1.forward",
+            "output.0",
+            0,
+        ),
+        (
+            {},
+            ("index_select", 0, lambda made, args: made * 2),
+            "Tensor.index_add_.3.backward",
+            "output.1",
+            0,
+        ),
+    ],
+)
+def test_faults_around_operators_in_place_are_named(golden, options, kernel, where, place, step):
+    def run():
+        if kernel is None:
+            script.train(script.Net(), **options)
+        else:
+            with Kernel(*kernel):
+                script.train(script.Net(), **options)
+
+    outcome = bisect(golden, script.recorded(run))
+    assert outcome.verdict == "diverged"
+    first = outcome.findings[0]
+    assert (first.verdict.key, first.verdict.place, first.step) == (where, place, step)
+
+
+def test_a_mask_that_lets_one_token_more_through_is_named(golden):
+    def run():
+        net = script.Net()
+        net.later = 2
+        script.train(net)
+
+    first = bisect(golden, script.recorded(run)).findings[0]
+    assert first.verdict.key == "Tensor.triu.0.forward"
+    assert first.family == "wrong setting"
