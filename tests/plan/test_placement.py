@@ -2,6 +2,8 @@
 
 import math
 import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -159,6 +161,48 @@ def test_brute_force_agrees() -> None:
     rng = random.Random(7)
     closed = sum(agree(random_problem(rng)) for _ in range(40))
     assert closed > 20
+
+
+def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
+    """Yield what can only be faster: more memory, less to keep, to compute, to send, to reduce; recomputation allowed.
+
+    Not a backward pass that hides reduction: where it is shorter, more of it shows.
+    """
+
+    def less(values: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rng.randint(0, v) for v in values)
+
+    yield replace(p, memory=tuple(m + rng.randint(0, 9) for m in p.memory))
+    yield replace(p, buffer=less(p.buffer))
+    yield replace(p, send=rng.randint(0, p.send))
+    yield replace(p, choice=True)
+    yield replace(p, weights=(less(p.weights[0]), less(p.weights[1])))
+    yield replace(p, rest=replace(p.rest, base=p.rest.base / 2, update=(0.0, p.rest.update[1])))
+    yield replace(p, rest=replace(p.rest, start=p.rest.start / 2, reduce=(0.0, p.rest.reduce[1])))
+    for g, layers in enumerate(p.layers):
+        kept = less(layers.kept)
+        entry = tuple(min(a, b) for a, b in zip(less(layers.entry), kept, strict=True))
+        changes = [{"kept": kept, "entry": entry}, {"states": 0}]
+        if p.rest.exposed == 1:
+            changes += [{"times": less(layers.times)}, {"again": 0}]
+        for change in changes:
+            new = replace(layers, **change)
+            yield replace(p, layers=(*p.layers[:g], new, *p.layers[g + 1 :]))
+
+
+def test_more_of_anything_never_hurts() -> None:
+    rng, fewer = random.Random(5), 0
+    for _ in range(20):
+        p = random_problem(rng, hidden=rng.random() < 0.5)
+        before = Inner(p, Pool()).solve(math.inf, nodes=4000)
+        for q in relaxed(p, rng):
+            after = Inner(q, Pool()).solve(math.inf, nodes=4000)
+            least = math.inf if before.best is None else before.best.seconds
+            assert after.bound <= least * (1 + 1e-6)
+            if after.best and after.bound >= after.best.seconds * (1 - 1e-6):
+                assert after.best.seconds <= least * (1 + 1e-6)
+                fewer += after.best.seconds < least * (1 - 1e-3)
+    assert fewer > 40
 
 
 @pytest.mark.slow
