@@ -174,7 +174,7 @@ def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
 
 
 def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
-    """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole.
+    """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole, as in problems without a rest.
 
     Raises:
         BadInputError: A part of the reduction is hidden.
@@ -183,7 +183,10 @@ def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
     from ortools.sat.python import cp_model
 
     began, best, bound, proven = time.perf_counter(), None, np.inf, True
-    far = 10**9
+    work = p.fixed.sum() + sum(g.count * (sum(g.times) + g.again) for g in p.layers)
+    sends = 2 * p.number * p.micro_batches * p.send
+    far = int(p.micro_batches * work + sends)  # one operation after the other
+    far += int(p.weight.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
     for structure in structures(p):
         m, model = _program(p, structure), cp_model.CpModel()
         x = [
