@@ -141,3 +141,27 @@ def test_a_mask_that_lets_one_token_more_through_is_named(golden):
     first = bisect(golden, script.recorded(run)).findings[0]
     assert first.verdict.key == "Tensor.triu.0.forward"
     assert first.family == "wrong setting"
+
+
+def test_a_bias_left_out_is_named(monkeypatch):
+    """The call is right by itself: what it lacks, the reference says."""
+
+    def run():
+        net = script.Net()
+        net.experts[1].bias = None
+        script.train(net)
+
+    monkeypatch.setattr(script.Net, "to", lambda self, dtype: self)
+    golden = script.recorded(lambda: script.train(script.Net()))
+    first = bisect(golden, script.recorded(run)).findings[0]
+    assert first.verdict.key == "Functional.linear.3.forward"
+    assert first.verdict.reason.startswith("input.2: only one of the runs has it")
+
+
+def test_a_clipping_that_forgets_weights_is_named(golden, monkeypatch):
+    whole = torch.nn.utils.clip_grad_norm_
+    some = lambda weights, most: whole(list(weights)[:3], most)  # noqa: E731
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", some)
+    first = bisect(golden, script.recorded(lambda: script.train(script.Net()))).findings[0]
+    assert first.verdict.key == "Torch._foreach_norm.0.forward"
+    assert first.phase is Phase.OPTIMIZER

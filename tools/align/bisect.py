@@ -8,7 +8,7 @@ The first that fails is the fault; what fails later may follow from it.
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
@@ -214,7 +214,7 @@ class _Comparison:
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
         replaced = Replaced(theirs, ours)
-        for verdict in replaced.verdicts():
+        for verdict in (*replaced.verdicts(), *replaced.otherwise()):
             self._count(verdict)
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)
@@ -362,10 +362,8 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
     mine, other = ([call.name for _, call in calls] for calls in (ours, theirs))
     if not {*mine} & {*other}:
         mine, other = ([_operator(call) for _, call in calls] for calls in (ours, theirs))
-    matcher = SequenceMatcher(None, mine, other, autojunk=False)
     new = {key: f"{_head(key)}{_EXTRA}.forward" for key, _ in ours}
-    for a, b, size in matcher.get_matching_blocks():
-        new |= {ours[a + i][0]: theirs[b + i][0] for i in range(size)}
+    new |= {ours[a][0]: theirs[b][0] for a, b in _pairs(mine, other, ours, theirs)}
     known = {_head(key): _head(name) for key, name in new.items()}
     calls: dict[str, Call] = {}
     names: dict[str, str] = {}
@@ -376,6 +374,27 @@ def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, 
         own = call.name if alike is None or find(alike.name) is None else alike.name
         calls[name], names[name] = replace(call, key=name, name=own), key
     return replace(target, calls=calls), names
+
+
+def _pairs(
+    mine: list[str],
+    other: list[str],
+    ours: list[tuple[str, Call]],
+    theirs: list[tuple[str, Call]],
+) -> Iterator[tuple[int, int]]:
+    """Yield which calls of two runs belong together: by the order of names, else by name and what they hold, wherever."""
+    left, right = set(range(len(mine))), set(range(len(other)))
+    for a, b, size in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
+        yield from ((a + i, b + i) for i in range(size))
+        left -= set(range(a, a + size))
+        right -= set(range(b, b + size))
+    waiting: dict[bytes, list[int]] = {}
+    for b in sorted(right):
+        waiting.setdefault(_content(theirs[b][1]), []).append(b)
+    for a in sorted(left):
+        found = waiting.get(_content(ours[a][1]))
+        if found:
+            yield a, found.pop(0)
 
 
 def without_repeats(dump: RankDump, other: RankDump) -> RankDump:

@@ -69,6 +69,31 @@ class Replaced:
             if verdict is not None:
                 yield verdict
 
+    def otherwise(self) -> Iterator[Verdict]:
+        """Yield verdicts on calls that take other tensors than in the reference (a mask, a bias, more weights): by what they give."""
+        for key, call in self.reference.dump.calls.items():
+            ours = self.target.dump.calls.get(key)
+            if ours is None or not _counts(call) or is_exchange(call) or ours.name != call.name:
+                continue
+            theirs, mine = (dict(c.tensors()) for c in (call, ours))
+            if theirs.keys() == mine.keys() or not all(t.read for t in mine.values()):
+                continue
+            lacks = ", ".join([*theirs.keys() - mine.keys(), *mine.keys() - theirs.keys()][:4])
+            said = f"{lacks}: only one of the runs has it"
+            made = [t for p, t in ours.tensors() if p.startswith("output")]
+            if len(made) != sum(p.startswith("output") for p in theirs):
+                yield Verdict(key, "", "diverged", np.inf, said)
+                continue
+            expected = self._evaluated(call, 0)
+            for i, tensor in enumerate(made if expected is not None else ()):
+                assert expected is not None
+                found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
+                yield replace(found, place="", reason=f"{said}; {found.reason}")
+            if expected is None:
+                yield Verdict(
+                    key, "", "not judged", reason="takes other tensors than in the reference"
+                )
+
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
         if expected is None:

@@ -135,6 +135,10 @@ def _described(finding: "Finding", tensors: dict[str, Array]) -> dict[str, Any]:
             tensors[f"part.{i}"] = part.load()
         base["said"] = f"{verdict.place} of {verdict.key} must be {said}"
         return base | {"kind": "input", "dtype": record.dtype, "parts": len(parts)}
+    runs = {"reference": about.reference.dump.calls, "target": about.target.dump.calls}
+    if all(about.call.key in calls for calls in runs.values()):
+        taken = {name: [p for p, _ in c[about.call.key].tensors()] for name, c in runs.items()}
+        return base | {"kind": "arguments", **taken}
     return base | {"kind": "calls", **_around(about)}
 
 
@@ -247,6 +251,10 @@ def _exchange(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict
 
 def _input(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
     found, dtype = tensors["observed"], about["dtype"]
+    sizes = [tensors[f"part.{i}"].size for i in range(about["parts"])]
+    if any(size != found.size for size in sizes):
+        said = f"{found.size} elements, expected {sizes[0]}"
+        return Verdict(about["key"], about["place"], "diverged", np.inf, said)
     parts = [tensors[f"part.{i}"].reshape(found.shape) for i in range(about["parts"])]
     expected: Approx | Array = parts[0]
     if is_float(dtype):
@@ -264,4 +272,16 @@ def _calls(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
     return Verdict(about["key"], "", "diverged", np.inf, about["said"])
 
 
-_KINDS = {"operator": _operator, "exchange": _exchange, "input": _input, "calls": _calls}
+def _arguments(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
+    """A call that takes other tensors than the reference's."""
+    same = about["reference"] == about["target"]
+    return Verdict(about["key"], "", "pass" if same else "diverged", np.inf, about["said"])
+
+
+_KINDS = {
+    "operator": _operator,
+    "exchange": _exchange,
+    "input": _input,
+    "calls": _calls,
+    "arguments": _arguments,
+}
