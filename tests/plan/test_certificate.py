@@ -131,6 +131,13 @@ def _paths(change: Callable[[list[int]], list[int]]) -> Callable[[Any], None]:
     return apply
 
 
+def _before_the_start(found: Any) -> None:
+    """Let every path begin with what its first operation would read if it were not the first."""
+    for _, m, _, paths in found["schedules"]:
+        for ops in paths.values():
+            ops.insert(0, ops[0] - m)
+
+
 def _trees(change: Callable[[list[Any]], None]) -> Callable[[Any], None]:
     """Return a change of every node that parts placements."""
 
@@ -181,6 +188,7 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "another schedule's stages": (_set("schedules", 0, 0, to=3), ""),
     "a path with a step left out": (_paths(lambda ops: ops[:1] + ops[2:]), "leaves the schedule"),
     "a path turned round": (_paths(lambda ops: ops[::-1]), "leaves the schedule"),
+    "a path from before the start": (_before_the_start, "leaves the schedule"),
     "a path outside": (_paths(lambda ops: [*ops, -1]), "leaves the schedule"),
     "a path that is shorter": (_paths(lambda ops: ops[: len(ops) // 2]), "not proven"),
     "paths twice": (_proofs("paths", lambda x: x + x), "more than 1"),
