@@ -33,13 +33,76 @@ def test_every_row_is_read_or_has_a_reason_of_a_known_kind(file):
             assert len(rows) == sum(1 for _ in csv.DictReader(stream))
     for row in rows:
         if row.reason:
-            assert row.reason.startswith(
-                ("missing: ", "device without a description", "impossible: ")
-            ), row
+            assert row.reason.startswith(KINDS), row
         else:
             assert row.architecture is not None
             assert row.layout is not None
             assert row.step_s or row.memory_bytes
+
+
+ODD = ["", "abc", "-1", "0", "1e9", "1e400", "nan", "8 (4)", "3.5", "[1,2", "FP4", "8GB"]
+KINDS = ("missing: ", "device without a description", "impossible: ")
+
+
+@pytest.mark.parametrize("file", STEPS, ids=lambda f: f.stem)
+def test_odd_missing_and_additional_cells_are_refused_with_a_reason(file, tmp_path):
+    random = np.random.default_rng(7)
+    with file.open() as stream:
+        header, *lines = csv.reader(stream)
+    changed = [list(lines[i]) for i in random.integers(0, len(lines), 120)]
+    for line in changed:
+        for at in random.integers(0, len(header), 2):
+            line[at] = str(random.choice(ODD))
+        if random.random() < 0.1:
+            del line[-3:]
+        line += ["more"] * int(random.random() < 0.1)
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as stream:
+        csv.writer(stream).writerows([[*header, "another"], *changed])
+    scored = score(checked(read_table(table), "h100"), "h100")
+    assert len(scored) == len(changed)
+    for one in scored:
+        if one.row.reason:
+            assert one.row.reason.startswith(KINDS), one.row
+        else:
+            assert one.step_s is None or 0 < one.step_s < np.inf, one.row
+    assert any(one.row.reason for one in scored)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", ""),
+        ("a.csv", "one,two\n1,2\n"),
+        ("a.csv", "\xff\xfe\x00"),
+        ("a.yaml", ""),
+        ("a.yaml", "sets: [1]"),
+        ("a.yaml", "sets: [{id: x, rows: [3]}"),
+    ],
+)
+def test_files_that_are_no_table_are_refused(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(BadInputError, match=name):
+        read_table(tmp_path / name)
+    assert main(["plan", "score", str(tmp_path / name)]) == 3
+    assert name in capsys.readouterr().err
+
+
+def test_impossible_values_of_a_set_are_reasons(tmp_path):
+    file = tmp_path / "sets.yaml"
+    start = "sets: [{id: h100_set, common: {model: llama3 8b, seq: 8192}, rows: ["
+    rows = [
+        "3",
+        "{gpus: 8, tp: 0, pp: many, gbs: 8, mbs: 1, step: 1}",
+        "{gpus: 8, tp: 1, pp: 1, gbs: 8, mbs: 1, step: [1]}",
+        "{gpus: 8, tp: 1, pp: 1, gbs: 8, mbs: 1, hidden: 64, heads: 128, layers: 2, step: 1}",
+        "{gpus: 800, tp: 1, pp: 100, gbs: 8, mbs: 1, step: 1}",
+        "{gpus: 8, tp: 1, pp: 1, gbs: 8, mbs: 1, step: 0.9}",
+    ]
+    file.write_text(start + ", ".join(rows) + "]}]")
+    *bad, good = checked(read_table(file), "h100")
+    assert all(row.reason.startswith("missing: ") for row in bad), bad
+    assert not good.reason
 
 
 @pytest.mark.parametrize("name", ["vtrain_allreduce_lut", "deepseek_v3_dualpipe_kernels"])

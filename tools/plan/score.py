@@ -56,7 +56,10 @@ def checked(rows: Sequence[Row], default: str) -> list[Row]:
     for row in rows:
         if not row.reason:
             device = device_of(row, default)
-            if device is None:
+            empty = _empty(row)
+            if empty:
+                row = replace(row, reason=f"missing: {empty}")
+            elif device is None:
                 row = replace(row, reason=f"device without a description: {row.device}")
             elif row.architecture and row.layout and row.step_s:
                 if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
@@ -67,6 +70,21 @@ def checked(rows: Sequence[Row], default: str) -> list[Row]:
                     )
         out.append(row)
     return out
+
+
+def _empty(row: Row) -> str:
+    """Return what of the row's model or layout cannot be; empty: nothing."""
+    a, x = row.architecture, row.layout
+    if a is None or x is None:
+        return ""
+    if x.pp * x.vpp > len(a.layers) + 2 + a.mtp:
+        return f"a consistent layout (pp x vpp = {x.pp} x {x.vpp}, the model has {len(a.layers)} layers)"
+    dense = a.ffn if "dense" in a.layers else 1
+    sizes = {
+        "layers": len(a.layers), "hidden": a.hidden, "heads": a.heads, "kv_heads": a.kv_heads,
+        "head_dim": a.head_dim, "ffn": dense, "seq": a.seq, "vocab": a.vocab,
+    }  # fmt: skip
+    return next((f"{name} of the model" for name, size in sizes.items() if size < 1), "")
 
 
 def score(rows: Sequence[Row], default: str) -> list[Scored]:

@@ -6,11 +6,14 @@ predicted keeps the reason: a layout field that is missing, a device without a d
 """
 
 import csv
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.architecture import Architecture, plain
@@ -58,6 +61,19 @@ class _MissingError(Exception):
 
 Fields = Mapping[str, str]
 
+LARGEST = 1e18
+"""No size or speed of a table is larger."""
+
+MOST = 2**22
+"""No count is larger: of layers, devices, sequences, tokens of a sequence."""
+
+
+class _Cells(dict[str, str]):
+    """A row's cells by column: empty where the table has no such column or the line ends early."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
 
 def _number(row: Fields, key: str, default: float | None = None) -> float:
     text = (row.get(key) or "").strip()
@@ -66,11 +82,17 @@ def _number(row: Fields, key: str, default: float | None = None) -> float:
         if default is None:
             raise _MissingError(key)
         return default
-    return float(match.group(0))
+    number = float(match.group(0))
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        raise _MissingError(f"{key}: {text[:20]} is out of range")
+    return number
 
 
 def _int(row: Fields, key: str, default: int | None = None) -> int:
-    return int(_number(row, key, default))
+    number = _number(row, key, default)
+    if number != int(number) or (number < 1 and default != 0) or number > MOST:
+        raise _MissingError(f"{key}: {number:g}, expected a whole number from 1 to {MOST:,}")
+    return int(number)
 
 
 def _divide(whole: float, part: float, what: str) -> int:
@@ -303,8 +325,6 @@ def _list(text: str) -> Any:
 
 def yaml_value(text: str) -> Any:
     """Parse a cell that holds a YAML list or scalar."""
-    import yaml
-
     return yaml.safe_load(text)
 
 
@@ -420,12 +440,22 @@ def _mindspeed(row: Fields, table: str, line: int) -> Row:
         zero=1 if _true(row, "distopt") else 0, micro_batch=micro,
         micro_batches=_divide(batch, dp * micro, "gbs"), recompute="full" if full else "none",
         flash=_true(row, "flash"), schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", overlap=True,
-        fused_loss=False, fused=not reference,  # the reference is Megatron-LM without Transformer Engine
+        fused_loss=False,
     )  # fmt: skip
     return replace(
         start, architecture=architecture, layout=layout, step_s=batch * seq / (speed * gpus)
     )
 
+
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    yaml.YAMLError,
+)
+"""What a row's own figures can raise, such as a division by a speed of 0."""
 
 FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], Row]], ...] = (
     ({"# GPUs", "iteration time (ms)", "tensor parallelism"}, _vtrain),
@@ -459,18 +489,23 @@ def read_table(file: str | Path) -> list[Row]:
         from telechat_moe.tools.plan.tables_yaml import read_sets
 
         return read_sets(path)
-    with path.open(encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream)
-        columns = set(reader.fieldnames or ())
-        for needed, parse in FORMATS:
-            if needed <= columns:
-                return list(_rows(reader, parse, path.stem))
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            reader = csv.DictReader(stream)
+            columns = set(reader.fieldnames or ())
+            for needed, parse in FORMATS:
+                if needed <= columns:
+                    return list(_rows(reader, parse, path.stem))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadInputError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     for needed, what in OTHER:
         if needed <= columns:
             reason = f"missing: steps (the table is a {what})"
             return [
                 Row(table=path.stem, line=0, model="", device="", group=path.stem, reason=reason)
             ]
+    if not columns:
+        raise BadInputError(f"{path}: empty, expected a table with a header")
     raise BadInputError(
         f"{path}: columns {', '.join(sorted(columns))[:200]} fit no known table; see the formats in "
         "docs/plan_accuracy.md"
@@ -478,13 +513,18 @@ def read_table(file: str | Path) -> list[Row]:
 
 
 def _rows(reader: Any, parse: Callable[[Fields, str, int], Row], table: str) -> Iterator[Row]:
-    for line, fields in enumerate(reader, start=2):
+    for line, given in enumerate(reader, start=2):
+        # cells beyond the header come under the key None, missing ones as None
+        fields = _Cells({k: v for k, v in given.items() if k is not None and v is not None})
         try:
             yield parse(fields, table, line)
         except _MissingError as missing:
             yield _bare(fields, table, line, f"missing: {missing}")
         except BadInputError as error:
             yield _bare(fields, table, line, f"missing: a consistent layout ({error})")
+        except UNREADABLE as error:
+            reason = f"missing: a readable layout ({type(error).__name__}: {str(error)[:60]})"
+            yield _bare(fields, table, line, " ".join(reason.split()))
 
 
 def _bare(fields: Fields, table: str, line: int, reason: str) -> Row:

@@ -16,7 +16,7 @@ from telechat_moe.tools.plan.architecture import Architecture, plain
 from telechat_moe.tools.plan.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.tables import Row
+from telechat_moe.tools.plan.tables import MOST, UNREADABLE, Row
 
 NO_STEPS = {
     "deepseek_v3_dualpipe_trace": "a kernel list: `telechat-moe plan overlap`",
@@ -53,11 +53,16 @@ def read_sets(path: Path) -> list[Row]:
     Raises:
         BadInputError: It has none.
     """
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInputError(f"{path}: not a YAML file in UTF-8 ({str(error)[:80]})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("sets"), list):
         raise BadInputError(f"{path}: expected a mapping with `sets`, a list")
     rows: list[Row] = []
-    for entry in raw["sets"]:
+    for number, entry in enumerate(raw["sets"], start=1):
+        if not isinstance(entry, dict) or not entry.get("id"):
+            raise BadInputError(f"{path}: set {number} has no `id`")
         rows += list(_set(entry))
     return rows
 
@@ -73,8 +78,15 @@ def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
         )
         return
     for number, given in enumerate(entry["rows"], start=1):
-        row = {**common, **given}
-        for variant in _variants(row, name):
+        try:
+            variants = list(_variants({**common, **given}, name))
+        except UNREADABLE as error:
+            reason = f"missing: a readable row ({type(error).__name__}: {str(error)[:60]})"
+            yield Row(
+                table=table, line=number, model="", device="", group=table, provenance=grade, reason=reason
+            )  # fmt: skip
+            continue
+        for variant in variants:
             yield replace(_row(variant, table, name, number), provenance=grade)
 
 
@@ -119,6 +131,9 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
         return replace(start, reason=f"missing: {missing}")
     except BadInputError as error:
         return replace(start, reason=f"missing: a consistent layout ({error})")
+    except UNREADABLE as error:
+        reason = f"missing: a readable layout ({type(error).__name__}: {str(error)[:60]})"
+        return replace(start, reason=" ".join(reason.split()))
     memory = float(row["mem"]) * GIB if row.get("mem") else None
     return replace(
         start, architecture=architecture, layout=layout, step_s=step, memory_bytes=memory
@@ -126,6 +141,8 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
 
 
 def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
+    if float(row.get("layers") or 0) > MOST:
+        raise _MissingError(f"layers: {row['layers']} is out of range")
     if row.get("hidden") and row.get("layers") and row.get("heads") and not row.get("experts"):
         return plain(
             model, hidden=int(row["hidden"]), layers=int(row["layers"]), heads=int(row["heads"]),
