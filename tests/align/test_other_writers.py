@@ -1,0 +1,186 @@
+"""Trees as other programs write them: read if they can be, else refused with a reason; never a crash or a false alarm."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from telechat_moe.cli import main
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align import msprobe
+from telechat_moe.tools.align.bisect import bisect
+
+KEY = "Torch.matmul.0.forward"
+
+
+def run():
+    """Return the calls of a small program: key, inputs, settings, outputs."""
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(np.float32) for s in ((4, 8), (8, 8)))
+    a = (x @ w).astype(np.float32)
+    e = np.exp(a - a.max(-1, keepdims=True))
+    b = (e / e.sum(-1, keepdims=True)).astype(np.float32)
+    i = np.argsort(-b, -1, kind="stable")[:, :2]
+    v = np.take_along_axis(b, i, -1)
+    return [
+        (KEY, [x, w], {}, [a]),
+        ("Functional.softmax.0.forward", [a], {"dim": -1}, [b]),
+        ("Torch.topk.0.forward", [b, 2], {"dim": -1}, [v, i]),
+        ("Tensor.sum.0.forward", [v, -1], {}, [v.sum(-1)]),
+    ]
+
+
+def npy(folder, name, values):
+    np.save(folder / f"{name}.npy", values)
+    return f"{name}.npy"
+
+
+def write(root, *, sub="step0/rank0", save=npy, key=lambda k: k, change=lambda d: d, calls=None):
+    """Write a tree by hand."""
+    folder = root / sub / "dump_tensor_data"
+    folder.mkdir(parents=True)
+
+    def entry(value, name):
+        if not isinstance(value, np.ndarray):
+            return {"type": type(value).__name__, "value": value}
+        kind = {"type": "torch.Tensor", "dtype": f"torch.{value.dtype}", "shape": [*value.shape]}
+        return kind | ({"data_name": save(folder, name, value)} if save else {})
+
+    data = {
+        key(k): {
+            "input_args": [entry(v, f"{k}.input.{i}") for i, v in enumerate(inputs)],
+            "input_kwargs": {n: entry(v, f"{k}.input.{n}") for n, v in settings.items()},
+            "output": [entry(v, f"{k}.output.{i}") for i, v in enumerate(outputs)],
+        }
+        for k, inputs, settings, outputs in (run() if calls is None else calls)
+    }
+    text = json.dumps(change({"data": data}), ensure_ascii=False)
+    (root / sub / "dump.json").write_text(text, encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def golden(tmp_path):
+    return msprobe.read(write(tmp_path / "golden"))
+
+
+def renamed(before, after):
+    return lambda k: k.replace(before, after)
+
+
+def bare(content):
+    content["data"]["Functional.softmax.0.forward"]["input_kwargs"] = {"dim": -1}
+    return content
+
+
+def lone(content):
+    content["data"][KEY]["output"] = content["data"][KEY]["output"][0]
+    return content
+
+
+def older(folder, name, values):
+    with (folder / f"{name}.npy").open("wb") as file:
+        np.lib.format.write_array(file, values, version=(3, 0))
+    return f"{name}.npy"
+
+
+RIGHT = {
+    "indices from 17": {"key": renamed(".0.", ".17.")},
+    "another scope": {"key": lambda k: f"model.layers.3.{k}"},
+    "another front end": {"key": lambda k: f"Mint.{k.split('.', 1)[1]}"},
+    "big-endian": {"save": lambda f, n, v: npy(f, n, v.astype(v.dtype.newbyteorder(">")))},
+    "Fortran order": {"save": lambda f, n, v: npy(f, n, np.asfortranarray(v))},
+    "npy 3.0": {"save": older},
+    "values widened": {"save": lambda f, n, v: npy(f, n, v.astype(np.float64 if v.dtype.kind == "f" else v.dtype))},
+    "bare settings": {"change": bare},
+    "one output, no list": {"change": lone},
+    "step_0/rank_0": {"sub": "step_0/rank_0"},
+    "Rank-0": {"sub": "Rank-0"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_same_run_by_another_writer_passes(golden, tmp_path, name):
+    other = msprobe.read(write(tmp_path / "other", **RIGHT[name]))
+    for pair in ((golden, other), (other, golden)):
+        outcome = bisect(*pair)
+        assert (outcome.verdict, dict(outcome.judged)) == ("pass", {"pass": 5})
+
+
+@pytest.mark.parametrize("name", ["indices from 17", "another scope", "another front end"])
+def test_a_fault_is_named_by_the_targets_own_key(golden, tmp_path, name):
+    calls = run()
+    calls[1][3][0][2] *= 1.001
+    other = msprobe.read(write(tmp_path / "other", calls=calls, **RIGHT[name]))
+    first = bisect(golden, other).findings[0]
+    assert first.verdict.key == RIGHT[name]["key"]("Functional.softmax.0.forward")
+
+
+def test_narrow_values_in_wide_files_must_be_of_their_type(tmp_path):
+    def half(content):
+        return json.loads(json.dumps(content).replace("float32", "float16"))
+
+    record = msprobe.read(write(tmp_path / "wrong", change=half)).ranks[0, 0].calls[KEY].outputs[0]
+    with pytest.raises(BadInputError, match="holds float32, the dump says float16"):
+        record.load()
+    save = lambda f, n, v: npy(f, n, v.astype(np.float16).astype(np.float32))  # noqa: E731
+    record = msprobe.read(write(tmp_path / "right", change=half, save=save)).ranks[0, 0]
+    assert record.calls[KEY].outputs[0].load().dtype == np.float16
+
+
+def test_nothing_in_common_is_not_comparable(golden, tmp_path):
+    none = msprobe.read(write(tmp_path / "none", calls=[]))
+    for pair in ((golden, none), (none, golden)):
+        outcome = bisect(*pair)
+        assert outcome.verdict == "not comparable"
+        assert "no call in common" in outcome.reason
+
+
+def test_ranks_of_one_run_alone_are_counted(golden, tmp_path):
+    write(tmp_path / "two", sub="step0/rank1")
+    two = msprobe.read(write(tmp_path / "two"))
+    outcome = bisect(golden, two)
+    assert outcome.verdict == "pass"
+    assert dict(outcome.unknown) == {"step 0, rank 1 stands only in the target": 1}
+
+
+def unknown_key(root):
+    def change(content):
+        content["data"][KEY]["outputs"] = content["data"][KEY].pop("output")
+        return content
+
+    write(root, change=change)
+
+
+def other_folder(root):
+    write(root)
+    shutil.copytree(root / "step0" / "rank0", root / "step0" / "device1")
+
+
+REFUSED = {
+    "a key nobody knows": (unknown_key, "outputs found"),
+    "a folder of no rank": (other_folder, "of which step and rank"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("verb", ["inspect", "replay", "bisect", "convert"])
+def test_what_would_be_passed_over_is_refused(tmp_path, capsys, name, verb):
+    spoil, said = REFUSED[name]
+    spoil(tmp_path / "other")
+    golden = [str(write(tmp_path / "golden"))] if verb == "bisect" else []
+    more = [str(tmp_path / "out")] if verb == "convert" else []
+    assert main(["align", verb, *golden, str(tmp_path / "other"), *more]) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_a_native_dump_is_read_by_every_verb(tmp_path, capsys):
+    path = tmp_path / "statistic.csv"
+    titles = "Op Type,Op Name,Task ID,Stream ID,Timestamp,IO,Slot,Data Size,Data Type,Shape,Max Value\r\n"
+    path.write_text(
+        titles + 'MatMul,Default/MatMul-op0,0,0,1,output,0,128,float32,"(4, 8)",1.5\r\n'
+    )
+    for verb in (["replay", path], ["bisect", path, path]):
+        assert main(["align", *map(str, verb)]) == 4
+    assert "not comparable" in capsys.readouterr().out
