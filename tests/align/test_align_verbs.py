@@ -65,16 +65,12 @@ def story(tmp_path_factory):
 
 
 def test_the_story_of_the_page(story):
-    """Every operator of another's model is judged, forward, backward and updates, in both types.
-
-    Of operators in place (``index_add_``, ``div_``) there is no backward call: what they send back is not known.
-    """
+    """Every operator of another's model is judged, forward, backward and updates, in both types."""
     folder, (golden, bf16, same, faulty, found) = story
     assert [golden.returncode, bf16.returncode, faulty.returncode] == [0, 0, 0], golden.stderr
     assert same.returncode == 0, same.stdout
-    said = "pass: 3096 tensors are what their operators must give, within the derived bounds; 40 were not judged."
+    said = "pass: 3164 tensors are what their operators must give, within the derived bounds; 0 were not judged."
     assert said in same.stdout
-    assert re.search("nothing in the dump says where it comes from +40\n", same.stdout)
     assert found.returncode == 1, found.stdout
     for line in ("Tensor.mul_.0.forward", "step              1", "extra call"):
         assert line in found.stdout
