@@ -4,34 +4,49 @@
 // An operation is the number (kind * chunks + chunk) * micro_batches + micro-batch; kind 0 is F, 1 is B (D where dW stands
 // apart), 2 is W.
 #include <algorithm>
-#include <cstdint>
-#include <vector>
 
-namespace {
+#include "pipeline.h"
 
-struct Step {
-  int32_t what;   // kind * chunks + chunk: whose time it takes
-  int32_t prev;   // the operation before it on its stage; -1: none
-  int32_t from;   // the operation whose output it reads; -1: none, or one before it on its own stage
-  uint8_t sent;   // that output comes from another stage
-};
+namespace telechat {
 
-struct Pipeline {
-  int32_t kinds_chunks;
-  std::vector<Step> steps;  // each after those that it waits for
-  std::vector<int32_t> ops;
-  std::vector<int64_t> end;
-};
+int64_t Pipeline::makespan(const int64_t* times, int64_t send, uint64_t seed, std::vector<int32_t>* path) const {
+  static thread_local std::vector<int64_t> ends;
+  const int32_t n = static_cast<int32_t>(steps.size());
+  if (ends.size() < steps.size()) ends.resize(steps.size());
+  int64_t* end = ends.data();
+  int32_t at = -1;
+  int64_t makespan = -1;
+  for (int32_t i = 0; i < n; ++i) {
+    const Step& s = steps[i];
+    int64_t begin = s.prev < 0 ? 0 : end[s.prev];
+    if (s.from >= 0) begin = std::max(begin, end[s.from] + (s.sent ? send : 0));
+    end[i] = begin + times[s.what];
+    if (end[i] > makespan) makespan = end[at = i];
+  }
+  if (path == nullptr) return makespan;
+  path->clear();
+  while (at >= 0) {
+    path->push_back(ops[at]);
+    const Step& s = steps[at];
+    int64_t stay = s.prev < 0 ? -1 : end[s.prev], read = s.from < 0 ? -1 : end[s.from] + (s.sent ? send : 0);
+    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+    at = read > stay || (read == stay && seed >> 63) ? s.from : s.prev;
+  }
+  std::reverse(path->begin(), path->end());
+  return makespan;
+}
 
-}  // namespace
+}  // namespace telechat
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+
+using telechat::Pipeline;
 
 // Lays out a program: `lengths` operations of each stage in `ops`, stage after stage; `route` is the stage of each chunk.
 // Returns null where operations wait for each other in a circle.
 EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micros, const int32_t* route,
                                    const int32_t* lengths, const int32_t* ops) {
-  auto* p = new Pipeline{3 * chunks, {}, {}, {}};
+  auto* p = new Pipeline{chunks, micros, {route, route + chunks}, {}, {}};
   std::vector<const int32_t*> next(stages), stop(stages);
   for (int s = 0; s < stages; ++s) {
     next[s] = ops;
@@ -59,35 +74,19 @@ EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micro
     delete p;
     return nullptr;
   }
-  p->end.resize(p->steps.size());
   return p;
 }
 
 EXPORT void telechat_pipeline_delete(void* pipeline) { delete static_cast<Pipeline*>(pipeline); }
 
-// Returns the makespan for the times of each kind and chunk and of a send between stages. Where `path` is given, writes the
-// operations of a longest path, last first, and their number; of equally long ways `seed` takes one.
-EXPORT int64_t telechat_pipeline_path(void* pipeline, const int64_t* times, int64_t comm, uint64_t seed, int32_t* path,
+// Returns the makespan; where `path` is given, writes the operations of a longest path, first to last, and their number.
+EXPORT int64_t telechat_pipeline_path(void* pipeline, const int64_t* times, int64_t send, uint64_t seed, int32_t* path,
                                       int32_t* length) {
   auto& p = *static_cast<Pipeline*>(pipeline);
-  const int32_t n = static_cast<int32_t>(p.steps.size());
-  int32_t at = -1;
-  int64_t makespan = -1;
-  for (int32_t i = 0; i < n; ++i) {
-    const Step& s = p.steps[i];
-    int64_t begin = s.prev < 0 ? 0 : p.end[s.prev];
-    if (s.from >= 0) begin = std::max(begin, p.end[s.from] + (s.sent ? comm : 0));
-    p.end[i] = begin + times[s.what];
-    if (p.end[i] > makespan) makespan = p.end[at = i];
-  }
-  if (path == nullptr) return makespan;
-  *length = 0;
-  while (at >= 0) {
-    path[(*length)++] = p.ops[at];
-    const Step& s = p.steps[at];
-    int64_t stay = s.prev < 0 ? -1 : p.end[s.prev], read = s.from < 0 ? -1 : p.end[s.from] + (s.sent ? comm : 0);
-    seed = seed * 6364136223846793005ull + 1442695040888963407ull;
-    at = read > stay || (read == stay && seed >> 63) ? s.from : s.prev;
-  }
+  if (path == nullptr) return p.makespan(times, send);
+  std::vector<int32_t> found;
+  const int64_t makespan = p.makespan(times, send, seed, &found);
+  std::copy(found.begin(), found.end(), path);
+  *length = static_cast<int32_t>(found.size());
   return makespan;
 }

@@ -84,4 +84,13 @@ def test_linear_programs_are_highs() -> None:
             np.minimum(reduced, 0) @ np.where(np.isinf(upper), 0, upper) - program.multipliers @ b
         )
         assert dual == pytest.approx(expected.fun, abs=1e-6)
+        # what does not bind is left out, bounds and right-hand sides move inwards
+        program.shrink()
+        tight = np.minimum(upper, program.x + rng.integers(0, 2, n))
+        program.bound(tight)
+        assert program.solve()
+        left = np.where(program.multipliers > 0, program.multipliers, 0)
+        reduced = cost + left @ a
+        dual = np.minimum(reduced, 0) @ np.where(np.isinf(tight), 0, tight) - left @ b
+        assert dual == pytest.approx(program.value, abs=1e-6)
     assert solved > 50

@@ -205,6 +205,35 @@ def test_more_of_anything_never_hurts() -> None:
     assert fewer > 40
 
 
+def test_trees_prove_what_is_said() -> None:
+    """What C++ found, followed box by box in Python; a bound above the best step is not proven by it."""
+    rng, closed = random.Random(8), 0
+    for _ in range(40):
+        inner = Inner(random_problem(rng), Pool())
+        answer = inner.solve(math.inf, nodes=4000)
+        if answer.best is None or answer.bound < answer.best.seconds * (1 - 1e-6):
+            continue
+        assert inner.holds(answer.tree, inner.whole(), answer.bound * (1 - 1e-9))
+        assert not inner.holds(answer.tree, inner.whole(), answer.best.seconds * (1 + 1e-3))
+        closed += 1
+    assert closed > 20
+
+
+def test_a_search_goes_on_where_it_ended() -> None:
+    rng = random.Random(9)
+    for _ in range(20):
+        p = random_problem(rng)
+        whole, parts = Inner(p, Pool()).solve(math.inf, nodes=4000), Inner(p, Pool())
+        bounds = [parts.solve(math.inf, nodes=2).bound for _ in range(60)]
+        last = parts.solve(math.inf, nodes=4000)
+        assert bounds == sorted(bounds)
+        if whole.best is None:
+            assert last.best is None
+            continue
+        assert last.best is not None
+        assert last.best.seconds == pytest.approx(whole.best.seconds, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_brute_force_agrees_on_5000() -> None:
     """`pytest -m slow tests/plan/test_placement.py`: ten minutes."""

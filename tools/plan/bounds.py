@@ -277,7 +277,7 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
 
 
 class Stages:
-    """How many layers of the larger kind a stage can hold: by memory, and by time."""
+    """How many layers of the larger kind a stage can hold: by memory, by time, and by the time that saves memory."""
 
     def __init__(self, c: Costs, a: Architecture, room: float, some: np.ndarray) -> None:
         g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
@@ -291,11 +291,19 @@ class Stages:
         self.spent[np.arange(n), c.last_stage[some]] += c.last[some].sum(axis=1)
         self.one = c.times[some, g].sum(axis=1)[:, None]
         self.m = c.micro_batches[some, None]
+        saved = c.kept[some, g] - c.entry[some, g]
+        self.whole = c.states[some, g, None] + c.kept[some, g]
+        again = np.where(c.choice[some], c.again[some, g], 0.0)[:, None]
+        self.dear = np.where(saved > 0, again / np.maximum(saved, 1.0), 0.0)
+        """Seconds for each byte that layers need beyond `space`: so many are recomputed that they fit."""
 
     def most(self, makespan: Array) -> Array:
         """Return the layers of each stage in pipelines of at most so many seconds, [n, P]."""
-        within = np.floor((makespan[:, None] / self.m - self.spent) / self.one + 1e-9)
-        return np.minimum(self.fit, within)
+        left = makespan[:, None] / self.m - self.spent
+        within = np.minimum(
+            left / self.one, (left + self.dear * self.space) / (self.one + self.dear * self.whole)
+        )
+        return np.minimum(self.fit, np.floor(within + 1e-9))
 
     def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
         """Return a makespan in which the stages cannot hold so many layers, [n], and whether they ever can."""
@@ -305,7 +313,8 @@ class Stages:
             return (here >= 0).all(axis=1) & (here.sum(axis=1) >= number)
 
         low = (self.m * self.spent).max(axis=1)
-        high = low + (self.m * self.one)[:, 0] * (number + 1)
+        all_again = self.one + self.dear * (self.whole - self.each)
+        high = low + (self.m * all_again).max(axis=1) * (number + 1)
         possible = (self.fit >= 0).all(axis=1) & (self.fit.sum(axis=1) >= number)
         for _ in range(steps):
             middle = (low + high) / 2
@@ -332,15 +341,12 @@ def too_slow(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Arra
     )
 
 
-def estimate(c: Costs, a: Architecture, chunks: Array) -> Array:
-    """Return about what the step takes, [n]: equal chunks, or the longest stage. Orders the search and proves nothing."""
+def estimate(c: Costs, a: Architecture, chunks: Array, bound: Array) -> Array:
+    """Return about what the step takes, [n]: its bound and the start-up of equal chunks. Orders the search and proves nothing."""
     counts = np.array([a.dense_layers, a.moe_layers])
     stages = c.fixed.shape[1]
     total = (c.times.sum(axis=2) * counts).sum(axis=1) + c.first.sum(axis=1) + c.last.sum(axis=1)
-    mean = np.maximum(total / stages, c.last.sum(axis=1))
-    start = (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
-    makespan = c.micro_batches * mean + start
-    return makespan + c.least_rest(a, makespan)
+    return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
 
 
 def prove(

@@ -159,7 +159,7 @@ def _tree(plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[P
     inner = Inner(p, plan.pools.setdefault(_key(p), Pool()))
     whole, tree = inner.whole(), Part(empty=True)
     if plan.by[row] == -2:
-        tree = plan.trees[row]
+        tree = plan.answers[row].tree
     elif plan.by[row] >= 0:
         proofs = plan.proofs[plan.by[row]][1]
         few = inner.longest(whole) if len(proofs) > 1 else ()

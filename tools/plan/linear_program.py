@@ -36,10 +36,15 @@ class LinearProgram:
     def add(self, a: np.ndarray, b: np.ndarray) -> None:
         """Add rows, [rows, columns] and [rows]."""
         a, b = (np.ascontiguousarray(v, dtype=np.float64) for v in (a, b))
-        self.rows += len(b)
-        self._library.telechat_lp_add(
-            ctypes.c_void_p(self._at), ctypes.c_int32(len(b)), _pointer(a), _pointer(b)
-        )
+        for row, right in zip(a, b, strict=True):
+            self._library.telechat_lp_add(
+                ctypes.c_void_p(self._at),
+                ctypes.c_int32(self.columns),
+                _pointer(row),
+                ctypes.c_double(right),
+                ctypes.c_int64(self.rows),
+            )
+            self.rows += 1
 
     def solve(self) -> bool:
         """Solve; return whether the optimum was reached. `x` and `multipliers` hold the last solution."""
@@ -47,10 +52,25 @@ class LinearProgram:
         status = self._library.telechat_lp_solve(
             ctypes.c_void_p(self._at),
             ctypes.c_int32(PIVOTS),
+            ctypes.c_int32(self.columns),
             _pointer(self.x),
             _pointer(self.multipliers),
         )
         return status == 0
+
+    def bound(self, upper: np.ndarray) -> None:
+        """Lower the upper bounds of the columns."""
+        for column, high in enumerate(upper):
+            self._library.telechat_lp_bound(
+                ctypes.c_void_p(self._at),
+                ctypes.c_int32(column),
+                ctypes.c_double(0.0),
+                ctypes.c_double(high),
+            )
+
+    def shrink(self) -> None:
+        """Leave out the rows that do not bind and the columns that cannot move."""
+        self._library.telechat_lp_shrink(ctypes.c_void_p(self._at))
 
     @property
     def value(self) -> float:
@@ -67,6 +87,7 @@ def _library() -> ctypes.CDLL:
     try:
         library.telechat_lp_new.restype = ctypes.c_void_p
         library.telechat_lp_delete.restype = library.telechat_lp_add.restype = None
+        library.telechat_lp_bound.restype = library.telechat_lp_shrink.restype = None
     except AttributeError:
         raise native.NativeError(
             f"{native.path()} is older than its sources and cannot solve linear programs; "

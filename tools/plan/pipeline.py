@@ -52,16 +52,16 @@ class Pipeline:
         self.operations = sum(map(len, orders))
         lengths = np.array([len(o) for o in orders], dtype=np.int32)
         self._library = _library()
-        self._at = self._library.telechat_pipeline_new(
+        self.at = self._library.telechat_pipeline_new(
             *map(ctypes.c_int32, (stages, self.chunks, micro_batches)),
             *map(_pointer, (self.route, lengths, np.concatenate(orders))),
         )
-        if not self._at:
+        if not self.at:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
 
     def __del__(self) -> None:
-        if getattr(self, "_at", None):
-            self._library.telechat_pipeline_delete(ctypes.c_void_p(self._at))
+        if getattr(self, "at", None):
+            self._library.telechat_pipeline_delete(ctypes.c_void_p(self.at))
 
     def makespan(self, times: np.ndarray, send: int) -> int:
         """Return the makespan.
@@ -76,16 +76,19 @@ class Pipeline:
         """Return the makespan and a longest path; of several `seed` takes one."""
         ops, length = np.empty(self.operations, dtype=np.int32), ctypes.c_int32()
         makespan = self._run(times, send, seed, _pointer(ops), ctypes.byref(length))
-        found = ops[: length.value][::-1].copy()
-        what = found // self.micro_batches
+        return makespan, self.as_path(ops[: length.value])
+
+    def as_path(self, ops: np.ndarray) -> Path:
+        """Return operations that follow each other as a path."""
+        what = ops // self.micro_batches
         counts = np.bincount(what, minlength=3 * self.chunks).reshape(3, self.chunks)
         stage = self.route[what % self.chunks]
-        return makespan, Path(found, counts, int((stage[1:] != stage[:-1]).sum()))
+        return Path(ops.copy(), counts, int((stage[1:] != stage[:-1]).sum()))
 
     def _run(self, times: np.ndarray, send: int, seed: int, path: object, length: object) -> int:
         given = np.ascontiguousarray(times, dtype=np.int64)
         return self._library.telechat_pipeline_path(
-            ctypes.c_void_p(self._at),
+            ctypes.c_void_p(self.at),
             _pointer(given),
             ctypes.c_int64(int(send)),
             ctypes.c_uint64(seed),

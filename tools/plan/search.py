@@ -11,6 +11,7 @@ import math
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.bounds import Costs, costs, estimate, problem_of, prove, too_slow
 from telechat_moe.tools.plan.device import Device
 from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.placement import CLOSE, Answer, Inner, Multipliers, Part, Pool
+from telechat_moe.tools.plan.placement import CLOSE, Answer, Inner, Multipliers, Pool
 from telechat_moe.tools.plan.placement_problem import Placed, Problem
 from telechat_moe.tools.plan.simulate_step import simulate_step
 from telechat_moe.tools.plan.space import (
@@ -32,11 +33,14 @@ from telechat_moe.tools.plan.space import (
     space_columns,
 )
 
-FIRST = 12
+FIRST = 40
 """Schedules of which a placement is tried before anything is proven."""
 
-NODES = (0, 60, 600, 60_000)
-"""Boxes of one configuration that are looked at, in turn; then its bound stays below its step."""
+WORKERS = 2
+"""Configurations that are looked at at a time, in threads."""
+
+BOXES = (60, 5000)
+"""Boxes of a configuration that are looked at beyond its first ones, at first and at most at a time."""
 
 RUNNERS_UP = 3
 """Configurations that are placed for each that is wanted in the ranked table."""
@@ -95,9 +99,9 @@ class Plan:
     """Multipliers that prune whole schedules."""
 
     by: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `trees`."""
+    """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
 
-    trees: dict[int, Part] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     pools: dict[tuple[str, int, int, int], Pool] = field(default_factory=dict)
     costs: dict[int, tuple[Costs, np.ndarray]] = field(default_factory=dict)
     timed_out: bool = False
@@ -171,9 +175,8 @@ class _Search:
         self.pools: dict[tuple[str, int, int, int], Pool] = {}
         self.inners: dict[int, Inner] = {}
         self.proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = []
-        self.trees: dict[int, Part] = {}
+        self.answers: dict[int, Answer] = {}
         self.placed: dict[int, Placed] = {}
-        self.closed: dict[tuple[str, int, int, int], list[int]] = {}
         self.best = math.inf
         self.solved = 0
         self.rng = random.Random(1)
@@ -214,7 +217,7 @@ class _Search:
             solved=self.solved,
             proofs=self.proofs,
             by=self.by,
-            trees=self.trees,
+            answers=self.answers,
             pools=self.pools,
             costs=self.costs,
             timed_out=late,
@@ -223,18 +226,21 @@ class _Search:
     def _start(self) -> None:
         """Bound every configuration by its longest stage."""
         column = {name: self.rows[:, NAMES.index(name)] for name in NAMES}
-        for pp in np.unique(column["pp"]):
+
+        def bounds(pp: int) -> tuple:
             here = np.flatnonzero(column["pp"] == pp)
-            rows = self.rows[here]
-            x = space_columns(self.a, rows, self.space)
+            x = space_columns(self.a, self.rows[here], self.space)
             c = costs(x, self.device, column["policy"][here] == POLICIES.index("full"))
-            self.costs[int(pp)] = (c, here)
-            self.place[here] = np.arange(len(here))
             bound, lacks, stage = too_slow(c, self.a, self.room)
-            self.bound[here] = bound
-            self.missing[here] = np.column_stack([lacks, stage])
-            guess = estimate(c, self.a, column["vpp"][here])
-            self.guess[here] = np.where(np.isfinite(bound), np.maximum(guess, bound), np.inf)
+            guess = estimate(c, self.a, column["vpp"][here], bound)
+            return here, c, bound, guess, np.column_stack([lacks, stage])
+
+        depths = [int(pp) for pp in np.unique(column["pp"])]
+        with ThreadPoolExecutor(WORKERS) as pool:
+            for pp, (here, c, *found) in zip(depths, pool.map(bounds, depths), strict=True):
+                self.costs[pp] = (c, here)
+                self.place[here] = np.arange(len(here))
+                self.bound[here], self.guess[here], self.missing[here] = found
         keys = np.column_stack([column[n] for n in ("schedule", "pp", "micro_batches", "vpp")])
         unique, which = np.unique(keys, axis=0, return_inverse=True)
         for i, _ in enumerate(unique):
@@ -276,7 +282,7 @@ class _Search:
     def _try(self, row: int) -> None:
         """Place a configuration without a proof."""
         inner = self._inner(row)
-        self._keep(row, inner.improve(inner.even(self.rng), self.rng, 1))
+        self._keep(row, inner.improve(inner.even(self.rng), 1))
 
     def _prune(self, key: tuple[str, int, int, int], proofs: list[Multipliers]) -> None:
         """Bound all configurations with the same schedule by multipliers."""
@@ -295,44 +301,48 @@ class _Search:
     def _prove(self) -> bool:
         """Close configurations until no bound is below the best step; return whether time was up.
 
-        In the order of their bounds, each without branching first, then with more and more boxes.
+        The first boxes of all, in the order of their bounds; then more and more boxes of those with the least bounds.
         """
-        for nodes in NODES:
-            done = np.zeros(len(self.rows), dtype=bool)
-            while True:
-                value = np.where(done, np.inf, self.bound)
-                row = int(value.argmin()) if len(value) else -1
-                if row < 0 or value[row] >= self.best * (1 - CLOSE):
-                    break
+        first = np.ones(len(self.rows), dtype=bool)
+        nodes = np.full(len(self.rows), BOXES[0])
+        with ThreadPoolExecutor(WORKERS) as pool:
+            while rows := self._next(first) or self._next(np.ones_like(first)):
                 if self._late():
                     return True
-                twin = self._twin(row)  # the smaller problem first: its proof often holds for both
-                if not done[twin] and self.bound[twin] < self.best * (1 - CLOSE):
-                    row = twin
-                self._close(row, nodes)
-                done[row] = True
-                self.done(0.0, self.solved)
+                inners = [self._inner(row) for row in rows]
+                each = [0 if first[row] else int(nodes[row]) for row in rows]
+                answers = pool.map(
+                    lambda i, n: i.solve(self.best, nodes=n, until=self.until), inners, each
+                )
+                for row, answer in zip(rows, list(answers), strict=True):
+                    self._take(row, answer)
+                    nodes[row] = min(nodes[row] * (1 if first[row] else 3), BOXES[1])
+                    first[row] = False
+                    self.done(0.0, self.solved)
         return False
 
-    def _close(self, row: int, nodes: int) -> None:
-        inner, key = self._inner(row), self._key(row)
-        if row not in self.trees:
-            self.solved += 1
-        for other in self.closed.get(key, [])[-4:]:  # what proves one often proves its neighbours
-            if inner.holds(self.trees[other], inner.whole(), self.best):
-                self.trees[row], self.bound[row], self.by[row] = self.trees[other], self.best, -2
-                return
-        answer: Answer = inner.solve(
-            self.best, best=self.placed.get(row), nodes=nodes, until=self.until, rng=self.rng
-        )
+    def _next(self, some: np.ndarray) -> list[int]:
+        """Return the open configurations with the least bounds, no two with one schedule."""
+        found: dict[tuple, int] = {}
+        value = np.where(some & (self.bound < self.best * (1 - CLOSE)), self.bound, np.inf)
+        for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
+            if not np.isfinite(value[row]) or len(found) == WORKERS:
+                break
+            twin = self._twin(row)  # the smaller problem first: its proof often holds for both
+            row = twin if np.isfinite(value[twin]) else row
+            found.setdefault(self._key(row), row)
+        return list(found.values())
+
+    def _take(self, row: int, answer: Answer) -> None:
+        """Keep what is known of a configuration."""
+        initial = row not in self.answers
+        self.solved += initial
+        self.answers[row] = answer
         self._keep(row, answer.best)
-        self.trees[row] = answer.tree
-        if answer.bound >= self.best * (1 - CLOSE):
-            self.closed.setdefault(key, []).append(row)
         if answer.bound > self.bound[row]:
             self.bound[row], self.by[row] = answer.bound, -2
-        if not nodes and len(answer.root) in (1, inner.p.stages):
-            self._prune(key, answer.root)
+        if initial and len(answer.firsts) in (1, answer.inner.p.stages):
+            self._prune(self._key(row), answer.root)
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""

@@ -1,0 +1,286 @@
+"""Boxes of placements and what proves that none in them is faster: the meaning of the planner's certificates.
+
+Multipliers weigh paths through the schedule, stages' memory and parameters into one number for a layer in each chunk, and the
+least sum of those is found by sorting. They hold for every configuration with the same schedule, so one program prunes many.
+Where that does not reach, layers of a chunk or of a stage are bounded from above and below, and each half is proven by itself.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+
+from telechat_moe.tools.plan.placement_problem import Layers, Placed, Problem, structures
+
+PS = 1e-12
+CLOSE = 1e-7
+"""Relative difference below which two steps are the same."""
+
+WAYS = 5000
+"""Ways to recompute layers that are looked at one by one."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Some of the placements of a configuration."""
+
+    low: np.ndarray
+    """Layers of the larger kind of every chunk, at least and at most."""
+
+    high: np.ndarray
+    few_low: np.ndarray
+    """The same of the smaller kind."""
+
+    few_high: np.ndarray
+    fewest: np.ndarray
+    """Layers of the larger kind of every stage, at least and at most."""
+
+    most: np.ndarray
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Weights that add rows of the program up to one bound; any that are not negative prove something."""
+
+    share: float
+    """Of the two lines of `Rest.lines`, the weight of the first; the second has the rest."""
+
+    paths: tuple[tuple[int, float], ...]
+    """Number of a path in its pool and its weight; they add up to 1."""
+
+    counts: np.ndarray
+    """Operations of the weighted paths, [3, chunks]."""
+
+    sends: float
+    parameters: np.ndarray
+    """Weight of each stage's parameters, and of what some stage has at least, [2, stages + 1]; each row adds up to 1."""
+
+    memory: np.ndarray
+    """Seconds for a byte of each stage."""
+
+    most: np.ndarray
+    """Seconds for a layer of each stage, where so many at most fit or are fast enough."""
+
+    fewest: np.ndarray
+    """Seconds for a layer of each stage, where so many at least are asked for."""
+
+
+@dataclass
+class Part:
+    """Some of the placements, and why none is faster: multipliers, or parts that hold them all between them."""
+
+    proof: Multipliers | None = None
+    empty: bool = False
+    """The box does not hold so many layers at all."""
+
+    point: bool = False
+    """All layers stand somewhere: each of the few ways to recompute was looked at."""
+
+    cut: str = ""
+    """What the parts differ in: `longest` (each stage in turn has more layers than `at` says), `structure` (where the layers
+    of the smaller kind stand), `stage` or `chunk` (number `at[0]`: at most `at[1]` layers of the larger kind, or more)."""
+
+    at: tuple[int, ...] = ()
+    parts: list["Part"] = field(default_factory=list)
+
+    def leaves(self) -> int:
+        """Return how many parts are proven by themselves."""
+        return sum(p.leaves() for p in self.parts) if self.parts else 1
+
+
+class Boxes:
+    """The placements of one configuration."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.p = problem
+        self.bulk = problem.layers[problem.bulk]
+        self.other = problem.layers[1 - problem.bulk] if len(problem.layers) > 1 else None
+        self.route = problem.pipeline.route
+        self.lines = problem.rest.lines(problem.micro_batches)
+        self.stage = np.zeros((problem.stages, problem.number))
+        self.stage[self.route, np.arange(problem.number)] = 1
+        work = np.where(self.stage @ problem.lowest > 0, problem.held, 0)
+        self.room = np.array(problem.memory, dtype=np.float64) - np.maximum(work, problem.buffer)
+
+    def whole(self) -> Box:
+        """Return all placements, and some that do not exist: the layers of the smaller kind in any chunk that they can reach."""
+        p, none = self.p, np.zeros(self.p.number, dtype=np.int64)
+        low, high = p.lowest.copy(), none + self.bulk.count
+        few_high = none.copy()
+        if self.other:
+            reach = np.arange(p.number) if p.bulk else np.arange(p.number)[::-1]
+            few_high[reach <= self.other.count] = self.other.count
+            low[few_high > 0] = 0
+        stages = np.zeros(p.stages, dtype=np.int64)
+        return Box(low, high, none, few_high, stages, stages + self.bulk.count)
+
+    def fixed(self, box: Box, structure: tuple[int, ...]) -> Box:
+        """Return the placements of a box whose layers of the smaller kind stand so."""
+        p, few = self.p, np.array(structure)
+        low, high = np.maximum(box.low, p.lowest - few), box.high.copy()
+        low = np.maximum(low, 0)
+        held = np.flatnonzero(few)
+        if len(held):
+            closed = slice(0, held[-1]) if p.bulk else slice(held[0] + 1, None)
+            low[closed] = high[closed] = 0
+        return replace(box, low=low, high=high, few_low=few, few_high=few)
+
+    def most(self, box: Box, target: float) -> np.ndarray:
+        """Return how many layers of the larger kind a stage can hold, and take less than `target`."""
+        p, bulk = self.p, self.bulk
+        room = self.room - self.stage @ (box.few_low * self._least_bytes(self.other))
+        each = self._least_bytes(bulk)
+        fit = np.floor((room + 0.1) / np.maximum(self.stage @ each / p.chunks, 1e-9))
+        fit = np.where(room < 0, -1, fit)
+        if math.isfinite(target):
+            fit = np.minimum(fit, self._within(box, (target - self.least_rest())))
+        return np.minimum(fit, box.most)
+
+    def _least_bytes(self, layer: Layers | None) -> np.ndarray:
+        """Return what a layer needs at least, of every chunk."""
+        if layer is None:
+            return np.zeros(self.p.number)
+        kept = layer.entry if self.p.choice else layer.kept
+        return (layer.states + np.array(kept, dtype=np.float64))[self.route]
+
+    def _within(self, box: Box, makespan: float) -> np.ndarray:
+        """Return the layers of the larger kind that each stage can have in a pipeline of so many seconds."""
+        p = self.p
+        spent = p.fixed.sum(axis=0) + box.few_low * (sum(self.other.times) if self.other else 0)
+        one = max(sum(self.bulk.times), 1)
+        left = makespan / PS / p.micro_batches - self.stage @ spent
+        return np.floor(left / one + 1e-9)
+
+    def longest(self, box: Box) -> tuple[int, ...]:
+        """Return layers of every stage that are too few together: some stage has more. Empty: nothing is known."""
+        p, number = self.p, self.bulk.count
+        if p.stages == 1:
+            return ()
+        fit = self.most(box, math.inf)
+        low, high = 0.0, float((self.stage @ p.fixed.sum(axis=0)).max()) * PS * p.micro_batches
+        high += sum(self.bulk.times) * PS * p.micro_batches * (number + 1)
+        for _ in range(50):
+            middle = (low + high) / 2
+            enough = np.maximum(np.minimum(self._within(box, middle), fit), 0).sum() >= number
+            low, high = (low, middle) if enough else (middle, high)
+        few = np.maximum(np.minimum(self._within(box, low), fit), 0)
+        return tuple(int(n) for n in few) if few.sum() < number else ()
+
+    def cut(self, box: Box, cut: str, at: tuple[int, ...]) -> list[Box]:
+        """Return the boxes that a box is cut into; see :class:`Part`."""
+        if cut == "structure":
+            return [self.fixed(box, s) for s in structures(self.p)]
+        if cut == "longest":
+            more = [box.fewest.copy() for _ in at]
+            for stage, n in enumerate(at):
+                more[stage][stage] = max(more[stage][stage], n + 1)
+            return [replace(box, fewest=m) for m in more]
+        most, fewest = (box.most, box.fewest) if cut == "stage" else (box.high, box.low)
+        most, fewest = most.copy(), fewest.copy()
+        most[at[0]], fewest[at[0]] = at[1], at[1] + 1
+        if cut == "stage":
+            return [replace(box, most=most), replace(box, fewest=fewest)]
+        return [replace(box, high=most), replace(box, low=fewest)]
+
+    def holds(self, tree: Part, box: Box, target: float) -> bool:
+        """Return whether a tree proves that no placement takes less than `target`: that of a neighbour, perhaps."""
+        if tree.parts:
+            boxes = self.cut(box, tree.cut, tree.at)
+            return all(self.holds(p, b, target) for p, b in zip(tree.parts, boxes, strict=True))
+        most = self.most(box, target)
+        if not self._possible(box, most):
+            return True
+        if tree.point:
+            one = self.exact(box)
+            return self._few_ways(box) and (one is None or one.seconds >= target * (1 - CLOSE))
+        return tree.proof is not None and self.bound(tree.proof, box, most) >= target * (1 - CLOSE)
+
+    def _possible(self, box: Box, most: np.ndarray) -> bool:
+        number = self.bulk.count
+        below = np.maximum(self.stage @ box.low, box.fewest)
+        above = np.minimum(self.stage @ box.high, most)
+        return bool((below <= above).all() and below.sum() <= number <= above.sum())
+
+    def least_rest(self) -> float:
+        """Return what follows the pipeline at least: some stage has the average of the larger kind."""
+        p = self.p
+        _, base, slope = self.lines[0]
+        return base + float(slope @ p.least_weight)
+
+    def bound(self, proof: Multipliers, box: Box, most: np.ndarray) -> float:
+        """Return what multipliers prove: the least sum over all placements in a box."""
+        p = self.p
+        (k0, c0, u0), (k1, c1, u1) = self.lines
+        share = proof.share
+        k, c, u = (share * a + (1 - share) * b for a, b in ((k0, k1), (c0, c1), (u0, u1)))
+        counts = k * PS * proof.counts
+        weigh = u[:, None] * proof.parameters  # seconds for a parameter of a stage
+        weigh, least = weigh[:, :-1], weigh[:, -1]
+        total = c + float((counts * p.fixed).sum()) + k * PS * proof.sends * p.send
+        total += float((weigh * p.weight).sum() + least @ p.least_weight)
+        total += float(proof.fewest @ box.fewest - proof.memory @ self.room - proof.most @ most)
+
+        def each(layer: Layers) -> np.ndarray:
+            found = _along(counts, layer.times) + (np.array(layer.weights) @ weigh)[self.route]
+            found += (proof.memory * (layer.states + np.array(layer.kept)))[self.route]
+            if p.choice:
+                saved = (proof.memory * _saved(layer))[self.route]
+                found += np.minimum(counts[1] * layer.again - saved, 0.0)
+            return found
+
+        one = each(self.bulk) + (proof.most - proof.fewest)[self.route]
+        total += _least(one, box.low, box.high, self.bulk.count)
+        if self.other:
+            total += _least(each(self.other), box.few_low, box.few_high, self.other.count)
+        return total
+
+    def exact(self, box: Box) -> Placed | None:
+        """Return the best placement of a box whose layers all stand somewhere; None: none fits, or there are too many."""
+        p, counts = self.p, box.low + box.few_low
+        found: Placed | None = None
+        if not self._few_ways(box):
+            return None
+        for again in product(*self._ways(counts)):
+            more = np.array(again)
+            if (p.bytes(p.kinds(counts), p.kinds_again(counts, more)) <= p.memory).all():
+                took = p.seconds(counts, more)
+                if found is None or took < found.seconds:
+                    found = Placed(layers=tuple(map(int, counts)), again=again, seconds=took)
+        return found
+
+    def _ways(self, counts: np.ndarray) -> list[range]:
+        """Return how many layers each chunk may recompute: none where its stage fits as it is."""
+        kinds = self.p.kinds(counts)
+        over = self.p.bytes(kinds, np.zeros_like(kinds)) > self.p.memory
+        some = over[self.route] & self.p.choice
+        return [range(int(n) * int(s) + 1) for n, s in zip(counts, some, strict=True)]
+
+    def _few_ways(self, box: Box) -> bool:
+        if not (box.low == box.high).all():
+            return False
+        ways = self._ways(box.low + box.few_low)
+        return math.prod(len(w) for w in ways) <= WAYS
+
+
+def _saved(layer: Layers) -> np.ndarray:
+    """Return the bytes of each stage that recomputing a layer saves."""
+    return np.array(layer.kept) - np.array(layer.entry or layer.kept)
+
+
+def _along(counts: np.ndarray, times: tuple[int, int, int]) -> np.ndarray:
+    f, x, w = times
+    return f * counts[0] + x * counts[1] + w * counts[2]
+
+
+def _least(each: np.ndarray, low: np.ndarray, high: np.ndarray, number: int) -> float:
+    """Return the least cost of so many layers at so much each, every chunk between its bounds; infinity: impossible."""
+    left = number - int(low.sum())
+    if left < 0:
+        return math.inf
+    order = np.argsort(each, kind="stable")
+    free = np.cumsum((high - low)[order])
+    if left > free[-1]:
+        return math.inf
+    take = np.clip(left - (free - (high - low)[order]), 0, (high - low)[order])
+    return float(each @ low + each[order] @ take)
