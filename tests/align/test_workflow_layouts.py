@@ -77,3 +77,19 @@ def test_a_wrong_group_is_named(dumps, reference):
     assert (first["phase"], first["layer"], first["family"]) == ("reduction", 1, "wrong group")
     assert report["ranks"] == [0, 1, 2, 3]
     assert first["evidence"] == "summed over ranks [0, 1], not [0, 2]"
+
+
+@pytest.mark.parametrize("fault", ["missing", "doubled"])
+def test_a_reduction_left_out_or_made_twice_is_named(dumps, fault):
+    """Real processes: the graph of each rank lacks the AllReduce of one gradient, or has it twice."""
+    tool = ROOT / "tools" / "align" / "kit" / "plant_wrong_group.py"
+    given = ["dp2_tp2.yaml", "--weight", WEIGHT, "--fault", fault, "--out", fault]
+    subprocess.run([sys.executable, str(tool), *given], cwd=dumps, check=True, capture_output=True)
+    code, report = bisect(dumps, "dp2_tp2", fault)
+    first = report["first"]
+    assert code == 1
+    assert first["operator"].startswith(f"Primitive.Reduction.{WEIGHT}.AllReduce.")
+    assert (first["phase"], first["layer"]) == ("reduction", 1)
+    if fault == "missing":
+        assert first["family"] == "missing reduction"
+    assert report["ranks"] == [0, 1, 2, 3]

@@ -17,7 +17,13 @@ import numpy as np
 
 from telechat_moe.tools.align.approx import Array
 from telechat_moe.tools.align.blocks import Replaced
-from telechat_moe.tools.align.collectives import Exchange, explain, is_exchange, judged_collectives
+from telechat_moe.tools.align.collectives import (
+    Exchange,
+    explain,
+    is_exchange,
+    judged_collectives,
+    kind_of,
+)
 from telechat_moe.tools.align.family import family_of, of_received, residual
 from telechat_moe.tools.align.judge import Verdict, worst
 from telechat_moe.tools.align.operators import find
@@ -513,7 +519,7 @@ def _missing(
                 continue
             verdict = Verdict(key, "", "diverged", float("inf"), f"the target does not run {key}")
             place = _where(reference, key)
-            found.append(Finding(*place, last, verdict, call, "missing call"))
+            found.append(Finding(*place, last, verdict, call, _only(call, "missing")))
     for key, call in target.calls.items():
         if key in reference.calls or call.kind != "api" or _gave_back(call, reference, target):
             continue
@@ -522,8 +528,17 @@ def _missing(
                 key, "", "diverged", float("inf"), f"the reference does not run {key}"
             )
             order = ours.order[key] - begins[key]
-            found.append(Finding(*_where(target, key), order, verdict, call, "extra call"))
+            found.append(
+                Finding(*_where(target, key), order, verdict, call, _only(call, "doubled"))
+            )
     return found
+
+
+def _only(call: Call, word: str) -> str:
+    """Return what kind of fault a call is that only one run makes."""
+    if "reduce" in (kind_of(call) or ""):
+        return f"{word} reduction"
+    return "missing call" if word == "missing" else "extra call"
 
 
 def _gave_back(call: Call, *runs: RankDump) -> bool:
