@@ -150,8 +150,12 @@ class Calls:
         else:
             calls += self._gather_tp(2 * self.token * a.hidden)
         for width in (a.kv_lora_rank, a.qk_rope):
+            size = 2 * self.whole * width
+            if mesh.sp and mesh.cp > 1 and width == a.kv_lora_rank:  # rows over both: one gather
+                calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
+                continue
             calls += self._gather_tp(2 * self.token * width)
-            calls.append(_Once("AllGather", mesh.axes("cp"), 2 * self.whole * width))
+            calls.append(_Once("AllGather", mesh.axes("cp"), size))
         calls += self._sum_tp(again=True)
         rows = self._gather_tp(2 * self.token * a.hidden)
         if kind == "dense":
