@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from recorded import calls, rank_dump
+from recorded import calls, rank_dump, record
 
 from telechat_moe.tools.align.capture_torch import capture
 from telechat_moe.tools.align.records import Phase
@@ -153,6 +153,65 @@ def test_one_wrong_element_is_found(name, dtype):
         assert verdict.status == "diverged", verdict
         assert verdict.element == place
         assert verdict.wrong == 1
+
+
+def with_one(name, value):
+    """Run a case whose first floating-point tensor has one element of that value."""
+    function, *args = CASES[name]
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    tensors = args[0] if isinstance(args[0], list) else args
+    at = next(i for i, v in enumerate(tensors) if torch.is_tensor(v) and v.dtype.is_floating_point)
+    bad = tensors[at].detach().clone()
+    bad.view(-1)[bad.numel() // 2] = value
+    changed = [*tensors[:at], bad.requires_grad_(tensors[at].requires_grad), *tensors[at + 1 :]]
+    args = [changed, *args[1:]] if isinstance(args[0], list) else changed
+    return calls(name, function, *args, **kwargs)
+
+
+def takes_numbers(case):
+    given = case[1] if isinstance(case[1], list) else case[1:]
+    return any(torch.is_tensor(v) and v.dtype.is_floating_point for v in given)
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if takes_numbers(case)])
+def test_right_kernels_that_are_fed_nan_are_not_called_wrong(name, value):
+    verdicts = [v for each in replay(rank_dump(with_one(name, value))) for v in each]
+    assert [v for v in verdicts if v.status == "diverged"] == []
+
+
+@pytest.mark.parametrize(
+    "name", ["Tensor.masked_fill", "Torch.where", "Functional.relu", "Torch.tril"]
+)
+def test_a_mask_hides_a_gradient_that_is_nan(name):
+    def poisoned(*args, **kwargs):
+        result = function(*args, **kwargs)
+        result.register_hook(lambda g: torch.full_like(g, float("nan")))
+        return result
+
+    function, *args = CASES[name]
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+    found = calls(name, poisoned, *args, **kwargs)
+    key = f"{name}.0.backward"
+    lost = record(torch.full(found[f"{name}.0.forward"].outputs[0].shape, float("nan")))
+    found[key] = dataclasses.replace(found[key], inputs=[lost])
+    gradient = found[key].outputs[0].load()
+    assert 0 < np.isnan(gradient).sum() < gradient.size
+    assert [v.status for each in replay(rank_dump(found)) for v in each if v.key == key].count(
+        "pass"
+    ) == len(found[key].outputs)
+
+
+def test_nan_out_of_numbers_is_wrong():
+    found = run("Torch.mul", torch.float32)
+    call = found["Torch.mul.0.forward"]
+    wrong = call.outputs[0].load().copy()
+    wrong[1, 2] = np.nan
+    outputs = [dataclasses.replace(call.outputs[0], read=lambda: wrong)]
+    changed = {call.key: dataclasses.replace(call, outputs=outputs)}
+    ((verdict,),) = replay(rank_dump(changed))
+    assert (verdict.status, verdict.element, verdict.not_finite) == ("diverged", (1, 2), 1)
 
 
 def test_what_is_not_known_is_not_judged():

@@ -305,11 +305,14 @@ class Approx:
         return self.times(np.sign(self.value))
 
     def times(self, factor: Array) -> "Approx":
-        """Return a product with -1, 0, 1 or other factors that round nothing."""
+        """Return a product with -1, 0, 1 or other factors that round nothing.
+
+        A factor of 0 is a mask: it leaves 0 of NaN and infinity, too.
+        """
         size = np.abs(factor)
-        with np.errstate(invalid="ignore"):  # 0 times an unbounded error
+        with np.errstate(invalid="ignore"):  # 0 times what is not finite
             return Approx(
-                self.value * factor,
+                np.where(size == 0, 0.0, self.value * factor),
                 self.stored,
                 self.accumulated,
                 _known(self.sigma * size),

@@ -24,6 +24,7 @@ class Verdict:
         element: Index of that element.
         wrong: How many elements are beyond their bound.
         elements: How many were compared.
+        not_finite: Of the wrong ones, where NaN or infinity is found or expected.
     """
 
     key: str
@@ -34,6 +35,7 @@ class Verdict:
     element: tuple[int, ...] = ()
     wrong: int = 0
     elements: int = 0
+    not_finite: int = 0
 
 
 def judge(
@@ -120,11 +122,13 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
         why = f"{place}: what it is made of is beyond the largest number of its type"
         return Verdict(key, "", "not judged", reason=why)
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
-    worst, wrong = float(ratio[at]), int((ratio > 1).sum())
+    beyond = ratio > 1
+    worst, wrong = float(ratio[at]), int(beyond.sum())
+    odd = int((beyond & ~(np.isfinite(x) & np.isfinite(value))).sum()) if wrong else 0
     said = f"at {list(at)}: {x[at]:.9g}, expected {value[at]:.9g} +- {bound[at]:.3g}" + (
         f"; {wrong} of {x.size} elements beyond their bound" if wrong else ""
     )
-    return Verdict(key, place, "diverged" if wrong else "pass", worst, said, at, wrong, x.size)
+    return Verdict(key, place, "diverged" if wrong else "pass", worst, said, at, wrong, x.size, odd)
 
 
 def not_judged(key: str, why: str) -> Verdict:

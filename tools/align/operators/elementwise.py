@@ -175,7 +175,7 @@ def silu(a: Arguments) -> Any:
 @op("relu", signature="input", inplace=False)
 def _relu(a: Arguments) -> Any:
     x = floating(a.input)
-    return x.times((x.value > 0).astype(np.float64))
+    return x.times((~(x.value <= 0)).astype(np.float64))  # NaN stays
 
 
 @op("gelu", signature="input", approximate="none")
