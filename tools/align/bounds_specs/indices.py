@@ -62,6 +62,26 @@ exact(
     lambda x, k: x[1:, :32],
     lambda t, x, k: x[k],
 )
+
+
+def _assigned(x: Any, key: Any, value: Any) -> Any:
+    out = x.copy()
+    out[key] = value
+    return out
+
+
+def _assigned_torch(t: Any, x: Any, key: Any, value: Any) -> Any:
+    out = x.clone()
+    out[key] = value
+    return out
+
+
+exact(
+    "setitem",
+    lambda s: Sample([s.x(s.rows(64), 64), (slice(1, None), slice(0, 32)), s.x(32)]),
+    _assigned,
+    _assigned_torch,
+)
 exact(
     "masked_select",
     lambda s: Sample([s.x(s.rows(64), 64), s.mask(s.rows(64), 64)]),

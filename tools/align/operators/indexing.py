@@ -97,8 +97,8 @@ def _setitem(a: Arguments) -> Any:
         out[at] = plain(a.value)
         return out
     row, here = np.arange(size), np.zeros(size, bool)
-    row[places] = np.arange(places.size)
-    here[places] = True
+    row[places.reshape(-1)] = np.arange(places.size)
+    here[places.reshape(-1)] = True
     value = floating(a.value, a.input)
     wide = value.moved(
         lambda v: (
