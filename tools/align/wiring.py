@@ -447,8 +447,13 @@ def _rounded_in_passing(place: Place, reference: Wiring, target: Wiring) -> bool
     if not is_float(record.dtype) or not is_float(tensor.dtype) or record.shape != tensor.shape:
         return False
     expected, found = record.load(), tensor.load()
-    kinds = [d for d in target.dump.dtypes - reference.dump.dtypes if is_float(d)]
+    kinds = _only_in(target, reference)
     return any(np.array_equal(round_to(expected, d), found, equal_nan=True) for d in kinds)
+
+
+def _only_in(one: Wiring, other: Wiring) -> list[str]:
+    """Return the floating-point types in which only one of two runs computes."""
+    return [d for d in one.dump.dtypes - other.dump.dtypes if is_float(d)]
 
 
 def _maybe_computed(place: Place, reference: Wiring, target: Wiring) -> bool:
@@ -594,8 +599,7 @@ def wrong_sums(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
 def _narrow_sum(came: Place, terms: list[Place], reference: Wiring, target: Wiring) -> bool:
     """Return whether a gradient is a sum rounded, on a way that the dump lacks, to a type that only the target computes in."""
     record, found = target.tensors[came], target.tensors[came].load()
-    kinds = [d for d in target.dump.dtypes - reference.dump.dtypes if is_float(d)]
-    for kind in kinds if is_float(record.dtype) else ():
+    for kind in _only_in(target, reference) if is_float(record.dtype) else ():
         if np.array_equal(round_to(found, kind), found):
             parts = [target.tensors[t].load().reshape(record.shape) for t in terms]
             total = _total([round_to(p, kind) for p in parts], kind)

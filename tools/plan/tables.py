@@ -457,6 +457,13 @@ UNREADABLE = (
 )
 """What a row's own figures can raise, such as a division by a speed of 0."""
 
+
+def unreadable(what: str, error: Exception) -> str:
+    """Return the reason, in one line, why a row whose figures raise is not predicted."""
+    reason = f"missing: a readable {what} ({type(error).__name__}: {str(error)[:60]})"
+    return " ".join(reason.split())
+
+
 FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], Row]], ...] = (
     ({"# GPUs", "iteration time (ms)", "tensor parallelism"}, _vtrain),
     ({"MicroBatchSize", "Sharding Strategy", "Throughput (T/s)"}, _foundry),
@@ -523,8 +530,7 @@ def _rows(reader: Any, parse: Callable[[Fields, str, int], Row], table: str) -> 
         except BadInputError as error:
             yield _bare(fields, table, line, f"missing: a consistent layout ({error})")
         except UNREADABLE as error:
-            reason = f"missing: a readable layout ({type(error).__name__}: {str(error)[:60]})"
-            yield _bare(fields, table, line, " ".join(reason.split()))
+            yield _bare(fields, table, line, unreadable("layout", error))
 
 
 def _bare(fields: Fields, table: str, line: int, reason: str) -> Row:

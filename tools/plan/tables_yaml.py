@@ -16,7 +16,7 @@ from telechat_moe.tools.plan.architecture import Architecture, plain
 from telechat_moe.tools.plan.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.tables import MOST, UNREADABLE, Row
+from telechat_moe.tools.plan.tables import MOST, UNREADABLE, Row, unreadable
 
 NO_STEPS = {
     "deepseek_v3_dualpipe_trace": "a kernel list: `telechat-moe plan overlap`",
@@ -81,7 +81,7 @@ def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
         try:
             variants = list(_variants({**common, **given}, name))
         except UNREADABLE as error:
-            reason = f"missing: a readable row ({type(error).__name__}: {str(error)[:60]})"
+            reason = unreadable("row", error)
             yield Row(
                 table=table, line=number, model="", device="", group=table, provenance=grade, reason=reason
             )  # fmt: skip
@@ -132,8 +132,7 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
     except BadInputError as error:
         return replace(start, reason=f"missing: a consistent layout ({error})")
     except UNREADABLE as error:
-        reason = f"missing: a readable layout ({type(error).__name__}: {str(error)[:60]})"
-        return replace(start, reason=" ".join(reason.split()))
+        return replace(start, reason=unreadable("layout", error))
     memory = float(row["mem"]) * GIB if row.get("mem") else None
     return replace(
         start, architecture=architecture, layout=layout, step_s=step, memory_bytes=memory
