@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.tools.align.bisect import aligned
 from telechat_moe.tools.align.compare_lesser import without_values
 from telechat_moe.tools.align.compare_rows import Outcome, Row
 from telechat_moe.tools.align.logical import boxes
 from telechat_moe.tools.align.measures import Check, Chunk, Measure
 from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.pairing import aligned
 from telechat_moe.tools.align.pinning import Pinned
 from telechat_moe.tools.align.profiles import Profile
 from telechat_moe.tools.align.records import Call, Dump, RankDump, Scalar, TensorRecord
