@@ -1,7 +1,7 @@
 """What a model computes, as numbers: the left-hand side of every cost."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from telechat_moe.errors import BadInputError
@@ -67,6 +67,9 @@ class Architecture:
 
     window: int = 0
     """Keys that a query may look back at (sliding-window attention); 0: all."""
+
+    pair_share: float = 0.0
+    """Share of a sequence's `seq**2` query-key pairs that its documents leave (`documents.pack`); 0: causal, one document."""
 
     positions: int = 0
     """Rows of a learned position table; 0: none (rotary or ALiBi)."""
@@ -213,9 +216,10 @@ class Architecture:
         )
 
     @classmethod
-    def from_recipe(cls, recipe: Recipe) -> "Architecture":
-        """Return the architecture of a recipe's model."""
-        return cls.from_model(recipe.model_config, recipe.source.stem if recipe.source else "")
+    def from_recipe(cls, recipe: Recipe, pair_share: float = 0.0) -> "Architecture":
+        """Return the architecture of a recipe's model, with what documents leave of attention."""
+        found = cls.from_model(recipe.model_config, recipe.source.stem if recipe.source else "")
+        return replace(found, pair_share=pair_share)
 
 
 def plain(

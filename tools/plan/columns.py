@@ -15,12 +15,12 @@ _ARCHITECTURE = (
     "hidden", "heads", "kv_heads", "head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "qk_nope", "qk_rope",
     "ffn", "matrices", "experts", "top_k", "moe_ffn", "shared_width", "mtp", "vocab", "tied", "seq", "positions",
     "attention_weights", "dense_weights", "expert_weights", "shared_weights", "small_weights", "mtp_weights",
-    "dense_layers", "moe_layers", "window",
+    "dense_layers", "moe_layers", "window", "pair_share",
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
     "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph",
-    "flash", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "graphs", "imbalance", "devices",
+    "flash", "skips", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "graphs", "imbalance", "devices",
 )  # fmt: skip
 PARTLY = {
     # full, attention, core, mlp, norm, activation

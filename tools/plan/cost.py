@@ -113,9 +113,10 @@ def tokens(x: Columns) -> Array:
 
 
 def causal_share(x: Columns) -> Array:
-    """Return the share of all query-key pairs that a causal mask, with a window if there is one, leaves."""
+    """Return the share of all query-key pairs that the kernel computes: what documents or a causal mask leave, or a window."""
     window = np.where(x.window > 0, np.minimum(x.window, x.seq), x.seq)
-    return (window - window**2 / (2 * x.seq)) / x.seq
+    causal = (window - window**2 / (2 * x.seq)) / x.seq
+    return np.where(x.skips > 0, np.where(x.pair_share > 0, x.pair_share, causal), 1.0)
 
 
 def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]:

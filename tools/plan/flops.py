@@ -16,7 +16,9 @@ from telechat_moe.tools.plan.layout import Layout
 
 
 def keys_per_token(a: Architecture) -> float:
-    """Return the mean number of keys that a query meets, causal."""
+    """Return the mean number of keys that a query meets, causal and in its own document."""
+    if a.pair_share:
+        return a.pair_share * a.seq
     window = min(a.window or a.seq, a.seq)
     return window * (2 * a.seq - window + 1) / (2 * a.seq)
 

@@ -78,6 +78,9 @@ class Layout:
     flash: bool = True
     """Attention without score-sized tensors in memory."""
 
+    skips: bool = True
+    """The attention kernel skips pairs that no query sees; False: it gets a mask as a matrix and computes all."""
+
     fused: bool = True
     """Norms, activations and losses as single kernels (a compiler or a fused library)."""
 
@@ -174,7 +177,7 @@ class Layout:
     def from_recipe(cls, recipe: Recipe) -> "Layout":
         """Return the layout that a recipe describes."""
         p, c, run = recipe.parallel_config, recipe.model_config, recipe.runner_config
-        here = recipe.use_parallel
+        here, data = recipe.use_parallel, recipe.train_dataset.data_loader.config
         pipeline = recipe.parallel.pipeline_config
         pp = p.pipeline_stage if here else 1
         interleaved = bool(pipeline and pipeline.pipeline_interleave and c.pp_interleave_num > 1)
@@ -211,6 +214,7 @@ class Layout:
             gradient_bytes=width,
             optimizer_bytes=8 if width == 4 else 12,
             residual_bytes=4 if c.fp32_residual_connection else 2,
+            skips=not (data and data.create_attention_mask),
             own_graph=True,
         )
 

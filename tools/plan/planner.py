@@ -8,6 +8,7 @@ from telechat_moe.recipe.load import load
 from telechat_moe.recipe.schema_model import ModelConfig
 from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.device import Device, load_device
+from telechat_moe.tools.plan.documents import pack, read_lengths
 from telechat_moe.tools.plan.emit import write_recipe
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.report import distinct
@@ -91,6 +92,7 @@ def question(
     global_batch: int | None,
     fixed: list[str],
     beyond_recipes: bool = False,
+    documents: str | None = None,
 ) -> Question:
     """Return a question, checked.
 
@@ -103,6 +105,7 @@ def question(
         global_batch: Sequences of a step; None: the recipe's.
         fixed: Settings `name=value` of the layout.
         beyond_recipes: Schedules, too, that recipes cannot say.
+        documents: File of their lengths, which attention stays in; None: one a sequence.
 
     Raises:
         UsageError: A setting that does not exist.
@@ -122,10 +125,12 @@ def question(
         fixed=parse_fixed(fixed),
         beyond_recipes=beyond_recipes,
     )
+    seq = loaded.model_config.seq_length
+    share = pack(read_lengths(documents), seq).share if documents else 0.0
     return Question(
         recipe=recipe,
         overrides=overrides,
-        architecture=Architecture.from_recipe(loaded),
+        architecture=Architecture.from_recipe(loaded, share),
         space=space,
         device=usable(load_device(device), memory_bytes),
     )

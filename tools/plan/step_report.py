@@ -29,13 +29,16 @@ PARTS = {
 """Kinds of operator in the breakdown."""
 
 
-def of_recipe(recipe: Recipe, device: str, schedule: str | None = None) -> Step:
+def of_recipe(
+    recipe: Recipe, device: str, schedule: str | None = None, pair_share: float = 0.0
+) -> Step:
     """Simulate a recipe.
 
     Args:
         recipe: Model and layout.
         device: Shipped name or file.
         schedule: Instead of the recipe's.
+        pair_share: Of attention, see `Architecture`.
 
     Raises:
         UsageError: There is no such schedule.
@@ -47,7 +50,7 @@ def of_recipe(recipe: Recipe, device: str, schedule: str | None = None) -> Step:
         if schedule not in known:
             raise UsageError(f"--schedule {schedule}: there are {', '.join(known)}")
         layout = layout.but(schedule=schedule)
-    return simulate_step(Architecture.from_recipe(recipe), layout, load_device(device))
+    return simulate_step(Architecture.from_recipe(recipe, pair_share), layout, load_device(device))
 
 
 def tables(step: Step) -> list[Table]:

@@ -82,6 +82,11 @@ def register(verbs: Any) -> None:
     parser.add_argument(
         "--certificate", metavar="FILE", help="write the proof, for every configuration"
     )
+    parser.add_argument(
+        "--documents",
+        metavar="FILE",
+        help="attention stays in documents of these lengths: an .idx, or a number a line",
+    )
     add_overrides(parser)
     parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
     parser.set_defaults(run=run)
@@ -104,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         args.global_batch,
         args.fix,
         args.beyond_recipes,
+        args.documents,
     )
     with bars() as move:
 

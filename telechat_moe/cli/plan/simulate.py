@@ -39,6 +39,11 @@ def register(verbs: Any) -> None:
         metavar="S",
         help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
     )
+    parser.add_argument(
+        "--documents",
+        metavar="FILE",
+        help="attention stays in documents of these lengths: an .idx, or a number a line",
+    )
     add_overrides(parser)
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
@@ -52,7 +57,15 @@ def run(args: argparse.Namespace) -> int:
 
     # Any: lies in tools/, only an install maps it
     report: Any = import_module("telechat_moe.tools.plan.step_report")
-    step: Any = report.of_recipe(load(args.recipe, args.overrides), args.device, args.schedule)
+    recipe = load(args.recipe, args.overrides)
+    packed: Any = None
+    if args.documents:
+        documents: Any = import_module("telechat_moe.tools.plan.documents")
+        packed = documents.pack(
+            documents.read_lengths(args.documents), recipe.model_config.seq_length
+        )
+    share: float = packed.share if packed else 0.0
+    step: Any = report.of_recipe(recipe, args.device, args.schedule, share)
     write_text("--html ", args.html, lambda: report.html(step))
     write_text("--trace ", args.trace, lambda: report.trace(step))
     figures = report.report(step)
@@ -61,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         return code
     for note in report.notes(step):
         print(note)
+    if packed:
+        print(packed.told(args.documents))
     for table in report.tables(step):
         print(f"\n{table.title}\n")
         show_table(table.headers, table.rows)
