@@ -94,5 +94,5 @@ def pack(lengths: Lengths, seq: int) -> Packed:
     edges = np.union1d(ends, np.arange(count + 1) * seq)
     edges = edges[edges <= count * seq]
     pieces = np.diff(edges).astype(np.float64)
-    pairs = np.bincount(edges[:-1] // seq, pieces * (pieces + 1) / 2, minlength=count)
+    pairs = np.bincount(edges[:-1] // seq, pieces * (pieces + 1) / 2, minlength=count).astype(float)
     return Packed(seq, pairs)

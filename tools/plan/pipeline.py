@@ -6,6 +6,7 @@ is what the planner's proofs are made of. Times are whole picoseconds; the recur
 """
 
 import ctypes
+import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -58,10 +59,7 @@ class Pipeline:
         )
         if not self.at:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
-
-    def __del__(self) -> None:
-        if getattr(self, "at", None):
-            self._library.telechat_pipeline_delete(ctypes.c_void_p(self.at))
+        weakref.finalize(self, self._library.telechat_pipeline_delete, ctypes.c_void_p(self.at))
 
     def makespan(self, times: np.ndarray, send: int) -> int:
         """Return the makespan.
