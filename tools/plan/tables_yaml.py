@@ -16,12 +16,9 @@ from telechat_moe.tools.plan.architecture import Architecture, plain
 from telechat_moe.tools.plan.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.parts import PARTS
 from telechat_moe.tools.plan.tables import MOST, UNREADABLE, Row, unreadable
 
-NO_STEPS = {
-    "deepseek_v3_dualpipe_trace": "a kernel list: `telechat-moe plan overlap`",
-    "deepep_bandwidth": "bandwidths, no steps",
-}
 GIB = 2**30
 
 
@@ -71,8 +68,10 @@ def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
     name, grade = str(entry["id"]), str(entry.get("prov", "?"))
     table = f"published_steps/{name}"
     common = entry.get("common") or {}
-    if name in NO_STEPS or not isinstance(entry.get("rows"), list):
-        reason = f"missing: steps ({NO_STEPS.get(name, 'the set has no rows with a time')})"
+    if name in PARTS:
+        return
+    if not isinstance(entry.get("rows"), list):
+        reason = "missing: steps (the set has no rows with a time)"
         yield Row(
             table=table, line=0, model="", device="", group=table, provenance=grade, reason=reason
         )

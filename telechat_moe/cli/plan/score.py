@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections import Counter
 from importlib import import_module
 from typing import Any
 
@@ -45,15 +46,27 @@ def run(args: argparse.Namespace) -> int:
     tables: Any = import_module("telechat_moe.tools.plan.tables")
     score: Any = import_module("telechat_moe.tools.plan.score")
     device.load_device(args.device)
-    rows: list[Any] = [row for file in args.tables for row in tables.read_table(file)]
+    of_steps: Any = import_module("telechat_moe.tools.plan.parts")
+    parts: list[Any] = []
+    rows: list[Any] = []
+    for file in args.tables:
+        found: list[Any] = of_steps.read_parts(file)
+        parts += found
+        if not found or str(file).endswith((".yaml", ".yml")):
+            rows += tables.read_table(file)
     scored: list[Any] = score.score(score.checked(rows, args.device), args.device)
     if args.held_out:
         with bars() as moved:
             scored = score.refit(scored, args.device, args.held_out, moved)
     result: dict[str, Any] = score.report(scored, list(dict.fromkeys(row.table for row in rows)))
+    result["parts"] = {"tables": of_steps.summary(parts), "rows": of_steps.plain(parts)}
     if not write_json(args.json, result):
-        _show(result, args.rows)
-    if not any(s.error is not None or s.memory_error is not None for s in scored):
+        if rows:
+            _show(result, args.rows)
+        if parts:
+            _show_parts(result["parts"], args.rows or len(parts) < 30)
+    errors = [s.error for s in [*scored, *parts]] + [s.memory_error for s in scored]
+    if all(error is None for error in errors):
         raise BadInputError("no row could be scored; the reasons are listed above")
     return 0
 
@@ -62,6 +75,35 @@ def _percent(value: float | None, signed: bool = False) -> str:
     if value is None:
         return "-"
     return f"{value * 100:+.1f} %" if signed else f"{value * 100:.1f} %"
+
+
+def _show_parts(result: dict[str, Any], every_row: bool) -> None:
+    """Print what was predicted of parts of a step."""
+    sys.stdout.write("\nparts of a step\n\n")
+    if every_row:
+        heads = ["row", "part", "predicted ", "measured ", "error ", "prov", "rejected"]
+        cells = [
+            [
+                f"{r['table'].removeprefix('published_steps/')}:{r['line']}",
+                r["part"],
+                "-" if r["predicted"] is None else f"{r['predicted']:.4g} {r['unit']}",
+                f"{r['measured']:.4g} {r['unit']}" if r["measured"] else "-",
+                _percent(r["error"], signed=True),
+                r["provenance"],
+                r["rejected"] or "",
+            ]
+            for r in result["rows"]
+        ]
+        show_table(heads, cells)
+        sys.stdout.write("\n")
+    lines = [
+        [name, str(s["of"]), str(s["rows"]), _percent(s.get("mape")), _percent(s.get("median"))]
+        for name, s in result["tables"].items()
+    ]
+    show_table(["table", "rows ", "predicted ", "MAPE ", "median "], lines)
+    rejected = Counter(r["rejected"] for r in result["rows"] if r["rejected"])
+    for reason, count in rejected.most_common():
+        sys.stdout.write(f"{count:6d}  {reason}\n")
 
 
 def _show(result: dict[str, Any], every_row: bool) -> None:
