@@ -1,6 +1,7 @@
 """`telechat-moe plan simulate`: one step of a recipe on a device, in full."""
 
 import argparse
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
@@ -44,6 +45,20 @@ def register(verbs: Any) -> None:
         metavar="FILE",
         help="attention stays in documents of these lengths: an .idx, or a number a line",
     )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="deviation of an operation's time on a device, over its mean, as 0.02",
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="deviation of devices' speed, which lasts, as 0.01",
+    )
     add_overrides(parser)
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
@@ -69,11 +84,18 @@ def run(args: argparse.Namespace) -> int:
     write_text("--html ", args.html, lambda: report.html(step))
     write_text("--trace ", args.trace, lambda: report.trace(step))
     figures = report.report(step)
+    varied: Any = None
+    if args.jitter or args.spread:
+        jitter: Any = import_module("telechat_moe.tools.plan.jitter")
+        varied = jitter.vary(step, args.jitter, args.spread)
+        figures["varied"] = asdict(varied) | {"step_s": varied.step_s}
     code = 0 if figures["fits"] else 1
     if write_json(args.json, figures):
         return code
     for note in report.notes(step):
         print(note)
+    if varied:
+        print(varied.told())
     if packed:
         print(packed.told(args.documents))
     for table in report.tables(step):
