@@ -54,7 +54,7 @@ int Pool::size() {
 Problem::Problem(const Given& g)
     : pipeline(g.pipeline), stages(static_cast<int>(g.stages)), chunks(g.pipeline->chunks), micros(g.pipeline->micros),
       choice(g.choice != 0), bulk_last(g.bulk == 1), send(g.send), held(g.held), route(g.pipeline->route),
-      lowest(g.lowest, g.lowest + chunks), fixed(g.fixed, g.fixed + 3 * chunks), memory(g.memory, g.memory + stages),
+      lowest(g.lowest, g.lowest + chunks), highest(g.highest, g.highest + chunks), fixed(g.fixed, g.fixed + 3 * chunks), memory(g.memory, g.memory + stages),
       buffer(g.buffer, g.buffer + stages), base(g.base), start(g.start), exposed(g.exposed) {
   for (int i = 0; i < g.kinds; ++i) {
     const GivenLayers& l = g.layers[i == 0 ? g.bulk : 1 - g.bulk];
@@ -192,7 +192,7 @@ bool Problem::improve(Ints counts, int patience, uint64_t& seed, Pool& pool, Pla
     std::vector<std::pair<double, std::pair<int, int>>> moves;  // by how much the path becomes shorter, from, to
     for (int a = 0; a < chunks; ++a)
       for (int b = 0; b < chunks && counts[a] > lowest[a]; ++b)
-        if (each[a] > each[b]) moves.push_back({each[b] - each[a], {a, b}});
+        if (each[a] > each[b] && counts[b] < highest[b]) moves.push_back({each[b] - each[a], {a, b}});
     const size_t some = std::min<size_t>(moves.size(), 3 * chunks);
     std::partial_sort(moves.begin(), moves.begin() + static_cast<std::ptrdiff_t>(some), moves.end());
     bool moved = false;
@@ -219,9 +219,10 @@ bool Problem::improve(Ints counts, int patience, uint64_t& seed, Pool& pool, Pla
     counts = found.layers;
     for (uint64_t k = 1 + next(seed) % 3; k > 0; --k) {
       const int a = static_cast<int>(next(seed) % chunks);
-      if (counts[a] <= lowest[a]) continue;
+      const int b = static_cast<int>(next(seed) % chunks);
+      if (counts[a] <= lowest[a] || counts[b] >= highest[b]) continue;
       --counts[a];
-      ++counts[next(seed) % chunks];
+      ++counts[b];
     }
     if (!finish(counts, again)) {
       counts = found.layers;
@@ -236,14 +237,15 @@ Ints Problem::round(const Reals& near) const {
   int left = 0;
   for (const Kind& k : kinds) left += k.count;
   Ints whole(chunks), order(chunks);
-  for (int c = 0; c < chunks; ++c) left -= whole[c] = std::max(static_cast<int>(std::floor(near[c] + 1e-6)), lowest[c]);
-  while (left != 0) {
+  for (int c = 0; c < chunks; ++c) left -= whole[c] = std::clamp(static_cast<int>(std::floor(near[c] + 1e-6)), lowest[c], highest[c]);
+  for (int before = 0; left != 0 && left != before;) {
+    before = left;
     std::iota(order.begin(), order.end(), 0);
     const int step = left > 0 ? 1 : -1;
     std::stable_sort(order.begin(), order.end(),
                      [&](int a, int b) { return step * (near[a] - whole[a]) > step * (near[b] - whole[b]); });
     for (int c : order)
-      if (left != 0 && (step > 0 || whole[c] > lowest[c])) {
+      if (left != 0 && (step > 0 ? whole[c] < highest[c] : whole[c] > lowest[c])) {
         whole[c] += step;
         left -= step;
       }
@@ -262,7 +264,8 @@ std::vector<Ints> Problem::structures() const {
       return;
     }
     if (at == chunks) return;
-    for (int here = left; here >= (at > 0 && at < chunks - 1 ? 1 : 0); --here) {
+    const int c = bulk_last ? at : chunks - 1 - at;
+    for (int here = std::min(left, highest[c]); here >= (at > 0 && at < chunks - 1 ? 1 : 0); --here) {
       now[at] = here;
       self(self, left - here, at + 1);
     }

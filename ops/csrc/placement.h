@@ -46,7 +46,7 @@ struct Given {
   const Pipeline* pipeline;
   int64_t stages, kinds, bulk, choice, send, held;  // bulk: which of the kinds has more layers
   GivenLayers layers[2];
-  const int64_t *lowest, *fixed, *memory, *buffer;
+  const int64_t *lowest, *highest, *fixed, *memory, *buffer;
   const double* weight;  // [2, stages]
   double least[2], lines[2][4];
   double base, start, reduce[2], update[2], exposed;
@@ -93,7 +93,7 @@ class Problem {
   int64_t send, held;
   std::vector<Kind> kinds;  // the larger one first
   std::vector<int> route;
-  Ints lowest;
+  Ints lowest, highest;
   std::vector<int64_t> fixed, memory, buffer;
   Reals weight[2];
   double least[2], lines[2][4];

@@ -77,6 +77,9 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
         choice=rng.random() < 0.4,
         held=rng.randint(0, 2),
         weights=(bytes_of_stages(6), bytes_of_stages(6)),
+        most=tuple(rng.randint(c in range(1, number - 1), 3) for c in range(number))
+        if rng.random() < 0.2
+        else (),
         rest=Rest(
             base=rng.random() * 1e-2,
             start=rng.random() * 1e-2,
@@ -92,7 +95,9 @@ def placements(p: Problem):
     """Yield the layers of every chunk, and how many of them are recomputed."""
     number, total = p.stages * p.chunks, sum(g.count for g in p.layers)
     for counts in product(range(total + 1), repeat=number):
-        if sum(counts) != total or any(n < 1 for n in counts[1:-1]) or (number == 1 and not counts):
+        if sum(counts) != total or any(n < 1 for n in counts[1:-1]):
+            continue
+        if any(n > most for n, most in zip(counts, p.most, strict=False)):
             continue
         ranges = [range(n + 1 if p.choice else 1) for n in counts]
         for again in product(*ranges):
@@ -174,6 +179,7 @@ def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
 
     yield replace(p, memory=tuple(m + rng.randint(0, 9) for m in p.memory))
     yield replace(p, buffer=less(p.buffer))
+    yield replace(p, most=tuple(most + rng.randint(0, 1) for most in p.most))
     yield replace(p, send=rng.randint(0, p.send))
     yield replace(p, choice=True)
     yield replace(p, weights=(less(p.weights[0]), less(p.weights[1])))

@@ -106,7 +106,7 @@ class Boxes:
     def whole(self) -> Box:
         """Return all placements, and some that do not exist: the layers of the smaller kind in any chunk that they can reach."""
         p, none = self.p, np.zeros(self.p.number, dtype=np.int64)
-        low, high = p.lowest.copy(), none + self.bulk.count
+        low, high = p.lowest.copy(), np.minimum(p.highest, self.bulk.count)
         few_high = none.copy()
         if self.other:
             reach = np.arange(p.number) if p.bulk else np.arange(p.number)[::-1]
@@ -118,7 +118,7 @@ class Boxes:
     def fixed(self, box: Box, structure: tuple[int, ...]) -> Box:
         """Return the placements of a box whose layers of the smaller kind stand so."""
         p, few = self.p, np.array(structure)
-        low, high = np.maximum(box.low, p.lowest - few), box.high.copy()
+        low, high = np.maximum(box.low, p.lowest - few), np.minimum(box.high, p.highest - few)
         low = np.maximum(low, 0)
         held = np.flatnonzero(few)
         if len(held):

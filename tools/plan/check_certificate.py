@@ -6,8 +6,7 @@ placements: a number of layers is at most `cut`, or more; of the first or second
 (rows 0, 1), of the larger kind on a stage (2). A leaf is an empty box; or -1, one placement, its
 step is computed; or a proof's number: weights of inequalities. The step is at least their sum.
 
-Times in ps, memory in bytes, steps in s, equal up to 1e-6. Taken as true: costs, and that no
-configuration is missing.
+Times in ps, memory in bytes, steps in s. Taken as true: costs, and that no configuration is missing.
 """
 
 import json
@@ -75,6 +74,7 @@ def tighten(c: Any, low: Any, high: Any, bound: float) -> bool:
     """Tighten a box by whole layers, memory and the bound; return whether it is empty then."""
     n, g, few, p = c.count[:, None], c.g, 1 - c.g, c.s.p
     high[:2] = np.minimum(high[:2], n - (low[:2].sum(axis=1, keepdims=True) - low[:2]))
+    high[:2] = np.minimum(high[:2], c.highest - low[1::-1])
     high[0, np.cumsum(high[1, ::-1])[::-1] < n[1]] = 0  # the second kind has begun before
     high[1, np.cumsum(high[0]) < n[0]] = 0  # the first kind goes on behind
     low[:2] = np.maximum(low[:2], c.least - high[1::-1])

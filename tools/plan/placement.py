@@ -1,4 +1,4 @@
-"""The inner problem, solved and proven: branch and bound over linear programs whose rows are paths (`ops/csrc/placement_search.cc`).
+"""The inner problem, solved and proven: branch and bound over linear programs whose rows are paths (`ops/csrc/placement*.cc`).
 
 The makespan is the largest of the lengths of all paths through the schedule. A path's length is linear in the layers of the
 chunks, so any few paths give a linear program that is a lower bound; the longest path at its solution is the next row, until
@@ -177,16 +177,17 @@ class Inner(Boxes):
         """Return layers by rounds: the chunks of a round have equally many, some rounds one more."""
         p = self.p
         total = sum(g.count for g in p.layers)
-        counts = np.maximum(p.lowest, total // p.number)
+        counts = np.clip(total // p.number, p.lowest, p.highest)
         while counts.sum() > total:
             counts[rng.choice([c for c in range(p.number) if counts[c] > p.lowest[c]])] -= 1
         rounds = list(range(p.chunks))
         rng.shuffle(rounds)
         order = [r * p.stages + s for r in rounds for s in range(p.stages)]
-        left, i = total - int(counts.sum()), 0
-        while left:
-            counts[order[i % len(order)]] += 1
-            left, i = left - 1, i + 1
+        left = total - int(counts.sum())
+        while left and (counts < p.highest).any():
+            for chunk in order:
+                if left and counts[chunk] < p.highest[chunk]:
+                    counts[chunk], left = counts[chunk] + 1, left - 1
         return counts
 
 
@@ -210,7 +211,10 @@ class _Given(ctypes.Structure):
         ("pipeline", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("stages", "kinds", "bulk", "choice", "send", "held")),
         ("layers", _GivenLayers * 2),
-        *((name, ctypes.c_void_p) for name in ("lowest", "fixed", "memory", "buffer", "weight")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("lowest", "highest", "fixed", "memory", "buffer", "weight")
+        ),
         ("least", ctypes.c_double * 2),
         ("lines", ctypes.c_double * 4 * 2),
         ("base", ctypes.c_double),
@@ -247,6 +251,7 @@ class _Given(ctypes.Structure):
             held=p.held,
             layers=(_GivenLayers * 2)(*layers),
             lowest=self._numbers(p.lowest),
+            highest=self._numbers(p.highest),
             fixed=self._numbers(p.fixed),
             memory=self._numbers(p.memory),
             buffer=self._numbers(p.buffer),

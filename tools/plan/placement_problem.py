@@ -95,8 +95,11 @@ class Problem:
     first: Times = (0, 0, 0)
     """What stands in the first chunk besides layers: the embedding."""
 
+    before: Times = (0, 0, 0)
+    """In the one before the last: MTP without its head."""
+
     last: Times = (0, 0, 0)
-    """In the last one: MTP and head."""
+    """In the last one: MTP and head, or heads only."""
 
     send: int = 0
     """From one stage to another, ps."""
@@ -117,6 +120,8 @@ class Problem:
     """Parameters of each stage besides layers, as `Layers.weights`."""
 
     rest: Rest = Rest()
+    most: tuple[int, ...] = ()
+    """Most layers of each chunk; none: any number."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "buffer"):
@@ -149,6 +154,12 @@ class Problem:
         return least
 
     @cached_property
+    def highest(self) -> np.ndarray:
+        """Most layers of each chunk."""
+        total = sum(g.count for g in self.layers)
+        return np.minimum(np.array(self.most or (total,) * self.number, dtype=np.int64), total)
+
+    @cached_property
     def bulk(self) -> int:
         """The kind with the most layers."""
         return max(range(len(self.layers)), key=lambda g: self.layers[g].count)
@@ -159,6 +170,8 @@ class Problem:
         found = np.zeros((3, self.number), dtype=np.int64)
         found[:, 0] += self.first
         found[:, -1] += self.last
+        if self.number > 1:
+            found[:, -2] += self.before
         return found
 
     @cached_property
@@ -267,7 +280,9 @@ def structures(problem: Problem) -> Iterator[tuple[int, ...]]:
         if not left:
             yield (0,) * (n - chunk)
         elif chunk < n:
-            for here in range(left, 0 if 0 < chunk < n - 1 else -1, -1):
+            at = chunk if problem.bulk else n - 1 - chunk
+            most = min(left, int(problem.highest[at]))
+            for here in range(most, 0 if 0 < chunk < n - 1 else -1, -1):
                 for more in walk(left - here, chunk + 1):
                     yield (here, *more)
 
