@@ -11,7 +11,7 @@ from telechat_moe.tools.plan.bounds import problem_of
 from telechat_moe.tools.plan.placement import Inner, Multipliers, Part, Pool
 from telechat_moe.tools.plan.placement_problem import Placed, Problem, structures
 from telechat_moe.tools.plan.search import Plan
-from telechat_moe.tools.plan.space import describe, layout_of
+from telechat_moe.tools.plan.space import NAMES, SCHEDULES, describe, layout_of
 
 NEIGHBOURS = 6
 """Proofs of configurations with the same schedule that are tried before another one is made."""
@@ -127,6 +127,7 @@ class Writer:
             "buffer": p.buffer,
             "held": p.held,
             "choice": int(p.choice),
+            "highest": p.highest,
             "weights": p.weight,
             "largest": np.ceil(p.least_weight),
             "base": rest.base,
@@ -182,8 +183,10 @@ def certificate(plan: Plan) -> dict[str, Any]:
     Raises:
         UsageError: The space has schedules that the checker does not know.
     """
-    if plan.space.beyond_recipes:
-        raise UsageError("--certificate: the checker knows 1F1B only, leave --beyond-recipes out")
+    if (plan.rows[:, NAMES.index("schedule")] == SCHEDULES.index("zb-v")).any():
+        raise UsageError(
+            "--certificate: the checker knows 1F1B only; with --beyond-recipes add --fix schedule=1f1b,interleaved"
+        )
     write, made = Writer(plan.pools), {}
     bound = min(plan.lower_bound_s, plan.best[0].step_s)
     for c, here in plan.costs.values():
