@@ -104,6 +104,7 @@ std::vector<Box> Search::cut(const Box& box, const Part& part) const {
     for (int s = 0; s < p.stages; ++s) {
       found.push_back(box);
       found.back().fewest[s] = std::max(box.fewest[s], few[s] + 1);
+      for (int j = 0; j < s; ++j) found.back().most[j] = std::min(box.most[j], few[j]);  // else it is in an earlier one
     }
   } else {
     found = {box, box};

@@ -52,8 +52,11 @@ void Search::visit(const Node& node, double limit) {
   const Box& box = node.box;
   const Ints top = most(box, limit);
   parts[node.part].proof = -1;
-  if (!possible(box, top)) return;
   const bool initial = node.number < first;
+  if (!possible(box, top)) {
+    if (initial) root.push_back(root.empty() ? -1 : root.back());  // of another configuration it may hold placements
+    return;
+  }
   const std::shared_ptr<const Program> from = node.from ? node.from : initial ? earlier : nullptr;
   LinearProgram lp = from ? from->lp : program(box);
   if (from) {
@@ -76,7 +79,10 @@ void Search::visit(const Node& node, double limit) {
     found.bound = node.bound;
   }
   parts[node.part].proof = proof;
-  if (initial) root.push_back(proof);
+  if (initial) {
+    root.push_back(proof);
+    std::replace(root.begin(), root.end(), -1, proof);
+  }
   std::shared_ptr<const Program> kept_program;
   if (kept < kKept) {
     lp.shrink();

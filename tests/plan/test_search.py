@@ -111,7 +111,7 @@ def _free() -> tuple[Architecture, Space, Device, float]:
 def test_the_best_of_all_fixed_choices_is_the_free_one(name: str) -> None:
     a, space, device, free = _free()
     values = np.unique(enumerate_space(a, space)[:, NAMES.index(name)])
-    assert len(values) > 1
+    assert len(values) > 1 or name == "ends"  # recipes have one
     steps = []
     for value in values:
         plan = search(a, replace(space, fixed={name: int(value)}), device, top=1)

@@ -172,10 +172,13 @@ class Boxes:
         if cut == "structure":
             return [self.fixed(box, s) for s in structures(self.p)]
         if cut == "longest":
-            more = [box.fewest.copy() for _ in at]
-            for stage, n in enumerate(at):
-                more[stage][stage] = max(more[stage][stage], n + 1)
-            return [replace(box, fewest=m) for m in more]
+            few, boxes = np.array(at), []
+            for stage, n in enumerate(at):  # the first stage with more: none is in two boxes
+                fewest, most = box.fewest.copy(), box.most.copy()
+                fewest[stage] = max(fewest[stage], n + 1)
+                most[:stage] = np.minimum(most[:stage], few[:stage])
+                boxes.append(replace(box, fewest=fewest, most=most))
+            return boxes
         most, fewest = (box.most, box.fewest) if cut == "stage" else (box.high, box.low)
         most, fewest = most.copy(), fewest.copy()
         most[at[0]], fewest[at[0]] = at[1], at[1] + 1

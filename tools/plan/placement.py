@@ -117,8 +117,8 @@ class Inner(Boxes):
         self._library.telechat_placement_tree(
             self._at, _pointer(self._table), _pointer(self._few), _pointer(root)
         )
-        best = self._best(None, 0)
-        return Answer(self, best, bound.value, seen, tuple(root.tolist()))
+        firsts = tuple(int(number) for number in root if number >= 0)
+        return Answer(self, self._best(None, 0), bound.value, seen, firsts)
 
     def improve(self, counts: np.ndarray, patience: int = 4) -> Placed | None:
         """Move single layers off the longest path while that helps; None: the placement does not fit.
