@@ -18,11 +18,11 @@ from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.memory import local_parameters, memory
 from telechat_moe.tools.plan.placement import PS, Multipliers
 from telechat_moe.tools.plan.placement_problem import Layers, Problem, Rest, Times, least_largest
-from telechat_moe.tools.plan.simulate_step import send, weight_gradient
-from telechat_moe.tools.plan.step import reduction, stage_times, update
+from telechat_moe.tools.plan.simulate_step import weight_gradient
+from telechat_moe.tools.plan.step import reduction, send, stage_times, update
 
-PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, END = range(6)
-"""Stages of the probe: the first with the embedding only, one layer each, the last with head and MTP only."""
+PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, BEFORE, END = range(7)
+"""Stages of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
 
 NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
 
@@ -39,6 +39,9 @@ class Costs:
 
     first: Array
     """F, B, W of the embedding, [n, 3]."""
+
+    before: Array
+    """Of what stands in the chunk before the last one: MTP without its head, or nothing."""
 
     last: Array
     """Of head and MTP."""
@@ -124,7 +127,8 @@ def with_stages(x: Columns, **arrays: np.ndarray) -> Columns:
     zero = np.zeros((len(x), width))
     stages = {name: arrays.get(name, zero) for name in NAMES}
     whole = np.full(len(x), float(width))
-    return Columns(dict(vars(x)) | stages | {"pp": whole, "last_stage": whole - 1})
+    ends = {"pp": whole, "last_stage": whole - 1, "mtp_stage": whole - 1 - x.mtp_apart}
+    return Columns(dict(vars(x)) | stages | ends)
 
 
 def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
@@ -136,7 +140,7 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         choice: Whether each may choose how many layers are recomputed; else all are, by its policy.
     """
     n = len(x)
-    probe = np.zeros((4, n, 6))
+    probe = np.zeros((4, n, END + 1))
     probe[0, :, [DENSE, DENSE_AGAIN]] = probe[1, :, [MOE, MOE_AGAIN]] = 1
     probe[2, :, DENSE_AGAIN] = probe[3, :, MOE_AGAIN] = 1
     seen = with_stages(x, **dict(zip(NAMES, probe, strict=True)))
@@ -144,7 +148,7 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     s = stage_times(seen, r)
     held = memory(seen, device)
     states = held.parameters + held.gradients + held.optimizer
-    weights = np.stack(local_parameters(seen), axis=-1)  # [n, 6, 2]
+    weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
     split = x.order >= 2
     always = choice[:, None]  # else every layer is recomputed by its policy
     forward = s.forward[:, [DENSE, MOE]]
@@ -169,8 +173,9 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         times=np.stack([forward, backward - own, own], axis=-1),
         again=np.where(always, again, 0.0),
         first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
+        before=np.column_stack([s.forward[:, BEFORE], s.backward[:, BEFORE], zero]),
         last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
-        send=np.broadcast_to(send(x, device), (n,)) * (x.pp > 1),
+        send=np.broadcast_to(send(x, device, device.constants), (n,)) * (x.pp > 1),
         states=states[:, [DENSE, MOE]],
         kept=kept,
         entry=entry,
@@ -228,7 +233,7 @@ def _late(x: Columns, backward: Array, whole: Array) -> Array:
     share = backward[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
     most = share.max(axis=1)
     beyond = np.maximum(backward - most[:, None] * whole, 0.0)
-    return np.column_stack([most, np.maximum(beyond[:, PLAIN] + beyond[:, END], 0.0)])
+    return np.column_stack([most, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
 
 
 def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float) -> Problem:
@@ -255,6 +260,8 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
         for g, count in enumerate((a.dense_layers, a.moe_layers))
         if count
     ]
+    total, last = len(a.layers), 0 if layout.ends != "last" else len(a.layers)
+    most = (total,) * (layout.pp * layout.vpp - 1) + (last,)
     buffer = [0] * layout.pp
     buffer[c.last_stage[row]] = math.ceil(c.logits[row])
     dense, experts = (whole(w) for w in c.fixed_weights[row])
@@ -264,7 +271,9 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
         micro_batches=layout.micro_batches,
         chunks=layout.vpp,
         layers=tuple(kinds),
+        most=most,
         first=ps(c.first[row]),
+        before=ps(c.before[row]),
         last=ps(c.last[row]),
         send=round(float(c.send[row]) / PS),
         memory=tuple(math.floor(room - f) for f in c.fixed[row]),
@@ -289,6 +298,7 @@ class Stages:
         self.spent = np.zeros((n, stages))
         self.spent[:, 0] += c.first[some].sum(axis=1)
         self.spent[np.arange(n), c.last_stage[some]] += c.last[some].sum(axis=1)
+        self.spent[np.arange(n), c.last_stage[some] - 1] += c.before[some].sum(axis=1)
         self.one = c.times[some, g].sum(axis=1)[:, None]
         self.m = c.micro_batches[some, None]
         saved = c.kept[some, g] - c.entry[some, g]
@@ -345,7 +355,7 @@ def estimate(c: Costs, a: Architecture, chunks: Array, bound: Array) -> Array:
     """Return about what the step takes, [n]: its bound and the start-up of equal chunks. Orders the search and proves nothing."""
     counts = np.array([a.dense_layers, a.moe_layers])
     stages = c.fixed.shape[1]
-    total = (c.times.sum(axis=2) * counts).sum(axis=1) + c.first.sum(axis=1) + c.last.sum(axis=1)
+    total = (c.times.sum(axis=2) * counts).sum(axis=1) + (c.first + c.before + c.last).sum(axis=1)
     return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
 
 
@@ -381,11 +391,12 @@ def prove(
         few = np.maximum(held.most(held.shortest(number)[0]), 0)
         fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
     found = np.full(len(some), np.inf)
-    for stage, proof in enumerate(proofs):
-        asked = np.zeros_like(fewest)
-        asked[:, stage % stages] = fewest[:, stage % stages]
+    for stage, proof in enumerate(proofs):  # the first stage with more than `few`
         value = _proved(c, some, a, proof, stages_of, held.space, least)
-        found = np.minimum(found, value + asked @ proof.fewest - most @ proof.most)
+        value += fewest[:, stage % stages] * proof.fewest[stage % stages] - most @ proof.most
+        found = np.minimum(found, np.where(most.sum(axis=1) < number, np.inf, value))
+        asked = fewest[:, stage % stages] > 0
+        most[asked, stage % stages] = np.minimum(most, fewest - 1)[asked, stage % stages]
     return found
 
 
@@ -409,7 +420,10 @@ def _proved(
     weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
     least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
     total = constant + k * proof.sends * c.send[some] + (least * least_weights).sum(axis=1)
-    total = total + k * (c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1])
+    ends = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
+    if chunks > 1:
+        ends = ends + c.before[some] @ proof.counts[:, -2]
+    total = total + k * ends
     total = total + (weigh * c.fixed_weights[some]).sum(axis=(1, 2)) - space @ proof.memory
 
     def each(kind: int) -> Array:

@@ -29,7 +29,7 @@ PARTLY = {
 }
 """Share of each part of a layer that policies of compilers recompute."""
 
-_SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early")
+_SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early", "swap")
 
 
 class Columns:
@@ -52,7 +52,7 @@ def _arrays(items: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
 
 
 def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
-    """Return, per part of a layer, whether the backward pass computes it again."""
+    """Return, per part of a layer, whether the backward pass computes it again; and whether layers are swapped instead."""
     cache: dict[str, tuple[float, ...]] = {}
     for policy in set(policies):
         words = set(policy.split("+"))
@@ -63,11 +63,11 @@ def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
         norm = full or "norm" in words
         activation = mlp or "activation" in words
         early = "early_stop" in words
-        parts = (full, attention, core, mlp, norm, activation, early)
+        parts = (full, attention, core, mlp, norm, activation, early, "swap" in words)
         cache[policy] = tuple(float(x) for x in parts)
         for word, shares in PARTLY.items():
             if word in words:
-                cache[policy] = (*shares, 0.0)
+                cache[policy] = (*shares, 0.0, 0.0)
     table = np.array([cache[policy] for policy in policies])
     return {f"re_{name}": np.ascontiguousarray(table[:, i]) for i, name in enumerate(_SMALL)}
 
@@ -135,10 +135,16 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     last_stage = np.array([stage_of_chunk(x)[-1] for x in layouts])
     values["last_stage"] = last_stage.astype(np.float64)
     values["expert_copies"] = (
+    apart = np.array([x.ends != "last" for x in layouts], dtype=np.float64)
+    values["mtp_apart"] = apart
+    values["mtp_stage"] = np.array(
+        [stage_of_chunk(x)[-1 - (x.ends != "last")] for x in layouts], dtype=np.float64
+    )
         values["dp"] * values["cp"] * values["tp"] / (values["ep"] * values["etp"])
     )
     last_moe = np.array([a.layers[-1] == "moe" for a in architectures], dtype=np.float64)
     values["mtp_moe"] = last_moe
-    # recipes that count recomputed layers leave MTP out
-    values["mtp_again"] = np.array([x.recompute_layers is None for x in layouts], dtype=np.float64)
+    # recipes that count recomputed layers leave MTP out; it is never swapped
+    again = [x.recompute_layers is None and x.recompute != "swap" for x in layouts]
+    values["mtp_again"] = np.array(again, dtype=np.float64)
     return Columns(values)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.collectives import all_gather, all_reduce, all_to_all
 from telechat_moe.tools.plan.columns import Array, Columns
 from telechat_moe.tools.plan.device import Constants, Device
+from telechat_moe.tools.plan.memory import whole_layers
 
 SHARP = 8.0
 """Exponent of the smooth maximum of device and host time: they overlap, but not perfectly near the crossing."""
@@ -270,7 +272,7 @@ def embedding_forward(x: Columns, r: Rates) -> Pass:
 
 @dataclass
 class Layer:
-    """One decoder layer of a kind: forward, backward (dX and dW), and what is computed again before it."""
+    """One decoder layer of a kind: forward, backward (dX and dW), and what is computed again or waited for before it."""
 
     forward: Pass
     backward: Pass
@@ -279,6 +281,20 @@ class Layer:
 
 def layer(x: Columns, r: Rates, moe: bool) -> Layer:
     """Return the times of a dense or a MoE layer."""
+def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) -> Array:
+    """Return what copying a layer's activations to the host and back takes beyond its own passes, under which it runs.
+
+    Raises:
+        BadInputError: The device's description has no link to its host.
+    """
+    if not r.device.host_bandwidth:
+        raise BadInputError(
+            f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
+        )
+    copy = whole_layers(x)[moe] / (r.device.host_bandwidth * r.c.intra_share)
+    return np.maximum(copy - forward.time, 0.0) + np.maximum(copy - backward.time, 0.0)
+
+
     a_matmul, core, core_back, a_memory = attention_forward(x, r)
     f_matmul, f_memory = moe_forward(x, r) if moe else dense_forward(x, r)
     norm = norms(x, r)
@@ -322,3 +338,5 @@ def layer(x: Columns, r: Rates, moe: bool) -> Layer:
         wait * x.re_full,
     )
     return Layer(forward, backward, again)
+    if np.any(x.re_swap > 0):
+        again.memory = again.memory + x.re_swap * swap_wait(x, r, moe, forward, backward)

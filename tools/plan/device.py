@@ -83,6 +83,9 @@ class Device:
     inter_bandwidth: float
     """Bytes/s of a device to other nodes."""
 
+    host_bandwidth: float = 0.0
+    """Bytes/s of a device to its host's memory, each direction; 0: not known, nothing is swapped."""
+
     reserved_bytes: float = 1.5 * 2**30
     """Memory that the runtime, libraries and communication buffers hold."""
 

@@ -19,10 +19,7 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     Raises:
         BadInputError: Recipes cannot say it.
     """
-    if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
-        raise BadInputError(
-            f"layout {layout.short()}: recipes cannot place layers for {layout.schedule}"
-        )
+    _refuse(layout, "recipes")
     pp, vpp = layout.pp, layout.vpp
     base = layers // (pp * vpp)
     extra = [n - base for n in layout.chunk_layers(layers)]
@@ -30,7 +27,7 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     recompute: Any = layout.recompute == "full"
     if counts is not None:
         recompute = _rows(list(counts), pp, vpp) if any(counts) else False
-    words = [] if layout.recompute in ("none", "full") else layout.recompute.split("+")
+    words = [] if layout.recompute in ("none", "full", "swap") else layout.recompute.split("+")
     unknown = [word for word in words if word not in MODULES]
     if unknown:
         raise BadInputError(f"layout {layout.short()}: recipes cannot recompute {unknown[0]} alone")
@@ -64,6 +61,26 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     if layout.schedule == "gpipe":
         found["parallel.pipeline_config"]["pipeline_interleave"] = True
     return found
+
+
+def _refuse(layout: Layout, who: str, swap: bool = False, ends: bool = False) -> None:
+    """Refuse what a program cannot say, but for what it can.
+
+    Raises:
+        BadInputError: Always naming the layout and what cannot be said.
+    """
+    found = []
+    if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
+        found.append(f"place layers for {layout.schedule}")
+    swapped = layout.recompute_layers is None or any(layout.recompute_layers)
+    if layout.recompute == "swap" and swapped and not swap:
+        found.append("swap whole layers")
+    if layout.ends != "last" and not ends:
+        found.append("place MTP before its head")
+    if found:
+        raise BadInputError(
+            f"layout {layout.short()}: {who} cannot {' or '.join(found)}; --pick another, or leave --beyond-recipes out"
+        )
 
 
 def _rows(numbers: list[int], pp: int, vpp: int) -> list[Any]:
@@ -117,10 +134,18 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def layout_string(a: Architecture, layout: Layout) -> str:
-    """Return Megatron's `--pipeline-model-parallel-layout`: E embedding, t layer, m MTP, L loss, | between chunks."""
+    """Return Megatron's `--pipeline-model-parallel-layout`: E embedding, t layer, m MTP, L loss, | between chunks.
+
+    It says nothing of recomputation or swapping.
+
+    Raises:
+        BadInputError: Megatron cannot say it.
+    """
+    _refuse(layout, "Megatron's layout", swap=True, ends=True)
     chunks = ["t" * n for n in layout.chunk_layers(len(a.layers))]
     chunks[0] = "E" + chunks[0]
-    chunks[-1] += "m" * a.mtp + "L"
+    chunks[-1 - (layout.ends != "last")] += "m" * a.mtp
+    chunks[-1] += "L"
     words = []
     for chunk, same in groupby(chunks):
         number = len(list(same))
@@ -134,6 +159,7 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
     Raises:
         BadInputError: MindSpeed cannot say it.
     """
+    _refuse(layout, "MindSpeed's arguments with no-op layers")
     counts = layout.chunk_layers(len(a.layers))
     size = max(counts)
     # position of every layer that is not there, in a model whose chunks all have `size`
@@ -148,6 +174,11 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
     ]  # fmt: skip
     if idle:
         found += ["--noop-layers", ",".join(map(str, idle))]
+    if a.dense_layers and a.moe_layers:  # counted with the no-op layers before them
+        there = [i for i in range(size * len(counts)) if i not in idle]
+        found += ["--first-k-dense-replace", there[a.dense_layers - 1] + 1]
+    if a.mtp:
+        found += ["--mtp-num-layers", a.mtp]
     if layout.vpp > 1:
         found += ["--num-layers-per-virtual-pipeline-stage", size]
     if layout.sequence_parallel:

@@ -10,6 +10,7 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
 ]
 Compute = Literal["fp32", "bf16", "fp16", "fp8"]
+Ends = Literal["last", "mtp-before"]
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute` and the modules that recipes call so."""
 
@@ -51,10 +52,10 @@ class Layout:
     """`none`, `selective` (attention's core), `full`, or module names joined by `+`: `attention`, `mlp`, `experts`,
     `norm`, `core_attention`, `activation`; `save_qkv`: all but the query, key and value products; `save_half`: every
     other product; `full+early_stop`: `full` without the last product, whose result no backward pass needs (PyTorch's
-    non-reentrant checkpoints)."""
+    non-reentrant checkpoints). `swap`: nothing is computed again, activations of whole layers wait in the host's memory."""
 
     recompute_layers: tuple[int, ...] | None = None
-    """Recomputed decoder layers of each global chunk; None: all of them."""
+    """Recomputed, or swapped, decoder layers of each global chunk, its first ones; None: all of them."""
 
     schedule: Schedule = "1f1b"
     chunks: tuple[int, ...] | None = None
@@ -62,6 +63,10 @@ class Layout:
     The embedding is in the first chunk, MTP and the head in the last."""
 
     compute: Compute = "bf16"
+    ends: Ends = "last"
+    """Where MTP's layer stands: with both heads in the last chunk, or alone in the one before (`mtp-before`), which the
+    layers end with; the last chunk has the heads only then."""
+
     """Type of the matrix products."""
 
     parameter_bytes: int = 2
@@ -133,6 +138,10 @@ class Layout:
         """All devices."""
         return self.dp * self.cp * self.tp * self.pp
 
+        if self.ends != "last" and (self.pp == 1 or (self.chunks and self.chunks[-1])):
+            raise BadInputError(
+                f"layout: {self.ends} needs two stages at least, and no layers in the last chunk"
+            )
     @property
     def global_batch(self) -> int:
         """Sequences of a step over all devices."""
@@ -155,8 +164,9 @@ class Layout:
                     f"layout: chunks hold {sum(self.chunks)} layers, the model has {layers}"
                 )
             return self.chunks
-        count = self.pp * self.vpp
-        return tuple(layers // count + (i < layers % count) for i in range(count))
+        count = self.pp * self.vpp - (self.ends != "last")
+        even = tuple(layers // count + (i < layers % count) for i in range(count))
+        return even + (0,) * (self.pp * self.vpp - count)
 
     def short(self) -> str:
         """Return the degrees on one line, such as `dp4 tp8 pp8`."""
@@ -165,8 +175,9 @@ class Layout:
             if getattr(self, name) > 1:
                 parts.append(f"{name}{getattr(self, name)}")
         parts += [f"mbs{self.micro_batch}", f"m{self.micro_batches}", f"zero{self.zero}"]
-        if self.recompute != "none":
-            parts.append(self.recompute)
+        parts += [
+            word for word, usual in ((self.recompute, "none"), (self.ends, "last")) if word != usual
+        ]
         return " ".join(parts)
 
     def but(self, **changes: object) -> "Layout":

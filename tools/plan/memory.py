@@ -48,10 +48,10 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
     dense[rows, last] += spare + x.hidden
     held = x.experts * x.expert_weights / (x.ep * x.etp)
     experts = x.stage_moe * _column(held, x)
-    moe_mtp = x.mtp * x.mtp_moe
-    dense[rows, last] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
-    dense[rows, last] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
-    experts[rows, last] += moe_mtp * held
+    moe_mtp, mtp_stage = x.mtp * x.mtp_moe, x.mtp_stage.astype(int)
+    dense[rows, mtp_stage] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
+    dense[rows, mtp_stage] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
+    experts[rows, mtp_stage] += moe_mtp * held
     if np.any(x.own_graph):
         dense = dense + _uncut(x, layers) * (x.own_graph * (1 - 1 / x.tp))[:, None]
     inside = np.arange(layers.shape[1])[None, :] < x.pp[:, None]
@@ -64,9 +64,8 @@ def _uncut(x: Columns, layers: Array) -> Array:
     shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
     router = x.hidden * x.experts
     found = layers * _column(down, x) + x.stage_moe * _column(router + shared, x)
-    rows, last = np.arange(len(x)), x.last_stage.astype(int)
     block = down + x.mtp_moe * (router + shared)
-    found[rows, last] += x.mtp * (2 * x.hidden**2 + block)
+    found[np.arange(len(x)), x.mtp_stage.astype(int)] += x.mtp * (2 * x.hidden**2 + block)
     return found
 
 
@@ -95,14 +94,20 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
     scores = np.where(x.flash > 0, 4 * t * x.heads / tp, 5 * t * x.seq * x.heads / tp)
     core = width * t * (q + kv + v) + scores * (1 - x.re_core)
     attention = (width * t * latents + core) * (1 - x.re_attention)
-    norm = 3 * width * rows * h * (1 - x.re_norm)  # outputs of both norms, input of the second
+    # policies that choose operator by operator keep attention's result, and those of the last products like the others
+    singly = width * ((x.re_mlp > 0) & (x.re_mlp < 1))
+    attention = attention + singly * t * v * x.re_attention * (1 - x.re_core)
+    attention = attention + singly * rows * h * (2 - x.re_attention - x.re_mlp)
+    entered = np.where(x.fp32 > 0, 4, x.input_bytes)
+    norm = (2 * entered + width) * rows * h * (1 - x.re_norm)  # outputs of both norms, input of the second
     residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
     f = x.ffn / tp
-    kept = np.where(x.matrices > 2, 3, 2) - x.re_activation
-    dense = width * t * f * kept * (1 - x.re_mlp)
+    # of an element of the inner width: the first products' results, and the last one's input
+    kept = width * (x.matrices - 1) + entered * (1 - x.re_activation)
+    dense = t * f * kept * (1 - x.re_mlp)
     pairs = t / tp * x.top_k * x.etp * x.imbalance
     g = x.moe_ffn / np.maximum(x.etp, 1)
-    moe = width * pairs * (2 * h + g * kept) + width * t * x.shared_width / tp * kept
+    moe = pairs * ((width + entered) * h + g * kept) + t * x.shared_width / tp * kept
     moe = (moe + 4 * t / tp * x.experts) * (1 - x.re_mlp)
     entry = width * rows * h
     common = attention + (norm + residual) * (1 - x.re_full) + entry
@@ -141,12 +146,15 @@ def memory(x: Columns, device: Device) -> Memory:
 
     parameters = held(3) * x.parameter_bytes[:, None]
     gradients = held(2) * x.gradient_bytes[:, None]
+    whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
+    parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
+    gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
     optimizer = held(1) * x.optimizer_bytes[:, None]
     one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
-    full = x.re_full[:, None]
-    kept = np.where(full > 0, entry, one_dense)
-    kept_moe = np.where(full > 0, entry, one_moe)
-    whole_dense, whole_moe = _whole(x)
+    full, swapped = x.re_full[:, None], x.re_swap[:, None]
+    kept = np.where(full > 0, entry, one_dense) * (1 - swapped)
+    kept_moe = np.where(full > 0, entry, one_moe) * (1 - swapped)
+    whole_dense, whole_moe = (_column(a, x) for a in whole_layers(x))
     per_micro = (
         x.stage_dense_again * kept
         + x.stage_moe_again * kept_moe
@@ -155,7 +163,7 @@ def memory(x: Columns, device: Device) -> Memory:
     )
     activations = per_micro * in_flight(x)
     if np.any(x.own_graph):
-        activations = activations + _besides(x)
+        activations = activations + _besides(x, whole_dense, whole_moe)
     working = _working(x, whole_dense, whole_moe, entry)
     rows = np.arange(len(x))
     buffers = working * (x.stage_dense.astype(bool) | x.stage_moe.astype(bool))
@@ -182,7 +190,10 @@ def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
         moe: That a MoE layer keeps.
         entry: That a recomputed layer keeps.
     """
-    again = np.where(x.stage_moe_again > 0, moe, dense) * x.re_full[:, None]
+    # of swapped layers two are there, one that is used and one on its way
+    full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
+    again = np.where(x.stage_moe_again > 0, moe, dense)
+    again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
     if not np.any(x.own_graph):
         return again
     s = saved(x)
@@ -193,16 +204,21 @@ def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
         (x.stage_dense_again, one_dense, dense),
         (x.stage_moe_again, one_moe, moe),
     ):
-        more = np.where((layers > 0) & (x.re_full[:, None] > 0), working + kept - entry, 0.0)
-        mine = np.maximum(mine, more)
+        besides = np.where(swapped, 2 * kept, kept - entry)
+        mine = np.maximum(mine, np.where((layers > 0) & (full | swapped), working + besides, 0.0))
     return np.where(x.own_graph[:, None] > 0, mine, again)
 
 
 def _end(x: Columns, moe: Array, dense: Array) -> Array:
     """Return what losses need on the last stage, for one micro-batch: MTP's layers, too, where the loss comes back first."""
     t = x.micro_batch * x.seq / x.cp
-    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result
-    logits = np.where(x.fused_loss > 0, 6.0, 14.0) * t * x.vocab / x.tp
+    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result: result and
+    # gradients of log-softmax and of the choice, in float32; cut over tp the gradient is three operators more
+    steps = np.where(x.tp > 1, 22.0, 14.0)
+    logits = np.where(x.fused_loss > 0, 6.0, steps) * t * x.vocab / x.tp
+    # outputs of all micro-batches; and what FSDP has gathered outside of layers
+    logits = logits + 2 * x.gathered * (x.micro_batches - 1) * t * x.vocab / x.tp
+    logits = logits + 2 * x.fsdp * (2 - x.tied) * x.vocab * x.hidden / x.tp
     if not np.any(x.own_graph):
         return logits
     s = saved(x)
@@ -210,26 +226,37 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
     marked = (x.re_full > 0) & (x.mtp_again > 0)
     needs = np.where(x.mtp_moe > 0, s.moe_working, s.dense_working)
     needs = needs + np.where(marked, layer - s.entry, 0.0)
-    mtp = x.mtp * (3 * s.entry + np.where(marked, s.entry, layer))
+    mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))
     # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient
     mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
     block = s.entry + mtp + s.loss + s.logits / 2 + needs
     head = s.entry + s.loss + s.head_gradient + (x.mtp - 1.5) * s.logits
-    mine = np.maximum(mine, np.maximum(np.where(x.mtp > 0, block, 0.0), head))
+    together = (x.mtp > 0) & (x.mtp_apart == 0)
+    mine = np.maximum(mine, np.maximum(np.where(together, block, 0.0), head))
     return np.where(x.own_graph > 0, mine, logits)
 
 
-def _besides(x: Columns) -> Array:
-    """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings."""
+def _besides(x: Columns, dense: Array, moe: Array) -> Array:
+    """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings.
+
+    And MTP's layer, where it stands before the last chunk: its working set is that of the layers beside it.
+    """
     s, flight = saved(x), in_flight(x)
     found = flight * _column(s.ends * x.vpp * x.own_graph, x)
     found[:, 0] += (flight[:, 0] + 1) * x.mtp * s.entry * x.own_graph
+    if np.any(x.mtp_apart > 0):
+        layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
+        ahead = np.minimum(
+            np.where(x.vpp > 1, 3, 2), x.micro_batches
+        )  # forward passes of that chunk
+        kept = ahead * x.mtp * layer * x.own_graph * x.mtp_apart
+        found[np.arange(len(x)), x.mtp_stage.astype(int)] += kept
     return found
 
 
-def _whole(x: Columns) -> tuple[Array, Array]:
-    """Return what layers keep that are not recomputed at all."""
+def whole_layers(x: Columns) -> tuple[Array, Array]:
+    """Return the bytes that a dense and a MoE layer keep which is not recomputed at all, of one micro-batch."""
     names = ("re_full", "re_attention", "re_core", "re_mlp", "re_norm", "re_activation")
     plain = Columns(dict(vars(x)) | {name: np.zeros_like(x.re_full) for name in names})
     dense, moe, _ = layer_activations(plain)
-    return _column(dense, x), _column(moe, x)
+    return dense, moe

@@ -13,7 +13,7 @@ from telechat_moe.tools.plan.emit import write_recipe
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.report import distinct
 from telechat_moe.tools.plan.search import Plan, search, usable
-from telechat_moe.tools.plan.space import Space, parse_fixed
+from telechat_moe.tools.plan.space import Space, nothing, parse_fixed
 
 FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Memory limits of the front, as shares of the largest peak."""
@@ -36,10 +36,17 @@ class Question:
         limit_s: float = 300.0,
         done: Callable[[float, int], object] = lambda share, solved: None,
     ) -> Plan:
-        """Search; see `search`."""
-        return search(
+        """Search; see `search`.
+
+        Raises:
+            UsageError: No layout is as it must be, whatever the memory.
+        """
+        plan = search(
             self.architecture, self.space, self.device, top=top, limit_s=limit_s, done=done
         )
+        if not len(plan.rows):
+            raise UsageError(nothing(self.architecture, self.space))
+        return plan
 
     def front(self, plan: Plan) -> list[Plan]:
         """Return the plans under smaller memory limits."""
@@ -104,7 +111,7 @@ def question(
         memory_bytes: Of a device; None: all that is not reserved.
         global_batch: Sequences of a step; None: the recipe's.
         fixed: Settings `name=value` of the layout.
-        beyond_recipes: Schedules, too, that recipes cannot say.
+        beyond_recipes: Layouts, too, that recipes cannot say.
         documents: File of their lengths, which attention stays in; None: one a sequence.
 
     Raises:
@@ -115,15 +122,17 @@ def question(
     if not isinstance(loaded.model.model_config, ModelConfig):
         raise UsageError(f"{recipe}: the planner knows the models that this package trains only")
     base = Layout.from_recipe(loaded)
-    batch = global_batch or base.global_batch
+    batch = base.global_batch if global_batch is None else global_batch
     if batch < 1:
         raise UsageError(f"--global-batch {batch}: expected at least 1")
+    target = usable(load_device(device), memory_bytes)
     space = Space(
         devices=devices,
         global_batch=batch,
         base=replace(base, imbalance=1.0),
         fixed=parse_fixed(fixed),
         beyond_recipes=beyond_recipes,
+        swaps=target.host_bandwidth > 0,
     )
     seq = loaded.model_config.seq_length
     share = pack(read_lengths(documents), seq).share if documents else 0.0
@@ -132,5 +141,5 @@ def question(
         overrides=overrides,
         architecture=Architecture.from_recipe(loaded, share),
         space=space,
-        device=usable(load_device(device), memory_bytes),
+        device=target,
     )

@@ -3,13 +3,15 @@
 import html
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments
+from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.search import Candidate, Plan
 from telechat_moe.tools.plan.space import describe
 
@@ -69,11 +71,26 @@ def why_not(plan: Plan) -> Iterator[str]:
 def verdict(plan: Plan) -> str:
     """Return in one sentence how sure the result is."""
     if not plan.best:
-        return "no layout fits in memory"
+        return _nothing(plan)
     if plan.optimal:
         return f"optimal under the event simulation: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
     word = "the time limit was reached; " if plan.timed_out else ""
     return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
+
+
+def _nothing(plan: Plan) -> str:
+    fits = np.isfinite(plan.bound_s)
+    if fits.any():
+        return f"the time limit was reached before any layout was placed; none is faster than {plan.bound_s.min():.6f} s"
+    lacking = np.where(plan.missing[:, 0] > 0, plan.missing[:, 0], np.inf)
+    if not np.isfinite(lacking.min()):
+        return "no layout fits in memory: whole layers do not"
+    row = int(lacking.argmin())
+    missing, stage = plan.missing[row]
+    return (
+        f"no layout fits in memory; the nearest lacks at least {missing / GIB:.2f} GiB on stage {stage:.0f}: "
+        f"{describe(plan.rows[row])}"
+    )
 
 
 def summary(plan: Plan, top: int) -> dict[str, Any]:
@@ -101,10 +118,12 @@ def summary(plan: Plan, top: int) -> dict[str, Any]:
 
 
 def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
-    try:
-        arguments: Any = mindspeed_arguments(plan.architecture, c.layout)
-    except BadInputError as error:
-        arguments = str(error)
+    def said(make: Callable[[Architecture, Layout], Any]) -> Any:
+        try:
+            return make(plan.architecture, c.layout)
+        except BadInputError as error:
+            return str(error)
+
     return {
         "layout": describe(plan.rows[c.row]),
         "step_s": c.step_s,
@@ -114,8 +133,9 @@ def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
         "chunks": c.layout.chunks,
         "recompute": c.layout.recompute,
         "recompute_layers": c.layout.recompute_layers,
-        "megatron_layout": layout_string(plan.architecture, c.layout),
-        "mindspeed_arguments": arguments,
+        "ends": c.layout.ends,
+        "megatron_layout": said(layout_string),
+        "mindspeed_arguments": said(mindspeed_arguments),
     }
 
 

@@ -25,6 +25,7 @@ from telechat_moe.tools.plan.placement import CLOSE, Answer, Inner, Multipliers,
 from telechat_moe.tools.plan.placement_problem import Placed, Problem
 from telechat_moe.tools.plan.simulate_step import simulate_step
 from telechat_moe.tools.plan.space import (
+    CHOSEN,
     NAMES,
     POLICIES,
     Space,
@@ -230,7 +231,7 @@ class _Search:
         def bounds(pp: int) -> tuple:
             here = np.flatnonzero(column["pp"] == pp)
             x = space_columns(self.a, self.rows[here], self.space)
-            c = costs(x, self.device, column["policy"][here] == POLICIES.index("full"))
+            c = costs(x, self.device, np.isin(column["policy"][here], CHOSEN))
             bound, lacks, stage = too_slow(c, self.a, self.room)
             guess = estimate(c, self.a, column["vpp"][here], bound)
             return here, c, bound, guess, np.column_stack([lacks, stage])
@@ -273,7 +274,7 @@ class _Search:
     def _twin(self, row: int) -> int:
         """Return the configuration that recomputes nothing and is like this one otherwise; itself if that is not searched."""
         at = NAMES.index("policy")
-        if self.rows[row, at] != POLICIES.index("full"):
+        if self.rows[row, at] not in CHOSEN:
             return row
         back = row - int(self.rows[row, at]) + POLICIES.index("none")
         same = np.delete(self.rows[back] == self.rows[row], at).all() if back >= 0 else False

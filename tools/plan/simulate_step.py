@@ -11,9 +11,8 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.collectives import point_to_point
 from telechat_moe.tools.plan.columns import Array, Columns, columns
-from telechat_moe.tools.plan.cost import Layer, Rates, head_forward, layer, rates, tokens
+from telechat_moe.tools.plan.cost import Layer, Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.device import Device
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.memory import memory as step_memory
@@ -23,7 +22,7 @@ from telechat_moe.tools.plan.schedules.one_f_one_b import gpipe, one_f_one_b
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
-from telechat_moe.tools.plan.step import Table, evaluate, stage_times
+from telechat_moe.tools.plan.step import Table, evaluate, send, stage_times
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
 """Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
@@ -140,7 +139,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
     held = step_memory(x, device).activations[0]
     paired = layout.schedule in PAIRED
-    once = float(np.max(send(x, device)))
+    once = float(np.max(send(x, device, device.constants)))
     times = Times(
         stages.forward[0],
         backward - weights,
@@ -167,13 +166,6 @@ def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> 
     head = float(head_forward(x, r).matmul[0])
     weights[-1] += head * (1 + float(np.atleast_1d(x.mtp)[0]))
     return weights
-
-
-def send(x: Columns, device: Device) -> Array:
-    """Return the seconds from the end of a chunk until the next one, on another stage, has its output."""
-    outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
-    rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
-    return point_to_point(2 * rows * x.hidden, outside, device, device.constants)
 
 
 def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> Step:

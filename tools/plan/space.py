@@ -6,7 +6,8 @@ are rows of an integer table; only those that are looked at more closely become 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,17 @@ import numpy as np
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.columns import Columns, columns
-from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.layout import Ends, Layout
 
-POLICIES = ("none", "full", "norm+activation")
-"""`full`: whole layers, as many of each chunk as wanted. `norm+activation`: those modules of all layers."""
+POLICIES = ("none", "full", "norm+activation", "swap")
+"""`full`: whole layers, as many of each chunk as wanted. `norm+activation`: those modules of all layers. `swap`: activations
+of whole layers go to the host's memory, of as many layers of each chunk as wanted; recipes cannot say that."""
+
+CHOSEN = tuple(POLICIES.index(word) for word in ("full", "swap"))
+"""Policies of which the layers are chosen."""
 
 SCHEDULES = ("1f1b", "interleaved", "zb-v")
+ENDS: tuple[Ends, ...] = ("last", "mtp-before")
 NAMES = (
     "dp",
     "tp",
@@ -34,6 +40,7 @@ NAMES = (
     "zero",
     "policy",
     "schedule",
+    "ends",
 )
 ORDER = {"1f1b": 0.0, "interleaved": 1.0, "zb-v": 4.0}
 """`Columns.order` of each schedule."""
@@ -41,8 +48,12 @@ ORDER = {"1f1b": 0.0, "interleaved": 1.0, "zb-v": 4.0}
 FIXABLE = {
     "dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "ep": "ep", "etp": "etp", "zero": "zero",
     "micro_batch": "micro_batch", "micro_batches": "micro_batches", "sequence_parallel": "sp", "sp": "sp",
-    "schedule": "schedule", "recompute": "policy",
+    "schedule": "schedule", "recompute": "policy", "ends": "ends",
 }  # fmt: skip
+
+
+WORDS = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true"), "ends": ENDS}
+"""Columns whose values have names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +67,14 @@ class Space:
     base: Layout
     """Types, kernels and overlap, which are not searched."""
 
-    fixed: Mapping[str, int] = field(default_factory=dict)
-    """Columns of the table that must have a value."""
+    fixed: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    """Columns of the table that must have a value, or one of some."""
 
     beyond_recipes: bool = False
-    """Schedules, too, whose placement of layers recipes cannot say (V shapes)."""
+    """What recipes cannot say, too: V shapes, swapping."""
+
+    swaps: bool = True
+    """The device's link to its host is known, so swapping may be looked at."""
 
     most_tp: int = 16
     most_cp: int = 8
@@ -69,13 +83,13 @@ class Space:
     most_micro_batch: int = 8
 
 
-def parse_fixed(settings: list[str]) -> dict[str, int]:
-    """Return what `--fix name=value` says, by column.
+def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
+    """Return what `--fix name=value` says, by column; `name=value,value` leaves several.
 
     Raises:
-        UsageError: An unknown name, or a value that it cannot have.
+        UsageError: An unknown name, a value that it cannot have, or two settings of one name.
     """
-    found: dict[str, int] = {}
+    found: dict[str, tuple[int, ...]] = {}
     for text in settings:
         name, _, value = text.partition("=")
         column = FIXABLE.get(name.strip())
@@ -83,16 +97,17 @@ def parse_fixed(settings: list[str]) -> dict[str, int]:
             raise UsageError(
                 f"--fix {text}: expected name=value with a name of {', '.join(FIXABLE)}"
             )
-        words = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true")}.get(column)
-        word = value.strip().lower()
-        if words and word in words:
-            found[column] = words.index(word)
-        elif not words and word.isdigit():
-            found[column] = int(word)
-        else:
+        if column in found:
+            raise UsageError(
+                f"--fix {text}: {name.strip()} is fixed twice; give all values as {name}=A,B"
+            )
+        words = WORDS.get(column)
+        given = [word.strip().lower() for word in value.split(",")]
+        if not all(word in words if words else word.isdecimal() for word in given):
             raise UsageError(
                 f"--fix {text}: expected {' or '.join(words) if words else 'a number'}"
             )
+        found[column] = tuple(words.index(word) if words else int(word) for word in given)
     return found
 
 
@@ -100,8 +115,24 @@ def enumerate_space(a: Architecture, space: Space) -> np.ndarray:
     """Return every configuration, `[n, len(NAMES)]` integers."""
     rows = np.array(list(_rows(a, space)), dtype=np.int64).reshape(-1, len(NAMES))
     for name, value in space.fixed.items():
-        rows = rows[rows[:, NAMES.index(name)] == value]
+        rows = rows[np.isin(rows[:, NAMES.index(name)], value)]
     return rows
+
+
+def nothing(a: Architecture, space: Space) -> str:
+    """Return why a space is empty."""
+    rows = enumerate_space(a, replace(space, fixed={}))
+    fixed = {column: name for name, column in FIXABLE.items()}
+    if not len(rows):
+        return f"no layout has {space.devices} devices and {space.global_batch} sequences a step; recipes refuse all"
+    for name, value in space.fixed.items():
+        words = WORDS.get(name)
+        known = np.unique(rows[:, NAMES.index(name)])
+        if not np.isin(known, value).any():
+            values = ", ".join(words[i] if words else str(i) for i in known)
+            more = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
+            return f"--fix: no layout has this {fixed[name]}; it can be {values}{more}"
+    return f"--fix: each of {', '.join(fixed[n] for n in space.fixed)} can be so, but not together"
 
 
 def _divisors(n: int, most: int) -> list[int]:
@@ -126,32 +157,35 @@ def _inner(
 ) -> Iterator[tuple[int, ...]]:
     experts = list(_experts(a, dp, tp, cp))
     pipelines = list(_pipelines(a, space, pp))
+    policies = range(len(POLICIES) - (not (space.beyond_recipes and space.swaps)))
     for micro_batch in _divisors(space.global_batch // dp, 1 if cp > 1 else space.most_micro_batch):
         micro_batches = space.global_batch // dp // micro_batch
         if micro_batch * a.seq % (cp * tp) or (pp > 1 and micro_batches < pp):
             continue
         for vpp, schedule in pipelines:
+            ends = (0, 1) if space.beyond_recipes and a.mtp and pp > 1 and schedule < 2 else (0,)
             if (schedule == 1 and micro_batches % pp) or (schedule == 2 and micro_batches < 2 * pp):
                 continue
             for ep, etp in experts:
                 for sp in (0, 1) if tp > 1 and a.seq % (tp * cp) == 0 else (0,):
-                    for zero in (0, 1) if dp * cp > 1 else (0,):
-                        for policy in range(len(POLICIES)):
-                            yield (
-                                dp,
-                                tp,
-                                cp,
-                                pp,
-                                vpp,
-                                ep,
-                                etp,
-                                micro_batch,
-                                micro_batches,
-                                sp,
-                                zero,
-                                policy,
-                                schedule,
-                            )
+                    zeros = (0, 1) if dp * cp > 1 else (0,)
+                    for zero, end, policy in product(zeros, ends, policies):
+                        yield (
+                            dp,
+                            tp,
+                            cp,
+                            pp,
+                            vpp,
+                            ep,
+                            etp,
+                            micro_batch,
+                            micro_batches,
+                            sp,
+                            zero,
+                            policy,
+                            schedule,
+                            end,
+                        )
 
 
 def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, int]]:
@@ -196,6 +230,7 @@ def layout_of(row: np.ndarray, space: Space) -> Layout:
         recompute=POLICIES[v["policy"]],
         recompute_layers=None,
         schedule=SCHEDULES[v["schedule"]],
+        ends=ENDS[v["ends"]],
         chunks=None,
     )
 
@@ -228,11 +263,13 @@ def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
         values[name] = getattr(tables, name)[rows[:, NAMES.index("policy")]]
     values["order"] = np.array([ORDER[s] for s in SCHEDULES])[rows[:, NAMES.index("schedule")]]
     values["gpipe"] = np.zeros(n)
-    values["mtp_again"] = (rows[:, NAMES.index("policy")] != POLICIES.index("full")).astype(float)
+    values["mtp_again"] = 1.0 - np.isin(rows[:, NAMES.index("policy")], CHOSEN)
     pp = int(rows[0, NAMES.index("pp")])
     for name in ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again"):
         values[name] = np.zeros((n, pp))
     values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
+    values["mtp_apart"] = own["ends"]
+    values["mtp_stage"] = values["last_stage"] - own["ends"]
     return Columns(values)
 
 
@@ -244,4 +281,5 @@ def describe(row: np.ndarray) -> str:
     ]
     words += ["sp"] if v["sp"] else []
     words += [f"mbs{v['micro_batch']}", f"m{v['micro_batches']}", f"zero{v['zero']}"]
-    return " ".join([*words, SCHEDULES[v["schedule"]], "recompute " + POLICIES[v["policy"]]])
+    words += [SCHEDULES[v["schedule"]], "recompute " + POLICIES[v["policy"]]]
+    return " ".join([*words, ENDS[v["ends"]]] if v["ends"] else words)

@@ -68,11 +68,25 @@ class Table:
 
 
 def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pass]:
-    """Return forward, backward and recomputation of one MTP layer: projection, a layer, the head again."""
+    """Return forward, backward and recomputation of one MTP layer: projection, a layer, and the head again if it is there.
+
+    Apart from its head, it sends a tensor of its own, which nothing hides, and gets a gradient.
+    """
     t = tokens(x)
-    extra = head * 1.0
+    extra = head * (1 - x.mtp_apart)
     extra.matmul = extra.matmul + product(t, x.hidden / x.tp, 2 * x.hidden, r, r.linear)
-    return block.forward + extra, block.backward + extra * 2.0, block.again
+    ahead, back = block.forward + extra, block.backward + extra * 2.0
+    if np.any(x.mtp_apart > 0):
+        once = send(x, r.device, r.c) * x.mtp_apart
+        ahead.tensor, back.tensor = ahead.tensor + once, back.tensor + once
+    return ahead, back, block.again
+
+
+def send(x: Columns, device: Device, c: Constants) -> Array:
+    """Return the seconds from the end of a chunk until the next one, on another stage, has its output."""
+    outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
+    rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
+    return point_to_point(2 * rows * x.hidden, outside, device, c)
 
 
 def stage_times(x: Columns, r: Rates) -> Stages:
@@ -97,8 +111,11 @@ def stage_times(x: Columns, r: Rates) -> Stages:
         block = moe if moe is not None else dense
         ahead, back, once_more = _mtp(x, r, block, head)
         ends.append(
-            (x.last_stage.astype(int), ahead * x.mtp, back * x.mtp, once_more * x.mtp * x.mtp_again)
+            (x.mtp_stage.astype(int), ahead * x.mtp, back * x.mtp, once_more * x.mtp * x.mtp_again)
         )
+        if np.any(x.mtp_apart > 0):
+            apart = head * (x.mtp * x.mtp_apart)
+            ends.append((x.last_stage.astype(int), apart, apart * 2.0, None))
     index = np.arange(rows)
     for stage, ahead, back, more in ends:
         forward[index, stage] += ahead.time

@@ -1,6 +1,7 @@
 """`telechat-moe plan layout`: the fastest layout of a recipe's model on so many devices, proven."""
 
 import argparse
+import os
 import re
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +24,7 @@ example:
     --out my_recipe.yaml
   telechat-moe check my_recipe.yaml --devices 256
 
-exit codes: 0 proven optimal, 1 no layout fits in memory, 2 usage, 3 bad input, 4 best found, not proven
+exit codes: 0 proven optimal, 1 no layout fits in memory, 2 usage, 3 bad input, 4 not proven within --limit: best found
 """
 
 
@@ -94,8 +95,13 @@ def register(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
-    if args.devices < 1 or args.top < 1:
-        raise UsageError(f"--devices {args.devices} --top {args.top}: both must be at least 1")
+    if min(args.devices, args.top, args.pick) < 1 or not args.limit > 0:
+        raise UsageError(
+            f"--devices {args.devices} --top {args.top} --pick {args.pick} --limit {args.limit:g}: "
+            "expected at least 1, and a limit above 0 seconds"
+        )
+    for file in (args.out, args.why, args.html, args.certificate, args.json):
+        _writable(file if file != "-" else None)
     room = _bytes(args.memory)
     # Any: lies in tools/, only an install maps it
     planner: Any = import_module("telechat_moe.tools.plan.planner")
@@ -118,19 +124,19 @@ def run(args: argparse.Namespace) -> int:
                 move("layouts solved", solved, None)
 
         plan: Any = question.answer(top=args.top, limit_s=args.limit, done=done)
-    if args.out and plan.best:
-        _write(args.out, question.recipe_text(plan, args.pick))
-    if args.why:
-        _write(args.why, "\n".join(report.why_not(plan)) + "\n")
     data: Any = report.summary(plan, args.top)
+    if not write_json(args.json, data):
+        _show(data, report.ranked(data))
+    if args.out and plan.best:
+        write_text("", args.out, lambda: question.recipe_text(plan, args.pick))
+    if args.why:
+        write_text("", args.why, lambda: "\n".join(report.why_not(plan)) + "\n")
     if args.html:
-        _write(args.html, report.page(plan, question.front(plan), data))
+        write_text("", args.html, lambda: report.page(plan, question.front(plan), data))
     if args.certificate and plan.best:
         certify: Any = import_module("telechat_moe.tools.plan.certify")
         write_json(args.certificate, certify.certificate(plan))
-    if not write_json(args.json, data):
-        _show(data, report.ranked(data))
-    return 1 if not plan.best else 0 if plan.optimal else 4
+    return 0 if plan.optimal else 4 if plan.timed_out or plan.best else 1
 
 
 def _show(data: dict[str, Any], table: Any) -> None:
@@ -142,14 +148,18 @@ def _show(data: dict[str, Any], table: Any) -> None:
         f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
         f"{data['dominated']:,} dominated, {data['solved']} solved"
     )
-    print(data["verdict"] + "\n")
-    show_table(*table)
+    print(data["verdict"])
     if data["layouts"]:
+        print()
+        show_table(*table)
         first = data["layouts"][0]
         print(f"\nlayers of each chunk: {list(first['chunks'])}")
         if first["recompute_layers"] is not None:
-            print(f"recomputed of them: {list(first['recompute_layers'])}")
-        print(f"Megatron: --pipeline-model-parallel-layout '{first['megatron_layout']}'")
+            word = "swapped" if first["recompute"] == "swap" else "recomputed"
+            print(f"{word} of them: {list(first['recompute_layers'])}")
+        string = first["megatron_layout"]  # or why there is none
+        option = f"--pipeline-model-parallel-layout '{string}'"
+        print("Megatron: " + (option if string.startswith("E") else string))
         words = first["mindspeed_arguments"]
         print("MindSpeed: " + (words if isinstance(words, str) else " ".join(words)))
 
@@ -164,7 +174,12 @@ def _bytes(text: str | None) -> float | None:
     return float(found[1]) * 2**30
 
 
-def _write(file: str, text: str) -> None:
-    if not Path(file).resolve().parent.is_dir():
+def _writable(file: str | None) -> None:
+    """Refuse a file that cannot be written, before a search that takes minutes."""
+    if file is None:
+        return
+    folder = Path(file).resolve().parent
+    if not folder.is_dir():
         raise UsageError(f"{file}: its folder does not exist")
-    write_text("", file, lambda: text)
+    if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
+        raise UsageError(f"{file}: cannot be written")

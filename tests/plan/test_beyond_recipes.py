@@ -1,0 +1,212 @@
+"""What recipes cannot say, as the planner searches it: against every layout and placement, and by hand."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.recipe import load
+from telechat_moe.tools.plan.architecture import Architecture
+from telechat_moe.tools.plan.certify import certificate
+from telechat_moe.tools.plan.check_certificate import check
+from telechat_moe.tools.plan.device import Device, load_device
+from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings
+from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.search import search, usable
+from telechat_moe.tools.plan.simulate_step import chunk_times, simulate_step
+from telechat_moe.tools.plan.space import Space, enumerate_space, layout_of
+from telechat_moe.tools.plan.step import evaluate
+
+LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+NO_V = {"schedule": (0, 1)}
+
+
+def _small(layers: int = 5) -> tuple[Architecture, Layout]:
+    recipe = load(LARGE)
+    a = Architecture.from_recipe(recipe)
+    return replace(a, layers=a.layers[:layers]), Layout.from_recipe(recipe)
+
+
+def _device(gib: float, host: float = 32e9) -> Device:
+    return replace(usable(load_device("ascend-910b"), gib * 2**30), host_bandwidth=host)
+
+
+def _placements(layers: int, layout: Layout) -> Iterator[Layout]:
+    count = layout.pp * layout.vpp
+    for chunks in product(range(layers + 1), repeat=count):
+        if sum(chunks) != layers or any(n < 1 for n in chunks[1:-1]):
+            continue
+        if layout.ends != "last" and chunks[-1]:
+            continue
+        if layout.recompute not in ("full", "swap"):
+            yield layout.but(chunks=chunks)
+            continue
+        for again in product(*(range(n + 1) for n in chunks)):
+            yield layout.but(chunks=chunks, recompute_layers=again)
+
+
+CASES = [
+    # devices, GiB, host link, what is fixed
+    (2, 100.0, 32e9, {"policy": (3,)}),
+    (4, 54.0, 32e9, {"policy": (3,), "pp": (2,)}),
+    (4, 54.0, 8e9, {"policy": (1, 3), "pp": (2,), "ends": (0,)}),
+    (4, 58.0, 32e9, {"ends": (1,)}),
+    (8, 30.0, 32e9, {"ends": (1,)}),
+]
+
+
+@pytest.mark.parametrize(("devices", "gib", "host", "fixed"), CASES)
+def test_every_layout_and_placement_scored(
+    devices: int, gib: float, host: float, fixed: dict[str, tuple[int, ...]]
+) -> None:
+    a, base = _small()
+    device = _device(gib, host)
+    space = Space(
+        devices=devices, global_batch=8, base=base, most_pp=3, most_vpp=2, beyond_recipes=True,
+        fixed=fixed,
+    )  # fmt: skip
+    plan = search(a, space, device, top=1)
+    layouts = [
+        placed
+        for row in enumerate_space(a, space)
+        for placed in _placements(len(a.layers), layout_of(row, space))
+    ]
+    table = evaluate(a, layouts, device)
+    fits = table.memory.peak.max(axis=1) <= gib * 2**30
+    assert 0 < fits.sum() < len(layouts)
+    best = min(
+        simulate_step(a, x, device).step_s for x, ok in zip(layouts, fits, strict=True) if ok
+    )
+    assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
+    assert plan.optimal
+
+
+def _tight(**changes: object) -> tuple[Architecture, Space, Device]:
+    a, base = _small(13)
+    given = {"devices": 64, "global_batch": 64, "base": base, "most_vpp": 2, "fixed": NO_V}
+    return a, Space(**{**given, "beyond_recipes": True, **changes}), _device(9.0)
+
+
+def _step(a: Architecture, space: Space, device: Device) -> float:
+    plan = search(a, space, device, top=1)
+    assert plan.optimal
+    return plan.best[0].step_s
+
+
+def test_more_choices_or_a_faster_host_link_never_hurt() -> None:
+    a, space, device = _tight()
+    links = [_step(a, space, replace(device, host_bandwidth=b)) for b in (1e9, 16e9, 64e9)]
+    assert links == sorted(links, reverse=True)
+    assert links[-1] < links[0]
+    free = links[-1]
+    fast = replace(device, host_bandwidth=64e9)
+    narrow = _step(a, replace(space, beyond_recipes=False), fast)
+    for fixed in ({"ends": (0,)}, {"policy": (0, 1, 2)}, {"ends": (0,), "policy": (0, 1, 2)}):
+        one = _step(a, replace(space, fixed=NO_V | fixed), fast)
+        assert free <= one * (1 + 1e-9) <= narrow * (1 + 1e-8)
+    assert one == pytest.approx(narrow, rel=1e-9)
+
+
+def test_certificate_is_checked() -> None:
+    a, base = _small()
+    device = _device(29.0)
+    fixed = NO_V | {"tp": (2,), "ep": (4, 8), "micro_batch": (1,)}
+    space = Space(
+        devices=8, global_batch=8, base=base, most_vpp=2, beyond_recipes=True, fixed=fixed
+    )
+    plan = search(a, space, device, top=1)
+    stated = json.loads(json.dumps(certificate(plan)))
+    assert f"{len(plan.rows):,} configurations, gap 0.000%" in check(stated)
+    names = stated["columns"]
+    closed = [row for row in stated["configurations"] if "mtp-before" in row[1]]
+    assert closed
+    for row in closed:  # opening the last chunk to layers is another statement, which is not proven
+        assert stated["lists"][row[2][names.index("highest")]][-1] == 0
+    with pytest.raises(UsageError, match="schedule=1f1b,interleaved"):
+        certificate(search(a, replace(space, fixed={"pp": (2,)}), device, top=1, limit_s=1.0))
+
+
+def test_swap_by_hand() -> None:
+    """A layer's wait is what copies take beyond its passes; none of it stays but two layers' activations."""
+    a, base = _small(8)
+    plain = base.but(
+        dp=1, tp=2, pp=2, vpp=1, ep=2, micro_batches=4, chunks=(4, 4), schedule="1f1b", recompute="none",
+        recompute_layers=None, sequence_parallel=False, cp=1, zero=0,
+    )  # fmt: skip
+    swapped = plain.but(recompute="swap", recompute_layers=(3, 0))
+    for host in (1e9, 4e9, 1e12):
+        device = _device(64.0, host)
+        times, wait = chunk_times(a, swapped, device)
+        alone, _ = chunk_times(a, plain, device)
+        np.testing.assert_allclose(times.dx - wait, alone.dx, rtol=1e-12)
+        assert wait[1] == 0
+        # two MoE layers and the dense one of the first chunk
+        one = [chunk_times(a, plain.but(chunks=(n, 8 - n)), device)[0] for n in (0, 1, 2)]
+        expected = 0.0
+        for count, small, large in ((1, one[0], one[1]), (2, one[1], one[2])):
+            f, b, kept = (
+                x[0] - y[0]
+                for x, y in (
+                    (large.forward, small.forward),
+                    (large.dx + large.dw, small.dx + small.dw),
+                    (large.activation, small.activation),
+                )
+            )
+            copy = kept / (host * device.constants.intra_share)
+            expected += count * (max(copy - f, 0) + max(copy - b, 0))
+        assert wait[0] == pytest.approx(expected, abs=1e-12)
+    peaks = [simulate_step(a, x, _device(64.0)) for x in (plain, swapped)]
+    dense, moe = (one[i + 1].activation[0] - one[i].activation[0] for i in (0, 1))
+    saved = peaks[0].peak_bytes[0] - peaks[1].peak_bytes[0]
+    # two micro-batches in flight keep nothing of three layers; the backward pass of one needs two
+    assert saved == pytest.approx(2 * (dense + 2 * moe) - 2 * moe, rel=1e-9)
+    assert peaks[0].peak_bytes[1] == pytest.approx(peaks[1].peak_bytes[1])
+
+
+def test_mtp_before_the_heads() -> None:
+    a, base = _small(8)
+    last = base.but(
+        dp=1, tp=2, pp=4, vpp=1, ep=2, micro_batches=8, chunks=(3, 3, 2, 0), schedule="1f1b",
+        recompute="none", recompute_layers=None, cp=1, zero=0,
+    )  # fmt: skip
+    before = last.but(ends="mtp-before")
+    device = _device(64.0)
+    one, two = simulate_step(a, last, device), simulate_step(a, before, device)
+    moved = one.times.forward - two.times.forward
+    np.testing.assert_allclose(moved[:2], 0)
+    assert moved[3] > 0 > moved[2]
+    layer = (
+        chunk_times(a, last.but(chunks=(3, 2, 2, 1)), device)[0].forward[3] - one.times.forward[3]
+    )
+    assert moved[3] == pytest.approx(layer, rel=0.3)  # and a projection; host and device overlap
+    assert two.times.forward.sum() > one.times.forward.sum()  # a tensor more is sent
+    states = [np.array([s.table.memory.parameters[0]]) for s in (one, two)]
+    assert states[0].sum() == pytest.approx(states[1].sum())
+    assert layout_string(a, before) == "Ettt|ttt|ttm|L"
+
+
+def test_what_cannot_be_said_is_refused() -> None:
+    a, base = _small(8)
+    layout = base.but(
+        dp=1, tp=2, pp=2, vpp=1, ep=2, cp=1, micro_batches=4, chunks=(8, 0), schedule="1f1b"
+    )
+    for changed, word in (
+        ({"recompute": "swap", "recompute_layers": (1, 0)}, "swap"),
+        ({"ends": "mtp-before", "recompute": "none", "recompute_layers": None}, "MTP"),
+        ({"schedule": "zb-v", "vpp": 2, "chunks": (2, 2, 2, 2)}, "zb-v"),
+    ):
+        x = layout.but(**changed)
+        with pytest.raises(BadInputError, match=f"cannot .*{word}"):
+            settings(x, 8)
+        with pytest.raises(BadInputError, match=f"cannot .*{word}"):
+            mindspeed_arguments(a, x)
+    with pytest.raises(BadInputError, match=r"cannot .*zb-v"):
+        layout_string(a, x)
+    with pytest.raises(BadInputError, match="no layers in the last chunk"):
+        layout.but(ends="mtp-before", chunks=(7, 1))
+    with pytest.raises(BadInputError, match="host_bandwidth is missing"):
+        simulate_step(a, layout.but(recompute="swap", recompute_layers=None), _device(64.0, 0.0))
