@@ -174,14 +174,14 @@ bool Problem::recompute(int stage, const Split& s, Ints& again) const {
   return true;
 }
 
-bool Problem::improve(Ints counts, int patience, uint64_t& seed, Pool& pool, Placed& found) const {
+bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const {
   Ints again, more;
   if (!finish(counts, again)) return false;
   double now = seconds(counts, again);
   found = {counts, again, now};
   std::vector<int32_t> ops;
   Reals each(chunks);
-  for (int stall = 0; stall < patience;) {
+  for (int stall = 0; stall < patience && Clock::now() < until;) {
     const std::vector<int64_t> t = times(split(counts, again));
     pipeline->makespan(t.data(), send, next(seed), &ops);
     const Path& path = pool.at(pool.add(*pipeline, ops));
@@ -196,7 +196,7 @@ bool Problem::improve(Ints counts, int patience, uint64_t& seed, Pool& pool, Pla
     const size_t some = std::min<size_t>(moves.size(), 3 * chunks);
     std::partial_sort(moves.begin(), moves.begin() + static_cast<std::ptrdiff_t>(some), moves.end());
     bool moved = false;
-    for (size_t i = 0; i < some && !moved; ++i) {
+    for (size_t i = 0; i < some && !moved && Clock::now() < until; ++i) {
       const auto [a, b] = moves[i].second;
       --counts[a];
       ++counts[b];

@@ -1,6 +1,8 @@
 // The inner problem of the planner (tools/plan/placement_problem.py): what a placement of layers takes, and paths that many
 // configurations share.
 #pragma once
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -13,6 +15,12 @@ namespace telechat {
 
 using Ints = std::vector<int>;
 using Reals = std::vector<double>;
+using Clock = std::chrono::steady_clock;
+
+// Returns when so many seconds from now are over.
+inline Clock::time_point after(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e6)));
+}
 
 struct Path {
   std::vector<int32_t> ops;
@@ -80,8 +88,9 @@ class Problem {
   double seconds(const Ints& counts, const Ints& again) const;
   // Fills in the recomputed layers of every chunk, as few as fit; returns whether they do.
   bool finish(const Ints& counts, Ints& again) const;
-  // Moves single layers off the longest path while that helps. Returns false where the first placement does not fit.
-  bool improve(Ints counts, int patience, uint64_t& seed, Pool& pool, Placed& found) const;
+  // Moves single layers off the longest path while that helps and there is time. Returns false where the first placement does
+  // not fit.
+  bool improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const;
   // Returns whole layers of every chunk near fractions of them.
   Ints round(const Reals& near) const;
   // Every way to put the layers of the smaller kind into chunks.

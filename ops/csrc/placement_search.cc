@@ -2,7 +2,6 @@
 #include "placement_search.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 
 namespace telechat {
@@ -34,12 +33,12 @@ void Search::begin() {
 
 // Proves that no placement takes less than `target`, or finds those that do; goes on where it ended.
 void Search::solve(double target, int nodes, double limit_s) {
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(limit_s, 1e6));
+  until = after(limit_s);
   auto limit = [&] { return best.seconds > 0 ? std::min(target, best.seconds) : target; };
   auto closed = [&](double bound) { return bound >= limit() * (1 - kClose); };
   for (int left = nodes + (seen ? 0 : first); !todo.empty(); --left) {
     while (!todo.empty() && closed(todo.top()->bound)) todo.pop();  // by what proves the box that it was cut from
-    if (todo.empty() || left <= 0 || std::chrono::steady_clock::now() > until) break;
+    if (todo.empty() || left <= 0 || Clock::now() > until) break;
     const std::unique_ptr<Node> node = std::move(const_cast<std::unique_ptr<Node>&>(todo.top()));
     todo.pop();
     visit(*node, limit());
@@ -97,7 +96,7 @@ void Search::visit(const Node& node, double limit) {
   for (double x : found.counts) whole = whole && std::fabs(x - std::rint(x)) < 1e-6;
   if (seen == 1 || seen % 16 == 0 || whole) {
     Placed one;
-    if (p.improve(p.round(found.near), seen == 1 ? 2 : seen % 16 == 0, seed, pool, one)) take(one);
+    if (p.improve(p.round(found.near), seen == 1 ? 2 : seen % 16 == 0, until, seed, pool, one)) take(one);
     if (closed()) return;
   }
   Part& part = parts[node.part];
@@ -205,11 +204,13 @@ EXPORT void telechat_placement_solve(void* search, double target, int32_t nodes,
   std::copy(found, found + 4, size);
 }
 
-// Tries to improve a placement, [chunks]; without one, writes the best that is known. Returns its seconds, 0: there is none.
-EXPORT double telechat_placement_best(void* search, const int32_t* start, int32_t patience, int32_t* layers, int32_t* again) {
+// Tries to improve a placement, [chunks], for a time; without one, writes the best that is known. Returns its seconds, 0: there
+// is none.
+EXPORT double telechat_placement_best(void* search, const int32_t* start, int32_t patience, double limit_s, int32_t* layers,
+                                      int32_t* again) {
   auto& s = *static_cast<Search*>(search);
   telechat::Placed found = s.best;
-  if (start && !s.p.improve({start, start + s.p.chunks}, patience, s.seed, s.pool, found)) return 0;
+  if (start && !s.p.improve({start, start + s.p.chunks}, patience, telechat::after(limit_s), s.seed, s.pool, found)) return 0;
   std::copy(found.layers.begin(), found.layers.end(), layers);
   std::copy(found.again.begin(), found.again.end(), again);
   return found.seconds;

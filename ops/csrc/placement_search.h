@@ -93,6 +93,7 @@ class Search {
   std::vector<Proof> proofs;
   Ints root;              // proofs of the first boxes
   uint64_t seed = 1;
+  Clock::time_point until;
 
  private:
   struct Relaxed {

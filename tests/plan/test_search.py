@@ -9,11 +9,12 @@ import pytest
 
 from telechat_moe.recipe import load
 from telechat_moe.recipe.load import loads
+from telechat_moe.tools.plan import search as search_module
 from telechat_moe.tools.plan.architecture import Architecture
 from telechat_moe.tools.plan.device import Device, load_device
 from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings, write_recipe
 from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.report import page, summary, why_not
+from telechat_moe.tools.plan.report import front_points, page, summary, why_not
 from telechat_moe.tools.plan.search import search, usable
 from telechat_moe.tools.plan.simulate_step import simulate_step
 from telechat_moe.tools.plan.space import (
@@ -129,6 +130,37 @@ def test_time_limit_is_honest() -> None:
     assert not cut.best
     assert not cut.optimal
     assert cut.lower_bound_s <= whole.best[0].step_s
+
+
+def test_time_that_is_up_ends_the_table(monkeypatch) -> None:
+    a, base = _small(9)
+    device = usable(load_device("ascend-910b"), 30 * 2**30)
+    space = Space(devices=16, global_batch=32, base=base, most_vpp=2)
+    whole = search(a, space, device, top=5)
+    assert len(whole.best) > 5
+    monkeypatch.setattr(search_module._Search, "_late", lambda self: bool(self.placed))
+    cut = search(a, space, device, top=5)
+    assert len(cut.best) == 1
+    assert cut.timed_out
+    assert not cut.optimal
+    assert cut.lower_bound_s <= whole.best[0].step_s <= cut.best[0].step_s
+
+
+def test_the_front_says_how_sure_it_is() -> None:
+    a, base = _small(9)
+    space = Space(devices=16, global_batch=32, base=base, most_vpp=2)
+    device = load_device("ascend-910b")
+    plans = [search(a, space, usable(device, gib * 2**30), top=1) for gib in (30, 24, 18)]
+    points = front_points(plans)
+    assert len(points) > 1
+    assert [p.sure for p in points] == ["proven"] * len(points)
+    assert sorted(points, key=lambda p: -p.step_s) == points
+    for plan in plans[1:]:  # as if time had been up; what is known of more memory still holds
+        plan.lower_bound_s = 0.5 * plans[0].lower_bound_s
+    gaps = {p.step_s: p.gap for p in front_points(plans)}
+    assert gaps == pytest.approx(
+        {step: step / plans[0].best[0].step_s - 1 for step in gaps}, abs=1e-6
+    )
 
 
 def test_bounds_are_below_what_is_found() -> None:

@@ -118,23 +118,29 @@ class Inner(Boxes):
             self._at, _pointer(self._table), _pointer(self._few), _pointer(root)
         )
         firsts = tuple(int(number) for number in root if number >= 0)
-        return Answer(self, self._best(None, 0), bound.value, seen, firsts)
+        return Answer(self, self._best(), bound.value, seen, firsts)
 
-    def improve(self, counts: np.ndarray, patience: int = 4) -> Placed | None:
+    def improve(
+        self, counts: np.ndarray, patience: int = 4, until: float = math.inf
+    ) -> Placed | None:
         """Move single layers off the longest path while that helps; None: the placement does not fit.
 
         Args:
             counts: Layers of every chunk to begin with.
             patience: Times that it goes on from a few layers moved by chance after nothing helps.
+            until: `time.perf_counter()` after which it ends with what it has.
         """
-        return self._best(np.ascontiguousarray(counts, dtype=np.int32), patience)
+        return self._best(np.ascontiguousarray(counts, dtype=np.int32), patience, until)
 
-    def _best(self, start: np.ndarray | None, patience: int) -> Placed | None:
+    def _best(
+        self, start: np.ndarray | None = None, patience: int = 0, until: float = math.inf
+    ) -> Placed | None:
         layers, again = np.zeros((2, self.p.number), dtype=np.int32)
         seconds = self._library.telechat_placement_best(
             self._at,
             None if start is None else _pointer(start),
             ctypes.c_int32(patience),
+            ctypes.c_double(until - time.perf_counter()),
             _pointer(layers),
             _pointer(again),
         )

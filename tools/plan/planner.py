@@ -18,6 +18,8 @@ from telechat_moe.tools.plan.space import Space, nothing, parse_fixed
 FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Memory limits of the front, as shares of the largest peak."""
 
+FRONT_S = 8.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
@@ -49,7 +51,7 @@ class Question:
         return plan
 
     def front(self, plan: Plan) -> list[Plan]:
-        """Return the plans under smaller memory limits."""
+        """Return the plans under smaller memory limits, each searched for `FRONT_S` at most."""
         if not plan.best:
             return []
         peak = plan.best[0].peak_bytes
@@ -59,7 +61,7 @@ class Question:
                 self.space,
                 usable(self.device, peak * share),
                 top=1,
-                limit_s=8.0,
+                limit_s=FRONT_S,
             )
             for share in FRONT
         ]

@@ -4,6 +4,7 @@ import html
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -139,17 +140,37 @@ def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
     }
 
 
-def front_points(plans: list[Plan]) -> list[tuple[float, float, str]]:
-    """Return (peak bytes, step seconds, layout) of the best layouts under falling memory limits, dominated ones left out."""
-    points = {
-        (c.peak_bytes, c.step_s, describe(plan.rows[c.row]))
-        for plan in plans
-        for c in plan.best[:1]
-    }
+@dataclass(frozen=True, order=True)
+class Point:
+    """A layout in memory and time."""
+
+    peak_bytes: float
+    step_s: float
+    layout: str
+    gap: float = math.nan
+    """By so much at most a layout that needs no more memory can be faster, relative to its bound."""
+
+    @property
+    def sure(self) -> str:
+        """How sure it is that none is faster."""
+        return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
+
+
+def front_points(plans: list[Plan]) -> list[Point]:
+    """Return the best layouts under falling memory limits, dominated ones left out."""
+    points, bound = [], 0.0
+    for plan in sorted(plans, key=lambda plan: -plan.room_bytes):
+        bound = max(bound, plan.lower_bound_s)  # less memory never helps
+        points += [
+            Point(
+                c.peak_bytes, c.step_s, describe(plan.rows[c.row]), max(c.step_s / bound - 1, 0.0)
+            )
+            for c in plan.best[:1]
+        ]
     kept, best = [], math.inf
     for point in sorted(points):
-        if point[1] < best:
-            best = point[1]
+        if point.step_s < best:
+            best = point.step_s
             kept.append(point)
     return kept
 
@@ -160,9 +181,9 @@ table{{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}}
 border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{{max-width:100%;height:auto}}
 pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
 <h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
-<p>Each point is the fastest layout that needs no more memory than it has; grey: the other layouts that were solved.
-Step times are simulated, the pipeline operation by operation.</p>
-{chart}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
+<p>Blue: the best layout found with no more memory than so much, and how sure it is that none is faster; grey: the other layouts
+that were solved. Step times are simulated, the pipeline operation by operation.</p>
+{chart}{front}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
 <h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
 """
 
@@ -175,13 +196,10 @@ def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
         plans: Results under smaller memory limits, for the front.
         data: Its `summary`.
     """
-    headers, rows = ranked(data)
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    table = (
-        "<table><tr>" + "".join(f"<th>{h.strip()}</th>" for h in headers) + f"</tr>{cells}</table>"
-    )
+    points = front_points([plan, *plans])
+    front = [
+        [f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout] for p in reversed(points)
+    ]
     lines, kinds = [], Counter[str]()
     for line in why_not(plan):
         kinds[line.partition(": ")[2].split(":")[0].split(" by")[0]] += 1
@@ -194,8 +212,9 @@ def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
             f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
         ),
         verdict=html.escape(verdict(plan)),
-        chart=_chart(front_points([plan, *plans]), plan),
-        table=table,
+        chart=_chart(points, plan),
+        front=_table(["peak, GiB", "step, s", "fastest", "layout"], front),
+        table=_table(*ranked(data)),
         first=html.escape("\n".join(f"{k}: {v}" for k, v in first.items())),
         counts=counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s",
         shown=f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all",
@@ -203,19 +222,28 @@ def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
     )
 
 
-def _chart(points: list[tuple[float, float, str]], plan: Plan) -> str:
+def _table(headers: list[str], rows: list[list[str]]) -> str:
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        "<table><tr>" + "".join(f"<th>{h.strip()}</th>" for h in headers) + f"</tr>{cells}</table>"
+    )
+
+
+def _chart(points: list[Point], plan: Plan) -> str:
     """Return an SVG: peak memory to the right, step time upwards."""
-    others = [(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
+    others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
     both = points + others
     if not both:
         return "<p>Nothing fits.</p>"
     width, height, left, low = 820, 400, 70, 350
-    most = max(p[0] for p in both) / GIB * 1.08
-    slow, fast = max(p[1] for p in both) * 1.02, min(p[1] for p in both) * 0.98
+    most = max(p.peak_bytes for p in both) / GIB * 1.08
+    slow, fast = max(p.step_s for p in both) * 1.02, min(p.step_s for p in both) * 0.98
 
-    def at(point: tuple[float, float, str]) -> tuple[float, float]:
-        x = left + (width - left - 20) * point[0] / GIB / most
-        return x, low - (low - 20) * (point[1] - fast) / max(slow - fast, 1e-12)
+    def at(point: Point) -> tuple[float, float]:
+        x = left + (width - left - 20) * point.peak_bytes / GIB / most
+        return x, low - (low - 20) * (point.step_s - fast) / max(slow - fast, 1e-12)
 
     parts = []
     for i in range(6):
@@ -246,5 +274,8 @@ def _chart(points: list[tuple[float, float, str]], plan: Plan) -> str:
     )
 
 
-def _tip(point: tuple[float, float, str]) -> str:
-    return html.escape(f"{point[2]}: {point[1]:.4f} s, {point[0] / GIB:.1f} GiB")
+def _tip(point: Point) -> str:
+    sure = "" if math.isnan(point.gap) else f", {point.sure}"
+    return html.escape(
+        f"{point.layout}: {point.step_s:.4f} s, {point.peak_bytes / GIB:.1f} GiB{sure}"
+    )

@@ -195,10 +195,12 @@ class _Search:
         late = self._prove()
         self._runners_up()
         first = sorted(self.placed, key=lambda row: self.placed[row].seconds)[: SHOWN + self.top]
-        found = sorted(
-            (self._candidate(row, self.placed[row]) for row in first),
-            key=lambda c: (round(c.step_s, 7), c.row),
-        )
+        found: list[Candidate] = []
+        for row in first:  # simulated in full; of the best one only where time is up
+            if found and self._late():
+                break
+            found.append(self._candidate(row, self.placed[row]))
+        found.sort(key=lambda c: (round(c.step_s, 7), c.row))
         lower = min(
             [c.step_s for c in found[:1]] + [*self.bound[np.isfinite(self.bound)]], default=math.inf
         )
@@ -283,7 +285,7 @@ class _Search:
     def _try(self, row: int) -> None:
         """Place a configuration without a proof."""
         inner = self._inner(row)
-        self._keep(row, inner.improve(inner.even(self.rng), 1))
+        self._keep(row, inner.improve(inner.even(self.rng), 1, self.until))
 
     def _prune(self, key: tuple[str, int, int, int], proofs: list[Multipliers]) -> None:
         """Bound all configurations with the same schedule by multipliers."""
