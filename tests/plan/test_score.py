@@ -10,13 +10,15 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cells import Cells, Row
 from telechat_moe.tools.plan.device import Constants, load_device
 from telechat_moe.tools.plan.fit import TYPICAL, Problem, fit, free_constants, held_out
+from telechat_moe.tools.plan.flops import keys_per_token
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
 from telechat_moe.tools.plan.score import checked, score, statistics
 from telechat_moe.tools.plan.step import evaluate
-from telechat_moe.tools.plan.tables import read_table
+from telechat_moe.tools.plan.tables import FORMATS, read_table
 from telechat_moe.tools.plan.validate import implausible
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
@@ -105,10 +107,117 @@ def test_impossible_values_of_a_set_are_reasons(tmp_path):
     assert not good.reason
 
 
-@pytest.mark.parametrize("name", ["vtrain_allreduce_lut", "deepseek_v3_dualpipe_kernels"])
-def test_tables_without_steps_say_so(name):
-    (row,) = read_table(TABLES / f"{name}.csv")
-    assert "steps" in row.reason
+def _line(name: str, /, **cells: str) -> Row:
+    """Read one row that gives these cells of a table, and no other."""
+    with (TABLES / f"{name}.csv").open() as stream:
+        header = set(next(csv.reader(stream)))
+    parse = next(parse for needed, parse in FORMATS if needed <= header)
+    return parse(Cells(cells), name, 1)
+
+
+GOLDEN = {
+    "family": "moe", "case": "a_test", "hw": "dev_dgx_h100", "hidden-size": "1024", "num-layers": "16",
+    "num-attention-heads": "16", "seq-length": "1024", "micro-batch-size": "1", "global-batch-size": "32",
+    "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "2", "mem_max_alloc_bytes": "5e9",
+}  # fmt: skip
+
+
+def test_functional_tests_by_their_names_and_defaults():
+    plain = _line("megatron_functional_golden", **GOLDEN)
+    assert plain.layout
+    assert (plain.layout.dp, plain.layout.etp) == (2, 1)  # eight devices
+    moe = {"num-experts": "8", "moe-router-topk": "2", "expert-model-parallel-size": "4"}
+    experts = _line("megatron_functional_golden", **GOLDEN, **moe).layout
+    # experts' width is cut like the rest unless the row says otherwise, so that a stage needs 4 x 2 devices
+    assert experts
+    assert (experts.ep, experts.etp, experts.dp) == (4, 2, 4)
+    split = {
+        "num-virtual-stages-per-pipeline-rank": "4",
+        "pipeline-model-parallel-layout": "Et*3|(tt|)*6tL",
+    }
+    cut = _line("megatron_functional_golden", **GOLDEN, **split).layout
+    assert cut
+    assert cut.chunks == (3, 2, 2, 2, 2, 2, 2, 1)
+    with pytest.raises(Exception, match="16 layers in 8 chunks"):
+        _line(
+            "megatron_functional_golden",
+            **GOLDEN,
+            **{**split, "pipeline-model-parallel-layout": "Et*3|tL"},
+        )
+    bert = _line("megatron_functional_golden", **{**GOLDEN, "family": "bert"})
+    assert bert.architecture
+    # every token sees every other: half as many pairs again as causal ones, and one more on the diagonal
+    assert keys_per_token(bert.architecture) == 1024
+    assert bert.architecture.vocab == 30720
+    for case, word in (("gpt_muon", "optimizer"), ("gpt_grpo_x", "rollouts")):
+        row = _line("megatron_functional_golden", **{**GOLDEN, "case": case})
+        assert word in row.reason
+
+
+BRIDGE = {
+    "container": "26.04 NeMo", "model": "Qwen3_30B_a3B", "system": "DGX-GB300", "gpus": "8", "precision": "MXFP8",
+    "gbs": "512", "mbs": "8", "seq": "4096", "tp": "1", "pp": "1", "cp": "1", "vp": "n/a", "ep": "8",
+    "tok_s_gpu": "31000",
+}  # fmt: skip
+
+
+def test_recipes_of_a_container_and_a_precision():
+    def layout(**cells: str) -> Layout:
+        found = _line("megatron_bridge_perf", **{**BRIDGE, **cells}).layout
+        assert found
+        return found
+
+    early, late = layout(), layout(container="26.06.01 NeMo")
+    assert not early.graphs
+    assert not early.fused_experts
+    assert late.graphs
+    assert late.fused_experts
+    assert late.ep_overlap
+    assert not layout(container="26.08 NeMo", system="DGX-H100", precision="FP8").graphs
+    assert layout(precision="NVFP4").compute == "fp4"
+    deep = layout(model="DeepSeekV3", gpus="256", gbs="2048", mbs="1", pp="16", vp="1")
+    assert deep.chunks == (*[4] * 15, 1)  # the published `Et*4|(t*4|)*14tmL`
+    assert layout(model="DeepSeekV3", gpus="256", mbs="1", pp="8", vp="4").chunks == (
+        1,
+        *[2] * 30,
+        0,
+    )
+
+
+def test_a_recipe_for_smaller_devices_is_not_the_layout_of_this_one():
+    with (TABLES / "mindformers_ascend.csv").open() as stream:
+        given = next(r for r in csv.DictReader(stream) if r["name"] == "gpt2_13b")
+    assert "32 GB" in _line("mindformers_ascend", **given).reason
+    assert not _line("mindformers_ascend", **{**given, "max_device_memory": "59GB"}).reason
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "not a YAML file"),
+        ("name: x\nmemory_bytes: 1e9", "missing peak_flops, memory_bandwidth, node_devices"),
+        ("base: h100\nconstants: [1]", "constants is"),
+        ("base: h100\nmemory_bytes: much", "expected numbers"),
+        ("base: no-such-device", "no-such-device.yaml"),
+    ],
+)
+def test_descriptions_that_are_none_say_what_is_wrong(text, told, tmp_path):
+    file = tmp_path / "device.yaml"
+    file.write_text(text)
+    with pytest.raises(BadInputError, match=told) as caught:
+        load_device(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_variant_shares_constants_and_stays_within_twelve():
+    """A peak that was fitted counts, too."""
+    for name, base in (
+        ("b300", "b200"), ("gb300", "b200"), ("h100-96gb", "h100"), ("ascend-910b-800t", "ascend-910b"),
+    ):  # fmt: skip
+        variant = load_device(name)
+        assert variant.constants == load_device(base).constants
+        assert len(variant.fitted) + 1 <= 12
+        assert variant.peak_flops != load_device(base).peak_flops
 
 
 def test_a_row_of_each_table_by_hand():

@@ -19,8 +19,8 @@ _ARCHITECTURE = (
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
-    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph",
-    "flash", "skips", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "graphs", "imbalance", "devices",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "input_bytes", "own_graph",
+    "flash", "skips", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "fused_experts", "permute_bytes", "gathered", "graphs", "imbalance", "devices",
 )  # fmt: skip
 PARTLY = {
     # full, attention, core, mlp, norm, activation
@@ -125,7 +125,8 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     values |= _recomputed([x.recompute for x in layouts])
     mla = np.array([a.attention == "mla" for a in architectures], dtype=np.float64)
     values["mla"] = mla
-    values["fp8"] = np.array([x.compute == "fp8" for x in layouts], dtype=np.float64)
+    values["fp8"] = np.array([x.compute in ("fp8", "fp4") for x in layouts], dtype=np.float64)
+    values["fp4"] = np.array([x.compute == "fp4" for x in layouts], dtype=np.float64)
     values["fp32"] = np.array([x.compute == "fp32" for x in layouts], dtype=np.float64)
     names = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
     values |= dict(zip(names, _stages(pairs), strict=True))
@@ -134,12 +135,12 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     values["gpipe"] = np.array([x.schedule == "gpipe" for x in layouts], dtype=np.float64)
     last_stage = np.array([stage_of_chunk(x)[-1] for x in layouts])
     values["last_stage"] = last_stage.astype(np.float64)
-    values["expert_copies"] = (
     apart = np.array([x.ends != "last" for x in layouts], dtype=np.float64)
     values["mtp_apart"] = apart
     values["mtp_stage"] = np.array(
         [stage_of_chunk(x)[-1 - (x.ends != "last")] for x in layouts], dtype=np.float64
     )
+    values["expert_copies"] = (
         values["dp"] * values["cp"] * values["tp"] / (values["ep"] * values["etp"])
     )
     last_moe = np.array([a.layers[-1] == "moe" for a in architectures], dtype=np.float64)

@@ -95,8 +95,9 @@ def rates(x: Columns, device: Device, c: Constants) -> Rates:
     wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
     peak = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
     eight = device.peak_flops.get("fp8", wide) * c.fp8_share
+    four = device.peak_flops.get("fp4", wide) * c.fp8_share
     eager = np.where(x.fused > 0, 1.0, c.eager_share)
-    linear = np.where(x.fp8 > 0, eight, peak)
+    linear = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
     stream = device.memory_bandwidth * c.memory_share
     return Rates(device, c, peak * eager, linear * eager, stream)
 
@@ -166,7 +167,7 @@ def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
     rows, f, entry = t, x.ffn / x.tp, np.zeros_like(x.hidden)  # norms write float8 themselves
     if moe:
         rows = t / x.tp * x.top_k * x.etp * x.imbalance
-        f = np.maximum(x.moe_ffn / x.etp, 1)
+        f = np.where(x.fused_experts > 0, 0.0, np.maximum(x.moe_ffn / x.etp, 1))
         entry = x.hidden
         shared = x.shared_width / x.tp
         ahead = ahead + t * shared * (x.shared_width > 0)
@@ -206,7 +207,8 @@ def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
         0.0,
     )
     matmul = matmul + product(t / x.tp, np.maximum(x.experts, 1), h, r, r.peak)
-    memory = (2 * x.matrices * rows * f + 16 * rows * h) / r.stream  # gate; permute and unpermute
+    gate = np.where(x.fused_experts > 0, 0.0, 2 * x.matrices * rows * f)
+    memory = (gate + x.permute_bytes * rows * h) / r.stream  # permute and unpermute
     memory = memory + 2 * x.matrices * t * shared * (x.shared_width > 0) / r.stream
     return matmul, memory
 
@@ -279,8 +281,6 @@ class Layer:
     again: Pass
 
 
-def layer(x: Columns, r: Rates, moe: bool) -> Layer:
-    """Return the times of a dense or a MoE layer."""
 def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) -> Array:
     """Return what copying a layer's activations to the host and back takes beyond its own passes, under which it runs.
 
@@ -295,6 +295,8 @@ def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) ->
     return np.maximum(copy - forward.time, 0.0) + np.maximum(copy - backward.time, 0.0)
 
 
+def layer(x: Columns, r: Rates, moe: bool) -> Layer:
+    """Return the times of a dense or a MoE layer."""
     a_matmul, core, core_back, a_memory = attention_forward(x, r)
     f_matmul, f_memory = moe_forward(x, r) if moe else dense_forward(x, r)
     norm = norms(x, r)
@@ -337,6 +339,6 @@ def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) ->
         host * np.maximum(x.re_full, 0.1 * x.re_core),
         wait * x.re_full,
     )
-    return Layer(forward, backward, again)
     if np.any(x.re_swap > 0):
         again.memory = again.memory + x.re_swap * swap_wait(x, r, moe, forward, backward)
+    return Layer(forward, backward, again)

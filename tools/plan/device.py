@@ -1,7 +1,7 @@
 """What a device and its network can do: published figures and at most 12 fitted constants, from a YAML file."""
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -178,28 +178,39 @@ def _parsed(file: Path, changed: int) -> Device:
         raise BadInputError(
             f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(allowed))}"
         )
+    lacks = [f.name for f in fields(Device) if _required(f) and f.name not in {"name", *raw}]
+    if lacks:
+        raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw["aliases"] = tuple(raw.get("aliases") or ())
     raw.setdefault("name", file.stem)
-    raw["peak_flops"] = {str(k): float(v) for k, v in (raw.get("peak_flops") or {}).items()}
-    for key in raw:
-        if key.endswith(("_bytes", "_bandwidth")):
-            raw[key] = float(raw[key])
     try:
-        return Device(
-            **raw,
-            constants=Constants(**values),
-            sources=sources,
-            fitted=fitted,
-            measured=measured,
-        )
-    except TypeError as error:
-        raise BadInputError(f"{file}: {error}") from None
+        raw["peak_flops"] = {str(k): float(v) for k, v in raw["peak_flops"].items()}
+        for key in raw:
+            if key.endswith(("_bytes", "_bandwidth")):
+                raw[key] = float(raw[key])
+        raw["node_devices"] = int(raw["node_devices"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadInputError(f"{file}: expected numbers ({error})") from None
+    return Device(
+        **raw, constants=Constants(**values), sources=sources, fitted=fitted, measured=measured
+    )
+
+
+def _required(one: "Field[Any]") -> bool:
+    return one.default is MISSING and one.default_factory is MISSING
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        told = " ".join(str(error)[:80].split())
+        raise BadInputError(f"{file}: not a YAML file in UTF-8 ({told})") from None
     if not isinstance(raw, dict):
         raise BadInputError(f"{file}: expected a mapping, found {type(raw).__name__}")
+    for key in ("constants", "sources"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise BadInputError(f"{file}: {key} is {raw[key]!r}, expected a mapping")
     return raw
 
 
@@ -208,7 +219,9 @@ def _merged(file: Path) -> dict[str, Any]:
     raw = _mapping(file)
     if "base" not in raw:
         return raw
-    base = _mapping(file.parent / f"{raw.pop('base')}.yaml")
+    name = f"{raw.pop('base')}.yaml"
+    beside = file.parent / name
+    base = _mapping(beside if beside.is_file() else FOLDER / name)
     own = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
     both = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cells import Row
 from telechat_moe.tools.plan.columns import Array, Columns, columns
 from telechat_moe.tools.plan.device import Constants, Device, load_device
 from telechat_moe.tools.plan.step import evaluate_columns
-from telechat_moe.tools.plan.tables import Row
 
 NEVER = {"inter_latency_s"}
 """No table determines it: the default stays."""

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from telechat_moe.tools.plan.cells import Row
 from telechat_moe.tools.plan.device import FOLDER, load_device
 from telechat_moe.tools.plan.fit import Problem, fit, free_constants
 from telechat_moe.tools.plan.score import base_name, checked
-from telechat_moe.tools.plan.tables import Row, read_table
+from telechat_moe.tools.plan.tables import read_table
 
 
 def rows_of(files: list[str], device: str) -> list[Row]:

@@ -9,7 +9,7 @@ from telechat_moe.recipe.schema import Recipe
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
 ]
-Compute = Literal["fp32", "bf16", "fp16", "fp8"]
+Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute` and the modules that recipes call so."""
@@ -62,11 +62,11 @@ class Layout:
     """Decoder layers of each global chunk, along the model (`pp x vpp` numbers); None: evenly, the first ones one more.
     The embedding is in the first chunk, MTP and the head in the last."""
 
-    compute: Compute = "bf16"
     ends: Ends = "last"
     """Where MTP's layer stands: with both heads in the last chunk, or alone in the one before (`mtp-before`), which the
     layers end with; the last chunk has the heads only then."""
 
+    compute: Compute = "bf16"
     """Type of the matrix products."""
 
     parameter_bytes: int = 2
@@ -76,6 +76,9 @@ class Layout:
 
     residual_bytes: int = 2
     """Per element of the residual stream."""
+
+    input_bytes: int = 2
+    """Per element of the products' inputs that the backward pass keeps; 1 where they are kept as float8 (Transformer Engine)."""
 
     own_graph: bool = False
     """The step is this package's, whose compiled graph saves what `saved` lists; else what frameworks save in common."""
@@ -111,6 +114,17 @@ class Layout:
     ep_overlap: bool = False
     """All-to-all of one micro-batch runs under the computation of another."""
 
+    fused_experts: bool = False
+    """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
+
+    permute_bytes: int = 16
+    """Bytes moved to sort one element of the experts' rows and to put it back; 8 where dispatch and combine do half of it
+    (HybridEP)."""
+
+    gathered: bool = False
+    """torch's FSDP under a pipeline: a step's parameters stay gathered and its gradients whole until the last micro-batch,
+    and the last stage keeps the output of every micro-batch."""
+
     graphs: bool = False
     """Kernels are launched as captured graphs (CUDA graphs, whole-graph sinking): no launch floor."""
 
@@ -126,6 +140,10 @@ class Layout:
                 f"layout: ep x etp = {self.ep} x {self.etp} does not divide the {self.dp * self.cp * self.tp} "
                 "devices of a stage (dp x cp x tp)"
             )
+        if self.ends != "last" and (self.pp == 1 or (self.chunks and self.chunks[-1])):
+            raise BadInputError(
+                f"layout: {self.ends} needs two stages at least, and no layers in the last chunk"
+            )
         for name in ("chunks", "recompute_layers"):
             given = getattr(self, name)
             if given is not None and len(given) != self.pp * self.vpp:
@@ -138,10 +156,6 @@ class Layout:
         """All devices."""
         return self.dp * self.cp * self.tp * self.pp
 
-        if self.ends != "last" and (self.pp == 1 or (self.chunks and self.chunks[-1])):
-            raise BadInputError(
-                f"layout: {self.ends} needs two stages at least, and no layers in the last chunk"
-            )
     @property
     def global_batch(self) -> int:
         """Sequences of a step over all devices."""

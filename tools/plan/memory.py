@@ -99,7 +99,9 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
     attention = attention + singly * t * v * x.re_attention * (1 - x.re_core)
     attention = attention + singly * rows * h * (2 - x.re_attention - x.re_mlp)
     entered = np.where(x.fp32 > 0, 4, x.input_bytes)
-    norm = (2 * entered + width) * rows * h * (1 - x.re_norm)  # outputs of both norms, input of the second
+    norm = (
+        (2 * entered + width) * rows * h * (1 - x.re_norm)
+    )  # outputs of both norms, input of the second
     residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
     f = x.ffn / tp
     # of an element of the inner width: the first products' results, and the last one's input

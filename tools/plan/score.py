@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cells import Row
 from telechat_moe.tools.plan.device import Device, load_device
 from telechat_moe.tools.plan.fit import Problem, held_out
 from telechat_moe.tools.plan.flops import utilisation
 from telechat_moe.tools.plan.step import evaluate
-from telechat_moe.tools.plan.tables import Row
 from telechat_moe.tools.plan.validate import implausible
 
 

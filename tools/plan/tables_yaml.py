@@ -13,17 +13,13 @@ import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.architecture import Architecture, plain
+from telechat_moe.tools.plan.cells import MOST, UNREADABLE, MissingError, Row, unreadable
 from telechat_moe.tools.plan.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
 from telechat_moe.tools.plan.parts import PARTS
-from telechat_moe.tools.plan.tables import MOST, UNREADABLE, Row, unreadable
 
 GIB = 2**30
-
-
-class _MissingError(Exception):
-    pass
 
 
 def _first(row: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
@@ -31,7 +27,7 @@ def _first(row: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
         if row.get(key) is not None:
             return row[key]
     if default is None:
-        raise _MissingError(keys[0])
+        raise MissingError(keys[0])
     return default
 
 
@@ -126,7 +122,7 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
         architecture = _architecture(row, model)
         layout = _layout(row, architecture)
         step = _step(row, architecture, layout)
-    except _MissingError as missing:
+    except MissingError as missing:
         return replace(start, reason=f"missing: {missing}")
     except BadInputError as error:
         return replace(start, reason=f"missing: a consistent layout ({error})")
@@ -140,7 +136,7 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
 
 def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
     if float(row.get("layers") or 0) > MOST:
-        raise _MissingError(f"layers: {row['layers']} is out of range")
+        raise MissingError(f"layers: {row['layers']} is out of range")
     if row.get("hidden") and row.get("layers") and row.get("heads") and not row.get("experts"):
         return plain(
             model, hidden=int(row["hidden"]), layers=int(row["layers"]), heads=int(row["heads"]),
@@ -150,7 +146,7 @@ def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
         )  # fmt: skip
     found = published(model, seq=int(_first(row, "seq")))
     if found is None:
-        raise _MissingError(f"architecture of {model}")
+        raise MissingError(f"architecture of {model}")
     return found
 
 
@@ -162,7 +158,7 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
         _first(row, "tp")
         _first(row, "pp")
     if gpus % (tp * pp * cp):
-        raise _MissingError(f"gpus: {gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
+        raise MissingError(f"gpus: {gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
     dp = gpus // (tp * pp * cp)
     precision = str(row.get("precision", "fp8" if row.get("fp8") else "bf16"))
     compute: Any = "fp8" if "fp8" in precision.lower() else "bf16"
@@ -179,10 +175,11 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
             micro_batches=count, recompute=recompute, compute=compute, fused=bool(row.get("compile")),
             fused_loss=False, sequence_parallel=tp > 1, tp_overlap=bool(row.get("async_tp")),
             schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8, cp_overlap=False,
+            gathered=pp > 1,
         )  # fmt: skip
     batch, micro = int(_first(row, "gbs", "batch")), int(_first(row, "mbs", "micro_batch"))
     if batch % (dp * micro):
-        raise _MissingError(f"gbs: {batch} is not a multiple of dp x mbs = {dp * micro}")
+        raise MissingError(f"gbs: {batch} is not a multiple of dp x mbs = {dp * micro}")
     old = bool(row.get("old"))
     recompute = str(row.get("recompute") or "none")
     selective = recompute in ("selective", "attn", "sel")
@@ -215,4 +212,4 @@ def _step(row: Mapping[str, Any], a: Architecture, x: Layout) -> float:
         if x.recompute == "full":
             count *= hardware_flops(a, x) / model_flops(a).training
         return tokens * count / (float(row["tflops"]) * 1e12 * x.devices)
-    raise _MissingError("step")
+    raise MissingError("step")
