@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr, ndtri
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.schedules.program import Program, Times
@@ -73,6 +72,8 @@ class Varied:
 
 def slowest(rng: np.random.Generator, count: int, shape: tuple[int, ...]) -> Array:
     """Return the largest of `count` standard normal numbers, sampled by its distribution, Phi(z)**count."""
+    from scipy.special import ndtri  # here, so that the planner starts without scipy
+
     return ndtri(rng.random(shape) ** (1.0 / count))
 
 
@@ -88,6 +89,8 @@ def factors(
     deep, wide = np.sqrt(np.log1p(jitter**2)), np.sqrt(np.log1p(spread**2))
     if not spread:
         return np.exp(deep * slowest(rng, count, shape) - deep**2 / 2) if jitter else np.ones(shape)
+    from scipy.special import log_ndtr
+
     speeds = rng.normal(-(wide**2) / 2, wide, (count, shape[1]))
     most = speeds.max(0)
     if not jitter:
