@@ -1,6 +1,5 @@
 """Writes what :mod:`.check_certificate` reads: every configuration of the space, the layout, and the proof that none is faster."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +7,7 @@ import numpy as np
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.bounds import problem_of
+from telechat_moe.tools.plan.boxes import Boxes
 from telechat_moe.tools.plan.placement import Inner, Multipliers, Part, Pool
 from telechat_moe.tools.plan.placement_problem import Placed, Problem, structures
 from telechat_moe.tools.plan.search import Plan
@@ -27,7 +27,7 @@ class Writer:
         self.pools = pools
         self.columns: list[str] = []
         self.rows: list[list[Any]] = []
-        self.lists: dict[str, int] = {}
+        self.lists: dict[tuple[str, tuple[int, ...], bytes], tuple[int, np.ndarray]] = {}
         self.schedules: dict[Key, int] = {}
         self.paths: list[dict[int, list[int]]] = []
         self.proofs: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class Writer:
                 "again": list(placed.again),
                 "step_s": placed.seconds,
             },
-            "lists": [json.loads(key) for key in self.lists],
+            "lists": [array.tolist() for _, array in self.lists.values()],
             "schedules": [
                 [*key[1:], paths] for key, paths in zip(self.schedules, self.paths, strict=True)
             ],
@@ -62,8 +62,9 @@ class Writer:
 
     def _numbers(self, values: Any) -> int:
         """Return the number of an array."""
-        key = json.dumps(np.asarray(values).tolist())
-        return self.lists.setdefault(key, len(self.lists))
+        array = np.asarray(values)
+        key = array.dtype.char, array.shape, array.tobytes()
+        return self.lists.setdefault(key, (len(self.lists), array))[0]
 
     def _schedule(self, p: Problem) -> int:
         """Return the number of a schedule."""
@@ -157,22 +158,23 @@ def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int],
 
 def _tree(plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[Part]]) -> Part:
     """Return the tree that proves a configuration; where many were pruned at once, it is made here."""
-    inner = Inner(p, plan.pools.setdefault(_key(p), Pool()))
-    whole, tree = inner.whole(), Part(empty=True)
+    boxes, tree = Boxes(p), Part(empty=True)
+    whole = boxes.whole()
     if plan.by[row] == -2:
         tree = plan.answers[row].tree
     elif plan.by[row] >= 0:
         proofs = plan.proofs[plan.by[row]][1]
-        few = inner.longest(whole) if len(proofs) > 1 else ()
+        few = boxes.longest(whole) if len(proofs) > 1 else ()
         tree = Part(proof=proofs[0])
         if few:
             tree = Part(cut="longest", at=few, parts=[Part(proof=proof) for proof in proofs])
     # the quick bounds of many at once are not always to the letter those of one
     own = made.setdefault(_key(p), [])
     for known in (tree, *reversed(own)):
-        if inner.holds(known, whole, bound):
+        if boxes.holds(known, whole, bound):
             return known
-    own.append(inner.solve(bound).tree)
+    pool = plan.pools.setdefault(_key(p), Pool())
+    own.append(Inner(p, pool).solve(bound).tree)
     del own[:-NEIGHBOURS]
     return own[-1]
 

@@ -11,7 +11,7 @@ so that no stage needs more memory than it has. The makespan is that of the sche
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -183,8 +183,8 @@ class Problem:
     def least_weight(self) -> np.ndarray:
         """Parameters that the largest stage has at least, [2]."""
         bulk = self.layers[self.bulk]
-        weights = np.array([bulk.weights], dtype=np.float64)
-        return least_largest(self.weight[None], weights, bulk.count)[0]
+        own = tuple(w or (0,) * self.stages for w in self.weights)
+        return _least_largest(own, bulk.weights, bulk.count)
 
     def kinds(self, counts: np.ndarray) -> np.ndarray:
         """Return the layers of every kind, [kinds, chunks], of chunks with so many in all."""
@@ -259,6 +259,15 @@ def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarra
         enough = (whole.sum(axis=2) >= number) | (each <= 0)
         high, low = np.where(enough, middle, high), np.where(enough, low, middle)
     return low
+
+
+@lru_cache(4096)
+def _least_largest(
+    fixed: tuple[tuple[int, ...], ...], each: tuple[int, int], number: int
+) -> np.ndarray:
+    """Return it for one problem: many have the same parameters."""
+    one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
+    return least_largest(one[None], more[None], number)[0]
 
 
 def _by_stage(route: np.ndarray, numbers: np.ndarray, stages: int) -> np.ndarray:
