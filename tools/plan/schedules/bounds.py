@@ -146,9 +146,7 @@ def _edges_bound(
 ) -> float:
     """Return a stage's work and what the memory makes it idle at both ends."""
     f, b, w, a = times.forward[own], ways.back[own], ways.weight[own], times.activation[own]
-    save = _savings(times, ways, own) if rules.pairs else np.zeros(3 * len(own))
-    n = len(own)
-    saved = min(float(save[:n].sum()), float(save[n : 2 * n].sum()))
+    saved = _savings(times, ways, own, np.ones(3 * len(own), bool)) if rules.pairs else 0.0
     work = micro_batches * (float((f + b + w).sum()) - saved)
     with np.errstate(divide="ignore", invalid="ignore"):
         filling = cap * float(np.max(np.where(a > 0, f / a, np.inf)))
@@ -170,30 +168,41 @@ def _stage_bound(
 ) -> float:
     if not len(own):
         return 0.0
-    n = len(own)
     head = np.concatenate([ways.head_f[own], ways.head_b[own], ways.head_b[own] + ways.back[own]])
-    tail = np.concatenate([ways.tail_f[own], ways.tail_b[own], np.zeros(n)])
+    tail = np.concatenate([ways.tail_f[own], ways.tail_b[own], np.zeros(len(own))])
     work = np.concatenate([times.forward[own], ways.back[own], ways.weight[own]])
-    quiet = np.concatenate([times.forward_exposed[own], times.backward_exposed[own], np.zeros(n)])
-    kind = np.repeat([0, 1, 2], n)
-    save = _savings(times, ways, own) if rules.pairs else np.zeros(3 * n)
+    talk = times.backward_exposed[own]
+    quiet = np.concatenate([times.forward_exposed[own], talk, np.maximum(talk - ways.back[own], 0)])
     best = 0.0
     for h in np.unique(head):
         for t in np.unique(tail):
             inside = (head >= h) & (tail >= t)
             if not inside.any():
                 continue
-            # a pair saves only where both are inside: an operation takes its whole time beside one from outside
-            saved = min(save[inside & (kind == 0)].sum(), save[inside & (kind == 1)].sum())
+            saved = _savings(times, ways, own, inside) if rules.pairs else 0.0
             total = max(work[inside].sum() - saved, np.maximum(work - quiet, 0)[inside].sum())
             best = max(best, float(h + micro_batches * total + t))
     return best
 
 
-def _savings(times: Times, ways: _Ways, own: np.ndarray) -> np.ndarray:
-    """Return for F, D and W of each chunk of a stage the most that one pair can save."""
-    f, b = times.forward[own][:, None], ways.back[own][None, :]
+def _savings(times: Times, ways: _Ways, own: np.ndarray, inside: np.ndarray) -> float:
+    """Return the most that pairs save of the work of a set of operations, for one micro-batch.
+
+    A pair has one forward and one backward, so all of them save no more than the forwards can, and no more than the backwards.
+    Only what is inside counts: an operation takes its whole time beside one from outside. Beside D and W as one backward (FB) a
+    forward hides more than beside D alone.
+
+    Args:
+        times: Of each chunk.
+        ways: Theirs.
+        own: Chunks of the stage.
+        inside: Of F, D and W of each of them, whether it is in the set.
+    """
+    f, back, weight = times.forward[own][:, None], ways.back[own], ways.weight[own]
+    has_f, has_d, has_w = inside.reshape(3, -1)
+    part = np.where(has_d, back, 0.0) + np.where(has_w, weight, 0.0)
+    whole = np.where(has_w, back + weight, back)[None, :]
     talk = times.forward_exposed[own][:, None] + times.backward_exposed[own][None, :]
-    lasting = np.maximum(np.maximum(f, b), np.maximum(f + b - talk, talk))
-    saved = np.maximum(f + b - lasting, 0.0)
-    return np.concatenate([saved.max(1), saved.max(0), np.zeros(len(own))])
+    lasting = np.maximum(np.maximum(f, whole), np.maximum(f + whole - talk, talk))
+    saved = np.maximum(f + part - lasting, 0.0)[has_f][:, has_d | has_w]
+    return float(min(saved.max(1).sum(), saved.max(0).sum())) if saved.size else 0.0

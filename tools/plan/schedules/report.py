@@ -17,6 +17,9 @@ from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Syn
 HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
 """Of `rows`."""
 
+LONGEST = 1e100
+"""Of all times; sums of longer ones may leave the range of a float."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -72,6 +75,11 @@ def find(
             f"schedule: {stages} stages, {micro_batches} micro-batches, {chunks} chunks a stage; "
             "expected at least one of each"
         )
+    if not memory > 0 or not 0 <= (effort or 0) < np.inf or seed < 0:
+        raise BadInputError(
+            f"schedule: memory {memory}, effort {effort}, seed {seed}; expected memory above 0, the others "
+            "finite and not negative"
+        )
     factor = np.ones(stages * chunks)
     for chunk, value in (scale or {}).items():
         if not 0 <= chunk < len(factor) or not value >= 0:
@@ -82,6 +90,10 @@ def find(
         factor[chunk] = value
     if not 0 <= overlap < 1:
         raise BadInputError(f"schedule: overlap {overlap}, expected from 0 to below 1")
+    if not max(*times, backward or 0.0) <= LONGEST:  # nan is none
+        raise BadInputError(
+            f"schedule: times {list(times)}, B {backward}; expected up to {LONGEST:g}"
+        )
     forward, dx, dw = (factor * t / chunks for t in times)
     given = Times(
         forward,

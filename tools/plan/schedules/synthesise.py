@@ -244,8 +244,8 @@ class _Instance:
 
     def climb(
         self, policy: "_Policy", steps: int, seed: int = 0
-    ) -> tuple[float, "_Policy", tuple[tuple[Op, ...], ...]]:
-        """Return makespan, improved policy and operations; infinity where the memory does not suffice."""
+    ) -> tuple[float, "_Policy", "_Order"]:
+        """Return makespan, improved policy and order; infinity where the memory does not suffice."""
         due = np.ascontiguousarray(policy.due, dtype=np.float64).copy()
         release = np.ascontiguousarray(policy.release, dtype=np.float64).copy()
         wait, eager = ctypes.c_double(policy.wait), ctypes.c_double(policy.eager)
@@ -264,11 +264,11 @@ class _Instance:
             lengths.ctypes.data_as(ctypes.c_void_p),
         )
         found = _Policy(due, release, wait.value, eager.value, makespan)
-        if not np.isfinite(makespan):
-            return makespan, found, ()
-        return makespan, found, self._decode(out, lengths)
+        return makespan, found, (out, lengths)
 
-    def _decode(self, out: np.ndarray, lengths: np.ndarray) -> tuple[tuple[Op, ...], ...]:
+    def decode(self, order: "_Order") -> tuple[tuple[Op, ...], ...]:
+        """Return the operations of each stage."""
+        out, lengths = order
         n, m = len(self.route), self.micro_batches
         kinds = (Kind.F, Kind.D, Kind.W) if self.rules.split else (Kind.F, Kind.B)
         pair = Kind.FD if self.rules.split else Kind.FB
@@ -291,6 +291,10 @@ class _Instance:
     def program(self, ops: tuple[tuple[Op, ...], ...]) -> Program:
         """Return the program of these operations."""
         return Program("synthesised", self.stages, self.micro_batches, (self.route,), ops)
+
+
+_Order = tuple[np.ndarray, np.ndarray]
+"""Operations as `pipeline_schedule.cc` numbers them, stage after stage, and how many each stage has."""
 
 
 @dataclass
@@ -379,8 +383,7 @@ class _Search:
 
     def _search(self, table: Sequence[Known], effort: int, enough: float) -> Synthesis | None:
         first: list[tuple[float, int, _Policy]] = []
-        ops: dict[int, tuple[tuple[Op, ...], ...]] = {}
-        best: tuple[float, int] = (np.inf, -1)
+        best: tuple[float, int, _Order | None] = (np.inf, -1, None)
         spent = 0
 
         def attempt(index: int, policy: _Policy, steps: int) -> None:
@@ -393,9 +396,7 @@ class _Search:
             self.tries += steps + 1
             first.append((makespan, index, policy))
             if makespan < best[0]:
-                best = (makespan, index)
-                ops.clear()
-                ops[index] = order
+                best = (makespan, index, order)
 
         for k in self._fitting(table):
             index = self.routes.index(k.program.routes[0])
@@ -418,10 +419,11 @@ class _Search:
             )
             rest = max(effort - spent, 0) // self.instances[index].operations
             attempt(index, policy, int(min(200, max(rest, 1))))
-        if best[1] < 0:
+        claimed, index, order = best
+        if order is None:
             return None
-        instance = self.instances[best[1]]
-        return self._judge(instance, ops[best[1]], best[0])
+        instance = self.instances[index]
+        return self._judge(instance, instance.decode(order), claimed)
 
     def _judge(
         self, instance: _Instance, ops: tuple[tuple[Op, ...], ...], claimed: float
