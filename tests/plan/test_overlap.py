@@ -333,16 +333,19 @@ def test_command(tmp_path, capsys):
         ("dur_us,name\n1,x\n", "no column stream"),
         ("dur_us,stream,name\nlong,7,x\n", ":2: dur_us 'long'"),
         ("dur_us,stream,name\n-1,7,x\n", "expected 0 or more"),
+        ("dur_us,stream,name,grid\n1,7,x,many\n", "grid is 'many'"),
+        ("dur_us,stream,name\n1,7,\udcff\n", "cannot be read"),
     ],
 )
 def test_bad_lists(tmp_path, text, said):
     path = tmp_path / "k.csv"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(BadInputError, match=said):
         read_kernels(path)
     assert main(["plan", "overlap", str(path)]) == 3
 
 
-def test_bad_options():
+def test_bad_options(tmp_path):
+    assert main(["plan", "overlap", str(tmp_path)]) == 3
     assert main(["plan", "overlap", str(PUBLISHED), "--launch-us", "-1"]) == 2
     assert main(["plan", "overlap", str(PUBLISHED), "--multiprocessors", "0"]) == 2

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telechat_moe.cli import main
 from telechat_moe.cli.plan.run_schedule import plain
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.recipe import ModelConfig
@@ -125,6 +126,12 @@ def test_what_differs_is_named():
 def test_incomplete_programs_are_refused(ops, message: str):
     with pytest.raises(BadInputError, match=message):
         Schedule("broken", 1, 1, (ops,)).check()
+
+
+@pytest.mark.parametrize("odd", ["--pace nan", "--pace -1", "--stages 99"])
+def test_odd_numbers_are_refused_before_anything_starts(odd: str):
+    words = f"plan run-schedule telechat3_moe/pretrain_tiny.yaml --stages 2 --schedule 1f1b --micro-batches 2 {odd}"
+    assert main(words.split()) == 2
 
 
 def test_a_cycle_is_refused_before_anything_starts():

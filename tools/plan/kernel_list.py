@@ -85,10 +85,13 @@ def read_kernels(path: str | Path) -> KernelList:
         path: A CSV as described above.
 
     Raises:
-        BadInputError: A column is missing, a number is none, or the list is empty.
+        BadInputError: The file cannot be read, a column is missing, a number is none, or the list is empty.
     """
-    with Path(path).open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as stream:
+            rows = list(csv.DictReader(stream))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise BadInputError(f"{path}: cannot be read as a CSV of kernels: {error}") from None
     if not rows:
         raise BadInputError(f"{path}: no kernels; expected a CSV with dur_us, stream, name")
     missing = {"dur_us", "stream", "name"} - set(rows[0])
@@ -110,6 +113,10 @@ def read_kernels(path: str | Path) -> KernelList:
         if not 0 <= duration < float("inf"):
             raise BadInputError(f"{path}:{line}: dur_us is {duration:g}; expected 0 or more")
         name, grid = row["name"] or "", row.get("grid") or ""
+        if grid and not re.search(r"\d", grid):
+            raise BadInputError(
+                f"{path}:{line}: grid is {grid!r}; expected blocks, such as [2, 56, 1]"
+            )
         kernels.append(
             Kernel(str(row["stream"]), name, duration, grid, _blocks(grid), role_of(name))
         )

@@ -79,8 +79,9 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.train.pipeline.spec import Spec, random_batches
 
     recipe = load(args.recipe, args.overrides)
-    _check_arguments(args, parameters(recipe.model_config).total)
     spec = Spec.of(recipe)
+    units = chunks.even(1, spec.config)
+    _check_arguments(args, parameters(recipe.model_config).total, units)
     program = _program(args)
     import_module("telechat_moe.tools.plan.schedules.check").check(program)
     schedule = plain(program)
@@ -111,12 +112,18 @@ def run(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _check_arguments(args: argparse.Namespace, parameters: int) -> None:
+def _check_arguments(args: argparse.Namespace, parameters: int, units: str) -> None:
     for name in ("stages", "chunks", "micro_batches"):
         if getattr(args, name) < 1:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(args, name)}: expected 1 or more"
             )
+    if args.stages > len(units):
+        raise UsageError(
+            f"--stages {args.stages}: each is a process; the model has {len(units)} units ({units}) to share"
+        )
+    if args.pace is not None and not 0 <= args.pace < float("inf"):
+        raise UsageError(f"--pace {args.pace:g}: expected milliseconds, 0 or more")
     if parameters > MAX_PARAMETERS:
         raise UsageError(
             f"{args.recipe} has {human(parameters)} parameters, and every process holds some of them: take a "
