@@ -218,3 +218,23 @@ def test_unknown_devices_and_keys_are_refused(tmp_path):
     file.write_text("name: x\nconstants: {matmul_speed: 3}\n")
     with pytest.raises(BadInputError, match=r"matmul_speed.*unknown"):
         load_device(file)
+
+
+def test_float4_and_fused_experts_take_away_what_they_say():
+    device = load_device("gb300")
+    a = published("qwen3 30b", seq=4096)
+    assert a is not None
+    x = Layout(dp=8, ep=8, micro_batch=4, compute="fp8", graphs=True)
+    table = evaluate(a, [x, x.but(compute="fp4"), x.but(fused_experts=True)], device)
+    eight, four, fused = ({k: float(v[i]) for k, v in table.parts.items()} for i in range(3))
+    # layers' products are compute-bound here; the head stays in bfloat16
+    gain = device.peak("fp4") / device.peak("fp8")
+    assert eight["matmul"] / gain < four["matmul"] < eight["matmul"]
+    assert fused["matmul"] == eight["matmul"]
+    # forward: the activation's 2 x 3 bytes and a cast of 4 bytes an element of the inner width; the backward pass 1.5
+    # times the former, and the casts of two gradients
+    inner = x.micro_batch * a.seq * a.top_k * a.moe_ffn * len(a.layers)
+    saved = (
+        inner * (6 * 2.5 + 4 + 2 * 4) / (device.memory_bandwidth * device.constants.memory_share)
+    )
+    assert eight["memory"] - fused["memory"] == pytest.approx(saved)

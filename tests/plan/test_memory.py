@@ -103,3 +103,41 @@ def test_our_own_step_by_its_tensors(change):
     assert alive == pytest.approx(activations(a, x), rel=0.06)
     dense, experts = local_parameters(table)
     assert (dense + experts)[0] == pytest.approx(stage_elements(a, x), rel=1e-4)
+
+
+def test_policies_that_choose_operator_by_operator():
+    """torchtitan's `selective`: every other product and attention's result, as torch counts them in one layer.
+
+    Products in order: query, key, value, output, gate, up, down; the first, third, fifth and seventh are kept.
+    """
+    a = published("llama3 8b", seq=8192)
+    assert a is not None
+    h, kv, f = a.hidden, a.kv_heads * a.head_dim, a.ffn
+    by_hand = h + kv + f + h + h + h  # the last two: attention's result, the layer's input
+    dense, _, _ = layer_activations(columns([(a, Layout(recompute="save_half"))]))
+    assert dense[0] / (2 * a.seq) == pytest.approx(by_hand, rel=0.08)
+
+
+def test_products_inputs_in_float8_are_half_as_large():
+    """Of a dense layer: the outputs of both norms, and what goes into the last product."""
+    a = published("llama3 8b", seq=8192)
+    assert a is not None
+    wide, narrow = (
+        layer_activations(columns([(a, Layout(input_bytes=size))]))[0][0] for size in (2, 1)
+    )
+    assert wide - narrow == a.seq * (2 * a.hidden + a.ffn)
+
+
+def test_what_fsdp_keeps_from_the_first_micro_batch_to_the_last():
+    """2 bytes of every parameter and 4 of its gradient besides the shards; the last stage's outputs."""
+    a = published("llama3 8b", seq=8192)
+    assert a is not None
+    x = Layout(
+        dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8, gathered=True
+    )
+    kept, shards = (memory(columns([(a, one)]), A100) for one in (x, x.but(gathered=False, zero=3)))
+    dense = local_parameters(columns([(a, x)]))[0]
+    assert (kept.parameters - shards.parameters) == pytest.approx(2 * dense)
+    assert kept.gradients == pytest.approx(4 * dense)
+    ahead = (memory(columns([(a, x.but(gathered=on))]), A100).buffers[0, 1] for on in (True, False))
+    assert next(ahead) - next(ahead) == 3 * 2 * a.seq * a.vocab

@@ -220,8 +220,9 @@ def read_table(file: str | Path) -> list[Row]:
 
         return read_sets(path)
     try:
-        with path.open(encoding="utf-8", newline="") as stream:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
             reader = csv.DictReader(stream)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             columns = set(reader.fieldnames or ())
             for needed, parse in FORMATS:
                 if needed <= columns:

@@ -122,13 +122,13 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
         architecture = _architecture(row, model)
         layout = _layout(row, architecture)
         step = _step(row, architecture, layout)
+        memory = float(row["mem"]) * GIB if row.get("mem") else None
     except MissingError as missing:
         return replace(start, reason=f"missing: {missing}")
     except BadInputError as error:
         return replace(start, reason=f"missing: a consistent layout ({error})")
     except UNREADABLE as error:
         return replace(start, reason=unreadable("layout", error))
-    memory = float(row["mem"]) * GIB if row.get("mem") else None
     return replace(
         start, architecture=architecture, layout=layout, step_s=step, memory_bytes=memory
     )
