@@ -66,6 +66,7 @@ Problem::Problem(const Given& g)
     least[i] = g.least[i];
     reduce[i] = g.reduce[i];
     update[i] = g.update[i];
+    hides[i] = g.hides[i];
     std::copy(g.lines[i], g.lines[i] + 4, lines[i]);
   }
 }
@@ -122,10 +123,10 @@ double Problem::seconds(const Ints& counts, const Ints& again) const {
   const Split s = split(counts, again);
   const std::vector<int64_t> t = times(s);
   const double span = 1e-12 * static_cast<double>(pipeline->makespan(t.data(), send));
-  std::vector<int64_t> back(stages, 0);
+  Reals back(stages, 0);
   Reals own[2] = {weight[0], weight[1]};
   for (int c = 0; c < chunks; ++c) {
-    back[route[c]] += t[chunks + c] + t[2 * chunks + c];
+    back[route[c]] += hides[0] * static_cast<double>(t[c]) + hides[1] * static_cast<double>(t[chunks + c] + t[2 * chunks + c]);
     for (size_t g = 0; g < kinds.size(); ++g)
       for (int i = 0; i < 2; ++i) own[i][route[c]] += kinds[g].weights[i] * s.own[g][c];
   }
@@ -135,7 +136,7 @@ double Problem::seconds(const Ints& counts, const Ints& again) const {
     whole += reduce[i] * largest;
     late += update[i] * largest;
   }
-  const double hidden = 1e-12 * static_cast<double>(*std::max_element(back.begin(), back.end()));
+  const double hidden = 1e-12 * *std::max_element(back.begin(), back.end());
   return span + std::max(whole - hidden, exposed * whole) + late + base;
 }
 
@@ -175,8 +176,10 @@ bool Problem::recompute(int stage, const Split& s, Ints& again) const {
 }
 
 bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const {
+  int left = -std::accumulate(counts.begin(), counts.end(), 0);
+  for (const Kind& k : kinds) left += k.count;
   Ints again, more;
-  if (!finish(counts, again)) return false;
+  if (left != 0 || !finish(counts, again)) return false;  // chunks may hold fewer than there are
   double now = seconds(counts, again);
   found = {counts, again, now};
   std::vector<int32_t> ops;

@@ -57,7 +57,7 @@ struct Given {
   const int64_t *lowest, *highest, *fixed, *memory, *buffer;
   const double* weight;  // [2, stages]
   double least[2], lines[2][4];
-  double base, start, reduce[2], update[2], exposed;
+  double base, start, reduce[2], update[2], exposed, hides[2];
 };
 
 struct Placed {
@@ -106,7 +106,7 @@ class Problem {
   std::vector<int64_t> fixed, memory, buffer;
   Reals weight[2];
   double least[2], lines[2][4];
-  double base, start, reduce[2], update[2], exposed;
+  double base, start, reduce[2], update[2], exposed, hides[2];
 
  private:
   bool recompute(int stage, const Split& s, Ints& again) const;

@@ -19,7 +19,7 @@ from telechat_moe.tools.plan.memory import local_parameters, memory
 from telechat_moe.tools.plan.placement import PS, Multipliers
 from telechat_moe.tools.plan.placement_problem import Layers, Problem, Rest, Times, least_largest
 from telechat_moe.tools.plan.simulate_step import weight_gradient
-from telechat_moe.tools.plan.step import reduction, send, stage_times, update
+from telechat_moe.tools.plan.step import hides_forward, reduction, send, stage_times, update
 
 PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, BEFORE, END = range(7)
 """Stages of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
@@ -85,6 +85,9 @@ class Costs:
     late: Array
     """`Rest.late`, [n, 2]."""
 
+    hides: Array
+    """`Rest.hides`, [n, 2]."""
+
     overlap: Array
     micro_batches: Array
     choice: np.ndarray
@@ -101,6 +104,7 @@ class Costs:
             update=(float(self.update[row, 0]), float(self.update[row, 1])),
             exposed=self.exposed if self.overlap[row] > 0 else 1.0,
             late=(float(self.late[row, 0]), float(self.late[row, 1])),
+            hides=(float(self.hides[row, 0]), float(self.hides[row, 1])),
         )
 
     def least_weights(self, a: Architecture) -> Array:
@@ -168,7 +172,13 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         [f(x, device, device.constants, largest[a], largest[b]) for f in (reduction, update)]
         for a, b in ((0, 0), (1, 0), (0, 1))
     )
-    reduce = np.column_stack([(one[0][0] - none[0][0]) / 1e9 for one in (dense, experts)])
+    often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
+    start, *more = (
+        np.where(often, f[0][1] * x.micro_batches, f[0][0]) for f in (none, dense, experts)
+    )
+    reduce = np.column_stack([(one - start) / 1e9 for one in more])
+    each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
+    hides = np.column_stack([each * hides_forward(x) * often, each])
     return Costs(
         times=np.stack([forward, backward - own, own], axis=-1),
         again=np.where(always, again, 0.0),
@@ -187,12 +197,13 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         weights=weights[:, [DENSE, MOE]],
         fixed_weights=np.stack(local_parameters(x), axis=1),
         base=np.full(n, device.constants.step_host_s),
-        start=none[0][0],
+        start=start,
         reduce=reduce,
         update=np.column_stack([one[1] / 1e9 for one in (dense, experts)]),
         exposed=device.constants.exposed,
-        late=_late(x, s.backward, s.forward + s.backward),
-        overlap=np.broadcast_to(x.overlap, (n,)),
+        late=_late(x, hides, s.forward, s.backward),
+        hides=hides,
+        overlap=np.where(often, 1.0, x.overlap),
         micro_batches=x.micro_batches,
         choice=choice,
     )
@@ -226,13 +237,14 @@ def _kept(x: Columns, device: Device, choice: np.ndarray) -> tuple[Array, Array,
     return kept, entry, idle
 
 
-def _late(x: Columns, backward: Array, whole: Array) -> Array:
-    """Return the largest share of a layer's time that its backward pass has, and by how much the ends exceed it, [n, 2]."""
+def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
+    """Return how much a layer hides at most of a second of its time, and by how much the ends exceed it, [n, 2]."""
     layers = [DENSE, MOE, DENSE_AGAIN, MOE_AGAIN]
     there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
-    share = backward[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
+    whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
+    share = hidden[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
     most = share.max(axis=1)
-    beyond = np.maximum(backward - most[:, None] * whole, 0.0)
+    beyond = np.maximum(hidden - most[:, None] * whole, 0.0)
     return np.column_stack([most, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
 
 

@@ -136,6 +136,7 @@ class Writer:
             "reduce": rest.reduce,
             "update": rest.update,
             "exposed": rest.exposed,
+            "hides": rest.hides,
         }
         return {name: self._numbers(values) for name, values in found.items()}
 

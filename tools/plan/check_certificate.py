@@ -59,10 +59,10 @@ def read(c: Any, schedules: list[Space]) -> Any:
     for most, own, each in zip(c.largest, c.weights, c.weight[c.g], strict=True):
         held = sum((most - 1 - own) // each) if each else np.inf  # where no stage has so much
         need(most <= own.max() or held < c.count[c.g], "the largest stage may have less")
-    back = c.time[:, 1] + c.again
-    share = (back / (c.time[:, 0] + back)).max()
-    beyond = np.maximum(c.fixed[1] - share * c.fixed.sum(axis=0), 0).sum() * PS
-    # Reduction hides behind a backward pass of share x makespan / m + beyond at most, but for what
+    both = np.array([c.time[:, 0], c.time[:, 1] + c.again])  # forward, backward
+    share = (c.hides @ both / both.sum(axis=0)).max()
+    beyond = np.maximum(c.hides @ c.fixed - share * c.fixed.sum(axis=0), 0).sum() * PS
+    # Reduction hides behind share x makespan / m + beyond of a stage's passes at most, but for what
     # always shows; so twice: step >= k makespan + constant + slopes of the largest stage's weights.
     reduction, others = np.array([0, c.start, *c.reduce]), np.array([1, c.base, *c.update])
     hidden = [share / c.s.m, beyond, 0, 0]
@@ -138,7 +138,7 @@ def step(c: Any, kinds: Any, again: Any) -> float:
     held = (own * c.full - more * (c.full - c.entry)).sum(axis=0) + np.maximum(work, c.buffer)
     if (held > c.memory).any():
         return np.inf
-    forward, backward = c.fixed + c.time.T @ kinds + np.outer([0, 1], c.again @ twice)
+    both = forward, backward = c.fixed + c.time.T @ kinds + np.outer([0, 1], c.again @ twice)
     times, at, clock = [*forward, *backward[::-1]], [0] * c.s.p, [0.0] * c.s.p
     end = dict.fromkeys(range(-c.s.m, 0), 0.0)
     orders = np.lexsort((c.s.turn, np.repeat(c.s.stage, c.s.m))).reshape(c.s.p, -1).tolist()
@@ -151,7 +151,7 @@ def step(c: Any, kinds: Any, again: Any) -> float:
                 at[s] += 1
     largest = (c.weights + c.weight.T @ own).max(axis=1)
     reduction = c.start + c.reduce @ largest
-    shown = max(reduction - (backward @ c.s.on).max() * PS, c.exposed * reduction)
+    shown = max(reduction - (c.hides @ both @ c.s.on).max() * PS, c.exposed * reduction)
     return max(clock) * PS + shown + c.update @ largest + c.base
 
 

@@ -63,7 +63,9 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
     return found
 
 
-def _refuse(layout: Layout, who: str, swap: bool = False, ends: bool = False) -> None:
+def _refuse(
+    layout: Layout, who: str, swap: bool = False, ends: bool = False, zero: bool = False
+) -> None:
     """Refuse what a program cannot say, but for what it can.
 
     Raises:
@@ -77,6 +79,8 @@ def _refuse(layout: Layout, who: str, swap: bool = False, ends: bool = False) ->
         found.append("swap whole layers")
     if layout.ends != "last" and not ends:
         found.append("place MTP before its head")
+    if layout.zero > 1 and not zero:
+        found.append("shard gradients or parameters")
     if found:
         raise BadInputError(
             f"layout {layout.short()}: {who} cannot {' or '.join(found)}; --pick another, or leave --beyond-recipes out"
@@ -141,7 +145,7 @@ def layout_string(a: Architecture, layout: Layout) -> str:
     Raises:
         BadInputError: Megatron cannot say it.
     """
-    _refuse(layout, "Megatron's layout", swap=True, ends=True)
+    _refuse(layout, "Megatron's layout", swap=True, ends=True, zero=True)
     chunks = ["t" * n for n in layout.chunk_layers(len(a.layers))]
     chunks[0] = "E" + chunks[0]
     chunks[-1 - (layout.ends != "last")] += "m" * a.mtp

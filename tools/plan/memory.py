@@ -58,6 +58,14 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
     return dense * inside * np.ones_like(tp), experts * inside
 
 
+def _largest_layer(x: Columns) -> Array:
+    """Return the parameters of a device's larger kind of layer, which ZeRO-3 gathers."""
+    experts = x.experts * x.expert_weights / (x.ep * x.etp)
+    moe = (x.shared_weights / x.tp + experts) * (x.moe_layers > 0)
+    dense = x.dense_weights / x.tp * (x.dense_layers > 0)
+    return x.attention_weights / x.tp + x.small_weights + np.maximum(dense, moe)
+
+
 def _uncut(x: Columns, layers: Array) -> Array:
     """Return the elements that this package holds whole on every tensor-parallel device, [n, P]; see `exact`."""
     down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
@@ -176,6 +184,7 @@ def memory(x: Columns, device: Device) -> Memory:
     gathered = (dense + experts).max(axis=1) / np.maximum(
         (x.stage_dense + x.stage_moe).max(axis=1), 1
     )
+    gathered = np.where(x.own_graph > 0, _largest_layer(x), gathered)
     buffers = buffers + np.where((x.zero == 3), 4.0 * gathered, 0.0)[:, None]
     buffers = buffers + WORKSPACE
     peak = parameters + gradients + optimizer + activations + buffers

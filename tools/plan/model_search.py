@@ -2,9 +2,11 @@
 
 Every combination of the choices is an architecture. Those that break an alignment rule or leave the budget are refused, with
 the reason counted; the others are scored under each of a few layouts, at once, and keep the fastest that fits in memory. The
-layouts are those that `search` finds best for the first architecture that is allowed.
+layouts are those that `search` finds best for the first architecture that is allowed. `place` then searches all layouts and
+placements of a few of them.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -185,12 +187,16 @@ def refusal(s: Choices, a: Architecture) -> str | None:
     return None
 
 
+def _whole_blocks(s: Choices, a: Architecture, x: Layout) -> bool:
+    """Return whether each device's part of every width is whole blocks."""
+    parts = [(w, x.tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, x.etp)]
+    return all(w % (p * s.block) == 0 for w, p in parts)
+
+
 def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
     """Return whether a layout divides an architecture, each device's part in whole blocks."""
-    parts = [(w, x.tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, x.etp)]
-    blocks = all(w % (p * s.block) == 0 for w, p in parts)
     return (
-        blocks and a.heads % x.tp == 0 and a.experts % x.ep == 0 and len(a.layers) >= x.pp * x.vpp
+        _whole_blocks(s, a, x) and a.heads % x.tp == 0 and a.experts % x.ep == 0 and len(a.layers) >= x.pp * x.vpp
     )
 
 
@@ -227,6 +233,48 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
         for c in plan.best[: s.layouts]:
             found[c.layout.but(chunks=None, recompute_layers=None)] = None
     return list(found)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An architecture with the layout that the planner finds, its layers placed."""
+
+    layout: Layout
+    step_s: float
+    """Simulated, operation by operation."""
+
+    tokens_per_s: float
+    gap: float
+    """Relative distance to the proven bound."""
+
+
+def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]:
+    """Plan architectures one by one; see `search`.
+
+    Args:
+        s: The space; each device's part of a width stays in whole blocks.
+        some: Scored ones.
+        limit_s: Seconds for all of them together; what one leaves, the next ones have.
+
+    Returns:
+        One for each; None: nothing was found in its time.
+    """
+    until = time.perf_counter() + limit_s
+    found: list[Placed | None] = []
+    for i, c in enumerate(some):
+        one = Layout()
+        powers = [2**n for n in range(5)]
+        fixed = {
+            name: tuple(p for p in powers if _whole_blocks(s, c.architecture, one.but(**{name: p})))
+            for name in ("tp", "etp")
+        }
+        space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, fixed=fixed)
+        share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
+        plan = search(c.architecture, space, s.device, top=1, limit_s=share)
+        best = plan.best[0] if plan.best else None
+        tokens = s.global_batch * s.base.seq / s.devices
+        found.append(best and Placed(best.layout, best.step_s, tokens / best.step_s, plan.gap))
+    return found
 
 
 def _score(

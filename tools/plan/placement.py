@@ -228,6 +228,7 @@ class _Given(ctypes.Structure):
         ("reduce", ctypes.c_double * 2),
         ("update", ctypes.c_double * 2),
         ("exposed", ctypes.c_double),
+        ("hides", ctypes.c_double * 2),
     )
 
     def __init__(self, p: Problem) -> None:
@@ -269,6 +270,7 @@ class _Given(ctypes.Structure):
             reduce=(ctypes.c_double * 2)(*rest.reduce),
             update=(ctypes.c_double * 2)(*rest.update),
             exposed=rest.exposed,
+            hides=(ctypes.c_double * 2)(*rest.hides),
         )
 
     def _numbers(self, values: object, kind: type = np.int64) -> int:

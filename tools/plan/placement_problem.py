@@ -52,7 +52,7 @@ class Rest:
     """What follows the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
 
     ``all = sum_i reduce_i U_i + start``, ``update = sum_i update_i U_i``, with U_0 and U_1 the parameters of the largest
-    stage that all copies hold and experts; hidden behind the longest backward pass of a stage.
+    stage that all copies hold and experts; hidden behind the longest backward pass of a stage, or more of it (`hides`).
     """
 
     base: float = 0.0
@@ -61,12 +61,16 @@ class Rest:
     update: tuple[float, float] = (0.0, 0.0)
     exposed: float = 1.0
     late: tuple[float, float] = (0.0, 0.0)
-    """A stage whose micro-batch takes t has a backward pass of at most ``late[0] t + late[1]``."""
+    """A stage whose micro-batch takes t hides at most ``late[0] t + late[1]``."""
 
-    def seconds(self, largest: np.ndarray, backward: float) -> float:
-        """Return it for the parameters of the largest stage, [2], and the longest backward pass."""
+    hides: tuple[float, float] = (0.0, 1.0)
+    """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
+    micro-batch."""
+
+    def seconds(self, largest: np.ndarray, hidden: float) -> float:
+        """Return it for the parameters of the largest stage, [2], and what a stage hides at most."""
         whole = self.start + float(np.dot(self.reduce, largest))
-        shown = max(whole - backward, self.exposed * whole)
+        shown = max(whole - hidden, self.exposed * whole)
         return shown + float(np.dot(self.update, largest)) + self.base
 
     def lines(self, micro_batches: int) -> list[tuple[float, float, np.ndarray]]:
@@ -221,8 +225,9 @@ class Problem:
         route, largest = self.pipeline.route, self.weight.copy()
         for g, layer in enumerate(self.layers):
             largest += np.outer(layer.weights, _by_stage(route, kinds[g], self.stages))
-        backward = self.times(kinds, again)[1:].sum(axis=0)
-        longest = np.bincount(route, weights=backward, minlength=self.stages).max() * 1e-12
+        forward, *backward = self.times(kinds, again)
+        hidden = self.rest.hides[0] * forward + self.rest.hides[1] * sum(backward)
+        longest = np.bincount(route, weights=hidden, minlength=self.stages).max() * 1e-12
         return self.rest.seconds(largest.max(axis=1), float(longest))
 
     def seconds(self, counts: np.ndarray, again: np.ndarray) -> float:

@@ -71,7 +71,7 @@ class Space:
     """Columns of the table that must have a value, or one of some."""
 
     beyond_recipes: bool = False
-    """What recipes cannot say, too: V shapes, swapping."""
+    """What recipes cannot say, too: V shapes, swapping, MTP before its head, ZeRO 2 and 3."""
 
     swaps: bool = True
     """The device's link to its host is known, so swapping may be looked at."""
@@ -168,7 +168,7 @@ def _inner(
                 continue
             for ep, etp in experts:
                 for sp in (0, 1) if tp > 1 and a.seq % (tp * cp) == 0 else (0,):
-                    zeros = (0, 1) if dp * cp > 1 else (0,)
+                    zeros = range(1 if dp * cp == 1 else 4 if space.beyond_recipes else 2)
                     for zero, end, policy in product(zeros, ends, policies):
                         yield (
                             dp,
@@ -226,7 +226,7 @@ def layout_of(row: np.ndarray, space: Space) -> Layout:
         sequence_parallel=bool(v["sp"]),
         zero=v["zero"],
         opt_shards=0,
-        fsdp=False,
+        fsdp=v["zero"] == 3,
         recompute=POLICIES[v["policy"]],
         recompute_layers=None,
         schedule=SCHEDULES[v["schedule"]],
@@ -249,7 +249,7 @@ def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
         values[name] = own[name]
     values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
     values["opt_shards"] = np.zeros(n)
-    values["fsdp"] = np.zeros(n)
+    values["fsdp"] = (own["zero"] == 3).astype(float)
     values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
     values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
     names = [name for name in vars(one) if name.startswith("re_")]

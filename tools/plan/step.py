@@ -205,9 +205,14 @@ def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
     last = s.backward.max(axis=1)
     hidden = np.maximum(total - last, c.exposed * total)
     step = np.where(x.overlap > 0, hidden, total)
-    compute = (s.forward + s.backward).max(axis=1)
+    compute = (s.forward * hides_forward(x)[:, None] + s.backward).max(axis=1)
     each = np.maximum(repeated, compute) + c.exposed * np.minimum(repeated, compute) - compute
     return np.where((x.zero >= 2) & (x.dp * x.cp > 1), each * x.micro_batches, step)
+
+
+def hides_forward(x: Columns) -> Array:
+    """Return 1 where forward passes hide what is sharded, too, with ZeRO 2 and 3: this package's ZeRO-2 only reduces then."""
+    return 1.0 - x.own_graph * (x.zero == 2)
 
 
 def reduction(
@@ -251,6 +256,7 @@ def reduction(
             + np.where((x.zero > 0) & (members > 1), scatter + gather, 0.0)
         )
         gathers = gather * (1 + x.fsdp) * (x.zero == 3)
+        gathers = gathers + gather * x.own_graph * (x.zero == 2) / x.micro_batches  # once a step
         repeated = repeated + np.where(members > 1, between + scatter + gathers, 0.0)
     return total, repeated
 

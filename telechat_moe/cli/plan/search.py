@@ -18,7 +18,9 @@ SPACE is YAML:
   budget: {parameters: [90.e+9, 120.e+9], active_parameters: [4.e+9, 6.e+9]}
   align: {width: 256, block: 16}                     widths, and each device's part of them
 choices: hidden, layers, dense_layers, heads, ffn, experts, top_k, shared_experts, moe_ffn, q_lora_rank, kv_lora_rank.
-The front are the models that no other beats both in parameters and in tokens a second.
+The front are the models that no other beats both in parameters and in tokens a second. All are scored with layers spread
+evenly, in closed form; then the models of the front that are printed are planned as plan layout does, every layer placed and
+the step simulated, in --place seconds together (gap: how far the step may be from the best one).
 
 example:
   telechat-moe plan search space.yaml --html models.html
@@ -40,6 +42,13 @@ def register(verbs: Any) -> None:
     parser.add_argument(
         "--top", type=int, default=20, metavar="K", help="models to print (default 20)"
     )
+    parser.add_argument(
+        "--place",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds in which models of the front are planned (default 60; 0: not)",
+    )
     parser.add_argument("--html", metavar="FILE", help="write a page with the front")
     parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
     parser.set_defaults(run=run)
@@ -49,7 +58,10 @@ def run(args: argparse.Namespace) -> int:
     """Score, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
     models: Any = import_module("telechat_moe.tools.plan.model_search")
-    result: Any = models.search_models(models.read_space(args.space))
+    space: Any = models.read_space(args.space)
+    result: Any = models.search_models(space)
+    shown = result.front[: args.top]
+    placed: Any = models.place(space, shown, args.place) if args.place > 0 else [None] * len(shown)
 
     def row(c: Any) -> list[str]:
         a = c.architecture
@@ -67,6 +79,13 @@ def run(args: argparse.Namespace) -> int:
         "model",
         "layout",
     ]
+    def planned(p: Any) -> list[str]:
+        if p is None:
+            return ["-"] * len(extra)
+        return [f"{p.tokens_per_s:.1f}", f"{p.step_s:.3f}", f"{p.gap:.2%}", p.layout.short()]
+
+    extra = ["placed: tokens/s ", "step, s ", "gap ", "layout"]
+    front = [row(c) + planned(p) for c, p in zip(shown, placed, strict=True)]
     refused = ", ".join(f"{n:,} {why}" for why, n in result.refused.most_common() if n)
     said = f"{result.number:,} architectures: {len(result.scored):,} scored; refused: {refused or 'none'}"
     write_text("--html ", args.html, lambda: _page(said, headers, result, row))
@@ -76,11 +95,13 @@ def run(args: argparse.Namespace) -> int:
         "refused": dict(result.refused),
         "columns": [h.strip() for h in headers],
         "front": [row(c) for c in result.front],
+        "placed_columns": [h.strip() for h in extra],
+        "placed": [planned(p) for p in placed],
         "fastest": [row(c) for c in result.scored[: args.top]],
     }
     if not write_json(args.json, data):
         print(said + "\n\nfront")
-        show_table(headers, data["front"][: args.top])
+        show_table([*headers, *extra], front)
         print("\nfastest")
         show_table(headers, data["fastest"])
     return 0 if result.scored else 1
