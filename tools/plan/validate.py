@@ -12,7 +12,10 @@ LOWEST = 0.10
 """Less than this is not explained by launch times where the kernels are large (`LARGE`)."""
 
 LARGE = 3e11
-"""FLOPs of one layer's forward pass of one micro-batch on one device: milliseconds of work."""
+"""FLOPs of one layer's forward pass of one micro-batch on one device: launches do not take as long."""
+
+LARGE_S = 3e-4
+"""Seconds that they take at the peak, at least: faster devices wait longer for their host."""
 
 
 def implausible(architecture: Architecture, layout: Layout, step_s: float, device: Device) -> str:
@@ -38,7 +41,7 @@ def implausible(architecture: Architecture, layout: Layout, step_s: float, devic
     idle = 1 + (layout.pp - 1) / (
         layout.vpp * layout.micro_batches
     )  # the pipeline's own bubble explains so much
-    if used * idle < LOWEST and work > LARGE:
+    if used * idle < LOWEST and work > max(LARGE, LARGE_S * wide):
         return (
             f"impossible: {used:.1%} of the peak with {work:.1e} FLOPs in each layer's forward pass; "
             "the tokens counted or the layout are not those of the run"
