@@ -159,6 +159,10 @@ def _stages(p: Placement, model: CausalLM, layers: Sequence[Place], stand_ins: b
         return stand_ins and place.stage != here
 
     last = Place(p.mesh.pp - 1, max(place.chunk for place in layers))
+    if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
+        # MindSpore 2.9.0 cannot add up the gradients of a stage that hands MTP's embeddings and the last layer's output to the
+        # same chunk, unless something passes the output on before MTP.
+        model.layers.append(p.elsewhere(model.layers[-1], last))
     p.stand(model.embedding, Place(0, 0))
     if away(Place(0, 0)):
         model.embedding = p.elsewhere(model.embedding, Place(0, 0))
