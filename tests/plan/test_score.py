@@ -13,7 +13,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cells import Cells, Row
 from telechat_moe.tools.plan.device import Constants, load_device
 from telechat_moe.tools.plan.fit import TYPICAL, Problem, fit, free_constants, held_out
-from telechat_moe.tools.plan.flops import keys_per_token
+from telechat_moe.tools.plan.flops import keys_per_token, model_flops
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.models import published
 from telechat_moe.tools.plan.score import checked, score, statistics
@@ -262,6 +262,13 @@ def test_impossible_rows_are_refused():
         a, hidden=256, ffn=512, layers=("dense",) * 2, heads=4, kv_heads=4, head_dim=64, seq=128
     )
     assert not implausible(tiny, layout, 1.0, device)  # launch times explain slow small work
+    # one sequence of a mixture is little work for a B200, and much for an A100
+    mixture, one = published("qwen3 30b", seq=4096), Layout(dp=8, ep=8, micro_batches=64)
+    work = one.global_batch * mixture.seq * model_flops(mixture).training / one.devices
+    for name, refused in (("b200", False), ("a100", True)):
+        device = load_device(name)
+        slow = work / (0.09 * device.peak("bf16"))
+        assert bool(implausible(mixture, one, slow, device)) == refused
 
 
 def test_synthetic_measurements_give_their_constants_back():
@@ -314,7 +321,7 @@ def test_accuracy_of_the_frozen_constants():
     memory = statistics([s.memory_error for s in scored if s.memory_error is not None])
     assert step["rows"] > 1000
     assert step["mape"] < 0.06
-    assert memory["mape"] < 0.065
+    assert memory["mape"] < 0.055
 
 
 def test_command_line(tmp_path, capsys):
