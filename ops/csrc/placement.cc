@@ -119,7 +119,19 @@ bool Problem::fits(const Split& s, Ints* over) const {
   return all;
 }
 
-double Problem::seconds(const Ints& counts, const Ints& again) const {
+bool Problem::holds(int stage, const Split& s) const {
+  int64_t need = 0, work = buffer[stage];
+  for (size_t g = 0; g < kinds.size(); ++g)
+    for (int c = 0; c < chunks; ++c) {
+      if (route[c] != stage) continue;
+      need += s.own[g][c] * (kinds[g].states + kinds[g].kept[stage]) - s.again[g][c] * (kinds[g].kept[stage] - kinds[g].entry[stage]);
+      if (s.own[g][c]) work = std::max(work, held);
+      if (s.again[g][c]) work = std::max(work, kinds[g].working);
+    }
+  return need + work <= memory[stage];
+}
+
+double Problem::seconds(const Ints& counts, const Ints& again, double* least_of) const {
   const Split s = split(counts, again);
   const std::vector<int64_t> t = times(s);
   const double span = 1e-12 * static_cast<double>(pipeline->makespan(t.data(), send));
@@ -137,6 +149,7 @@ double Problem::seconds(const Ints& counts, const Ints& again) const {
     late += update[i] * largest;
   }
   const double hidden = 1e-12 * *std::max_element(back.begin(), back.end());
+  if (least_of) *least_of = span + exposed * whole + late + base;
   return span + std::max(whole - hidden, exposed * whole) + late + base;
 }
 

@@ -85,7 +85,10 @@ class Problem {
   Split split(const Ints& counts, const Ints& again) const;
   std::vector<int64_t> times(const Split& s) const;
   bool fits(const Split& s, Ints* over = nullptr) const;  // `over`: the stages that do not
-  double seconds(const Ints& counts, const Ints& again) const;
+  // Returns the step; `least`: of this and of all that recompute more, whatever reduction they hide.
+  double seconds(const Ints& counts, const Ints& again, double* least = nullptr) const;
+  // Returns whether a stage has the memory for its layers.
+  bool holds(int stage, const Split& s) const;
   // Fills in the recomputed layers of every chunk, as few as fit; returns whether they do.
   bool finish(const Ints& counts, Ints& again) const;
   // Moves single layers off the longest path while that helps and there is time. Returns false where the first placement does

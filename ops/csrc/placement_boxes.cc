@@ -56,6 +56,36 @@ Ints Search::most(const Box& box, double target) const {
   return found;
 }
 
+// Returns the memory that layers can use: of a stage whose numbers of layers stand, what whole recomputed ones leave of it.
+Reals Search::rooms(const Box& box, const Ints& most) const {
+  Reals found = room;
+  for (int s = 0; s < p.stages && p.choice && box.placed; ++s) {
+    int number[2] = {box.fewest[s], 0}, low = 0, high = 0;
+    for (int c : own[s]) {
+      low += box.low[c];
+      high += box.high[c];
+      number[1] += box.few[c];
+    }
+    number[0] = std::max(number[0], low);
+    if (number[0] != std::min(most[s], high)) continue;
+    double all = 0, least = kNone;
+    for (size_t g = 0; g < p.kinds.size(); ++g) all += number[g] * static_cast<double>(p.kinds[g].states + p.kinds[g].kept[s]);
+    if (all <= room[s]) continue;
+    for (int j = 0; j <= number[1]; ++j)
+      for (int k = 0; k <= number[0]; ++k) {
+        double saved = 0, work = static_cast<double>(p.memory[s]) - room[s];
+        for (auto [g, r] : {std::pair{0, k}, std::pair{1, j}}) {
+          if (r == 0) continue;
+          saved += r * static_cast<double>(p.kinds[g].kept[s] - p.kinds[g].entry[s]);
+          work = std::max(work, static_cast<double>(p.kinds[g].working));
+        }
+        if (all - saved + work <= static_cast<double>(p.memory[s])) least = std::min(least, saved);
+      }
+    found[s] = std::isfinite(least) ? std::min(room[s], all - least) : -1;
+  }
+  return found;
+}
+
 bool Search::possible(const Box& box, const Ints& most) const {
   int all_below = 0, all_above = 0;
   for (int s = 0; s < p.stages; ++s) {

@@ -73,7 +73,7 @@ double Search::value(const Proof& proof, const Box& box, const Ints& most) const
     const int kind = (at - 2 * per) / p.stages, s = (at - 2 * per) % p.stages;
     if (kind == 0) {
       memory[s] = y;
-      total -= y * room[s];
+      total -= y * box.room[s];
     } else {
       extra[s] += kind == 1 ? y : -y;
       total += kind == 1 ? -y * most[s] : y * box.fewest[s];

@@ -44,7 +44,7 @@ double Search::right(Row row, int at, const Box& box, const Ints& most) const {
       const int i = at / (p.stages + 1), s = at % (p.stages + 1);
       return -(s < p.stages ? p.weight[i][s] : p.least[i]) / kMillion;
     }
-    case kMemory: return room[at] / kGib;
+    case kMemory: return box.room[at] / kGib;
     case kMost: return most[at];
     case kFewest: return -box.fewest[at];
     case kTotal: return (at % 2 ? -1 : 1) * p.kinds[at / 2].count;

@@ -8,7 +8,7 @@ namespace telechat {
 
 namespace {
 
-constexpr double kWays = 5000;       // ways to recompute layers that are looked at one by one
+constexpr double kWays = 1000, kStageWays = 600;  // ways to recompute layers that are looked at one by one, of all and of a stage
 constexpr size_t kKept = 64u << 20;  // bytes of programs that wait; boxes beyond start anew
 
 }  // namespace
@@ -48,8 +48,9 @@ void Search::solve(double target, int nodes, double limit_s) {
 
 void Search::visit(const Node& node, double limit) {
   ++seen;
-  const Box& box = node.box;
+  Box box = node.box;
   const Ints top = most(box, limit);
+  box.room = rooms(box, top);
   parts[node.part].proof = -1;
   const bool initial = node.number < first;
   if (!possible(box, top)) {
@@ -63,6 +64,7 @@ void Search::visit(const Node& node, double limit) {
     for (int s = 0; s < p.stages; ++s) {
       lp.move(tag(kMost, s), top[s] - from->most[s]);
       lp.move(tag(kFewest, s), from->fewest[s] - box.fewest[s]);
+      lp.move(tag(kMemory, s), (box.room[s] - from->room[s]) / kGib);
     }
   }
   Relaxed found = relax(lp, box, top, limit, initial ? 60 : 12, !from);
@@ -85,24 +87,27 @@ void Search::visit(const Node& node, double limit) {
   std::shared_ptr<const Program> kept_program;
   if (kept < kKept) {
     lp.shrink();
-    auto* one = new Program{std::move(lp), top, box.fewest};
+    auto* one = new Program{std::move(lp), top, box.fewest, box.room};
     kept += one->lp.bytes();
     kept_program = {one, [this](Program* gone) { kept -= gone->lp.bytes(); delete gone; }};
     if (initial && !earlier) earlier = kept_program;
   }
-  const auto closed = [&] { return found.bound >= std::min(limit, best.seconds > 0 ? best.seconds : kNone) * (1 - kClose); };
-  if (closed()) return;
+  const auto closed = [&](double bound) {
+    return bound >= std::min(limit, best.seconds > 0 ? best.seconds : kNone) * (1 - kClose);
+  };
+  if (closed(found.bound)) return;
   bool whole = true;
   for (double x : found.counts) whole = whole && std::fabs(x - std::rint(x)) < 1e-6;
   if (seen == 1 || seen % 16 == 0 || whole) {
     Placed one;
     if (p.improve(p.round(found.near), seen == 1 ? 2 : seen % 16 == 0, until, seed, pool, one)) take(one);
-    if (closed()) return;
+    if (closed(found.bound)) return;
   }
   Part& part = parts[node.part];
   if (!where(box, found, part)) {
-    if (exact(box)) parts[node.part].proof = -2;
-    else stuck = std::min(stuck, found.bound);
+    const double least = exact(box, std::min(limit, best.seconds > 0 ? best.seconds : kNone));
+    if (closed(least)) parts[node.part].proof = -2;
+    else stuck = std::min(stuck, std::max(found.bound, least));
     return;
   }
   const std::vector<Box> boxes = cut(box, part);
@@ -150,22 +155,73 @@ bool Search::where(const Box& box, const Relaxed& found, Part& part) const {
   return true;
 }
 
-// Looks at every way to recompute layers of a box whose layers all stand; returns false where there are too many.
-bool Search::exact(const Box& box) {
-  Ints counts(n), none(n, 0), over;
-  for (int c = 0; c < n; ++c) counts[c] = box.low[c] + box.few[c];
-  p.fits(p.split(counts, none), &over);
-  Ints ways(n, 1);
-  double all = 1;
-  for (int c = 0; c < n && p.choice; ++c)
-    if (std::find(over.begin(), over.end(), p.route[c]) != over.end()) all *= ways[c] = counts[c] + 1;
-  if (all > kWays) return false;
+// Returns the ways to recompute layers of a stage that fit and do not with a layer less.
+std::vector<Ints> Search::fewest(int stage, const Ints& counts) const {
+  std::vector<Ints> found;
+  const auto holds = [&](const Ints& again) { return p.holds(stage, p.split(counts, again)); };
   Ints now(n, 0);
-  for (int c = 0; c >= 0;) {
-    if (p.fits(p.split(counts, now))) take({counts, now, p.seconds(counts, now)});
-    for (c = n - 1; c >= 0 && ++now[c] == ways[c]; --c) now[c] = 0;
+  if (holds(now)) return {now};
+  if (!p.choice) return {};
+  for (bool more = true; more;) {
+    if (holds(now)) {
+      bool least = true;
+      for (int c : own[stage]) {
+        if (now[c] == 0) continue;
+        --now[c];
+        least = least && !holds(now);
+        ++now[c];
+      }
+      if (least) found.push_back(now);
+    }
+    more = false;
+    for (int c : own[stage]) {
+      if (++now[c] <= counts[c]) {
+        more = true;
+        break;
+      }
+      now[c] = 0;
+    }
   }
-  return true;
+  return found;
+}
+
+// Looks at the ways to recompute layers of a box whose layers all stand: those that recompute more take no less but for what they
+// hide; then at every way. Returns a step that none is below; 0 where there are too many ways.
+double Search::exact(const Box& box, double limit) {
+  Ints counts(n);
+  for (int c = 0; c < n; ++c) counts[c] = box.low[c] + box.few[c];
+  std::vector<std::vector<Ints>> ways(p.stages);
+  double all = 1;
+  for (int s = 0; s < p.stages; ++s) {
+    double every = 1;
+    for (int c : own[s]) every *= p.choice ? counts[c] + 1 : 1;
+    if (every > kStageWays) return 0;
+    ways[s] = fewest(s, counts);
+    all *= static_cast<double>(ways[s].size());
+  }
+  if (all > kWays) return 0;
+  double lowest = kNone, least = 0;
+  Ints at(p.stages, 0), now(n);
+  for (int s = all > 0 ? 0 : -1; s >= 0;) {
+    for (int c = 0; c < n; ++c) now[c] = ways[p.route[c]][at[p.route[c]]][c];
+    take({counts, now, p.seconds(counts, now, &least)});
+    lowest = std::min(lowest, least);
+    for (s = p.stages - 1; s >= 0 && ++at[s] == static_cast<int>(ways[s].size()); --s) at[s] = 0;
+  }
+  if (lowest >= limit * (1 - kClose)) return lowest;
+  all = 1;
+  for (int count : counts) all *= p.choice ? count + 1 : 1;
+  if (all > kWays) return lowest;
+  lowest = kNone;
+  now.assign(n, 0);
+  for (int c = 0; c >= 0;) {  // every one
+    if (p.fits(p.split(counts, now))) {
+      take({counts, now, p.seconds(counts, now)});
+      lowest = std::min(lowest, p.seconds(counts, now));
+    }
+    for (c = n - 1; c >= 0 && (!p.choice || ++now[c] > counts[c]); --c) now[c] = 0;
+  }
+  return lowest;
 }
 
 }  // namespace telechat

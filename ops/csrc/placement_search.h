@@ -22,6 +22,7 @@ struct Box {
   Ints low, high, few;  // layers of the larger kind of every chunk; of the smaller kind, where they stand
   Ints fewest, most;    // layers of the larger kind of every stage
   bool placed;          // the layers of the smaller kind stand
+  Reals room = {};      // bytes of every stage for its layers, as `Search::rooms`
 };
 
 struct Part {  // as `Part` of placement.py; children stand one after another
@@ -38,6 +39,7 @@ struct Proof {  // as `Multipliers` of placement.py
 struct Program {
   LinearProgram lp;
   Ints most, fewest;  // right-hand sides of its rows
+  Reals room;
 };
 
 struct Node {
@@ -108,6 +110,7 @@ class Search {
   Box fixed(const Box& box, const Ints& structure) const;
   Ints most(const Box& box, double target) const;
   Ints within(const Box& box, double makespan) const;
+  Reals rooms(const Box& box, const Ints& most) const;
   bool possible(const Box& box, const Ints& most) const;
   Ints longest(const Box& box) const;
   std::vector<Box> cut(const Box& box, const Part& part) const;
@@ -122,7 +125,8 @@ class Search {
   double value(const Proof& proof, const Box& box, const Ints& most) const;
   std::vector<int64_t> times(const Reals& x) const;
   bool where(const Box& box, const Relaxed& found, Part& part) const;
-  bool exact(const Box& box);
+  std::vector<Ints> fewest(int stage, const Ints& counts) const;
+  double exact(const Box& box, double limit);
   void visit(const Node& node, double limit);
   void take(const Placed& one);
   double least_rest() const { return p.lines[0][1] + p.lines[0][2] * p.least[0] + p.lines[0][3] * p.least[1]; }

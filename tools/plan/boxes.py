@@ -11,14 +11,14 @@ from itertools import product
 
 import numpy as np
 
-from telechat_moe.tools.plan.placement_problem import Layers, Placed, Problem, structures
+from telechat_moe.tools.plan.placement_problem import Layers, Problem, structures
 
 PS = 1e-12
 CLOSE = 1e-7
 """Relative difference below which two steps are the same."""
 
-WAYS = 5000
-"""Ways to recompute layers that are looked at one by one."""
+WAYS, STAGE_WAYS = 1000, 600
+"""Ways to recompute layers that are looked at one by one, of all stages and of one."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,7 @@ class Boxes:
         if not self._possible(box, most):
             return True
         if tree.point:
-            one = self.exact(box)
-            return self._few_ways(box) and (one is None or one.seconds >= target * (1 - CLOSE))
+            return self.exact(box, target) >= target * (1 - CLOSE)
         return tree.proof is not None and self.bound(tree.proof, box, most) >= target * (1 - CLOSE)
 
     def _possible(self, box: Box, most: np.ndarray) -> bool:
@@ -204,6 +203,33 @@ class Boxes:
         below = np.maximum(self.stage @ box.low, box.fewest)
         above = np.minimum(self.stage @ box.high, most)
         return bool((below <= above).all() and below.sum() <= number <= above.sum())
+
+    def rooms(self, box: Box, most: np.ndarray) -> np.ndarray:
+        """Return the memory for layers: of a stage whose numbers of layers stand, what whole recomputed ones leave of it."""
+        found = self.room.copy()
+        if not self.p.choice:
+            return found
+        low = np.stack([np.maximum(self.stage @ box.low, box.fewest), self.stage @ box.few_low])
+        high = np.stack([np.minimum(self.stage @ box.high, most), self.stage @ box.few_high])
+        kinds = [self.bulk, *([self.other] if self.other else [])]
+        for s in np.flatnonzero((low == high).all(axis=0)):
+            number = [int(n) for n in low[: len(kinds), s]]
+            held = [
+                self._bytes(s, kinds, number, more)
+                for more in product(*(range(n + 1) for n in number))
+            ]
+            found[s] = max(b for b, fits in [(-1.0, True), *held] if fits)
+        return found
+
+    def _bytes(
+        self, s: int, kinds: list[Layers], number: list[int], again: tuple[int, ...]
+    ) -> tuple[float, bool]:
+        """Return the bytes of a stage's layers, so many of each kind recomputed, and whether they fit."""
+        held, work = 0.0, self.p.memory[s] - self.room[s]
+        for layer, n, r in zip(kinds, number, again, strict=True):
+            held += n * (layer.states + layer.kept[s]) - r * float(_saved(layer)[s])
+            work = max(work, layer.working * (r > 0))
+        return held, held + work <= self.p.memory[s]
 
     def least_rest(self) -> float:
         """Return what follows the pipeline at least: some stage has the average of the larger kind."""
@@ -222,7 +248,8 @@ class Boxes:
         weigh, least = weigh[:, :-1], weigh[:, -1]
         total = c + float((counts * p.fixed).sum()) + k * PS * proof.sends * p.send
         total += float((weigh * p.weight).sum() + least @ p.least_weight)
-        total += float(proof.fewest @ box.fewest - proof.memory @ self.room - proof.most @ most)
+        room = self.rooms(box, most)
+        total += float(proof.fewest @ box.fewest - proof.memory @ room - proof.most @ most)
 
         def each(layer: Layers) -> np.ndarray:
             found = _along(counts, layer.times) + (np.array(layer.weights) @ weigh)[self.route]
@@ -238,32 +265,44 @@ class Boxes:
             total += _least(each(self.other), box.few_low, box.few_high, self.other.count)
         return total
 
-    def exact(self, box: Box) -> Placed | None:
-        """Return the best placement of a box whose layers all stand somewhere; None: none fits, or there are too many."""
+    def exact(self, box: Box, target: float) -> float:
+        """Return a step that none is below where all layers stand; 0: they do not, or there are too many ways to recompute.
+
+        To recompute more takes no less but for the reduction that it hides: so with all of that hidden first.
+        """
         p, counts = self.p, box.low + box.few_low
-        found: Placed | None = None
-        if not self._few_ways(box):
-            return None
-        for again in product(*self._ways(counts)):
-            more = np.array(again)
-            if (p.bytes(p.kinds(counts), p.kinds_again(counts, more)) <= p.memory).all():
-                took = p.seconds(counts, more)
-                if found is None or took < found.seconds:
-                    found = Placed(layers=tuple(map(int, counts)), again=again, seconds=took)
-        return found
-
-    def _ways(self, counts: np.ndarray) -> list[range]:
-        """Return how many layers each chunk may recompute: none where its stage fits as it is."""
-        kinds = self.p.kinds(counts)
-        over = self.p.bytes(kinds, np.zeros_like(kinds)) > self.p.memory
-        some = over[self.route] & self.p.choice
-        return [range(int(n) * int(s) + 1) for n, s in zip(counts, some, strict=True)]
-
-    def _few_ways(self, box: Box) -> bool:
         if not (box.low == box.high).all():
-            return False
-        ways = self._ways(box.low + box.few_low)
-        return math.prod(len(w) for w in ways) <= WAYS
+            return 0.0
+        ways = [range(int(n) + 1 if p.choice else 1) for n in counts]
+        own = [
+            [w if s == r else range(1) for w, r in zip(ways, self.route, strict=True)]
+            for s in range(p.stages)
+        ]
+        if any(math.prod(map(len, some)) > STAGE_WAYS for some in own):
+            return 0.0
+        fewest = [self._fewest(s, counts, some) for s, some in enumerate(own)]
+        if math.prod(map(len, fewest)) > WAYS:
+            return 0.0
+        each = [sum(way) for way in product(*fewest)]
+        least = min((p.seconds(counts, again, hidden=True) for again in each), default=math.inf)
+        if least >= target * (1 - CLOSE) or math.prod(map(len, ways)) > WAYS:
+            return least
+        every = [np.array(again) for again in product(*ways)]
+        fit = [p.seconds(counts, again) for again in every if self._fits(counts, again).all()]
+        return min(fit, default=math.inf)
+
+    def _fits(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
+        p = self.p
+        return p.bytes(p.kinds(counts), p.kinds_again(counts, again)) <= np.array(p.memory)
+
+    def _fewest(self, s: int, counts: np.ndarray, ways: list[range]) -> list[np.ndarray]:
+        """Return the ways to recompute layers of a stage that fit, none with more than another."""
+        fit: list[np.ndarray] = []
+        for again in sorted(product(*ways), key=sum):
+            one = np.array(again)
+            if self._fits(counts, one)[s] and not any((known <= one).all() for known in fit):
+                fit.append(one)
+        return fit
 
 
 def _saved(layer: Layers) -> np.ndarray:
