@@ -52,10 +52,12 @@ def _placements(layers: int, layout: Layout) -> Iterator[Layout]:
 CASES = [
     # devices, GiB, host link, what is fixed
     (2, 100.0, 32e9, {"policy": (3,)}),
-    (4, 54.0, 32e9, {"policy": (3,), "pp": (2,)}),
-    (4, 54.0, 8e9, {"policy": (1, 3), "pp": (2,), "ends": (0,)}),
-    (4, 58.0, 32e9, {"ends": (1,)}),
-    (8, 30.0, 32e9, {"ends": (1,)}),
+    (4, 54.0, 32e9, {"policy": (3,), "pp": (2,), "zero": (0, 1)}),
+    (4, 54.0, 8e9, {"policy": (1, 3), "pp": (2,), "ends": (0,), "zero": (0, 1)}),
+    (4, 58.0, 32e9, {"ends": (1,), "zero": (0, 1)}),
+    (8, 30.0, 32e9, {"ends": (1,), "zero": (0, 1)}),
+    (4, 56.0, 32e9, {"zero": (2, 3), "policy": (0,), "pp": (1, 2)}),
+    (8, 30.0, 32e9, {"zero": (2, 3), "policy": (0,), "pp": (2,)}),
 ]
 
 
@@ -86,9 +88,9 @@ def test_every_layout_and_placement_scored(
 
 
 def _tight(**changes: object) -> tuple[Architecture, Space, Device]:
-    a, base = _small(13)
-    given = {"devices": 64, "global_batch": 64, "base": base, "most_vpp": 2, "fixed": NO_V}
-    return a, Space(**{**given, "beyond_recipes": True, **changes}), _device(9.0)
+    a, base = _small(7)
+    given = {"devices": 16, "global_batch": 16, "base": base, "most_vpp": 2, "fixed": NO_V}
+    return a, Space(**{**given, "beyond_recipes": True, **changes}), _device(20.0)
 
 
 def _step(a: Architecture, space: Space, device: Device) -> float:
@@ -105,7 +107,8 @@ def test_more_choices_or_a_faster_host_link_never_hurt() -> None:
     free = links[-1]
     fast = replace(device, host_bandwidth=64e9)
     narrow = _step(a, replace(space, beyond_recipes=False), fast)
-    for fixed in ({"ends": (0,)}, {"policy": (0, 1, 2)}, {"ends": (0,), "policy": (0, 1, 2)}):
+    recipes = {"ends": (0,), "policy": (0, 1, 2), "zero": (0, 1)}
+    for fixed in (*({name: value} for name, value in recipes.items()), recipes):
         one = _step(a, replace(space, fixed=NO_V | fixed), fast)
         assert free <= one * (1 + 1e-9) <= narrow * (1 + 1e-8)
     assert one == pytest.approx(narrow, rel=1e-9)
@@ -189,6 +192,31 @@ def test_mtp_before_the_heads() -> None:
     assert layout_string(a, before) == "Ettt|ttt|ttm|L"
 
 
+def test_sharded_gradients_and_parameters_by_hand() -> None:
+    """What ZeRO 2 and 3 keep and what they send, one stage, without anything that hides it."""
+    a, base = _small(4)
+    device = _device(64.0)
+    device = replace(device, constants=replace(device.constants, exposed=1.0))
+    x = base.but(
+        dp=8, tp=1, pp=1, vpp=1, ep=1, cp=1, micro_batches=4, chunks=None, recompute="none", sequence_parallel=False,
+        recompute_layers=None, opt_shards=0,
+    )  # fmt: skip
+    one, two, three = (evaluate(a, [x.but(zero=z, fsdp=z == 3)], device) for z in (1, 2, 3))
+    count = a.parameters
+    for table, gradients, parameters in ((one, 1, 1), (two, 8, 1), (three, 8, 8)):
+        held = table.memory
+        assert held.gradients[0, 0] == pytest.approx(count * x.gradient_bytes / gradients, rel=1e-2)
+        assert held.parameters[0, 0] == pytest.approx(
+            count * x.parameter_bytes / parameters, rel=1e-2
+        )
+    assert three.memory.buffers[0, 0] > two.memory.buffers[0, 0] == one.memory.buffers[0, 0]
+    bus = device.intra_bandwidth * device.constants.intra_share
+    scatter, gather = (count * b * 7 / 8 / bus for b in (x.gradient_bytes, 2))
+    assert one.data_s[0] == pytest.approx(scatter + gather, rel=2e-2)
+    assert two.data_s[0] == pytest.approx(4 * scatter + gather, rel=2e-2)
+    assert three.data_s[0] == pytest.approx(4 * (scatter + 2 * gather), rel=2e-2)
+
+
 def test_what_cannot_be_said_is_refused() -> None:
     a, base = _small(8)
     layout = base.but(
@@ -197,6 +225,7 @@ def test_what_cannot_be_said_is_refused() -> None:
     for changed, word in (
         ({"recompute": "swap", "recompute_layers": (1, 0)}, "swap"),
         ({"ends": "mtp-before", "recompute": "none", "recompute_layers": None}, "MTP"),
+        ({"zero": 2}, "gradients"),
         ({"schedule": "zb-v", "vpp": 2, "chunks": (2, 2, 2, 2)}, "zb-v"),
     ):
         x = layout.but(**changed)

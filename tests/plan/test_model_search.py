@@ -6,7 +6,14 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.model_search import architectures, read_space, refusal, search_models
+from telechat_moe.tools.plan.model_search import (
+    architectures,
+    place,
+    read_space,
+    refusal,
+    search_models,
+)
+from telechat_moe.tools.plan.simulate_step import simulate_step
 
 SPACE = """\
 recipe: telechat3_moe/pretrain_105b_a4b_4k.yaml
@@ -50,6 +57,22 @@ def test_search(tmp_path: Path) -> None:
     }
 
 
+def test_models_are_planned(tmp_path: Path) -> None:
+    """Placed steps are the simulator's, in blocks of each device, and not slower than the same degrees spread evenly."""
+    space = _space(tmp_path, SPACE.replace("top_k: [2, 4]", "top_k: [2]"))
+    scored = search_models(space).front[:1]
+    (found,) = place(space, scored, 20.0)
+    assert found is not None
+    a, layout = scored[0].architecture, found.layout
+    assert simulate_step(a, layout, space.device).step_s == pytest.approx(found.step_s)
+    assert found.tokens_per_s == pytest.approx(128 * 4096 / 64 / found.step_s)
+    assert found.gap >= -1e-9
+    assert a.hidden % (layout.tp * space.block) == a.vocab % (layout.tp * space.block) == 0
+    even = simulate_step(a, scored[0].layout, space.device)
+    assert found.step_s / (1 + found.gap) <= even.step_s * (1 + 1e-9)
+    assert place(space, scored, 1e-9) == [None]
+
+
 def test_shared_width_follows(tmp_path: Path) -> None:
     text = SPACE.replace("top_k: [2, 4]", "shared_experts: [1, 2], moe_ffn: [1024]")
     assert {a.shared_width for a in architectures(_space(tmp_path, text))} == {1024, 2048}
@@ -72,7 +95,9 @@ def test_bad_spaces(tmp_path: Path, old: str, new: str, said: str) -> None:
 def test_verbs(tmp_path: Path, capsys) -> None:
     file = tmp_path / "space.yaml"
     file.write_text(SPACE)
-    assert main(["plan", "search", str(file), "--html", str(tmp_path / "m.html")]) == 0
+    words = ["plan", "search", str(file), "--html", str(tmp_path / "m.html")]
+    assert main([*words, "--place", "0.5", "--top", "1"]) == 0
+    assert "placed: tokens/s" in capsys.readouterr().out
     assert "<svg" in (tmp_path / "m.html").read_text()
     out, why, proof = tmp_path / "r.yaml", tmp_path / "why.txt", tmp_path / "c.json"
     words = [

@@ -187,16 +187,19 @@ def refusal(s: Choices, a: Architecture) -> str | None:
     return None
 
 
-def _whole_blocks(s: Choices, a: Architecture, x: Layout) -> bool:
+def _whole_blocks(s: Choices, a: Architecture, tp: int, etp: int) -> bool:
     """Return whether each device's part of every width is whole blocks."""
-    parts = [(w, x.tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, x.etp)]
+    parts = [(w, tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, etp)]
     return all(w % (p * s.block) == 0 for w, p in parts)
 
 
 def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
     """Return whether a layout divides an architecture, each device's part in whole blocks."""
     return (
-        _whole_blocks(s, a, x) and a.heads % x.tp == 0 and a.experts % x.ep == 0 and len(a.layers) >= x.pp * x.vpp
+        _whole_blocks(s, a, x.tp, x.etp)
+        and a.heads % x.tp == 0
+        and a.experts % x.ep == 0
+        and len(a.layers) >= x.pp * x.vpp
     )
 
 
@@ -262,11 +265,10 @@ def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]
     until = time.perf_counter() + limit_s
     found: list[Placed | None] = []
     for i, c in enumerate(some):
-        one = Layout()
-        powers = [2**n for n in range(5)]
+        degrees = range(1, Space.most_tp + 1)
         fixed = {
-            name: tuple(p for p in powers if _whole_blocks(s, c.architecture, one.but(**{name: p})))
-            for name in ("tp", "etp")
+            "tp": tuple(n for n in degrees if _whole_blocks(s, c.architecture, n, 1)),
+            "etp": tuple(n for n in degrees if _whole_blocks(s, c.architecture, 1, n)),
         }
         space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, fixed=fixed)
         share = max(until - time.perf_counter(), 0.0) / (len(some) - i)

@@ -16,7 +16,9 @@ EPILOG = """\
 Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
 optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of the
 recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time limit
-gives the best found with its true gap. --certificate writes every configuration and why it is not faster, which
+gives the best found with its true gap. --fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp (false, true),
+zero, schedule (1f1b, interleaved, zb-v), recompute (none, full, norm+activation, swap) and ends (last, mtp-before); what stands
+last in these lists, and zero=2 and 3, needs --beyond-recipes, and --out refuses it. --certificate writes every configuration and why it is not faster, which
 python -m telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
 
 example:
@@ -55,7 +57,7 @@ def register(verbs: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="keep a degree, such as tp=8",
+        help="leave one value of a variable, such as tp=8, or some: zero=0,1",
     )
     parser.add_argument(
         "--top", type=int, default=10, metavar="K", help="layouts to print (default 10)"
@@ -66,7 +68,7 @@ def register(verbs: Any) -> None:
     parser.add_argument(
         "--beyond-recipes",
         action="store_true",
-        help="schedules, too, that recipes cannot say (zb-v)",
+        help="what recipes cannot say, too: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
     )
     parser.add_argument("--out", metavar="FILE", help="write the recipe with the layout")
     parser.add_argument(

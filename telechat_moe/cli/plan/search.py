@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "model",
         "layout",
     ]
+
     def planned(p: Any) -> list[str]:
         if p is None:
             return ["-"] * len(extra)
