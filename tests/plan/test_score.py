@@ -105,6 +105,9 @@ def test_impossible_values_of_a_set_are_reasons(tmp_path):
     *bad, good = checked(read_table(file), "h100")
     assert all(row.reason.startswith("missing: ") for row in bad), bad
     assert not good.reason
+    for step, reason in ((0.0, "impossible: a step of 0 s"), (None, "missing: a measured time")):
+        (row,) = checked([replace(good, step_s=step)], "h100")
+        assert row.reason.startswith(reason)
 
 
 def _line(name: str, /, **cells: str) -> Row:

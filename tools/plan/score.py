@@ -61,7 +61,9 @@ def checked(rows: Sequence[Row], default: str) -> list[Row]:
                 row = replace(row, reason=f"missing: {empty}")
             elif device is None:
                 row = replace(row, reason=f"device without a description: {row.device}")
-            elif row.architecture and row.layout and row.step_s:
+            elif row.step_s is None and row.memory_bytes is None:
+                row = replace(row, reason="missing: a measured time or memory")
+            elif row.architecture and row.layout and row.step_s is not None:
                 if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
                     row = replace(row, reason=f"device without a description of fp8: {device.name}")
                 else:
