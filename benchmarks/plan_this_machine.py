@@ -2,7 +2,7 @@
 
     python benchmarks/plan_this_machine.py [--calibration FILE] [--layouts] [--rounds 7] [--json FILE]
 
-Measures the six steps that `telechat-moe plan calibrate` fits (or takes the description given) and, in turn with them, 13
+Measures the seven steps that `telechat-moe plan calibrate` fits (or takes the description given) and, in turn with them, 13
 recipes that the fit does not see, one process and one thread each, and prints how far the prediction is off. --layouts measures
 layouts of two processes as well, through `run-sharded`, against a second calibration with plain operators; it needs
 the recipe's data (`telechat-moe data build --recipe telechat3_moe/pretrain_19m.yaml`).
@@ -21,16 +21,16 @@ import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from telechat_moe.tools.plan import cpu_step
-from telechat_moe.tools.plan.device import load_device
+from telechat_moe.tools.plan.device import Device, load_device
 from telechat_moe.tools.plan.this_machine import (
     CALIBRATION,
     RECIPE,
@@ -84,7 +84,7 @@ SMALL_LAYOUTS = (
 
 
 def measured_layout(case: Case, steps: int = 9) -> float:
-    """Return the least processor time of a step in the slower of two processes of `run-sharded`."""
+    """Return the median processor time of a step in the busier of two processes of `run-sharded`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "telechat-moe",
@@ -109,7 +109,7 @@ def measured_layout(case: Case, steps: int = 9) -> float:
         if process.returncode:
             raise SystemExit(f"{case.name}: run-sharded failed:\n{log.read_text()[-2000:]}")
     pairs = itertools.pairwise(marks[2:])
-    return min(max(after[pid] - before[pid] for pid in before) for before, after in pairs)
+    return statistics.median(max(after[p] - before[p] for p in before) for before, after in pairs)
 
 
 def _watch(process: subprocess.Popen[Any], run: Path) -> list[dict[str, float]]:
@@ -142,21 +142,24 @@ def _workers(run: str) -> dict[str, float]:
     return found
 
 
-def predicted(case: Case, own: Mapping[str, float]) -> float:
-    """Return what a machine's coefficients say of one process with plain operators."""
-    return cpu_step.predict(*of_case(case, "plain"), own)
-
-
-def layouts(plain: Mapping[str, float]) -> list[tuple[str, float, float]]:
+def layouts(device: Device) -> list[tuple[str, float, float]]:
     """Return name, measured and predicted seconds of layouts of two processes.
 
-    A rank's graph differs from one process's (collectives, static buffers of the experts): by one factor for each
-    layout, measured on a small model and used for a larger one.
+    What the terms do not count (concatenations, slices and copies around each exchange) is one factor for each layout,
+    measured on a small model and used for a larger one.
+
+    Args:
+        device: Of `calibrate` with plain operators.
     """
+    start, bandwidth = device.constants.collective_host_s, device.intra_bandwidth
+
+    def counted(case: Case) -> float:
+        return cpu_step.predict(*of_case(case, "plain"), device.step, start, bandwidth)
+
     rows: list[tuple[str, float, float]] = []
     for small, large in zip(SMALL_LAYOUTS, LAYOUTS, strict=True):
-        factor = measured_layout(small) / predicted(small, plain)
-        rows.append((large.name, measured_layout(large), factor * predicted(large, plain)))
+        factor = measured_layout(small) / counted(small)
+        rows.append((large.name, measured_layout(large), factor * counted(large)))
     return rows
 
 
@@ -185,7 +188,7 @@ def main() -> None:
     if args.layouts:
         plain = args.plain_calibration
         device = load_device(plain) if plain else calibrate(RECIPE, operators="plain").device
-        rows += layouts(device.step)
+        rows += layouts(device)
     errors = [p / m - 1 for _, m, p in rows]
     print(f"{'step':24s}{'measured':>12s}{'predicted':>12s}{'error':>10s}")
     for (name, m, p), error in zip(rows, errors, strict=True):

@@ -79,15 +79,69 @@ def test_cpu_step_by_hand():
     )  # fmt: skip
     t = 20
     matrices = [(5, 4), (7, 4), (6, 5), (18, 6), (4, 14), (16, 4), (4, 8), (9, 4)]
-    products, elements, attention, parameters = cpu_step.terms(a, Layout(micro_batch=2))
+    products, elements, attention, parameters, layers = cpu_step.terms(a, Layout(micro_batch=2))
     assert products == 3 * sum(2 * t * n * k for n, k in matrices)
     assert elements == sum(t * n + t * k + n * k for n, k in matrices)
     assert attention == 3 * t * 10 * 2 * (3 + 7)
     assert parameters == a.parameters
+    assert layers == 1
+
+
+MOE = Architecture(
+    hidden=4, layers=("moe",), attention="mla", heads=2, kv_heads=2, head_dim=3, q_lora_rank=5, kv_lora_rank=6,
+    qk_nope=2, qk_rope=1, v_head_dim=7, ffn=8, vocab=9, seq=10, experts=4, top_k=2, moe_ffn=3, shared_ffn=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "rows"),
+    [
+        (Layout(micro_batch=2), 4, 10),  # 20 tokens, two of four experts each
+        (Layout(micro_batch=2, fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
+        (Layout(micro_batch=2, dp=2), 4, 20),  # all tokens of the device for each expert
+        (Layout(micro_batch=2, dp=2, ep=2), 2, 40),  # of both devices, for half of the experts
+        (Layout(micro_batch=2, tp=2, sequence_parallel=True), 4, 10),
+    ],
+)
+def test_experts_compute_on_padding(layout, experts, rows):
+    """The same step with experts twice as wide costs twice the experts' products more."""
+    one, two = (cpu_step.terms(replace(MOE, moe_ffn=w), layout)[0] for w in (3, 6))
+    assert two - one == pytest.approx(3 * 2 * experts * rows * 3 * 4 * 3)
+
+
+def test_tensor_parallelism_halves_products_but_those_of_whole_weights():
+    one, two = (
+        cpu_step.terms(MOE, Layout(micro_batch=2, tp=tp, sequence_parallel=tp > 1, fused=False))
+        for tp in (1, 2)
+    )
+    blocks, buffers = 8 * ((40 + 4 * 7) // 8), 4 * 10
+    experts = 3 * 2 * 3 * 4 * 3
+    assert two[0] - buffers * experts == pytest.approx((one[0] - blocks * experts) / 2)
+    assert two[2] == one[2] / 2
+
+
+def test_all_reduces_of_two_processes():
+    """By hand: gradients, and buffers of the experts four times; nothing in one process."""
+    assert cpu_step.all_reduces(MOE, Layout()) == (0, 0)
+    layout = Layout(micro_batch=2, compute="fp32")
+    _, data = cpu_step.all_reduces(MOE, layout.but(dp=2))
+    calls, expert = cpu_step.all_reduces(MOE, layout.but(dp=2, ep=2))
+    buffer = 4 * (4 * 20) * 4 * 2  # bytes x (experts x tokens) x hidden x both devices
+    weights = 4 * 4 * 3 * 4 * 3  # gradients of experts, which have no copy under ep 2
+    sizes = 4 * 4  # how many rows go where
+    assert expert - data == 4 * buffer - weights + sizes
+    assert data == pytest.approx(4 * MOE.parameters, rel=0.05)
+    assert calls > 4
 
 
 def test_cpu_step_fit_finds_what_made_the_times():
-    truth = {"products": 1e-11, "elements": 5e-9, "attention": 4e-11, "parameters": 2e-9}
+    truth = {
+        "products": 1e-11,
+        "elements": 5e-9,
+        "attention": 4e-11,
+        "parameters": 2e-9,
+        "layers": 5e-3,
+    }
     pairs = [of_case(c) for c in CALIBRATION]
     found = cpu_step.fit(pairs, [cpu_step.predict(*p, truth) for p in pairs])
     assert found == pytest.approx(truth, rel=1e-6)
@@ -144,10 +198,17 @@ def test_calibration_is_put_together(monkeypatch, tmp_path, capsys):
     """The measurement is replaced by one with known results; file and tables come from them."""
     from telechat_moe.cli import main
 
-    truth = {"products": 1e-11, "elements": 5e-9, "attention": 4e-11, "parameters": 2e-9}
+    truth = {
+        "products": 1e-11,
+        "elements": 5e-9,
+        "attention": 4e-11,
+        "parameters": 2e-9,
+        "layers": 5e-3,
+    }
 
-    def measured(job, *, processes=1, on_result=None):
-        if processes == 2:
+    def measured(job, *, processes=1, beside=False, on_result=None):
+        if "all_reduce" in job:
+            assert processes == 2
             return [{"all_reduce": [1e-3, 1e-3 + 2**24 / 1e9]}]
         steps = {c.name: [9.0, cpu_step.predict(*of_case(c), truth), 0.0] for c in CALIBRATION}
         return [{"flops": [1e11] * len(job["shapes"])}, {"bandwidth": 2e10}, {"steps": steps}]

@@ -9,7 +9,7 @@ be held against each other. Where the graph does more than an ideal would, so do
 * A backward pass sums the balance losses' gradient over dp once, however many routers it has.
 * Where MTP's layers are recomputed, the head's inputs are gathered once more, too.
 
-Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes in products, 4 in norms, router, losses.
+Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`width`) in products, 4 in norms, router, losses.
 """
 
 from collections import Counter
@@ -62,10 +62,11 @@ class Calls:
         a: The model: MLA, gated feed-forwards, balance loss by sequence, no z-loss.
         x: Its layout; experts reached by AlltoAllV.
         threshold: Bytes from which weights share their optimizer's states among copies; None: they do not.
+        width: Bytes of an element in products.
     """
 
-    def __init__(self, a: Architecture, x: Layout, threshold: int | None) -> None:
-        self.a, self.x, self.threshold = a, x, threshold
+    def __init__(self, a: Architecture, x: Layout, threshold: int | None, width: int = 2) -> None:
+        self.a, self.x, self.threshold, self.width = a, x, threshold, width
         sp = x.sequence_parallel and x.tp > 1
         self.mesh = Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
         self.whole = x.micro_batch * a.seq
@@ -136,28 +137,28 @@ class Calls:
         """Return the gather of rows that sequence parallelism spreads."""
         return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
 
-    def _sum_tp(self, element: int = 2, again: bool = False) -> list[_Once]:
+    def _sum_tp(self, element: int | None = None, again: bool = False) -> list[_Once]:
         """Return the sum over tp of `[T, H]`."""
         kind = "ReduceScatter" if self.mesh.sp else "AllReduce"
-        size = element * self.token * self.a.hidden
+        size = (element or self.width) * self.token * self.a.hidden
         return [_Once(kind, self.mesh.axes("tp"), size, again=again)]
 
     def _block(self, kind: str) -> list[_Once]:
         a, mesh = self.a, self.mesh
         calls: list[_Once] = []
         if a.q_lora_rank:
-            calls += self._gather_tp(2 * self.token * a.q_lora_rank)
+            calls += self._gather_tp(self.width * self.token * a.q_lora_rank)
         else:
-            calls += self._gather_tp(2 * self.token * a.hidden)
+            calls += self._gather_tp(self.width * self.token * a.hidden)
         for width in (a.kv_lora_rank, a.qk_rope):
-            size = 2 * self.whole * width
+            size = self.width * self.whole * width
             if mesh.sp and mesh.cp > 1 and width == a.kv_lora_rank:  # rows over both: one gather
                 calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
                 continue
-            calls += self._gather_tp(2 * self.token * width)
+            calls += self._gather_tp(self.width * self.token * width)
             calls.append(_Once("AllGather", mesh.axes("cp"), size))
         calls += self._sum_tp(again=True)
-        rows = self._gather_tp(2 * self.token * a.hidden)
+        rows = self._gather_tp(self.width * self.token * a.hidden)
         if kind == "dense":
             return calls + rows + self._sum_tp()
         if a.shared_width and not mesh.sp:
@@ -169,16 +170,16 @@ class Calls:
         calls: list[_Once] = []
         tp, ep = mesh.axes("tp"), mesh.axes("ep")
         if mesh.expert_tp:
-            calls += self._gather_tp(2 * self.token * a.hidden)
+            calls += self._gather_tp(self.width * self.token * a.hidden)
             size = 4 * self.token * a.top_k
             calls += [_Once("AllGather", tp, size, back=False), _Once("AllGather", tp, size)]
         if self.x.ep > 1:
             calls.append(_Once("AlltoAll", ep, 4 * a.experts, back=False))
-            calls += [_Once("AlltoAllV", ep, 2 * self.pairs * a.hidden)] * 2
+            calls += [_Once("AlltoAllV", ep, self.width * self.pairs * a.hidden)] * 2
         if mesh.expert_tp:
             calls += self._sum_tp()
         elif not mesh.sp:
-            calls.append(_Once("AllGather", tp, 2 * self.token * a.hidden, again=False))
+            calls.append(_Once("AllGather", tp, self.width * self.token * a.hidden, again=False))
         return calls
 
     def _balance(self) -> list[_Once]:
@@ -193,7 +194,7 @@ class Calls:
         mesh, tp = self.mesh, self.mesh.axes("tp")
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
-        calls = self._gather_tp(2 * self.token * self.a.hidden)
+        calls = self._gather_tp(self.width * self.token * self.a.hidden)
         for axes, size, back in (
             (tp, part, False),
             (tp, part, True),
@@ -229,7 +230,7 @@ class Calls:
             at += count
             sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:at] else [])]
             borders += [(place[chunk], place[chunk + 1], size) for size in sizes]
-        borders += [(place[0], place[-1], 2 * rows)] * a.mtp
+        borders += [(place[0], place[-1], self.width * rows)] * a.mtp
         for here, there, size in borders:
             if here == there or stage not in (here, there):
                 continue

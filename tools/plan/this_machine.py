@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ CALIBRATION = (
     variant("small experts", layers=3, mtp=0, experts=32, topk=2, moe=96, batch=2),
     variant("vocabulary", layers=2, mtp=1, vocab=8192, batch=2),
     variant("small", layers=3, mtp=0, seq=128, batch=2, vocab=1024),
+    variant("deep", layers=8, mtp=0, hidden=128, ffn=512, moe=96, seq=64, batch=2, vocab=1024),
 )
 """Steps that the constants are fitted to: they differ in what they spend their time on."""
 
@@ -108,9 +111,16 @@ def run_measurement(
     job: dict[str, Any],
     *,
     processes: int = 1,
+    beside: bool = False,
     on_result: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure in a process of its own (several: under msrun), one thread each.
+    """Measure in a process of its own, one thread each.
+
+    Args:
+        job: What to measure, see `measure_here`.
+        processes: Several talk to each other, under msrun.
+        beside: A second process does the same at the same time: both share memory and caches.
+        on_result: Called with each result.
 
     Raises:
         MeasurementError: It ended without a result.
@@ -126,14 +136,13 @@ def run_measurement(
                 str(msrun), f"--worker_num={processes}", f"--local_worker_num={processes}", "--join=True",
                 f"--log_dir={folder}", "--master_port=18118", str(script), json.dumps(job),
             ]  # fmt: skip
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            cwd=folder,
-        ) as process:
+        with ExitStack() as stack:
+            start = partial(subprocess.Popen, command, env=environment, cwd=folder)
+            if beside:
+                stack.enter_context(start(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            process = stack.enter_context(
+                start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
             said: list[str] = []
             for line in process.stdout or ():
                 if line.startswith("{"):
@@ -145,7 +154,11 @@ def run_measurement(
         if processes > 1:
             log = Path(folder, "worker_0.log")
             text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            results += [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+            for line in text.splitlines():
+                if line.startswith("{"):
+                    results.append(json.loads(line))
+                    if on_result:
+                        on_result(results[-1])
     if process.returncode or not results:
         tail = "\n".join(said[-5:])
         raise MeasurementError(
@@ -246,7 +259,8 @@ def calibrate(
 
     Args:
         recipe: Whose products are measured for the peak.
-        operators: ``fused`` or ``plain``, of the steps that are measured.
+        operators: Of the steps that are measured: ``fused``, in one process; or ``plain``, in two at once, which share
+            caches and memory as the processes of `run-sharded` do.
         network: Measure an AllReduce between two processes, too.
         progress: Called with what was done, how many of how many.
 
@@ -263,16 +277,16 @@ def calibrate(
             progress(str(result.get("ready", "rates")), done, total)
 
     cases = as_job(CALIBRATION, operators)
-    results = run_measurement({"shapes": shapes, "cases": cases}, on_result=step)
+    job = {"shapes": shapes, "cases": cases}
+    results = run_measurement(job, beside=operators == "plain", on_result=step)
     rates = next(r["flops"] for r in results if "flops" in r)
     bandwidth = next(r["bandwidth"] for r in results if "bandwidth" in r)
     seconds = medians(results)
     link, start = 1e9, 1e-4
     if network:
-        found = run_measurement({"all_reduce": ALL_REDUCE_BYTES}, processes=2)
+        found = run_measurement({"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step)
         small, large = next(r["all_reduce"] for r in found if "all_reduce" in r)
         link, start = ALL_REDUCE_BYTES[1] / max(large - small, 1e-9), small
-        step({"ready": "AllReduce"})
     base = Device(
         name="this-machine" if operators == "fused" else "this-machine-plain",
         peak_flops={"fp32": max(rates), "bf16": max(rates)},
@@ -305,7 +319,9 @@ def as_yaml(found: Calibration) -> str:
         if value == getattr(Constants(), name):
             continue
         how = (
-            "fitted to six training steps" if name in FITTED else "AllReduce between two processes"
+            "fitted to seven training steps"
+            if name in FITTED
+            else "AllReduce between two processes"
         )
         constants[name] = {
             "value": float(f"{value:.6g}"),
@@ -327,7 +343,7 @@ def as_yaml(found: Calibration) -> str:
             "peak_flops": "the fastest of our float32 products at the recipe's shapes, one thread",
             "memory_bandwidth": "a copy of 128 MiB, bytes read and written, one thread",
             "intra_bandwidth": "AllReduce of 16 MiB between two processes",
-            "step": "fitted to six training steps, seconds per unit of each term of cpu_step",
+            "step": "fitted to seven training steps, seconds per unit of each term of cpu_step",
         },
     }
     return yaml.safe_dump(document, sort_keys=False)

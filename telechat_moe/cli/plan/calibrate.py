@@ -8,8 +8,8 @@ from telechat_moe.cli.output import show_table, write_text
 from telechat_moe.cli.progress import bars
 
 EPILOG = """\
-Measures products at the recipe's shapes, the memory, an AllReduce between two processes and six short training steps, one
-thread each, and fits the constants of the cost model to the steps. Times are processor seconds: on an idle machine those
+Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training steps, one
+thread each (of plain operators in two processes at once), and fits the constants of the cost model to the steps. Times are processor seconds: on an idle machine those
 that pass. Less than a minute on an idle machine. Needs mindspore.
 
 example:
