@@ -4,6 +4,7 @@ A row is read by those words (`gpus`, `tp`, `pp`, `gbs`, `mbs`, `seq`, `step`, `
 block; nothing is assumed for a layout field that neither gives.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,8 @@ def _device(row: Mapping[str, Any], name: str) -> str:
         return given
     if name.startswith("torchtitan"):
         return "h100-96gb"
-    return next((word for word in ("a100", "h100", "h800", "v100") if word in name.lower()), "")
+    found = re.search(r"(gb200|gb300|b200|b300|h200|a100|h100|h800|v100)", name.lower())
+    return found[0] if found else ""
 
 
 def read_sets(path: Path) -> list[Row]:
