@@ -126,10 +126,10 @@ def predict(
     Args:
         architecture: The model.
         layout: One stage.
-        coefficients: By name of the term.
+        coefficients: By name of the term; one that was not fitted counts nothing.
         start_s: Of an AllReduce.
         bandwidth: Of an AllReduce, bytes a second.
     """
-    weights = np.array([coefficients[name] for name in TERMS])
+    weights = np.array([coefficients.get(name, 0.0) for name in TERMS])
     calls, size = all_reduces(architecture, layout)
     return float(terms(architecture, layout) @ weights) + calls * start_s + size / bandwidth
