@@ -89,7 +89,7 @@ def _nothing(plan: Plan) -> str:
     row = int(lacking.argmin())
     missing, stage = plan.missing[row]
     return (
-        f"no layout fits in memory; the nearest lacks at least {missing / GIB:.2f} GiB on stage {stage:.0f}: "
+        f"no layout fits in memory; the nearest lacks at least {missing / GIB:.3g} GiB on stage {stage:.0f}: "
         f"{describe(plan.rows[row])}"
     )
 
