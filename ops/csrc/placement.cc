@@ -131,17 +131,20 @@ bool Problem::holds(int stage, const Split& s) const {
   return need + work <= memory[stage];
 }
 
-double Problem::seconds(const Ints& counts, const Ints& again, double* least_of) const {
+double Problem::seconds(const Ints& counts, const Ints& again, double* more) const {
   const Split s = split(counts, again);
   const std::vector<int64_t> t = times(s);
   const double span = 1e-12 * static_cast<double>(pipeline->makespan(t.data(), send));
-  Reals back(stages, 0);
+  Reals back(stages, 0), all(stages, 0);  // what hides; and with all layers recomputed
   Reals own[2] = {weight[0], weight[1]};
   for (int c = 0; c < chunks; ++c) {
     back[route[c]] += hides[0] * static_cast<double>(t[c]) + hides[1] * static_cast<double>(t[chunks + c] + t[2 * chunks + c]);
-    for (size_t g = 0; g < kinds.size(); ++g)
+    for (size_t g = 0; g < kinds.size(); ++g) {
       for (int i = 0; i < 2; ++i) own[i][route[c]] += kinds[g].weights[i] * s.own[g][c];
+      all[route[c]] += hides[1] * static_cast<double>(kinds[g].again * (s.own[g][c] - s.again[g][c]));
+    }
   }
+  for (int r = 0; r < stages; ++r) all[r] += back[r];
   double whole = start, late = 0;
   for (int i = 0; i < 2; ++i) {
     const double largest = *std::max_element(own[i].begin(), own[i].end());
@@ -149,7 +152,7 @@ double Problem::seconds(const Ints& counts, const Ints& again, double* least_of)
     late += update[i] * largest;
   }
   const double hidden = 1e-12 * *std::max_element(back.begin(), back.end());
-  if (least_of) *least_of = span + exposed * whole + late + base;
+  if (more) *more = span + std::max(whole - 1e-12 * *std::max_element(all.begin(), all.end()), exposed * whole) + late + base;
   return span + std::max(whole - hidden, exposed * whole) + late + base;
 }
 

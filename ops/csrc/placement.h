@@ -85,8 +85,8 @@ class Problem {
   Split split(const Ints& counts, const Ints& again) const;
   std::vector<int64_t> times(const Split& s) const;
   bool fits(const Split& s, Ints* over = nullptr) const;  // `over`: the stages that do not
-  // Returns the step; `least`: of this and of all that recompute more, whatever reduction they hide.
-  double seconds(const Ints& counts, const Ints& again, double* least = nullptr) const;
+  // Returns the step; `more`: no way that recomputes these and more takes less.
+  double seconds(const Ints& counts, const Ints& again, double* more = nullptr) const;
   // Returns whether a stage has the memory for its layers.
   bool holds(int stage, const Split& s) const;
   // Fills in the recomputed layers of every chunk, as few as fit; returns whether they do.

@@ -8,7 +8,7 @@ namespace telechat {
 
 namespace {
 
-constexpr double kWays = 1000, kStageWays = 600;  // ways to recompute layers that are looked at one by one, of all and of a stage
+constexpr double kWays = 1000;       // ways to recompute layers that are looked at one by one
 constexpr size_t kKept = 64u << 20;  // bytes of programs that wait; boxes beyond start anew
 
 }  // namespace
@@ -105,7 +105,7 @@ void Search::visit(const Node& node, double limit) {
   }
   Part& part = parts[node.part];
   if (!where(box, found, part)) {
-    const double least = exact(box, std::min(limit, best.seconds > 0 ? best.seconds : kNone));
+    const double least = exact(box, limit);
     if (closed(least)) parts[node.part].proof = -2;
     else stuck = std::min(stuck, std::max(found.bound, least));
     return;
@@ -155,71 +155,51 @@ bool Search::where(const Box& box, const Relaxed& found, Part& part) const {
   return true;
 }
 
-// Returns the ways to recompute layers of a stage that fit and do not with a layer less.
-std::vector<Ints> Search::fewest(int stage, const Ints& counts) const {
-  std::vector<Ints> found;
-  const auto holds = [&](const Ints& again) { return p.holds(stage, p.split(counts, again)); };
-  Ints now(n, 0);
-  if (holds(now)) return {now};
-  if (!p.choice) return {};
-  for (bool more = true; more;) {
-    if (holds(now)) {
-      bool least = true;
-      for (int c : own[stage]) {
-        if (now[c] == 0) continue;
-        --now[c];
-        least = least && !holds(now);
-        ++now[c];
-      }
-      if (least) found.push_back(now);
+// Raises `again` to the fewest layers of each chunk of a stage that any way to recompute has that fits. Returns whether one does,
+// or there are too many to look at.
+bool Search::fewest(int stage, const Ints& counts, Ints& again) const {
+  Ints now(n, 0), least = counts;
+  const auto holds = [&] { return p.holds(stage, p.split(counts, now)); };
+  double ways = 1;
+  for (int c : own[stage]) ways *= counts[c] + 1;
+  if (holds() || (p.choice && ways > kWays)) return true;
+  bool found = false;
+  for (size_t i = 0; p.choice && i < own[stage].size();) {
+    if (holds()) {
+      found = true;
+      for (int c : own[stage]) least[c] = std::min(least[c], now[c]);
     }
-    more = false;
-    for (int c : own[stage]) {
-      if (++now[c] <= counts[c]) {
-        more = true;
-        break;
-      }
-      now[c] = 0;
-    }
+    for (i = 0; i < own[stage].size() && ++now[own[stage][i]] > counts[own[stage][i]]; ++i) now[own[stage][i]] = 0;
   }
+  for (int c : own[stage]) again[c] = least[c];
   return found;
 }
 
-// Looks at the ways to recompute layers of a box whose layers all stand: those that recompute more take no less but for what they
-// hide; then at every way. Returns a step that none is below; 0 where there are too many ways.
+// Looks at the ways to recompute layers of a box whose layers all stand. Of those that recompute more than one that took too long
+// already, whatever more of them hides, none is looked at. Returns a step that none is below; 0 where there are too many.
 double Search::exact(const Box& box, double limit) {
-  Ints counts(n);
+  Ints counts(n), start(n, 0);
   for (int c = 0; c < n; ++c) counts[c] = box.low[c] + box.few[c];
-  std::vector<std::vector<Ints>> ways(p.stages);
-  double all = 1;
-  for (int s = 0; s < p.stages; ++s) {
-    double every = 1;
-    for (int c : own[s]) every *= p.choice ? counts[c] + 1 : 1;
-    if (every > kStageWays) return 0;
-    ways[s] = fewest(s, counts);
-    all *= static_cast<double>(ways[s].size());
-  }
-  if (all > kWays) return 0;
-  double lowest = kNone, least = 0;
-  Ints at(p.stages, 0), now(n);
-  for (int s = all > 0 ? 0 : -1; s >= 0;) {
-    for (int c = 0; c < n; ++c) now[c] = ways[p.route[c]][at[p.route[c]]][c];
-    take({counts, now, p.seconds(counts, now, &least)});
-    lowest = std::min(lowest, least);
-    for (s = p.stages - 1; s >= 0 && ++at[s] == static_cast<int>(ways[s].size()); --s) at[s] = 0;
-  }
-  if (lowest >= limit * (1 - kClose)) return lowest;
-  all = 1;
-  for (int count : counts) all *= p.choice ? count + 1 : 1;
-  if (all > kWays) return lowest;
-  lowest = kNone;
-  now.assign(n, 0);
-  for (int c = 0; c >= 0;) {  // every one
-    if (p.fits(p.split(counts, now))) {
-      take({counts, now, p.seconds(counts, now)});
-      lowest = std::min(lowest, p.seconds(counts, now));
+  for (int s = 0; s < p.stages; ++s)
+    if (!fewest(s, counts, start)) return kNone;
+  double lowest = kNone;
+  std::vector<std::pair<Ints, int>> todo{{start, 0}};
+  for (size_t i = 0; i < todo.size(); ++i) {
+    const auto [again, at] = todo[i];
+    double least = 0;
+    const double took = p.seconds(counts, again, &least);
+    if (p.fits(p.split(counts, again))) {
+      take({counts, again, took});
+      lowest = std::min(lowest, took);
     }
-    for (c = n - 1; c >= 0 && (!p.choice || ++now[c] > counts[c]); --c) now[c] = 0;
+    limit = std::min(limit, best.seconds > 0 ? best.seconds : kNone);
+    for (int c = at; c < n && p.choice && least < limit * (1 - kClose); ++c) {
+      if (again[c] == counts[c]) continue;
+      if (todo.size() > kWays) return 0;
+      todo.push_back({again, c});
+      ++todo.back().first[c];
+    }
+    if (least >= limit * (1 - kClose)) lowest = std::min(lowest, std::max(least, limit));
   }
   return lowest;
 }

@@ -125,7 +125,7 @@ class Search {
   double value(const Proof& proof, const Box& box, const Ints& most) const;
   std::vector<int64_t> times(const Reals& x) const;
   bool where(const Box& box, const Relaxed& found, Part& part) const;
-  std::vector<Ints> fewest(int stage, const Ints& counts) const;
+  bool fewest(int stage, const Ints& counts, Ints& again) const;
   double exact(const Box& box, double limit);
   void visit(const Node& node, double limit);
   void take(const Placed& one);

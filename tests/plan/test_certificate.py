@@ -170,7 +170,7 @@ def _set(*where: Any, to: Any) -> Callable[[Any], None]:
 CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "a larger bound": (_set("bound_s", to=lambda b: b * 1.001), "not proven|is faster|NoneType"),
     "no bound": (_set("bound_s", to=math.nan), "not finite"),
-    "another step": (_set("layout", "step_s", to=lambda s: s * 0.999), "the layout takes"),
+    "another step": (_set("layout", "step_s", to=lambda s: s * 0.999), "takes more"),
     "another layout": (
         _set("layout", "kinds", 1, to=lambda k: [*k[1:], k[0]]),
         "no placement|takes",

@@ -17,8 +17,8 @@ PS = 1e-12
 CLOSE = 1e-7
 """Relative difference below which two steps are the same."""
 
-WAYS, STAGE_WAYS = 1000, 600
-"""Ways to recompute layers that are looked at one by one, of all stages and of one."""
+WAYS = 1000
+"""Ways to recompute layers that are looked at one by one."""
 
 
 @dataclass(frozen=True)
@@ -266,43 +266,44 @@ class Boxes:
         return total
 
     def exact(self, box: Box, target: float) -> float:
-        """Return a step that none is below where all layers stand; 0: they do not, or there are too many ways to recompute.
+        """Return a step, up to `target`, that none is below where all layers stand; 0: they do not, or there are too many ways.
 
-        To recompute more takes no less but for the reduction that it hides: so with all of that hidden first.
+        Of the ways to recompute more layers than one that takes too long already, whatever more of them hides, none is looked at.
         """
         p, counts = self.p, box.low + box.few_low
         if not (box.low == box.high).all():
             return 0.0
-        ways = [range(int(n) + 1 if p.choice else 1) for n in counts]
-        own = [
-            [w if s == r else range(1) for w, r in zip(ways, self.route, strict=True)]
-            for s in range(p.stages)
-        ]
-        if any(math.prod(map(len, some)) > STAGE_WAYS for some in own):
-            return 0.0
-        fewest = [self._fewest(s, counts, some) for s, some in enumerate(own)]
-        if math.prod(map(len, fewest)) > WAYS:
-            return 0.0
-        each = [sum(way) for way in product(*fewest)]
-        least = min((p.seconds(counts, again, hidden=True) for again in each), default=math.inf)
-        if least >= target * (1 - CLOSE) or math.prod(map(len, ways)) > WAYS:
-            return least
-        every = [np.array(again) for again in product(*ways)]
-        fit = [p.seconds(counts, again) for again in every if self._fits(counts, again).all()]
-        return min(fit, default=math.inf)
+        start = [self._fewest(s, counts) for s in range(p.stages)]
+        if any(some is None for some in start):
+            return math.inf
+        todo, lowest = [(np.sum(start, axis=0), 0)], target
+        for again, at in todo:  # grows
+            if self._fits(counts, again).all():
+                lowest = min(lowest, p.seconds(counts, again))
+            if not p.choice or p.seconds(counts, again, more=True) >= target * (1 - CLOSE):
+                continue
+            for c in range(at, p.number):
+                if again[c] < counts[c]:
+                    todo.append((again + (np.arange(p.number) == c), c))
+            if len(todo) > WAYS:
+                return 0.0
+        return lowest
 
     def _fits(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
         p = self.p
         return p.bytes(p.kinds(counts), p.kinds_again(counts, again)) <= np.array(p.memory)
 
-    def _fewest(self, s: int, counts: np.ndarray, ways: list[range]) -> list[np.ndarray]:
-        """Return the ways to recompute layers of a stage that fit, none with more than another."""
-        fit: list[np.ndarray] = []
-        for again in sorted(product(*ways), key=sum):
-            one = np.array(again)
-            if self._fits(counts, one)[s] and not any((known <= one).all() for known in fit):
-                fit.append(one)
-        return fit
+    def _fewest(self, s: int, counts: np.ndarray) -> np.ndarray | None:
+        """Return the fewest recomputed layers of each chunk of a stage in any way that fits; None: none does."""
+        none, ways = (
+            0 * counts,
+            [range(int(n) * int(s == r) + 1) for n, r in zip(counts, self.route, strict=True)],
+        )
+        if self._fits(counts, none)[s] or (self.p.choice and math.prod(map(len, ways)) > WAYS):
+            return none
+        some = map(np.array, product(*ways)) if self.p.choice else ()
+        fit = [again for again in some if self._fits(counts, again)[s]]
+        return np.min(fit, axis=0) if fit else None
 
 
 def _saved(layer: Layers) -> np.ndarray:

@@ -9,7 +9,6 @@ so that no stage needs more memory than it has. The makespan is that of the sche
 (:mod:`.pipeline`); the rest is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -221,24 +220,24 @@ class Problem:
             work[more > 0] = np.maximum(work[more > 0], layer.working)
         return found + np.maximum(work, self.buffer)
 
-    def after(self, kinds: np.ndarray, again: np.ndarray, hides: float = 0.0) -> float:
-        """Return the rest, s, where so many seconds of it hide at least."""
+    def after(self, kinds: np.ndarray, again: np.ndarray) -> float:
+        """Return the rest, s."""
         route, largest = self.pipeline.route, self.weight.copy()
         for g, layer in enumerate(self.layers):
             largest += np.outer(layer.weights, _by_stage(route, kinds[g], self.stages))
         forward, *backward = self.times(kinds, again)
         hidden = self.rest.hides[0] * forward + self.rest.hides[1] * sum(backward)
         longest = np.bincount(route, weights=hidden, minlength=self.stages).max() * 1e-12
-        return self.rest.seconds(largest.max(axis=1), max(float(longest), hides))
+        return self.rest.seconds(largest.max(axis=1), float(longest))
 
-    def seconds(self, counts: np.ndarray, again: np.ndarray, hidden: bool = False) -> float:
+    def seconds(self, counts: np.ndarray, again: np.ndarray, more: bool = False) -> float:
         """Return the step of a placement: layers of every chunk, and how many of them, the first ones, are recomputed.
 
-        `hidden`: as if all of the reduction hid that can.
+        `more`: none that recomputes these and more takes less than this.
         """
-        kinds, more = self.kinds(counts), self.kinds_again(counts, again)
-        makespan = self.pipeline.makespan(self.times(kinds, more), self.send)
-        return makespan * 1e-12 + self.after(kinds, more, math.inf if hidden else 0.0)
+        kinds, twice = self.kinds(counts), self.kinds_again(counts, again)
+        makespan = self.pipeline.makespan(self.times(kinds, twice), self.send)
+        return makespan * 1e-12 + self.after(kinds, kinds if more else twice)
 
     def kinds_again(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
         """Return the recomputed layers of every kind, [kinds, chunks]: a chunk recomputes its first ones."""
