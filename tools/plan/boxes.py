@@ -273,10 +273,13 @@ class Boxes:
         p, counts = self.p, box.low + box.few_low
         if not (box.low == box.high).all():
             return 0.0
-        start = [self._fewest(s, counts) for s in range(p.stages)]
-        if any(some is None for some in start):
-            return math.inf
-        todo, lowest = [(np.sum(start, axis=0), 0)], target
+        start, lowest = 0 * counts, target
+        for s in range(p.stages):
+            some = self._fewest(s, counts)
+            if some is None:
+                return math.inf
+            start = start + some
+        todo = [(start, 0)]
         for again, at in todo:  # grows
             if self._fits(counts, again).all():
                 lowest = min(lowest, p.seconds(counts, again))

@@ -91,7 +91,7 @@ def value(c: Any, low: Any, high: Any, y: Any) -> float:
     path = sum((w * c.s.path[int(i)] for i, w in y.paths), np.zeros(2 * c.s.n + 1)) * k * PS
     counts = np.array([path[: c.s.n], path[c.s.n : -1][::-1]])  # forward, backward of each chunk
     parameters = np.array(slopes)[:, None] * y.parameters
-    own, most, room = np.int64(low[:2] @ c.s.on), high[:2] @ c.s.on, c.room.copy()
+    own, most, room = (low[:2] @ c.s.on).astype(int), high[:2] @ c.s.on, c.room.copy()
     own[c.g], most[c.g] = low[2, : c.s.p], high[2, : c.s.p]
     for s in np.flatnonzero((own == most).all(axis=0) * c.choice):  # whole layers are recomputed
         room[s] = max(fill(c, s, np.diag(own[:, s]), r) for r in np.ndindex(*(own[:, s] + 1)))
@@ -123,7 +123,7 @@ def prove(c: Any, tree: Any, low: Any, high: Any, proofs: list[Any], bound: floa
         kinds, some = low[:2], low[:2].sum(axis=0) * (c.choice > 0)
         todo = [(0 * some, 0)]  # recomputed layers: the fewest of each chunk that ever fit
         for s, on in enumerate(c.s.on.T):
-            over = np.int64(some * on * (not fill(c, s, kinds * on, 0 * some)))
+            over = (some * on * (not fill(c, s, kinds * on, 0 * some))).astype(int)
             fit = [r for r in product(*map(range, over + 1)) if fill(c, s, kinds * on, np.array(r))]
             todo = [(again + np.min(fit, axis=0), 0) for again, _ in todo if fit]
         for r, at in todo:  # more of them only where that could be faster
