@@ -268,7 +268,7 @@ def read(found: Any) -> Problem:
     names = {"kept": "full", "entry": "entry", "weights": "weight"}
     layers = tuple(
         Layers(
-            count=count,
+            count=int(count),
             times=(*c["time"][k], 0),
             states=0,
             again=c["again"][k],
@@ -290,7 +290,7 @@ def read(found: Any) -> Problem:
         choice=bool(c["choice"]),
         weights=(tuple(c["weights"][0]), tuple(c["weights"][1])),
         **{name: tuple(c[name]) for name in ("memory", "buffer")},
-        most=tuple(c["highest"]),
+        most=tuple(map(math.floor, c["highest"])),
         **{name: c[name] for name in ("send", "held")},
         rest=Rest(
             **{name: c[name] for name in ("base", "start", "exposed")},
@@ -367,6 +367,8 @@ def changed_certificates_are_refused_or_true(seed: int, instances: int, changes:
                 continue
             if np.atleast_2d(entry(found, "fixed"))[:, 1:-1].any():
                 continue  # brute force knows the ends only
+            if np.mod(entry(found, "count"), 1).any() or np.ndim(entry(found, "highest")) > 1:
+                continue  # whole layers, and one limit for both kinds
             assert holds(found), found
             true += 1
     assert refused > changes * instances / 4
@@ -379,8 +381,9 @@ def test_changed_certificates_are_refused_or_true() -> None:
 
 
 @pytest.mark.slow
-def test_20000_changed_certificates_are_refused_or_true() -> None:
-    changed_certificates_are_refused_or_true(2, 250, 80)
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_20000_changed_certificates_are_refused_or_true(seed: int) -> None:
+    changed_certificates_are_refused_or_true(seed, 25, 80)
 
 
 def test_command(tmp_path, capsys) -> None:

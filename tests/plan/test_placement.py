@@ -329,6 +329,7 @@ def test_a_search_goes_on_where_it_ended() -> None:
 
 
 @pytest.mark.slow
-def test_brute_force_agrees_on_5000() -> None:
-    rng = random.Random(20261121)
-    assert sum(agree(random_problem(rng), rng) for _ in range(5000)) > 3000
+@pytest.mark.parametrize("seed", range(5))
+def test_brute_force_agrees_on_5000(seed: int) -> None:
+    rng = random.Random(20261121 + seed)
+    assert sum(agree(random_problem(rng), rng) for _ in range(1000)) > 600
