@@ -71,6 +71,11 @@ def test_every_layout_and_placement_scored(
         devices=devices, global_batch=8, base=base, most_pp=3, most_vpp=2, beyond_recipes=True,
         fixed=fixed,
     )  # fmt: skip
+    _agree(a, space, device)
+
+
+def _agree(a: Architecture, space: Space, device: Device) -> None:
+    """Compare the search with every placement, its step simulated."""
     plan = search(a, space, device, top=1)
     layouts = [
         placed
@@ -78,13 +83,27 @@ def test_every_layout_and_placement_scored(
         for placed in _placements(len(a.layers), layout_of(row, space))
     ]
     table = evaluate(a, layouts, device)
-    fits = table.memory.peak.max(axis=1) <= gib * 2**30
+    fits = table.memory.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes
     assert 0 < fits.sum() < len(layouts)
     best = min(
         simulate_step(a, x, device).step_s for x, ok in zip(layouts, fits, strict=True) if ok
     )
     assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
     assert plan.optimal
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_every_placement_where_reduction_shows(zero: int) -> None:
+    a, base = _small()
+    fixed = {"zero": (zero,), "policy": (0,), "pp": (2,), "dp": (2,)}
+    space = Space(
+        devices=8, global_batch=8, base=base, most_vpp=2, beyond_recipes=True, fixed=fixed
+    )
+    device = replace(_device(34.0), intra_bandwidth=4e9)
+    _agree(a, space, device)
+    best = search(a, space, device, top=1).best[0]
+    table = evaluate(a, [best.layout], device)
+    assert table.data_s[0] > 0.05 * best.step_s
 
 
 def _tight(**changes: object) -> tuple[Architecture, Space, Device]:
