@@ -1,5 +1,6 @@
 """`plan layout` with settings that lead nowhere: what it says, and its exit code."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,20 @@ def test_what_was_found_is_printed_where_a_recipe_cannot_say_it(capsys) -> None:
     assert "m|L'" in out
     assert "MindSpeed: layout" in out
     assert "recipes cannot place MTP before its head" in err
+
+
+@pytest.mark.parametrize(("memory", "more"), [("16GB", True), ("24GB", False)])
+def test_a_plan_that_needs_more_when_it_is_run_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str, more: bool
+) -> None:
+    fixed = ("tp=2", "cp=4", "pp=4", "vpp=3", "ep=64", "sp=true", "zero=1", "recompute=full")
+    words = [a for f in fixed for a in ("--fix", f)]
+    out = str(tmp_path / "planned.yaml")
+    words += ["--memory", memory, "--limit", "4", "--top", "1", "--out", out]
+    assert main(["plan", "layout", LARGE, "--devices", "256", *words]) in (0, 4)
+    said = capsys.readouterr().out
+    assert ("run operation by operation, layout 1 of the table needs more" in said) == more
+    main(["plan", "simulate", out, "--device", "ascend-910b", "--json", "-"])
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    peak = max(stage["peak_bytes"] for stage in stages)
+    assert (peak > float(memory[:-2]) * 2**30) == more

@@ -37,13 +37,32 @@ def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             str(i),
             f"{one['step_s']:.4f}",
             f"{one['bound_s']:.4f}",
-            f"{one['peak_bytes'] / GIB:.1f}",
+            f"{one['simulated_peak_bytes'] / GIB:.1f}",
             f"{one['bubble']:.1%}",
             one["layout"],
         ]
         for i, one in enumerate(data["layouts"], 1)
     ]
     return headers, rows
+
+
+def too_large(data: dict[str, Any]) -> list[str]:
+    """Return a line if listed layouts need more memory operation by operation than the search counted."""
+    room = data["memory_bytes"]
+    over = [
+        (i, one["simulated_peak_bytes"])
+        for i, one in enumerate(data["layouts"], 1)
+        if one["simulated_peak_bytes"] > room * (1 + EXACT)
+    ]
+    if not over:
+        return []
+    numbers = ", ".join(str(i) for i, _ in over)
+    most = max(peak for _, peak in over) / GIB
+    return [
+        f"note: run operation by operation, layout {numbers} of the table needs more than {room / GIB:.2f} GiB, up to {most:.2f}: the search "
+        "counts a stage's micro-batches in flight as a mean over its chunks, and these differ. Take another with --pick, or "
+        "less --memory"
+    ]
 
 
 def why_not(plan: Plan) -> Iterator[str]:
@@ -130,6 +149,7 @@ def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
         "step_s": c.step_s,
         "bound_s": c.bound_s,
         "peak_bytes": c.peak_bytes,
+        "simulated_peak_bytes": c.simulated_bytes,
         "bubble": c.bubble,
         "chunks": c.layout.chunks,
         "recompute": c.layout.recompute,

@@ -66,6 +66,11 @@ class Candidate:
     """No placement of this configuration is faster."""
 
     peak_bytes: float
+    """As searched: micro-batches in flight are a mean over a stage's chunks."""
+
+    simulated_bytes: float
+    """The same, operation by operation."""
+
     bubble: float
     problem: Problem
     placed: Placed
@@ -385,6 +390,7 @@ class _Search:
             step_s=step.step_s,
             bound_s=0.0,
             peak_bytes=peak,
+            simulated_bytes=float(step.peak_bytes.max()),
             bubble=step.result.bubble,
             problem=problem,
             placed=placed,

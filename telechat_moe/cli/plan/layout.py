@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         plan: Any = question.answer(top=args.top, limit_s=args.limit, done=done)
     data: Any = report.summary(plan, args.top)
     if not write_json(args.json, data):
-        _show(data, report.ranked(data))
+        _show(data, report.ranked(data), report.too_large(data))
     if args.out and plan.best:
         write_text("", args.out, lambda: question.recipe_text(plan, args.pick))
     if args.why:
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.optimal else 4 if plan.timed_out or plan.best else 1
 
 
-def _show(data: dict[str, Any], table: Any) -> None:
+def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
     print(
         f"{data['model']} on {data['devices']} x {data['device']}, {data['global_batch']} sequences a step, "
         f"{data['memory_bytes'] / 2**30:.1f} GiB a device"
@@ -154,6 +154,8 @@ def _show(data: dict[str, Any], table: Any) -> None:
     if data["layouts"]:
         print()
         show_table(*table)
+        for note in notes:
+            print(note)
         first = data["layouts"][0]
         print(f"\nlayers of each chunk: {list(first['chunks'])}")
         if first["recompute_layers"] is not None:
