@@ -90,6 +90,15 @@ def test_a_true_certificate_passes() -> None:
     assert found["layout"]["step_s"] == pytest.approx(found["bound_s"], rel=1e-6)
 
 
+def test_a_proof_may_have_no_paths() -> None:
+    found = stated()
+    found["proofs"].append(found["proofs"][0] | {"paths": []})
+    check(found)
+    _leaves(len(found["proofs"]) - 1)(found)
+    with pytest.raises(ValueError, match="not proven"):
+        check(found)
+
+
 def test_the_checker_stays_small_and_alone() -> None:
     source = Path(check_certificate.__file__).read_text(encoding="utf-8")
     assert len(source.splitlines()) <= 200

@@ -167,7 +167,7 @@ def check(stated: Any) -> str:
     proofs = [Space(**{k: np.array(x, float) for k, x in y.items()}) for y in stated["proofs"]]
     for y in proofs:
         need(all(((x >= 0) & (x < np.inf)).all() for x in vars(y).values()), "a weight is negative")
-        need(max(y.share, y.paths[:, 1].sum(), *y.parameters.sum(axis=1)) < 1 + 1e-9, "more than 1")
+        need(max(y.share, y.paths.T[1:].sum(), *y.parameters.sum(axis=1)) < 1 + 1e-9, "more than 1")
     lists = [np.array(x, dtype=float) for x in stated["lists"]]
     need(0 < bound < np.inf and all(np.isfinite(x).all() for x in lists), "not finite")
     need(layout["row"] in range(len(rows)), "the layout is none of the configurations")
