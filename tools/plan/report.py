@@ -177,16 +177,17 @@ class Point:
 
 
 def front_points(plans: list[Plan]) -> list[Point]:
-    """Return the best layouts under falling memory limits, dominated ones left out."""
-    points, bound = [], 0.0
-    for plan in sorted(plans, key=lambda plan: -plan.room_bytes):
-        bound = max(bound, plan.lower_bound_s)  # less memory never helps
-        points += [
-            Point(
-                c.peak_bytes, c.step_s, describe(plan.rows[c.row]), max(c.step_s / bound - 1, 0.0)
-            )
-            for c in plan.best[:1]
-        ]
+    """Return the best layouts under falling memory limits and others that are as sure, dominated ones left out."""
+    found = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
+    points: list[Point] = []
+    worst = 0.0
+    for number, plan, c in sorted(found, key=lambda one: one[0] > 0):
+        # what holds with more memory holds with less
+        bound = max(p.lower_bound_s for p in plans if p.room_bytes >= c.peak_bytes * (1 - EXACT))
+        gap = max(c.step_s / bound - 1, 0.0)
+        worst = max(worst, gap) if number == 0 else worst
+        if gap <= worst:
+            points.append(Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
     kept, best = [], math.inf
     for point in sorted(points):
         if point.step_s < best:
@@ -202,7 +203,7 @@ border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{
 pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
 <h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
 <p>Blue: the best layout found with no more memory than so much, and how sure it is that none is faster; grey: the other layouts
-that were solved. Step times are simulated, the pipeline operation by operation.</p>
+that were solved. Step times are simulated, the pipeline operation by operation; memory is as searched, with a mean of micro-batches in flight.</p>
 {chart}{front}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
 <h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
 """
@@ -258,21 +259,25 @@ def _chart(points: list[Point], plan: Plan) -> str:
     if not both:
         return "<p>Nothing fits.</p>"
     width, height, left, low = 820, 400, 70, 350
-    most = max(p.peak_bytes for p in both) / GIB * 1.08
-    slow, fast = max(p.step_s for p in both) * 1.02, min(p.step_s for p in both) * 0.98
+    across = _ticks(0.0, max(p.peak_bytes for p in both) / GIB)
+    up = _ticks(min(p.step_s for p in both), max(p.step_s for p in both))
+    most, fast, slow = across[-1], up[0], up[-1]
 
     def at(point: Point) -> tuple[float, float]:
         x = left + (width - left - 20) * point.peak_bytes / GIB / most
         return x, low - (low - 20) * (point.step_s - fast) / max(slow - fast, 1e-12)
 
     parts = []
-    for i in range(6):
-        x, gib = left + (width - left - 20) * i / 5, most * i / 5
-        y, sec = low - (low - 20) * i / 5, fast + (slow - fast) * i / 5
-        parts.append(f'<line x1="{x}" y1="20" x2="{x}" y2="{low}" stroke="#eee"/>')
-        parts.append(f'<line x1="{left}" y1="{y}" x2="{width - 20}" y2="{y}" stroke="#eee"/>')
-        parts.append(f'<text x="{x}" y="{low + 20}" text-anchor="middle">{gib:.0f}</text>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{sec:.3g}</text>')
+    for gib in across:
+        x, _ = at(Point(gib * GIB, fast, ""))
+        parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{low}" stroke="#eee"/>')
+        parts.append(f'<text x="{x:.1f}" y="{low + 20}" text-anchor="middle">{gib:g}</text>')
+    for sec in up:
+        _, y = at(Point(0.0, sec, ""))
+        parts.append(
+            f'<line x1="{left}" y1="{y:.1f}" x2="{width - 20}" y2="{y:.1f}" stroke="#eee"/>'
+        )
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{sec:g}</text>')
     parts.append(
         f'<text x="{(left + width) / 2}" y="{low + 42}" text-anchor="middle">peak memory of a device, GiB</text>'
     )
@@ -292,6 +297,15 @@ def _chart(points: list[Point], plan: Plan) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" font-size="13">{"".join(parts)}</svg>'
     )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers, a few of them, from at most `low` to at least `high`."""
+    rough = max(high - low, 1e-9 * max(abs(high), 1e-9)) / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
+    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
 
 
 def _tip(point: Point) -> str:
