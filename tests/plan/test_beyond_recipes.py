@@ -1,12 +1,11 @@
 """What recipes cannot say, as the planner searches it: against every layout and placement, and by hand."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
+from every_placement import everything
 
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.recipe import load
@@ -18,7 +17,7 @@ from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, set
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.search import search, usable
 from telechat_moe.tools.plan.simulate_step import chunk_times, simulate_step
-from telechat_moe.tools.plan.space import Space, enumerate_space, layout_of
+from telechat_moe.tools.plan.space import Space
 from telechat_moe.tools.plan.step import evaluate
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
@@ -33,20 +32,6 @@ def _small(layers: int = 5) -> tuple[Architecture, Layout]:
 
 def _device(gib: float, host: float = 32e9) -> Device:
     return replace(usable(load_device("ascend-910b"), gib * 2**30), host_bandwidth=host)
-
-
-def _placements(layers: int, layout: Layout) -> Iterator[Layout]:
-    count = layout.pp * layout.vpp
-    for chunks in product(range(layers + 1), repeat=count):
-        if sum(chunks) != layers or any(n < 1 for n in chunks[1:-1]):
-            continue
-        if layout.ends != "last" and chunks[-1]:
-            continue
-        if layout.recompute not in ("full", "swap"):
-            yield layout.but(chunks=chunks)
-            continue
-        for again in product(*(range(n + 1) for n in chunks)):
-            yield layout.but(chunks=chunks, recompute_layers=again)
 
 
 CASES = [
@@ -77,17 +62,8 @@ def test_every_layout_and_placement_scored(
 def _agree(a: Architecture, space: Space, device: Device) -> None:
     """Compare the search with every placement, its step simulated."""
     plan = search(a, space, device, top=1)
-    layouts = [
-        placed
-        for row in enumerate_space(a, space)
-        for placed in _placements(len(a.layers), layout_of(row, space))
-    ]
-    table = evaluate(a, layouts, device)
-    fits = table.memory.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes
-    assert 0 < fits.sum() < len(layouts)
-    best = min(
-        simulate_step(a, x, device).step_s for x, ok in zip(layouts, fits, strict=True) if ok
-    )
+    fits, best = everything(a, space, device)
+    assert 0 < fits.sum() < len(fits)
     assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
     assert plan.optimal
 

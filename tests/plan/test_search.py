@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 
 import numpy as np
 import pytest
+from every_placement import everything
 
 from telechat_moe.recipe import load
 from telechat_moe.recipe.load import loads
@@ -38,19 +38,6 @@ def _small(layers: int = 5, **more) -> tuple[Architecture, Layout]:
     return replace(a, layers=kinds, **more), Layout.from_recipe(recipe)
 
 
-def _placements(layers: int, layout: Layout):
-    """Yield every division of the layers that recipes can say."""
-    count = layout.pp * layout.vpp
-    for chunks in product(range(layers + 1), repeat=count):
-        if sum(chunks) != layers or any(n < 1 for n in chunks[1:-1]):
-            continue
-        if layout.recompute != "full":
-            yield layout.but(chunks=chunks)
-            continue
-        for again in product(*(range(n + 1) for n in chunks)):
-            yield layout.but(chunks=chunks, recompute_layers=again)
-
-
 @pytest.mark.parametrize(
     ("devices", "gib"), [(2, 60.0), (2, 116.0), (4, 57.5), (8, 26.0), (8, 29.0)]
 )
@@ -59,21 +46,12 @@ def test_every_layout_and_placement_scored(devices: int, gib: float) -> None:
     device = usable(load_device("ascend-910b"), gib * 2**30)
     space = Space(devices=devices, global_batch=8, base=base, most_pp=3, most_vpp=2)
     plan = search(a, space, device, top=3)
-    layouts = [
-        placed
-        for row in enumerate_space(a, space)
-        for placed in _placements(len(a.layers), layout_of(row, space))
-    ]
-    table = evaluate(a, layouts, device)
-    fits = table.memory.peak.max(axis=1) <= gib * 2**30
+    fits, best = everything(a, space, device)
     assert fits.any() == (gib != 60.0)
     assert not fits.all()
     if not fits.any():
         assert not plan.best
         return
-    best = min(
-        simulate_step(a, x, device).step_s for x, ok in zip(layouts, fits, strict=True) if ok
-    )
     assert plan.best[0].step_s == pytest.approx(best, rel=1e-6)
     assert plan.lower_bound_s <= best * (1 + 1e-9)
     assert plan.optimal

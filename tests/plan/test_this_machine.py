@@ -37,6 +37,15 @@ DEVICE = Device(
     intra_bandwidth=1e9,
     inter_bandwidth=1e9,
 )
+SUM = {
+    "products": 1e-11,
+    "elements": 5e-9,
+    "attention": 4e-11,
+    "parameters": 2e-9,
+    "layers": 5e-3,
+}
+"""Coefficients of `cpu_step`."""
+
 TRUE = {
     "matmul_share": 0.9, "matmul_half": 60.0, "attention_share": 0.4,
     "memory_share": 1.4, "layer_host_s": 1e-3, "step_host_s": 6e-3,
@@ -135,16 +144,9 @@ def test_all_reduces_of_two_processes():
 
 
 def test_cpu_step_fit_finds_what_made_the_times():
-    truth = {
-        "products": 1e-11,
-        "elements": 5e-9,
-        "attention": 4e-11,
-        "parameters": 2e-9,
-        "layers": 5e-3,
-    }
     pairs = [of_case(c) for c in CALIBRATION]
-    found = cpu_step.fit(pairs, [cpu_step.predict(*p, truth) for p in pairs])
-    assert found == pytest.approx(truth, rel=1e-6)
+    found = cpu_step.fit(pairs, [cpu_step.predict(*p, SUM) for p in pairs])
+    assert found == pytest.approx(SUM, rel=1e-6)
 
 
 def test_file_is_read_back(tmp_path):
@@ -198,19 +200,11 @@ def test_calibration_is_put_together(monkeypatch, tmp_path, capsys):
     """The measurement is replaced by one with known results; file and tables come from them."""
     from telechat_moe.cli import main
 
-    truth = {
-        "products": 1e-11,
-        "elements": 5e-9,
-        "attention": 4e-11,
-        "parameters": 2e-9,
-        "layers": 5e-3,
-    }
-
     def measured(job, *, processes=1, beside=False, on_result=None):
         if "all_reduce" in job:
             assert processes == 2
             return [{"all_reduce": [1e-3, 1e-3 + 2**24 / 1e9]}]
-        steps = {c.name: [9.0, cpu_step.predict(*of_case(c), truth), 0.0] for c in CALIBRATION}
+        steps = {c.name: [9.0, cpu_step.predict(*of_case(c), SUM), 0.0] for c in CALIBRATION}
         return [{"flops": [1e11] * len(job["shapes"])}, {"bandwidth": 2e10}, {"steps": steps}]
 
     monkeypatch.setattr(this_machine, "run_measurement", measured)
@@ -218,7 +212,7 @@ def test_calibration_is_put_together(monkeypatch, tmp_path, capsys):
     assert main(["plan", "calibrate", "--out", str(path)]) == 0
     assert "100.0 GFLOP/s" in capsys.readouterr().out
     device = load_device(path)
-    assert device.step == pytest.approx(truth, rel=1e-3)
+    assert device.step == pytest.approx(SUM, rel=1e-3)
     assert device.memory_bandwidth == 2e10
     assert device.intra_bandwidth == pytest.approx(1e9, rel=1e-3)
     assert main(["plan", "simulate", RECIPE, "--device", str(path)]) == 0

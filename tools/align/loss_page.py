@@ -10,6 +10,7 @@ from telechat_moe.tools.align import loss_stats as stats
 from telechat_moe.tools.align.junit import Case, suite
 from telechat_moe.tools.align.loss import DIVERGED, PASS, Report
 from telechat_moe.tools.align.shell import shell
+from telechat_moe.tools.ticks import round_step
 
 Floats = NDArray[np.float64]
 
@@ -99,9 +100,7 @@ class _Axes:
 
 
 def _ticks(low: float, high: float, most: int = 6) -> tuple[list[float], int]:
-    rough = (high - low) / most
-    power = 10.0 ** np.floor(np.log10(rough))
-    step = float(power * min((s for s in (1, 2, 5, 10) if s * power >= rough), default=10))
+    step = round_step(high - low, most)
     first = int(np.ceil(low / step))
     ticks = [i * step for i in range(first, int(np.floor(high / step + 1e-9)) + 1)]
     return ticks, max(0, -int(np.floor(np.log10(step) + 1e-9)))

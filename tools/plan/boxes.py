@@ -298,10 +298,8 @@ class Boxes:
 
     def _fewest(self, s: int, counts: np.ndarray) -> np.ndarray | None:
         """Return the fewest recomputed layers of each chunk of a stage in any way that fits; None: none does."""
-        none, ways = (
-            0 * counts,
-            [range(int(n) * int(s == r) + 1) for n, r in zip(counts, self.route, strict=True)],
-        )
+        none = 0 * counts
+        ways = [range(int(n) * int(s == r) + 1) for n, r in zip(counts, self.route, strict=True)]
         if self._fits(counts, none)[s] or (self.p.choice and math.prod(map(len, ways)) > WAYS):
             return none
         some = map(np.array, product(*ways)) if self.p.choice else ()

@@ -17,6 +17,7 @@ from telechat_moe.tools.plan.collectives import all_reduce, bus
 from telechat_moe.tools.plan.device import load_device
 from telechat_moe.tools.plan.kernel_list import read_kernels
 from telechat_moe.tools.plan.overlap import predict
+from telechat_moe.tools.plan.score import statistics
 
 Unit = Literal["s", "GB/s", "share"]
 PARTS = ("deepseek_v3_dualpipe_trace", "deepep_bandwidth")
@@ -200,14 +201,12 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[Part]:
 
 
 def summary(parts: Sequence[Part]) -> dict[str, dict[str, float]]:
-    """Return rows, predicted ones, MAPE and median of each table's relative errors."""
+    """Return rows, predicted ones and statistics of relative errors, by table."""
     found: dict[str, dict[str, float]] = {}
     for table in dict.fromkeys(p.table for p in parts):
         mine = [p for p in parts if p.table == table]
-        errors = np.abs([p.error for p in mine if p.error is not None])
-        found[table] = {"of": len(mine), "rows": len(errors)}
-        if len(errors):
-            found[table] |= {"mape": float(errors.mean()), "median": float(np.median(errors))}
+        errors = [p.error for p in mine if p.error is not None]
+        found[table] = {"of": len(mine), **statistics(errors)}
     return found
 
 

@@ -15,6 +15,7 @@ from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.layout import Layout
 from telechat_moe.tools.plan.search import Candidate, Plan
 from telechat_moe.tools.plan.space import describe
+from telechat_moe.tools.ticks import round_step
 
 GIB = 2**30
 EXACT = 1e-6
@@ -301,9 +302,7 @@ def _chart(points: list[Point], plan: Plan) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return round numbers, a few of them, from at most `low` to at least `high`."""
-    rough = max(high - low, 1e-9 * max(abs(high), 1e-9)) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= rough * (1 - 1e-9))
+    step = round_step(max(high - low, 1e-9 * max(abs(high), 1e-9)), 5)
     first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
     return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.arguments import add_documents, add_overrides
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.errors import UsageError
@@ -85,11 +85,7 @@ def register(verbs: Any) -> None:
     parser.add_argument(
         "--certificate", metavar="FILE", help="write the proof, for every configuration"
     )
-    parser.add_argument(
-        "--documents",
-        metavar="FILE",
-        help="attention stays in documents of these lengths: an .idx, or a number a line",
-    )
+    add_documents(parser)
     add_overrides(parser)
     parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
     parser.set_defaults(run=run)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.arguments import add_documents, add_overrides
 from telechat_moe.cli.output import show_table, write_json, write_text
 
 EPILOG = """\
@@ -40,11 +40,7 @@ def register(verbs: Any) -> None:
         metavar="S",
         help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
     )
-    parser.add_argument(
-        "--documents",
-        metavar="FILE",
-        help="attention stays in documents of these lengths: an .idx, or a number a line",
-    )
+    add_documents(parser)
     parser.add_argument(
         "--jitter",
         type=float,
