@@ -25,7 +25,7 @@ train: $(TRAIN_READY) $(LIBRARY)
 
 cluster: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
-	$(BIN)/python benchmarks/cluster.py
+	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 136 --html output/dryrun_105b.html
 
 # Real processes are killed and stopped while others compute: a test that fails is run twice more, and listed at the end.
@@ -56,7 +56,7 @@ $(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
 	touch $@
 
 # The install has built it; this is for sources that changed since.
-$(LIBRARY): $(wildcard ops/csrc/*.* ops/csrc/*/*.*) | $(TRAIN_READY)
+$(LIBRARY): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.*) | $(TRAIN_READY)
 	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)

@@ -50,8 +50,8 @@ setup(
     package_data={
         "telechat_moe": ["py.typed"],
         "telechat_moe.graph": ["*.cc", "*.html"],
-        "telechat_moe.tools.align": ["*.html", "kit/*"],
-        "telechat_moe.tools.plan": ["*.html", "*.yaml", "devices/*.yaml"],
+        "telechat_moe.tools.align.report": ["*.html"],
+        "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*"],
         "telechat_moe.recipes": ["*/*.yaml", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
+PLANNER = SOURCES.parents[1] / "tools" / "plan" / "native"
 LIBRARY = Path(__file__).resolve().parent / "libtelechat_ops.so"
 
 # MindSpore's wheels use the old string ABI, and std::string crosses the border (csrc/aot.h).
@@ -95,8 +96,9 @@ def build(library: Path = LIBRARY, mode: list[str] | None = None) -> Path:
     cxx = compiler()
     sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
     jobs: list[tuple[Path, str, list[str]]] = []
-    for source in sorted(SOURCES.rglob("*.cc")):
-        name = "_".join(source.relative_to(SOURCES).with_suffix("").parts)
+    for source in [*sorted(SOURCES.rglob("*.cc")), *sorted(PLANNER.glob("*.cc"))]:
+        base = PLANNER if source.parent == PLANNER else SOURCES
+        name = "_".join(source.relative_to(base).with_suffix("").parts)
         if source.name.endswith(".simd.cc"):
             jobs += [
                 (source, f"{name}.{isa}", [*flags, f"-DSIMD_NS={isa}"])

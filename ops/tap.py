@@ -1,4 +1,4 @@
-"""Record what the operators ``Tap`` of a graph are given; ``tools/align/capture_ms_graph.py`` puts them there."""
+"""Record what the operators ``Tap`` of a graph are given; ``tools/align/capture/ms_graph.py`` puts them there."""
 
 from __future__ import annotations
 

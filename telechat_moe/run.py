@@ -20,16 +20,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.children import die_with_parent
 from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.control import CONTROL, Control, RankFailedError, Task
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.graph.children import die_with_parent
+from telechat_moe.launch import worker
+from telechat_moe.launch.affinity import settle
+from telechat_moe.launch.commands import environment
+from telechat_moe.private import keep_others_out
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths
-from telechat_moe.train import worker
-from telechat_moe.train.commands import environment
-from telechat_moe.train.control import CONTROL, Control, RankFailedError, Task
-from telechat_moe.train.private import keep_others_out
-from telechat_moe.train.topology import settle
 
 COMPILE_S = 24 * 3600.0  # process 0 compiles the graphs of all ranks
 
@@ -173,7 +173,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
     worker.meet()
     from mindspore.communication import get_rank
 
-    from telechat_moe.train.launch import only_launch
+    from telechat_moe.launch.job import only_launch
 
     rank = int(get_rank())
     with ExitStack() as held:
@@ -242,7 +242,7 @@ def _train(
     if recipe.devices == 1:
         _one_rank(recipe, args, control)
         return
-    from telechat_moe.train.launch import check_sharded
+    from telechat_moe.launch.job import check_sharded
 
     check_sharded(recipe)
     if rank == 0 and not args.run_id:
@@ -274,7 +274,7 @@ def compile_elsewhere(recipe: str, overrides: Sequence[str]) -> None:
         RankFailedError: With what it said.
     """
     sets = [x for pair in overrides for x in ("--set", pair)]
-    command = [sys.executable, "-m", "telechat_moe.train.launch", recipe, *sets]
+    command = [sys.executable, "-m", "telechat_moe.launch.job", recipe, *sets]
     done = subprocess.run(
         command, env=environment(), stderr=subprocess.PIPE, text=True, check=False
     )

@@ -2,6 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["run_fixtures"]
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

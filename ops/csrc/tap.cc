@@ -1,4 +1,4 @@
-// An operator that writes down what it is given: values, statistics or a fingerprint. `tools/align/capture_mindspore.py`
+// An operator that writes down what it is given: values, statistics or a fingerprint. `tools/align/capture/mindspore.py`
 // puts one behind each operator of a graph. Nothing happens between `telechat_tap_end` and the next `_begin`.
 //
 // A folder gets `values.bin`, what was written, one tensor after another, and `index.txt`, a line each:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         _check_writable(args.html)
     result = _measure(args)
     if args.html:
-        page: Callable[[Any], str] = import_module("telechat_moe.ops.bench.report").page
+        page: Callable[[Any], str] = import_module("benchmarks.ops.report").page
         Path(args.html).write_text(page(result), encoding="utf-8")
     if not write_json(args.json, result):
         _show(result)
@@ -66,10 +66,10 @@ def _check_writable(path: str) -> None:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    malloc: dict[str, str] = import_module("telechat_moe.ops.bench").TUNED_MALLOC
+    malloc: dict[str, str] = import_module("benchmarks.ops").TUNED_MALLOC
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "telechat_moe.ops.bench", str(out)]
+        command = [sys.executable, "-m", "benchmarks.ops", str(out)]
         command += ["--only", *args.only, "--threads", *map(str, args.threads)]
         environment = {"GLOG_v": "3", "TORCHINDUCTOR_CACHE_DIR": folder}
         done = subprocess.run(

@@ -99,8 +99,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def run_reshard(args: argparse.Namespace) -> int:
     """Cut, say what was written; return the exit code."""
+    from telechat_moe.checkpoint.reshard import reshard
     from telechat_moe.recipe import load
-    from telechat_moe.train.reshard import reshard
 
     content = reshard(Path(args.path), Path(args.out), load(args.recipe, args.overrides))
     found = _describe(Path(args.out), content)
@@ -114,7 +114,7 @@ def run_reshard(args: argparse.Namespace) -> int:
 
 def run_merge(args: argparse.Namespace) -> int:
     """Put together, say where; return the exit code."""
-    from telechat_moe.train.reshard import merge
+    from telechat_moe.checkpoint.reshard import merge
 
     path = merge(Path(args.path), Path(args.out))
     if not write_json(args.json, {"path": str(path)}):
@@ -123,13 +123,13 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def _is_pieces(path: Path) -> bool:
-    from telechat_moe.train import reshard
+    from telechat_moe.checkpoint import reshard
 
     return (path / reshard.FILE).exists()
 
 
 def _pieces(path: Path) -> dict[str, Any]:
-    from telechat_moe.train import reshard
+    from telechat_moe.checkpoint import reshard
 
     return _describe(path, reshard.verify(path))
 
@@ -140,7 +140,7 @@ def _describe(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
-    from telechat_moe.train import checkpoint, manifest
+    from telechat_moe.checkpoint import checkpoint, manifest
 
     checkpoint.verify(path)
     content = manifest.read(path)

@@ -114,7 +114,7 @@ def _verify(args: argparse.Namespace) -> int:
     """Compare files with their checksums and say how they differ."""
     if args.dst or args.recipe or args.to:
         raise UsageError("--verify takes SRC only")
-    from telechat_moe.interop.checksums import verify
+    from telechat_moe.checksums import verify
 
     begin = time.monotonic()
     with bars(in_bytes=True) as progress:

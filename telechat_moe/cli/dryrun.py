@@ -14,7 +14,7 @@ from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
 from telechat_moe.errors import BadInputError, UsageError
 
-PREDICT = "telechat_moe.tools.plan.predict"
+PREDICT = "telechat_moe.tools.plan.cost.expected_graph"
 EPILOG = """\
 example:
   telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
@@ -29,7 +29,7 @@ MindSpore's front end compiles the training step (forward, backward, optimizer) 
 this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
 their own groups, and --check-rank proves it for one of them by compiling it too.
 
-With --confirm the graph is held against what the planner says of the recipe (telechat_moe.tools.plan.predict): trained
+With --confirm the graph is held against what the planner says of the recipe (telechat_moe.tools.plan.cost.expected_graph): trained
 parameters and collectives (kind, group, bytes, count, phase) must be equal, the activations that are alive at the peak
 within 5 %.
 
@@ -180,7 +180,8 @@ def _ours(
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types
-        sharded = import_module("telechat_moe.train.sharded")
+        from telechat_moe.train import sharded
+
         return sharded.compile_recipe(recipe, ranks, target=target, done=done)
 
     return subject, compile_

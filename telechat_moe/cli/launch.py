@@ -11,8 +11,8 @@ from telechat_moe.cli.output import write_json
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
+    from telechat_moe.launch.job import Plan
     from telechat_moe.recipe import Recipe
-    from telechat_moe.train.launch import Plan
 
 EPILOG = """\
 example:
@@ -100,8 +100,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    from telechat_moe.launch import job as launch
     from telechat_moe.recipe import load
-    from telechat_moe.train import launch
 
     if args.restart < 0:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
@@ -123,8 +123,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
     """Return how to start the recipe, as asked."""
+    from telechat_moe.launch import commands, hosts
+    from telechat_moe.launch import job as launch
     from telechat_moe.run import default_trainer
-    from telechat_moe.train import commands, hosts, launch
 
     chosen = launch.this_machine(recipe.devices)
     if args.nodes:
@@ -143,8 +144,8 @@ def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
 
 def _print_commands(recipe: "Recipe", plan: "Plan", resume: bool, overwrite: bool) -> None:
     """Check the recipe, write it with its overrides, and print a line for a shell on each host."""
-    from telechat_moe.train import launch
-    from telechat_moe.train.private import keep_others_out
+    from telechat_moe.launch import job as launch
+    from telechat_moe.private import keep_others_out
 
     keep_others_out()
     launch.check(recipe, plan)
@@ -160,7 +161,7 @@ def _say_binding(plan: "Plan") -> None:
     """Say which cores each process on this machine gets."""
     if not plan.bind:
         return
-    from telechat_moe.train.topology import Topology, show_cores
+    from telechat_moe.launch.affinity import Topology, show_cores
 
     for node in plan.nodes:
         if node.is_here:

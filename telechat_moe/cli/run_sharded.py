@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             f"{p.context_parallel} x pipeline {p.pipeline_stage}); "
             + ("set a layout" if recipe.devices == 1 else f"use --processes {recipe.devices}")
         )
-    from telechat_moe.train import sharded_run
+    from telechat_moe.launch import sharded_run
 
     keep = Path(args.keep) if args.keep else None
     report = sharded_run.run(recipe, args.steps, compare=args.compare, keep=keep)

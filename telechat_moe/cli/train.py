@@ -60,8 +60,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
+    from telechat_moe.private import keep_others_out
     from telechat_moe.recipe import load
-    from telechat_moe.train.private import keep_others_out
 
     keep_others_out()
     recipe = load(args.recipe, overrides=args.overrides)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
     resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
     if recipe.devices > 1:
-        from telechat_moe.train import launch
+        from telechat_moe.launch import job as launch
 
         summary = launch.train(recipe, resume=resume, overwrite=args.overwrite)
     else:

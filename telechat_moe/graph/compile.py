@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from telechat_moe.graph.children import in_children
+from telechat_moe.children import in_children
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
 
 

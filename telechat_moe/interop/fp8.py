@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.interop.tensor_files import Bytes, Entry
+from telechat_moe.tensor_files import Bytes, Entry
 
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError
-from telechat_moe.interop import fp8, tensor_files
+from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
     HF_STATE,
     OUR_STATE,
@@ -24,9 +25,9 @@ from telechat_moe.interop.names import (
     first_mtp_layer,
     pairs,
 )
-from telechat_moe.interop.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
 from telechat_moe.interop.writing import Destination, Progress
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
 
 Format = Literal["hf", "telechat"]
 

@@ -28,13 +28,13 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint import shards
+from telechat_moe.checkpoint.rank_shards import grouped
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
 from telechat_moe.recipe import Recipe
-from telechat_moe.train import checkpoint as checkpoints
-from telechat_moe.train import shards
-from telechat_moe.train.pieces import grouped
 from telechat_moe.train.state import TRANSIENT
 
 MOMENTS = ("adam_m", "adam_v")

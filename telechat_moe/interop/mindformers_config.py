@@ -13,7 +13,7 @@ import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe, loads
-from telechat_moe.recipe.rules_parallel import PARALLEL_MODES
+from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 
 PLUGIN = Path(__file__).parent / "mindformers_plugin"
 TRAINER = "TelechatMoeTrainer"

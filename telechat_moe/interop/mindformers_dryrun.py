@@ -18,8 +18,8 @@ from typing import Any
 
 import yaml
 
+from telechat_moe.children import in_clean_process
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.children import in_clean_process
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject

@@ -27,7 +27,7 @@ from telechat_moe.ops import select
 from telechat_moe.ops.custom import reason
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
-from telechat_moe.recipe.rules_parallel import PARALLEL_MODES
+from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train.sharded import placed_model
 

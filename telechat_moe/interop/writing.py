@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from telechat_moe import checksums, tensor_files
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.interop import checksums, tensor_files
-from telechat_moe.interop.tensor_files import Output
+from telechat_moe.tensor_files import Output
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""

@@ -14,7 +14,7 @@ Conventions, the same everywhere in this package:
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from telechat_moe.recipe.schema_model import ModelConfig
+from telechat_moe.recipe.schema.model import ModelConfig
 
 BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 

@@ -1,4 +1,4 @@
-"""Put the layout of one primitive, weight or cell on it; :mod:`telechat_moe.sharding.place` does a whole model.
+"""Put the layout of one primitive, weight or cell on it; :mod:`telechat_moe.sharding.apply` does a whole model.
 
 Traps of MindSpore 2.9.0 that this module is built around, each refused or avoided (docs/graph.md):
 
@@ -21,15 +21,15 @@ from mindspore.parallel import Layout
 from telechat_moe.errors import BadInputError
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import Embedding
-from telechat_moe.model.elsewhere import (
+from telechat_moe.model.mtp import MTPLayer
+from telechat_moe.sharding.cells.collective import Group, Morphed, ParallelCrossEntropy
+from telechat_moe.sharding.cells.shape_only import (
     BlockElsewhere,
     EmbeddingElsewhere,
     HiddenElsewhere,
     LossElsewhere,
     MTPElsewhere,
 )
-from telechat_moe.model.mtp import MTPLayer
-from telechat_moe.model.parallel import Group, Morphed, ParallelCrossEntropy
 from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, Rule, dimensions
 from telechat_moe.sharding.mesh import AXES, Mesh
 from telechat_moe.sharding.stages import Place

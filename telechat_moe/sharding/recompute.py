@@ -7,7 +7,7 @@ from mindspore import nn, ops
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import CausalLM
 from telechat_moe.model.mtp import MTPLayer
-from telechat_moe.model.parallel import Morphed
+from telechat_moe.sharding.cells.collective import Morphed
 
 
 def _up(block: Block) -> Iterator[object]:

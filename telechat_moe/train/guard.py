@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint import folder
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe
-from telechat_moe.train import checkpoint as checkpoints
-from telechat_moe.train import folder
 
 if TYPE_CHECKING:
-    from telechat_moe.recipe.schema_own import LossGuard
+    from telechat_moe.recipe.schema.own import LossGuard
     from telechat_moe.train.trainer import Trainer
 
 MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many times their median absolute deviation

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint.background import Saver
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
-from telechat_moe.train import checkpoint as checkpoints
 from telechat_moe.train.guard import Spike, max_in_a_row, roll_back
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.saver import Saver
 from telechat_moe.train.step import StepOutput
 
 if TYPE_CHECKING:

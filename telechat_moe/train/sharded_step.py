@@ -42,7 +42,7 @@ class ShardedStep(nn.Cell):
     """Train on one batch.
 
     Args:
-        model: Placed model (:func:`telechat_moe.sharding.place`).
+        model: Placed model (:func:`telechat_moe.sharding.apply`).
         optimizer: Updates the model's parameters.
         shares: For each of its parameters, one over the number of devices that hold the same part of the
             gradient; so square sums over all devices count each part once.

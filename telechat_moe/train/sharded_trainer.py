@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint.multi_rank import Together
+from telechat_moe.checkpoint.rank_shards import Exchange, Sharing, grouped
+from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.control import CONTROL, Control
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.ops import select
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of
-from telechat_moe.train import checkpoint as checkpoints
 from telechat_moe.train import state
-from telechat_moe.train.control import CONTROL, Control
 from telechat_moe.train.guard import Limits
 from telechat_moe.train.monitor import Monitor
-from telechat_moe.train.parts import Together
-from telechat_moe.train.pieces import Exchange, Sharing, grouped
 from telechat_moe.train.sharded import adamw
-from telechat_moe.train.snapshot import Groups
 from telechat_moe.train.step import Evaluate, StepOutput
 from telechat_moe.train.trainer import Summary, Trainer, check_steps
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from telechat_moe.checkpoint.checkpoint import Checkpoint
 from telechat_moe.errors import BadInputError
-from telechat_moe.train.checkpoint import Checkpoint
 from telechat_moe.train.optimizer import AdamW
 
 # Zero between steps.
@@ -93,8 +93,8 @@ def load_weights(model: nn.Cell, source: str | Path) -> None:
         BadInputError: Nothing readable is there, the files differ from their checksums, or tensors are missing,
             unknown or of another shape.
     """
-    from telechat_moe.interop import checksums
-    from telechat_moe.interop.tensor_files import read_entries
+    from telechat_moe import checksums
+    from telechat_moe.tensor_files import read_entries
 
     checksums.require(Path(source))
     entries = {

@@ -19,6 +19,10 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe import __version__
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint import folder
+from telechat_moe.checkpoint.background import Saver
+from telechat_moe.checkpoint.snapshot import Groups
 from telechat_moe.data import Loader, load_tokenizer, open_recipe
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.model import CausalLM, initialize
@@ -28,14 +32,11 @@ from telechat_moe.ops.custom import reason
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of, micro_batches
-from telechat_moe.train import checkpoint as checkpoints
-from telechat_moe.train import folder, guard, schedule, state
+from telechat_moe.train import guard, schedule, state
 from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.sample import continue_prompts
-from telechat_moe.train.saver import Saver
-from telechat_moe.train.snapshot import Groups
 from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
 
 STATE_VERSION = 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from telechat_moe.tools.align.records import FLAT, Layout
+from telechat_moe.tools.align.dump.records import FLAT, Layout
 
 DTYPES = ("float32", "float16", "int32", "int8", "bool", "float64", "uint16")
 

@@ -11,8 +11,8 @@ import torch
 from recorded import rank_dump
 from torch.overrides import TorchFunctionMode
 
-from telechat_moe.tools.align.capture_torch import capture
-from telechat_moe.tools.align.records import Dump
+from telechat_moe.tools.align.capture.torch_functions import capture
+from telechat_moe.tools.align.dump.records import Dump
 
 Wrong = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 

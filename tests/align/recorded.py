@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from telechat_moe.tools.align.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 
 
 def record(x: Any) -> Value:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.across import Link, across, differ_in_layout, read_map, terms_of
-from telechat_moe.tools.align.records import (
+from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     Layout,
@@ -14,6 +13,7 @@ from telechat_moe.tools.align.records import (
     Scalar,
     TensorRecord,
 )
+from telechat_moe.tools.align.judge.across import Link, across, differ_in_layout, read_map, terms_of
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 6)).astype(np.float32)

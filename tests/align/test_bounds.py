@@ -1,16 +1,16 @@
-"""Bounds against correct programs: none broken, and none useless. The count of 10^8 is benchmarks/align_bounds.py."""
+"""Bounds against correct programs: none broken, and none useless. The count of 10^8 is benchmarks/align_bounds/__main__.py."""
 
 import importlib.util
 
 import numpy as np
 import pytest
 
-from telechat_moe.tools.align import bounds_check as bounds
-from telechat_moe.tools.align import bounds_specs
-from telechat_moe.tools.align.approx import Approx
-from telechat_moe.tools.align.bounds_corpus import ORDERS, Machine, draw, narrow
+from benchmarks.align_bounds import check as bounds
+from benchmarks.align_bounds import specs as bounds_specs
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import registry
+from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.phases.inputs import ORDERS, Machine, draw, narrow
 
 torch = None
 if importlib.util.find_spec("torch"):

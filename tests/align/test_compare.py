@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from telechat_moe.cli import main
-from telechat_moe.tools.align import msprobe_write, value_files
-from telechat_moe.tools.align.compare import CHUNK, compare
-from telechat_moe.tools.align.profiles import NAMES, Options, profile
-from telechat_moe.tools.align.records import (
+from telechat_moe.tools.align.compare.compare import CHUNK, compare
+from telechat_moe.tools.align.compare.profiles import NAMES, Options, profile
+from telechat_moe.tools.align.dump import msprobe_write, value_files
+from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     Layout,
@@ -275,7 +275,7 @@ def test_values_against_statistics():
 
 
 def prints(record):
-    from telechat_moe.tools.align import fingerprint
+    from telechat_moe.tools.align.dump import fingerprint
 
     return fingerprint.of(record.load()).to_bytes()
 

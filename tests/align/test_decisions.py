@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from telechat_moe.tools.align.compare import compare
-from telechat_moe.tools.align.decisions import decide
-from telechat_moe.tools.align.profiles import Options, profile
-from telechat_moe.tools.align.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.compare.profiles import Options, profile
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.judge.decisions import decide
 
 TOKENS, HIDDEN, EXPERTS, TOP = 64, 48, 8, 2
 MIXED = profile("mixed", Options(kind="bfloat16"))

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from dumps import FIXTURES, unpack
 
-from telechat_moe.tools.align import msprobe, msprobe_write
-from telechat_moe.tools.align.across import across
-from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.faultbench import baselines, suite
-from telechat_moe.tools.align.faultbench.engine import Engine, Plan
-from telechat_moe.tools.align.faultbench.faults import AREAS, CLASSES
-from telechat_moe.tools.align.faultbench.history import BUGS
-from telechat_moe.tools.align.faultbench.kernels import KERNELS, Numerics, rounded
-from telechat_moe.tools.align.faultbench.layouts import LAYOUTS
-from telechat_moe.tools.align.faultbench.model import Model, Shape
-from telechat_moe.tools.align.faultbench.oracle import seen_on
-from telechat_moe.tools.align.faultbench.score import Base, Result, plant, run, sites_of, try_fault
+from benchmarks.align_faults import baselines, suite
+from benchmarks.align_faults.engine import Engine, Plan
+from benchmarks.align_faults.faults import AREAS, CLASSES
+from benchmarks.align_faults.history import BUGS
+from benchmarks.align_faults.kernels import KERNELS, Numerics, rounded
+from benchmarks.align_faults.layouts import LAYOUTS
+from benchmarks.align_faults.model import Model, Shape
+from benchmarks.align_faults.oracle import seen_on
+from benchmarks.align_faults.score import Base, Result, plant, run, sites_of, try_fault
+from telechat_moe.tools.align.dump import msprobe, msprobe_write
+from telechat_moe.tools.align.judge.across import across
+from telechat_moe.tools.align.judge.bisect import bisect
 
 FOLDER = Path(baselines.__file__).parent
 
@@ -50,7 +50,7 @@ def test_the_programs_share_nothing_with_what_judges_them(path):
     tree = ast.parse(path.read_text())
     modules = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module}
     ours = {m for m in modules if m.startswith("telechat_moe")}
-    assert {m for m in ours if ".faultbench." not in m} <= {"telechat_moe.tools.align.records"}
+    assert {m for m in ours if ".faultbench." not in m} <= {"telechat_moe.tools.align.dump.records"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from logical_cases import Case, InvalidError, corrupt, expected, random_case
 
-from telechat_moe.tools.align.logical import logical
-from telechat_moe.tools.align.places import LayoutError
-from telechat_moe.tools.align.sources import Piece
+from telechat_moe.tools.align.dump.logical import logical
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.sources import Piece
 
 
 def merged(case: Case, limit: int = 1 << 20):

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.infer import infer
-from telechat_moe.tools.align.layout_dict import from_dict, of_parameter, to_dict
-from telechat_moe.tools.align.logical import (
+from telechat_moe.tools.align.dump.infer_layout import infer
+from telechat_moe.tools.align.dump.layout_dict import from_dict, of_parameter, to_dict
+from telechat_moe.tools.align.dump.logical import (
     Bound,
     CopiesDifferError,
     logical,
     logical_regions,
     merge,
 )
-from telechat_moe.tools.align.places import Key, LayoutError, plan
-from telechat_moe.tools.align.records import FLAT, Layout, TensorRecord
-from telechat_moe.tools.align.sources import Piece
-from telechat_moe.tools.align.stages import Stages
+from telechat_moe.tools.align.dump.ranges import Key, LayoutError, plan
+from telechat_moe.tools.align.dump.records import FLAT, Layout, TensorRecord
+from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.dump.stages import Stages
 from telechat_moe.tools.align.tokens import Rows, canonical, rows_at, rows_of
 
 
@@ -346,9 +346,9 @@ def test_memory_stays_bounded(tmp_path) -> None:
 import sys
 from pathlib import Path
 import numpy as np
-from telechat_moe.tools.align.logical import logical
-from telechat_moe.tools.align.records import Layout, TensorRecord
-from telechat_moe.tools.align.sources import Piece
+from telechat_moe.tools.align.dump.logical import logical
+from telechat_moe.tools.align.dump.records import Layout, TensorRecord
+from telechat_moe.tools.align.dump.sources import Piece
 folder = Path(sys.argv[1]); shape = (3 << 12, 1 << 13)
 for r in range(4):
     file = folder / f"{r}.npy"

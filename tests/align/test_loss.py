@@ -12,9 +12,17 @@ import loss_pairs as pairs
 import numpy as np
 import pytest
 
-from telechat_moe.tools.align import loss_gate, loss_stats
-from telechat_moe.tools.align.loss import DIVERGED, NOT_JUDGED, PASS, Report, Settings, judge
-from telechat_moe.tools.align.loss_read import read
+from telechat_moe.tools.align.loss import migration_standard as loss_gate
+from telechat_moe.tools.align.loss import statistics as loss_stats
+from telechat_moe.tools.align.loss.read import read
+from telechat_moe.tools.align.loss.verdict import (
+    DIVERGED,
+    NOT_JUDGED,
+    PASS,
+    Report,
+    Settings,
+    judge,
+)
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 COUNTS = [100, pytest.param(2000, marks=pytest.mark.slow)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.loss_read import Curve, read
+from telechat_moe.tools.align.loss.read import Curve, read
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "align_loss"
 
@@ -329,8 +329,8 @@ def test_usage_and_bad_input(tmp_path: Path):
 
 
 def test_paths_are_escaped_in_pages(tmp_path: Path):
-    from telechat_moe.tools.align import loss_page
-    from telechat_moe.tools.align.loss import judge
+    from telechat_moe.tools.align.loss import page as loss_page
+    from telechat_moe.tools.align.loss.verdict import judge
 
     base, target = pairs.make(
         np.random.default_rng(2), pairs.Kind(300, 0.02, 0.05, 0.0, False, False, 1)
@@ -343,8 +343,8 @@ def test_paths_are_escaped_in_pages(tmp_path: Path):
 @pytest.mark.parametrize("steps", [1, 2, 40, 300])
 @pytest.mark.parametrize("what", ["alike", "nan", "equal", "zero"])
 def test_every_report_has_a_page(steps: int, what: str):
-    from telechat_moe.tools.align import loss_page
-    from telechat_moe.tools.align.loss import judge
+    from telechat_moe.tools.align.loss import page as loss_page
+    from telechat_moe.tools.align.loss.verdict import judge
 
     kind = pairs.Kind(300, 0.02, 0.05, 0.0, False, False, 2)
     bases, target = pairs.make(np.random.default_rng(3), kind)

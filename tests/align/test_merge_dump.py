@@ -9,11 +9,11 @@ import pytest
 
 from telechat_moe.cli.align import merge as verb
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align import msprobe, msprobe_write
-from telechat_moe.tools.align.layout_dict import to_dict
-from telechat_moe.tools.align.logical import Bound
-from telechat_moe.tools.align.merge_dump import Said, in_memory, into, merge_ranks
-from telechat_moe.tools.align.records import (
+from telechat_moe.tools.align.dump import msprobe, msprobe_write
+from telechat_moe.tools.align.dump.layout_dict import to_dict
+from telechat_moe.tools.align.dump.logical import Bound
+from telechat_moe.tools.align.dump.merge import Said, in_memory, into, merge_ranks
+from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     Layout,
@@ -22,7 +22,7 @@ from telechat_moe.tools.align.records import (
     Scalar,
     TensorRecord,
 )
-from telechat_moe.tools.align.stages import Stages
+from telechat_moe.tools.align.dump.stages import Stages
 
 
 def tensor(x, layout: Layout | None = None) -> TensorRecord:

@@ -16,8 +16,9 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align import fingerprint, metrics, msprobe, msprobe_write, summary
-from telechat_moe.tools.align.records import Phase, Scalar, TensorRecord
+from telechat_moe.tools.align.dump import fingerprint, msprobe, msprobe_write, summary
+from telechat_moe.tools.align.dump import statistics as metrics
+from telechat_moe.tools.align.dump.records import Phase, Scalar, TensorRecord
 
 
 @pytest.fixture(scope="module", params=dumps.NAMES)

@@ -15,8 +15,8 @@ pytest.importorskip("mindspore", reason="mindspore is not installed (extra `trai
 
 from planted import result, run
 
-from telechat_moe.tools.align import workflow
-from telechat_moe.tools.align.msprobe_write import write
+from telechat_moe.tools.align.dump.msprobe_write import write
+from telechat_moe.tools.align.phases import workflow
 
 pytestmark = [pytest.mark.torch, pytest.mark.mindspore]
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"

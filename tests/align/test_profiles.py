@@ -9,10 +9,10 @@ import pytest
 from acc_pairs import pair
 
 from telechat_moe.errors import UsageError
-from telechat_moe.tools.align import profiles
-from telechat_moe.tools.align.measures import Chunk
-from telechat_moe.tools.align.profiles import NAMES, Options, profile
-from telechat_moe.tools.align.ulp import ulp_steps
+from telechat_moe.tools.align.compare import profiles
+from telechat_moe.tools.align.compare.measures import Chunk
+from telechat_moe.tools.align.compare.profiles import NAMES, Options, profile
+from telechat_moe.tools.align.compare.ulp import ulp_steps
 
 NAN, INF = math.nan, math.inf
 RNG = np.random.default_rng

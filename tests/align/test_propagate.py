@@ -9,9 +9,9 @@ import planted
 import tiny_moe
 from recorded import rank_dump
 
-from telechat_moe.tools.align.capture_torch import capture
+from telechat_moe.tools.align.capture.torch_functions import capture
+from telechat_moe.tools.align.judge.propagate import Deviations, apart
 from telechat_moe.tools.align.numerics import is_float
-from telechat_moe.tools.align.propagate import Deviations, apart
 
 pytestmark = pytest.mark.torch
 

@@ -4,8 +4,6 @@ Three of them here; all with ``pytest -m slow tests/align/test_real_faults.py``,
 """
 
 import fnmatch
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +11,13 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
 import mini_recipe
 
+from benchmarks.align_faults.real import Lie, RealStep, lying
+from benchmarks.align_faults.real_faults import GIVEN, LIES
+from benchmarks.align_faults.score import refires
 from telechat_moe.recipe import load
-from telechat_moe.tools.align.bisect import Known, bisect
-from telechat_moe.tools.align.faultbench.real import Lie, RealStep, lying
-from telechat_moe.tools.align.faultbench.real_faults import GIVEN, LIES
-from telechat_moe.tools.align.faultbench.score import refires
+from telechat_moe.tools.align.judge.bisect import Known, bisect
 
 FEW = ("experts exchanged", "scale of attention", "gradient's sign")
 

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 from recorded import calls, rank_dump, record
 
-from telechat_moe.tools.align.capture_torch import capture
-from telechat_moe.tools.align.records import Phase
-from telechat_moe.tools.align.replay import replay
+from telechat_moe.tools.align.capture.torch_functions import capture
+from telechat_moe.tools.align.dump.records import Phase
+from telechat_moe.tools.align.judge.replay import replay
 
 F = torch.nn.functional
 pytestmark = pytest.mark.torch

@@ -13,9 +13,14 @@ torch = pytest.importorskip("torch")
 
 from planted import result, run
 
-from telechat_moe.tools.align import around, loss, loss_page, loss_read, page, report
-from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.msprobe_write import write
+from telechat_moe.tools.align.dump.msprobe_write import write
+from telechat_moe.tools.align.judge import neighbourhood as around
+from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.loss import page as loss_page
+from telechat_moe.tools.align.loss import read as loss_read
+from telechat_moe.tools.align.loss import verdict as loss
+from telechat_moe.tools.align.report import bisect_page as page
+from telechat_moe.tools.align.report import combined as report
 
 pytestmark = pytest.mark.torch
 

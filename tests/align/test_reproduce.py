@@ -6,11 +6,11 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks.align_faults.faults import CLASSES
+from benchmarks.align_faults.score import plant, run
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align import reproduce
-from telechat_moe.tools.align.bisect import bisect
-from telechat_moe.tools.align.faultbench.faults import CLASSES
-from telechat_moe.tools.align.faultbench.score import plant, run
+from telechat_moe.tools.align.judge import reproduce
+from telechat_moe.tools.align.judge.bisect import bisect
 
 # class of fault, layout, kind of reproducer
 CASES = [

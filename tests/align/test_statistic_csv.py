@@ -9,8 +9,8 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align import statistic_csv, summary
-from telechat_moe.tools.align.records import Phase, Stats
+from telechat_moe.tools.align.dump import statistic_csv, summary
+from telechat_moe.tools.align.dump.records import Phase, Stats
 
 TITLES = (
     "Op Type,Op Name,Task ID,Stream ID,Timestamp,IO,Slot,Data Size,Data Type,Shape,"

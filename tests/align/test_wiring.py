@@ -5,10 +5,10 @@ from collections.abc import Container, Iterator
 import numpy as np
 import pytest
 
-from telechat_moe.tools.align.bisect import Known, bisect
-from telechat_moe.tools.align.faultbench.engine import Plan, Site
-from telechat_moe.tools.align.faultbench.layouts import LAYOUTS
-from telechat_moe.tools.align.faultbench.score import Base, run, sites_of
+from benchmarks.align_faults.engine import Plan, Site
+from benchmarks.align_faults.layouts import LAYOUTS
+from benchmarks.align_faults.score import Base, run, sites_of
+from telechat_moe.tools.align.judge.bisect import Known, bisect
 
 PHASES = ("forward", "backward", "reduction", "optimizer")
 # Shares of a norm, from outside and behind the first backward call: it might be a gradient of an operator not dumped.

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "train"))
 import mini_recipe
 
 TWIN = ROOT / "tools" / "align" / "kit" / "hf_twin.py"

@@ -8,14 +8,12 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
 import mini_recipe
 from test_workflow_hf import ROOT, align
 

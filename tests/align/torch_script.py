@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
-from telechat_moe.tools.align.capture_torch import _Steps, capture
-from telechat_moe.tools.align.records import Dump, RankDump
+from telechat_moe.tools.align.capture.torch_functions import _Steps, capture
+from telechat_moe.tools.align.dump.records import Dump, RankDump
 
 Hook = Callable[[str, int, "Net"], None]
 

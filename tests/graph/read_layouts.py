@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from telechat_moe.graph.children import in_children
+from telechat_moe.children import in_children
 from telechat_moe.graph.read import read
 from telechat_moe.graph.report import check_derived, expected_sizes, report, subject_of
 from telechat_moe.recipe import load

@@ -12,13 +12,13 @@ import pytest
 import safetensors
 from safetensors.numpy import load_file, save_file
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.interop import hf
 from telechat_moe.interop.hf import WeightsError, convert
 from telechat_moe.interop.names import pairs
 from telechat_moe.recipe import ModelConfig, load
-from telechat_moe.train import checkpoint
 
 CONFIG = ModelConfig(
     vocab_size=40,

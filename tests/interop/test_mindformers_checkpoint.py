@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
+from telechat_moe.checkpoint import checkpoint, shards
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interop import names, upstream_names
 from telechat_moe.interop.mindformers_checkpoint import (
@@ -19,7 +20,6 @@ from telechat_moe.interop.mindformers_checkpoint import (
     to_mindformers,
 )
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.train import checkpoint, shards
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 UPSTREAM = ["trainer.type=CausalLanguageModelingTrainer"]

@@ -7,11 +7,11 @@ import mindformers_runs as runs
 import numpy as np
 import pytest
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.interop.mindformers_checkpoint import read
 from telechat_moe.model import CausalLM
 from telechat_moe.recipe import load
-from telechat_moe.train import checkpoint
 from telechat_moe.train.state import load_weights
 
 pytestmark = [

@@ -1,16 +1,11 @@
 """Fusing the plain model's own cells into programs of the virtual machine."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 ms = pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]')")
 
 from mindspore import ParameterTuple, Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from tiny_models import random_weights, tiny_config
 
 from telechat_moe.model import CausalLM

@@ -7,7 +7,7 @@ import pytest
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.ops import select
-from telechat_moe.recipe.schema_own import Operators
+from telechat_moe.recipe.schema.own import Operators
 
 
 def test_recipe_names_every_operator():

@@ -1,11 +1,11 @@
-"""The tap's fingerprints beside the NumPy formulas of ``tools/align/fingerprint.py``: every path of the kernel."""
+"""The tap's fingerprints beside the NumPy formulas of ``tools/align/dump/fingerprint.py``: every path of the kernel."""
 
 import numpy as np
 import pytest
 
 from telechat_moe.ops import native
 from telechat_moe.ops.tap import recording
-from telechat_moe.tools.align import fingerprint
+from telechat_moe.tools.align.dump import fingerprint
 
 BLOCK = 32 * fingerprint.BUCKETS
 SIZES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK, 5 * BLOCK + 3, 33 * BLOCK + 11]

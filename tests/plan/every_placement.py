@@ -5,12 +5,12 @@ from itertools import product
 
 import numpy as np
 
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.device import Device
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.simulate_step import simulate_step
-from telechat_moe.tools.plan.space import Space, enumerate_space, layout_of
-from telechat_moe.tools.plan.step import evaluate
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import simulate_step
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.search.space import Space, enumerate_space, layout_of
 
 
 def placements(layers: int, layout: Layout) -> Iterator[Layout]:

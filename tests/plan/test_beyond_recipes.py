@@ -9,16 +9,16 @@ from every_placement import everything
 
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.certify import certificate
 from telechat_moe.tools.plan.check_certificate import check
-from telechat_moe.tools.plan.device import Device, load_device
-from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.search import search, usable
-from telechat_moe.tools.plan.simulate_step import chunk_times, simulate_step
-from telechat_moe.tools.plan.space import Space
-from telechat_moe.tools.plan.step import evaluate
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import chunk_times, simulate_step
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.search.certify import certificate
+from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments, settings
+from telechat_moe.tools.plan.search.search import search, usable
+from telechat_moe.tools.plan.search.space import Space
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 NO_V = {"schedule": (0, 1)}

@@ -4,7 +4,6 @@ import copy
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -13,23 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
 from test_placement import random_problem, steps_of
 
 from telechat_moe.errors import UsageError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan import check_certificate
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.certify import Writer, certificate
 from telechat_moe.tools.plan.check_certificate import check, main
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.placement import Inner, Pool
-from telechat_moe.tools.plan.placement_problem import Layers, Problem, Rest
-from telechat_moe.tools.plan.search import Plan, search, usable
-from telechat_moe.tools.plan.space import Space
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.search.certify import Writer, certificate
+from telechat_moe.tools.plan.search.placement import Inner, Pool
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.search.search import Plan, search, usable
+from telechat_moe.tools.plan.search.space import Space
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 

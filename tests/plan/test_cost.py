@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.architecture import plain
-from telechat_moe.tools.plan.collectives import all_reduce, all_to_all
-from telechat_moe.tools.plan.columns import columns
-from telechat_moe.tools.plan.cost import context_exchange, layer, rates
-from telechat_moe.tools.plan.device import LIMIT, Constants, load_device, names
-from telechat_moe.tools.plan.flops import model_flops
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.step import evaluate, evaluate_columns, reduction
+from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.collectives import all_reduce, all_to_all
+from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.device import LIMIT, Constants, load_device, names
+from telechat_moe.tools.plan.cost.flops import model_flops
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.roofline import context_exchange, layer, rates
+from telechat_moe.tools.plan.cost.step import evaluate, evaluate_columns, reduction
 
 A100 = load_device("a100")
 GPT = plain("gpt", hidden=4096, layers=32, heads=32, seq=2048, vocab=51200)

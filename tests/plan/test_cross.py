@@ -1,21 +1,16 @@
 """Solvers that others wrote agree with ours."""
 
 import random
-import sys
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
-
-sys.path.append(str(Path(__file__).parent))
-
 from test_placement import random_problem
 
-from telechat_moe.tools.plan import cross
-from telechat_moe.tools.plan.placement import Inner, Pool
-from telechat_moe.tools.plan.placement_problem import Problem, Rest
-from telechat_moe.tools.plan.planner import question
+from telechat_moe.tools.plan.search import cross
+from telechat_moe.tools.plan.search.placement import Inner, Pool
+from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
+from telechat_moe.tools.plan.search.planner import question
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 

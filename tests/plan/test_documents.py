@@ -9,13 +9,13 @@ from telechat_moe.cli import main
 from telechat_moe.data.indexed import write_indexed
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.columns import columns
-from telechat_moe.tools.plan.cost import causal_share
-from telechat_moe.tools.plan.documents import pack, read_lengths
-from telechat_moe.tools.plan.flops import keys_per_token
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.step_report import of_recipe
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.documents import pack, read_lengths
+from telechat_moe.tools.plan.cost.flops import keys_per_token
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.roofline import causal_share
+from telechat_moe.tools.plan.report.step import of_recipe
 
 RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 

@@ -12,8 +12,8 @@ import pytest
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.planner import question
-from telechat_moe.tools.plan.predict import calls_of, differences, predict
+from telechat_moe.tools.plan.cost.expected_graph import calls_of, differences, predict
+from telechat_moe.tools.plan.search.planner import question
 
 RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 SMALL = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments
-from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.expert_overlap import (
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.expert_overlap import (
     Pieces,
     _backwards,
     _forwards,
@@ -19,7 +19,7 @@ from telechat_moe.tools.plan.expert_overlap import (
     hidden,
     pieces,
 )
-from telechat_moe.tools.plan.layout import Layout
+from telechat_moe.tools.plan.cost.layout import Layout
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def test_pangu_hides_what_it_says(pangu):
 
 
 def test_pieces_add_up_to_the_layer(pangu):
-    from telechat_moe.tools.plan.columns import columns
-    from telechat_moe.tools.plan.cost import layer, rates
+    from telechat_moe.tools.plan.cost.columns import columns
+    from telechat_moe.tools.plan.cost.roofline import layer, rates
 
     architecture, layout, device = pangu
     p = pieces(architecture, layout, device)

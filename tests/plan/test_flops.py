@@ -7,10 +7,15 @@ import pytest
 
 from telechat_moe.recipe import load
 from telechat_moe.recipe.arithmetic import flops_per_token, parameters
-from telechat_moe.tools.plan.architecture import Architecture, plain
-from telechat_moe.tools.plan.flops import hardware_flops, keys_per_token, model_flops, utilisation
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.models import published
+from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.flops import (
+    hardware_flops,
+    keys_per_token,
+    model_flops,
+    utilisation,
+)
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.models import published
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
 RECIPES = (

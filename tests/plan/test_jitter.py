@@ -8,11 +8,11 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.jitter import factors, slowest, vary
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.jitter import factors, slowest, vary
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
 
 RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 

@@ -3,21 +3,21 @@
 import pytest
 
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.architecture import Architecture, plain
-from telechat_moe.tools.plan.columns import columns
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.exact import stage_elements
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.memory import (
+from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.expected_graph import activations
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import (
     WORKSPACE,
     in_flight,
     layer_activations,
     local_parameters,
     memory,
 )
-from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.predict import activations
-from telechat_moe.tools.plan.step import evaluate
+from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.cost.weights import stage_elements
 
 A100 = load_device("a100")
 

@@ -6,14 +6,14 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.model_search import (
+from telechat_moe.tools.plan.cost.simulate_step import simulate_step
+from telechat_moe.tools.plan.search.model_search import (
     architectures,
     place,
     read_space,
     refusal,
     search_models,
 )
-from telechat_moe.tools.plan.simulate_step import simulate_step
 
 SPACE = """\
 recipe: telechat3_moe/pretrain_105b_a4b_4k.yaml

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telechat_moe.cli import main
-from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.kernel_list import (
+from benchmarks.overlap.kernel_list import (
     Kernel,
     KernelList,
     by_stream,
@@ -21,10 +19,14 @@ from telechat_moe.tools.plan.kernel_list import (
     role_of,
     union_us,
 )
-from telechat_moe.tools.plan.kernel_order import _same_runs, _twins, infer_order
-from telechat_moe.tools.plan.overlap import predict, run_streams, summarise
+from benchmarks.overlap.kernel_order import _same_runs, _twins, infer_order
+from benchmarks.overlap.overlap import predict, run_streams, summarise
+from telechat_moe.cli import main
+from telechat_moe.errors import BadInputError
 
-PUBLISHED = Path(__file__).parents[2] / "benchmarks/published/deepseek_v3_dualpipe_kernels.csv"
+PUBLISHED = (
+    Path(__file__).parents[2] / "benchmarks/plan_published/data/deepseek_v3_dualpipe_kernels.csv"
+)
 CHUNK_US = 112_168.0
 """Published with the trace: the host's time for the chunk; less than the 124,338 us that its kernels compute."""
 

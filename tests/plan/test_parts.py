@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.plan_published.parts import read_parts
 from telechat_moe.cli import main
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.parts import read_parts
+from telechat_moe.tools.plan.cost.device import load_device
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 

@@ -5,12 +5,12 @@ import pytest
 from scipy.optimize import linprog
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.linear_program import LinearProgram
-from telechat_moe.tools.plan.pipeline import Pipeline, pipeline
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import Kind, Times
 from telechat_moe.tools.plan.schedules.simulate import simulate
-from telechat_moe.tools.plan.simulate_step import make_program
+from telechat_moe.tools.plan.search.linear_program import LinearProgram
+from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
 
 SHAPES = [
     ("1f1b", 1, 5, 1),

@@ -10,12 +10,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.placement import Inner, Pool
-from telechat_moe.tools.plan.placement_problem import Layers, Problem, Rest
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import Kind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
-from telechat_moe.tools.plan.simulate_step import make_program
+from telechat_moe.tools.plan.search.placement import Inner, Pool
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
 
 MS = 10**9
 """Picoseconds."""

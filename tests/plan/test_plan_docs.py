@@ -46,9 +46,9 @@ def test_errors_of_the_accuracy_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = (ROOT / "docs" / "plan_accuracy.md").read_text(encoding="utf-8")
     names = re.search(r"\{([\w,]+)\}\.csv", page)
     assert names
-    tables = [f"benchmarks/published/{name}.csv" for name in names[1].split(",")]
+    tables = [f"benchmarks/plan_published/data/{name}.csv" for name in names[1].split(",")]
     out = tmp_path / "score.json"
-    tables.append("benchmarks/published/published_steps.yaml")
+    tables.append("benchmarks/plan_published/data/published_steps.yaml")
     assert main(["plan", "score", *tables, "--json", str(out)]) == 0
     found = json.loads(out.read_text())["overall"]
     row = re.search(r"^\| \*\*all\*\* .*$", page, re.M)

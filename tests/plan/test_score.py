@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.plan_published.cells import Cells, Row
+from benchmarks.plan_published.fit import TYPICAL, Problem, fit, free_constants, held_out
+from benchmarks.plan_published.tables import FORMATS, read_table
+from benchmarks.plan_published.validate import implausible
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cells import Cells, Row
-from telechat_moe.tools.plan.device import Constants, load_device
-from telechat_moe.tools.plan.fit import TYPICAL, Problem, fit, free_constants, held_out
-from telechat_moe.tools.plan.flops import keys_per_token, model_flops
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.models import published
-from telechat_moe.tools.plan.score import checked, score, statistics
-from telechat_moe.tools.plan.step import evaluate
-from telechat_moe.tools.plan.tables import FORMATS, read_table
-from telechat_moe.tools.plan.validate import implausible
+from telechat_moe.tools.plan.cost.device import Constants, load_device
+from telechat_moe.tools.plan.cost.flops import keys_per_token, model_flops
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.score import checked, score, statistics
+from telechat_moe.tools.plan.cost.step import evaluate
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
 STEPS = [

@@ -9,15 +9,21 @@ from every_placement import everything
 
 from telechat_moe.recipe import load
 from telechat_moe.recipe.load import loads
-from telechat_moe.tools.plan import search as search_module
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.device import Device, load_device
-from telechat_moe.tools.plan.emit import layout_string, mindspeed_arguments, settings, write_recipe
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.report import front_points, page, summary, why_not
-from telechat_moe.tools.plan.search import search, usable
-from telechat_moe.tools.plan.simulate_step import simulate_step
-from telechat_moe.tools.plan.space import (
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import simulate_step
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.report.layouts import front_points, page, summary, why_not
+from telechat_moe.tools.plan.search import search as search_module
+from telechat_moe.tools.plan.search.emit import (
+    layout_string,
+    mindspeed_arguments,
+    settings,
+    write_recipe,
+)
+from telechat_moe.tools.plan.search.search import search, usable
+from telechat_moe.tools.plan.search.space import (
     NAMES,
     POLICIES,
     Space,
@@ -25,7 +31,6 @@ from telechat_moe.tools.plan.space import (
     layout_of,
     parse_fixed,
 )
-from telechat_moe.tools.plan.step import evaluate
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"

@@ -8,13 +8,13 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan import step_report
-from telechat_moe.tools.plan.architecture import plain
-from telechat_moe.tools.plan.device import load_device
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.simulate_step import make_program, simulate_step
-from telechat_moe.tools.plan.step import evaluate
-from telechat_moe.tools.plan.timeline import Box, Curve, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.simulate_step import make_program, simulate_step
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.report import step as step_report
+from telechat_moe.tools.plan.report.timeline import Box, Curve, Timeline, chrome_trace, page
 
 PANGU = "pangu_ultra_moe/pretrain_718b.yaml"
 TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"

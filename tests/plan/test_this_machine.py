@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan import cpu_step, this_machine
-from telechat_moe.tools.plan.architecture import Architecture
-from telechat_moe.tools.plan.device import Constants, Device, load_device
-from telechat_moe.tools.plan.layout import Layout
-from telechat_moe.tools.plan.step import evaluate
-from telechat_moe.tools.plan.this_machine import (
+from telechat_moe.tools.plan.cost import cpu_step, this_machine
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Constants, Device, load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.cost.this_machine import (
     CALIBRATION,
     FITTED,
     RECIPE,

@@ -17,8 +17,8 @@ from yaml_edit import RECIPES
 from telechat_moe.recipe import RecipeError, load
 from telechat_moe.recipe.check import keys_of
 from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema_model import DEEPSEEK_V3, ModelConfig
-from telechat_moe.recipe.schema_other import OtherModelConfig
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig
+from telechat_moe.recipe.schema.other import OtherModelConfig
 
 pytestmark = [
     pytest.mark.mindformers,

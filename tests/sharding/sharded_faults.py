@@ -13,8 +13,9 @@ LAYOUT = ("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-voc
 @contextmanager
 def in_layout(fault: str) -> Iterator[None]:
     """Build and place the model with a fault."""
-    from telechat_moe.model import parallel, parallel_dispatch
     from telechat_moe.sharding import placement
+    from telechat_moe.sharding.cells import collective as parallel
+    from telechat_moe.sharding.cells import dispatch as parallel_dispatch
     from telechat_moe.sharding.layouts import TABLE, Rule
 
     if fault == "cut-softmax":

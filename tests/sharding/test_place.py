@@ -16,9 +16,9 @@ from mindspore import ops
 from telechat_moe.errors import BadInputError
 from telechat_moe.model import CausalLM
 from telechat_moe.ops import select
+from telechat_moe.sharding.apply import Options, place
 from telechat_moe.sharding.layouts import Rule
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.place import Options, place
 from telechat_moe.sharding.placement import Placement, refuse_cut_axis
 from telechat_moe.sharding.recipe import parallel_context
 

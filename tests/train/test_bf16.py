@@ -11,8 +11,8 @@ pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.train import checkpoint
 
 
 def train(data: Path, output: Path, dtype: str) -> np.ndarray:

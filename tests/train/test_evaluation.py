@@ -10,8 +10,8 @@ pytestmark = pytest.mark.mindspore
 
 import mini_recipe as mini
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.train import checkpoint
 
 EVERY = {"telechat_moe__evaluation__interval": 4}
 

@@ -15,11 +15,11 @@ import mini_recipe as mini
 import spiky_data
 from spiky_data import BATCH, SPIKE, STEPS
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import RecipeError
-from telechat_moe.recipe.schema_own import LossGuard
-from telechat_moe.train import checkpoint
+from telechat_moe.recipe.schema.own import LossGuard
 from telechat_moe.train.guard import Guard, Limits
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor

@@ -49,7 +49,7 @@ def test_long_runs(tmp_path, data, monkeypatch):
 
 
 def test_weights(tmp_path, monkeypatch):
-    sys.path.insert(0, str(ROOT / "tests" / "interop"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     monkeypatch.chdir(tmp_path)
     from weights import write_hf
 

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.mindspore
 import mini_recipe as mini
 from running import Hold, interrupt, left_over, rank, until, wait_for_ends, wait_for_step
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.train import checkpoint
-from telechat_moe.train.control import Control, RankDiedError
-from telechat_moe.train.processes import Cluster
+from telechat_moe.control import Control, RankDiedError
+from telechat_moe.launch.processes import Cluster
 
 STEPS = 40
 SAME = {
@@ -168,8 +168,8 @@ def test_a_process_that_cannot_start_ends_all(
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from telechat_moe.graph.children import die_with_parent
-from telechat_moe.train.control import Control
+from telechat_moe.children import die_with_parent
+from telechat_moe.control import Control
 die_with_parent()
 rank, control = int(os.environ.get("RANK_ID", -1)), Control(Path(sys.argv[1], "control"))
 if os.environ["MS_ROLE"] == "MS_WORKER":
@@ -263,7 +263,7 @@ def test_a_process_that_dies_at_birth_ends_all(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "if os.environ['RANK_ID'] == '1' and os.environ['MS_ROLE'] == 'MS_WORKER':\n"
         "    sys.exit('no room for me')\n"
-        "from telechat_moe.graph.children import die_with_parent\n"
+        "from telechat_moe.children import die_with_parent\n"
         "die_with_parent()\n"
         "time.sleep(100)\n"
     )

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.mindspore
 import mini_recipe as mini
 from running import Hold, steps_in, until, wait_for_step
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.train import checkpoint
 
 
 def losses(output: Path) -> list[tuple[int, float, float]]:

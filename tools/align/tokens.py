@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.tools.align.places import LayoutError
-from telechat_moe.tools.align.records import Array
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import Array
 
 
 class Rows(NamedTuple):

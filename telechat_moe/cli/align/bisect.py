@@ -1,7 +1,6 @@
 """`telechat-moe align bisect`: the first wrong call of a run, and what is wrong about it."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,10 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    summary, page, bisect, across = (
-        import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("summary", "page", "bisect", "across")
-    )
+    from telechat_moe.tools.align.dump import summary
+    from telechat_moe.tools.align.judge import across, bisect, reproduce
+    from telechat_moe.tools.align.report import bisect_page as page
+
     reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
     if args.map is not None or across.differ_in_layout(reference, target):
         links: list[Any] = [] if args.map is None else across.read_map(Path(args.map))
@@ -85,15 +83,14 @@ def run(args: argparse.Namespace) -> int:
     graph: Any = None
     if outcome.findings:
         first = outcome.findings[0]
-        around: Any = import_module("telechat_moe.tools.align.around")
+        from telechat_moe.tools.align.judge import neighbourhood as around
+
         graph = around.around(target, first.step, first.rank, first.verdict.key)
     names = args.reference, args.target
     write_text("--html ", args.html, lambda: page.page(outcome, *names, graph))
     write_text("--junit ", args.junit, lambda: page.junit(outcome, args.target))
     if args.reproducer and outcome.findings:
-        import_module("telechat_moe.tools.align.reproduce").write(
-            outcome.findings[0], Path(args.reproducer)
-        )
+        reproduce.write(outcome.findings[0], Path(args.reproducer))
     if write_json(args.json, page.plain(outcome, *names, graph)):
         return VERDICT_CODES[outcome.verdict]
     if outcome.findings:

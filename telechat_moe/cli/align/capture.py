@@ -4,7 +4,6 @@ import argparse
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadInputError(f"--torch {args.torch}: there is no such file")
     if Path(args.out).exists():
         raise BadInputError(f"--out {args.out}: it exists; give a new folder")
-    command = [sys.executable, "-m", "telechat_moe.tools.align.capture_torch"]
+    command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
     return subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
@@ -101,7 +100,8 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
 
     recipe = load(args.arguments[0], args.overrides)
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    capture = import_module("telechat_moe.tools.align.capture_mindspore")
+    from telechat_moe.tools.align.capture import mindspore as capture
+
     layers = _numbers("--layers", args.layers)
     wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
     ranks = _numbers("--ranks", args.ranks)

@@ -3,7 +3,6 @@
 import argparse
 import math
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,8 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
-    checkpoints = import_module("telechat_moe.tools.align.checkpoints")
+    from telechat_moe.tools.align.compare import checkpoints
+
     report: Any = checkpoints.compare_checkpoints(
         Path(args.a), Path(args.b), args.group, partial(tracked, what="comparing")
     )

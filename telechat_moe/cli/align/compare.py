@@ -4,7 +4,6 @@ import argparse
 import math
 import shutil
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,8 @@ def _number(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    profiles: Any = import_module("telechat_moe.tools.align.profiles")
+    from telechat_moe.tools.align.compare import profiles
+
     name = args.profile or ("ascend-l0" if args.benchmark else profiles.DEFAULT)
     options = profiles.Options(args.rtol, args.atol, args.max, args.kind, args.equal_nan)
     chosen = profiles.profile(name, options)
@@ -122,10 +122,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, chosen: Any) -> Any:
-    summary, comparer, merger = (
-        import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("summary", "compare", "compare_merge")
-    )
+    from telechat_moe.tools.align.compare import compare as comparer
+    from telechat_moe.tools.align.compare import merged as merger
+    from telechat_moe.tools.align.dump import summary
+
     paths = [args.reference, args.target, *([args.benchmark] if args.benchmark else [])]
     dumps: list[Any] = [summary.read(Path(path)) for path in paths]
     steps = None if args.step is None else [args.step]
@@ -135,7 +135,8 @@ def _compare(args: argparse.Namespace, chosen: Any) -> Any:
     problems: list[Any] = []
     try:
         if args.said or any(merger.needs_merge(dumps[0], d) for d in dumps[1:]):
-            merge: Any = import_module("telechat_moe.tools.align.merge_dump")
+            from telechat_moe.tools.align.dump import merge
+
             said = merge.Said.read(Path(args.said)) if args.said else merge.Said()
             parts = Path(tempfile.mkdtemp(prefix="align-compare-"))
             common = set(dumps[0].steps).intersection(*(d.steps for d in dumps))
@@ -154,9 +155,9 @@ def _compare(args: argparse.Namespace, chosen: Any) -> Any:
 
 
 def _linked(args: argparse.Namespace, chosen: Any, dumps: list[Any], steps: Any) -> Any:
-    across, mapped = (
-        import_module(f"telechat_moe.tools.align.{name}") for name in ("across", "compare_map")
-    )
+    from telechat_moe.tools.align.compare import mapped
+    from telechat_moe.tools.align.judge import across
+
     given = args.map == "weights"
     links: list[Any] = mapped.weight_links(dumps[1]) if given else across.read_map(Path(args.map))
     with bar("comparing") as progress:
@@ -213,7 +214,8 @@ def _line(row: Any) -> list[str]:
 
 
 def _junit(outcome: Any, target: str) -> str:
-    junit: Any = import_module("telechat_moe.tools.align.junit")
+    from telechat_moe.tools.align.report import junit
+
     cases: list[Any] = []
     for row in outcome.rows:
         name = f"step {row.step} rank {row.rank} {row.key} {row.place}"

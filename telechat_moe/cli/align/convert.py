@@ -1,7 +1,6 @@
 """`telechat-moe align convert`: a dump as a tree of msprobe, as fingerprints, or as a table."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Convert; return the exit code."""
-    summary: Any = import_module("telechat_moe.tools.align.summary")
-    msprobe_write: Any = import_module("telechat_moe.tools.align.msprobe_write")
+    from telechat_moe.tools.align.dump import msprobe_write, summary
+
     out = Path(args.out)
     dump = summary.read(Path(args.dump))
     if out.suffix == ".csv":

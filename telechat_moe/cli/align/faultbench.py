@@ -1,7 +1,6 @@
 """`telechat-moe align faultbench`: how good is this tool at naming faults, measured by planting them."""
 
 import argparse
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
@@ -60,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs < 1 or args.faults + args.clean == 0:
         raise UsageError("nothing to do: --jobs at least 1, --faults or --clean more than 0")
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    suite: Any = import_module("telechat_moe.tools.align.faultbench.suite")
-    page: Any = import_module("telechat_moe.tools.align.faultbench.page")
+    from benchmarks.align_faults import page, suite
+
     with bars() as progress:
         report: Any = suite.run_suite(
             args.faults,

@@ -1,7 +1,6 @@
 """`telechat-moe align loss`: is a run's loss curve that of the base runs?"""
 
 import argparse
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
@@ -81,9 +80,10 @@ def _steps(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Judge, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    loss: Any = import_module("telechat_moe.tools.align.loss")
-    loss_page: Any = import_module("telechat_moe.tools.align.loss_page")
-    loss_read: Any = import_module("telechat_moe.tools.align.loss_read")
+    from telechat_moe.tools.align.loss import page as loss_page
+    from telechat_moe.tools.align.loss import read as loss_read
+    from telechat_moe.tools.align.loss import verdict as loss
+
     *bases, target = args.curves
     bases += args.base
     if not bases:

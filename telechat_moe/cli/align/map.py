@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe, args.overrides)
     # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    entries = import_module("telechat_moe.tools.align.hf_map").hf_map(recipe.model_config)
+    entries = import_module("telechat_moe.tools.align.judge.hf_map").hf_map(recipe.model_config)
     write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
     print(f"{args.file}: {len(entries)} tensors")
     return 0

@@ -5,7 +5,6 @@ import shutil
 import tempfile
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,10 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Merge, print; return the exit code."""
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    msprobe, writer, merger, logical, records = (
-        import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("msprobe", "msprobe_write", "merge_dump", "logical", "records")
-    )
+    from telechat_moe.tools.align.dump import logical, msprobe, records
+    from telechat_moe.tools.align.dump import merge as merger
+    from telechat_moe.tools.align.dump import msprobe_write as writer
+
     dump: Any = msprobe.read(args.dump)
     steps: list[int] = dump.steps if args.step is None else [args.step]
     if missing := [s for s in steps if s not in dump.steps]:

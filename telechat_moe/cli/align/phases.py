@@ -1,7 +1,6 @@
 """`telechat-moe align phases`: operators alone, one step, loss curve: the three checks before a production run."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    workflow: Any = import_module("telechat_moe.tools.align.workflow")
+    from telechat_moe.tools.align.phases import workflow
+
     out = Path(args.out)
     quiet = args.json == "-"
     plan: Any = workflow.Plan(

@@ -2,7 +2,6 @@
 
 import argparse
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,9 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Replay, print; return the exit code."""
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    summary, replay, collectives = (
-        import_module(f"telechat_moe.tools.align.{name}")
-        for name in ("summary", "replay", "collectives")
-    )
+    from telechat_moe.tools.align.dump import summary
+    from telechat_moe.tools.align.judge import collectives, replay
+
     dump = summary.read(Path(args.dump))
     counts: Counter[str] = Counter()
     unknown: Counter[str] = Counter()

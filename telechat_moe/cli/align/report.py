@@ -1,7 +1,6 @@
 """`telechat-moe align report`: the answers of several verbs as one page."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, write the page, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    report: Any = import_module("telechat_moe.tools.align.report")
+    from telechat_moe.tools.align.report import combined as report
+
     documents: list[Any] = [report.read(Path(name)) for name in args.files]
     write_text("--html ", args.html, lambda: report.page(documents))
     write_text("--junit ", args.junit, lambda: report.junit(documents))

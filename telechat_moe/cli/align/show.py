@@ -1,7 +1,6 @@
 """`telechat-moe align inspect`: what a dump holds, and what of it nothing can judge."""
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,8 @@ def register(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, describe; return the exit code."""
-    summary: Any = import_module("telechat_moe.tools.align.summary")
+    from telechat_moe.tools.align.dump import summary
+
     path = Path(args.dump)
     report: dict[str, Any] = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
     if write_json(args.json, report):

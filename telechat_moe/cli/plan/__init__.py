@@ -21,7 +21,7 @@ SUBVERBS: dict[str, str] = {
 
 EPILOG = """\
 example:
-  telechat-moe plan score benchmarks/published/*.csv --device a100
+  telechat-moe plan score benchmarks/plan_published/data/*.csv --device a100
 
 exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad input
 """

@@ -1,7 +1,6 @@
 """`telechat-moe plan calibrate`: a device description of this machine."""
 
 import argparse
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_text
@@ -47,7 +46,8 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    here: Any = import_module("telechat_moe.tools.plan.this_machine")
+    from telechat_moe.tools.plan.cost import this_machine as here
+
     with bars() as move:
 
         def progress(_: str, done: int, total: int) -> None:

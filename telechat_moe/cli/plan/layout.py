@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,9 @@ def run(args: argparse.Namespace) -> int:
         _writable(file if file != "-" else None)
     room = _bytes(args.memory)
     # Any: lies in tools/, only an install maps it
-    planner: Any = import_module("telechat_moe.tools.plan.planner")
-    report: Any = import_module("telechat_moe.tools.plan.report")
+    from telechat_moe.tools.plan.report import layouts as report
+    from telechat_moe.tools.plan.search import planner
+
     question: Any = planner.question(
         args.recipe,
         args.overrides,
@@ -132,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         write_text("", args.html, lambda: report.page(plan, question.front(plan), data))
     if args.certificate and plan.best:
-        certify: Any = import_module("telechat_moe.tools.plan.certify")
+        from telechat_moe.tools.plan.search import certify
+
         write_json(args.certificate, certify.certificate(plan))
     return 0 if plan.optimal else 4 if plan.timed_out or plan.best else 1
 

@@ -1,7 +1,6 @@
 """`telechat-moe plan overlap`: how much communication a list of kernels hides."""
 
 import argparse
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
@@ -12,7 +11,7 @@ which is inferred from names and from the order within each stream; starts are p
 The overlap is the share of communication time under which something computes.
 
 example:
-  telechat-moe plan overlap benchmarks/published/deepseek_v3_dualpipe_kernels.csv --html overlap.html
+  telechat-moe plan overlap benchmarks/plan_published/data/deepseek_v3_dualpipe_kernels.csv --html overlap.html
 
 exit codes: 0 ok, 2 usage, 3 bad input
 """
@@ -46,7 +45,8 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predict, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    show: Any = import_module("telechat_moe.tools.plan.overlap_report")
+    from benchmarks.overlap import report as show
+
     prediction: Any = show.read_and_predict(args.kernels, args.launch_us, args.multiprocessors)
     write_text("--html ", args.html, lambda: show.html(prediction, args.kernels))
     write_text("--trace ", args.trace, lambda: show.trace(prediction, args.kernels))

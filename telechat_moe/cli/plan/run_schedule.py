@@ -72,11 +72,11 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run, compare, print; return the exit code."""
     os.environ.setdefault("GLOG_v", "3")
+    from telechat_moe.pipeline import chunks
+    from telechat_moe.pipeline.run import Pipeline, different
+    from telechat_moe.pipeline.spec import Spec, random_batches
     from telechat_moe.recipe import load
     from telechat_moe.recipe.arithmetic import parameters
-    from telechat_moe.train.pipeline import chunks
-    from telechat_moe.train.pipeline.run import Pipeline, different
-    from telechat_moe.train.pipeline.spec import Spec, random_batches
 
     recipe = load(args.recipe, args.overrides)
     spec = Spec.of(recipe)
@@ -145,7 +145,7 @@ def _program(args: argparse.Namespace) -> Any:
 
 def plain(program: Any) -> Any:
     """Return a planner's program as the executor takes it."""
-    from telechat_moe.train.pipeline.schedule import Schedule
+    from telechat_moe.pipeline.schedule import Schedule
 
     ops = tuple(
         tuple(tuple((kind.value, chunk, micro) for kind, chunk, micro in op.parts()) for op in own)

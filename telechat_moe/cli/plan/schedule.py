@@ -1,7 +1,6 @@
 """`telechat-moe plan schedule`: the best pipeline schedule found, beside the published ones and a proven bound."""
 
 import argparse
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
@@ -66,7 +65,8 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    report: Any = import_module("telechat_moe.tools.plan.schedules.report")
+    from telechat_moe.tools.plan.schedules import report
+
     found: Any = report.find(
         stages=args.stages,
         micro_batches=args.micro_batches,

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections import Counter
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
@@ -17,7 +16,7 @@ def register(verbs: Any) -> None:
         help="predict published measurements and print the errors",
         description="Predict every row of published tables and compare with what was measured. Rows that cannot be "
         "predicted are listed with the reason.",
-        epilog="example:\n  telechat-moe plan score benchmarks/published/vtrain_a100_multi.csv --device a100\n\n"
+        epilog="example:\n  telechat-moe plan score benchmarks/plan_published/data/vtrain_a100_multi.csv --device a100\n\n"
         "exit codes: 0 ok, 2 usage, 3 bad input or no row that could be scored",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,13 +39,13 @@ def register(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the sub-verb."""
+    from benchmarks.plan_published import tables
     from telechat_moe.errors import BadInputError
+    from telechat_moe.tools.plan.cost import device, score
 
-    device: Any = import_module("telechat_moe.tools.plan.device")
-    tables: Any = import_module("telechat_moe.tools.plan.tables")
-    score: Any = import_module("telechat_moe.tools.plan.score")
     device.load_device(args.device)
-    of_steps: Any = import_module("telechat_moe.tools.plan.parts")
+    from benchmarks.plan_published import parts as of_steps
+
     parts: list[Any] = []
     rows: list[Any] = []
     for file in args.tables:

@@ -2,7 +2,6 @@
 
 import argparse
 import html
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import human, show_table, write_json, write_text
@@ -57,7 +56,8 @@ def register(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Score, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    models: Any = import_module("telechat_moe.tools.plan.model_search")
+    from telechat_moe.tools.plan.search import model_search as models
+
     space: Any = models.read_space(args.space)
     result: Any = models.search_models(space)
     shown = result.front[: args.top]

@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import asdict
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.arguments import add_documents, add_overrides
@@ -67,11 +66,13 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
 
     # Any: lies in tools/, only an install maps it
-    report: Any = import_module("telechat_moe.tools.plan.step_report")
+    from telechat_moe.tools.plan.report import step as report
+
     recipe = load(args.recipe, args.overrides)
     packed: Any = None
     if args.documents:
-        documents: Any = import_module("telechat_moe.tools.plan.documents")
+        from telechat_moe.tools.plan.cost import documents
+
         packed = documents.pack(
             documents.read_lengths(args.documents), recipe.model_config.seq_length
         )
@@ -82,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     figures = report.report(step)
     varied: Any = None
     if args.jitter or args.spread:
-        jitter: Any = import_module("telechat_moe.tools.plan.jitter")
+        from telechat_moe.tools.plan.cost import jitter
+
         varied = jitter.vary(step, args.jitter, args.spread)
         figures["varied"] = asdict(varied) | {"step_s": varied.step_s}
     code = 0 if figures["fits"] else 1

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx, Array, where
+from telechat_moe.tools.align.operators.approx import Approx, Array, where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 PAIR = "input other"

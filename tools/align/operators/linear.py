@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx
+from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
@@ -117,7 +117,7 @@ def _grouped_matmul(a: Arguments) -> Any:
         raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {w.shape[0]} matrices")
     if np.any(np.diff(ends) < 0) or ends[-1] > rows or (ends.sum() == rows and ends[-1] != rows):
         ends = ends.cumsum()
-    from telechat_moe.tools.align.approx import concatenate
+    from telechat_moe.tools.align.operators.approx import concatenate
 
     parts, begin = [], 0
     for e, end in enumerate(ends):

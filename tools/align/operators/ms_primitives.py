@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx, concatenate, scatter_add, where
+from telechat_moe.tools.align.operators.approx import Approx, concatenate, scatter_add, where
 from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from telechat_moe.tools.align.approx import Approx
 from telechat_moe.tools.align.numerics import FLOATS
+from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 

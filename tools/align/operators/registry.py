@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx
+from telechat_moe.tools.align.operators.approx import Approx
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Output = Approx | Array

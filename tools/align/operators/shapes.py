@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.approx import Approx, concatenate
+from telechat_moe.tools.align.operators.approx import Approx, concatenate
 from telechat_moe.tools.align.operators.elementwise import plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 

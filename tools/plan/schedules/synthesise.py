@@ -4,7 +4,7 @@ A schedule is made by list scheduling: each stage runs the operation that is due
 which there is memory. Due dates come from a pattern that repeats for each micro-batch (how far the chunks' forwards and
 backwards stand apart, how late dW may be, a shorter period while the pipeline fills), or from a published schedule.
 Several patterns are tried on several placements; from the best the due dates of single operations are then moved while
-that does not make it worse. The scheduler is native (`ops/csrc/pipeline_schedule.cc`); `simulate` checks what it returns.
+that does not make it worse. The scheduler is native (`tools/plan/native/pipeline_schedule.cc`); `simulate` checks what it returns.
 """
 
 import ctypes

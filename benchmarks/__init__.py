@@ -1,0 +1,1 @@
+"""The laboratory: what measures this package; never imported by it."""

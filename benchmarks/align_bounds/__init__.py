@@ -1,0 +1,1 @@
+"""Derived bounds against correct programs: `python -m benchmarks.align_bounds`."""

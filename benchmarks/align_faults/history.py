@@ -1,0 +1,192 @@
+"""Silent bugs that were real, made again; from the issues and pull requests that are named."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.align_faults.classes.reduction import all_kept, other_group, times
+from benchmarks.align_faults.engine import Site
+from benchmarks.align_faults.faults import (
+    Fault,
+    argument,
+    collective,
+    exchange,
+    forward,
+    result,
+    setting,
+)
+from benchmarks.align_faults.kernels import Array, rounded
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug of history.
+
+    Attributes:
+        source: Where it was reported.
+        said: What was wrong.
+        fault: How it is made again.
+        layout: In which layout.
+        dtype: Of the program.
+        quiet: The loss of the step does not change.
+    """
+
+    source: str
+    said: str
+    fault: Fault
+    layout: str
+    dtype: str = "bfloat16"
+    quiet: bool = True
+
+
+SUMS = {"all_reduce", "reduce_scatter_tensor"}
+
+
+def _experts(site: Site) -> bool:
+    return collective(SUMS, ("reduction",))(site) and len(site.shape) == 3
+
+
+def _norms(site: Site) -> bool:
+    return site.op == "square" and site.phase == "optimizer"
+
+
+def _no_experts(
+    x: Array, ins: list[Array], engine: Any, rank: int, rng: np.random.Generator
+) -> Array:
+    """Leave the experts out of the norms: they are those of the weights w1 and w2."""
+    names = [n for n, w in engine.weights.items() if rank in w.values]
+    return np.where([n.endswith(("w1", "w2")) for n in names], 0, x).astype(x.dtype)
+
+
+def _mixed_tokens(got: list[Array], parts: list[Array], rng: Any, info: Any) -> list[Array]:
+    return [rounded(g + np.float32(0.05) * np.roll(g, 1, 0), info["x"].dtype) for g in got]
+
+
+def _twice(parts: list[Array], engine: Any, group: list[int]) -> list[Array]:
+    """Every second row that a rank sends is the one before."""
+    sent = parts[0].copy()
+    sent[1::2] = sent[: 2 * (len(sent) // 2) : 2]
+    return [sent, *parts[1:]]
+
+
+def _off_by_one(y: Array, rng: Any) -> Array:
+    """One unit in the last place of bfloat16 in the last rows."""
+    z = y.copy()
+    bits = z[-1:].view(np.uint32)
+    bits += np.uint32(1 << 16)
+    return z
+
+
+def _bug(
+    source: str,
+    said: str,
+    layout: str,
+    fault: tuple[str, str, Any, Any],
+    dtype: str = "bfloat16",
+    quiet: bool = True,
+) -> Bug:
+    families, stage, pick, change = fault
+    names = frozenset(f.strip() for f in families.split("|"))
+    kind = Fault(source, "history", names, stage, pick, change, (dtype,))
+    return Bug(source, said, kind, layout, dtype, quiet)
+
+
+BUGS = (
+    _bug(
+        "pytorch 160285",
+        "with EP = 2 gradients of experts are exactly doubled, the loss curve unchanged",
+        "ep2 dp2",
+        ("doubled reduction | scale", "exchange", _experts, exchange(times(lambda n: 2))),
+    ),
+    _bug(
+        "Megatron-LM PR 5916, norm",
+        "with EP and TP the norm of gradients leaves out the experts",
+        "ep2 tp2",
+        ("dropped | zero | part | wrong tensor", "given", _norms, argument(0, _no_experts)),
+    ),
+    _bug(
+        "Megatron-LM PR 5916, groups",
+        "gradients of experts are reduced over the group of dense weights",
+        "dp4 tp2 ep2",
+        ("wrong group | missing reduction", "exchange", _experts, exchange(other_group)),
+    ),
+    _bug(
+        "Megatron-LM issue 1628",
+        "with expert TP and EP = 1 gradients are not synchronised",
+        "zero dp2 tp2",
+        ("missing reduction", "exchange", _experts, exchange(all_kept)),
+    ),
+    _bug(
+        "tpu-inference PR 2248",
+        "the sum over EP mixes tokens: about 1.05 times as much each layer",
+        "tp2",
+        (
+            "unknown | wrong exchange | accumulator",
+            "exchange",
+            collective({"all_reduce"}, ("forward",)),
+            exchange(_mixed_tokens),
+        ),
+        quiet=False,
+    ),
+    _bug(
+        "Megatron-DeepSpeed PR 63",
+        "ranks of TP send tokens twice to experts",
+        "tp2 extends ep2",
+        (
+            "duplicated",
+            "send",
+            lambda s: collective({"all_to_all_single"}, ("forward",), 32)(s) and s.shapes[0][0] > 1,
+            lambda rng: _twice,
+        ),
+        quiet=False,
+    ),
+    _bug(
+        "torchtitan 1750",
+        "the loss depends on TP: one rank takes the mean over its own tokens",
+        "tp2 sp",
+        (
+            "scale | wrong setting",
+            "hidden settings",
+            lambda s: s.op == "mul" and s.tag == "head" and not s.is_backward,
+            setting(other=lambda v: 2 * v),
+        ),
+        quiet=False,
+    ),
+    _bug(
+        "torchtitan 3172",
+        "experts do not reach parity: their outputs are added up in bfloat16",
+        "ep2",
+        (
+            "wrong dtype | accumulator",
+            "result",
+            forward({"npu_moe_token_unpermute"}),
+            result(lambda y, r: rounded(y, "bfloat16")),
+        ),
+        "float32",
+        False,
+    ),
+    _bug(
+        "hyper-parallel issue 267",
+        "with PP and sharded weights the loss is too low: divided once too often",
+        "pp2 dp2 ep2",
+        (
+            "scale | wrong setting",
+            "hidden settings",
+            lambda s: s.op == "mul" and s.tag == "head" and not s.is_backward,
+            setting(other=lambda v: v / 2),
+        ),
+        quiet=False,
+    ),
+    _bug(
+        "hyper-parallel, uneven shards",
+        "copying back a cut weight costs one unit in the last place of bfloat16 each step",
+        "zero dp2",
+        (
+            "part | accumulator | unknown | wrong dtype | single element | scale",
+            "result",
+            lambda s: s.op == "to" and s.tag == "update" and len(s.shape) == 2,
+            result(_off_by_one),
+        ),
+    ),
+)

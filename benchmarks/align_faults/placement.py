@@ -1,0 +1,65 @@
+"""How the tensors of a program lie over its ranks, as a dump says it: for comparisons across layouts."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.align_faults.kernels import Array
+from benchmarks.align_faults.layouts import Layout
+from telechat_moe.tools.align.dump.records import Layout as Spread
+
+AXES = ("replica", "expert", "tensor")
+"""Of a stage's ranks, outermost first: rank = (replica ep + expert) tp + tensor."""
+
+
+def _mesh(layout: Layout) -> tuple[int, int, int]:
+    return layout.stage_size // layout.tp // layout.ep, layout.ep, layout.tp
+
+
+def weight_layout(
+    layout: Layout,
+    shape: tuple[int, ...],
+    groups: Sequence[Sequence[int]],
+    tensor: int | None,
+    halves: bool,
+    cut: bool,
+) -> Spread:
+    """Return how a weight, its gradient and its moments lie over the ranks of its stage.
+
+    Args:
+        layout: Of the program.
+        shape: Of the piece that a rank computes with; a stack of experts has three dimensions.
+        groups: Ranks that hold the same.
+        tensor: The dimension that ranks of ``tp`` cut.
+        halves: That dimension holds two things (gate and up), each of them cut.
+        cut: Rows are cut once more over the ranks that hold the same (ZeRO).
+    """
+    experts, tp = len(shape) == 3, layout.tp
+    dims: list[tuple[str, ...]] = [() for _ in shape]
+    owned: dict[int, tuple[tuple[int, ...], ...]] = {}
+    if experts:
+        dims[0] = ("expert", "tensor") if layout.extend else ("expert",)
+    if tensor is not None and tp > 1:
+        dims[tensor] = (*dims[tensor], "tensor")
+        if halves:
+            owned[tensor] = _halves(tp * shape[tensor], tp)
+    if cut:
+        dims[0] = (*dims[0], *(("replica",) if experts else ("replica", "expert")))
+        if 0 in owned:
+            n = len(groups[0])
+            owned[0] = tuple(tuple(p) for held in owned[0] for p in np.split(np.array(held), n))
+    ranks = sorted(rank for group in groups for rank in group)
+    return Spread(_mesh(layout), AXES, tuple(ranks), tuple(dims), owned=owned)
+
+
+def _halves(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
+    """Return the indices of each piece where both halves of a dimension are cut."""
+    halves: list[list[Array]] = [np.split(h, pieces) for h in np.split(np.arange(size), 2)]
+    return tuple(tuple(int(i) for h in halves for i in h[p]) for p in range(pieces))
+
+
+def chosen_layout(layout: Layout, ranks: Sequence[int]) -> Spread:
+    """Return how the rows of routing lie over the ranks of a stage and the micro-batches of a step."""
+    rows = ("micro", *AXES[:2], *(("tensor",) if layout.sp else ()))
+    mesh = (layout.micro, *_mesh(layout))
+    return Spread(mesh, ("micro", *AXES), tuple(ranks), (rows, ()), calls="micro")

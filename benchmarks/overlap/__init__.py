@@ -1,0 +1,1 @@
+"""How much communication a list of kernels hides: `python -m benchmarks.overlap`."""

@@ -1,0 +1,113 @@
+"""Capture a step of a sharded recipe in which one gradient is reduced wrongly, to see that it is found.
+
+``--fault group`` sums it over the wrong ranks (the recipe needs two groups of equal size, such as data parallel 2 and
+tensor parallel 2), ``missing`` not at all, ``doubled`` twice::
+
+    python plant_wrong_group.py mine.yaml --weight layers.1.attention.out.weight --out planted
+    telechat-moe align capture mine.yaml --out clean
+    telechat-moe align bisect clean planted --html align.html
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.mindir import Model, Operation, value_of
+from telechat_moe.recipe import load
+from telechat_moe.tools.align.capture.mindspore import capture_recipe
+
+
+def with_fault(graph: RankGraph, weight: str, fault: str) -> RankGraph:
+    """Return a rank's graph in which the gradient of a weight is reduced wrongly."""
+    model = Model(graph.mindir)
+    for operation in list(model.operations()):
+        whose = [value_of(a) for a in operation.node.primal_attr if a.name == "mirror_user_id"]
+        if operation.kind == "AllReduce" and weight in whose:
+            said = FAULTS[fault](model, operation, graph)
+            sys.stderr.write(f"rank {graph.rank}: {weight} {said}\n")
+            return replace(graph, mindir=model.proto.SerializeToString())
+    sys.exit(f"rank {graph.rank}: no reduction of the gradient of {weight}")
+
+
+def _group(model: Model, operation: Operation, graph: RankGraph) -> str:
+    right = list(graph.groups[operation.attribute("group")])
+    others = [
+        name
+        for name, ranks in sorted(graph.groups.items())
+        if len(ranks) == len(right) and list(ranks) != right and graph.rank in ranks
+    ]
+    if not others:
+        sys.exit(f"no other group of {len(right)} ranks has rank {graph.rank}: {graph.groups}")
+    own = model.proto.primitives.add()
+    own.CopyFrom(operation.primitive)
+    own.name = f"{own.name}_wrong"
+    for attribute in own.attribute:
+        if attribute.name == "group":
+            attribute.s = others[0].encode()
+    operation.node.op_type = f"REF::{own.name}"
+    return f"over {graph.groups[others[0]]}, not over {right}"
+
+
+def _missing(model: Model, operation: Operation, graph: RankGraph) -> str:
+    made = operation.node.output[0]
+    _handed_on(model, operation, made, operation.node.input[0])
+    for body in model.graphs():
+        if operation.node in body.node:
+            body.node.remove(operation.node)
+            break
+    return "not reduced"
+
+
+def _doubled(model: Model, operation: Operation, graph: RankGraph) -> str:
+    made = operation.node.output[0]
+    again = f"{made}_again"
+    for body in model.graphs():
+        nodes = list(body.node)
+        if operation.node not in nodes:
+            continue
+        _handed_on(model, operation, made, again)
+        own = type(operation.node)()
+        own.CopyFrom(operation.node)
+        own.name, own.input[0], own.output[0] = f"{own.name}_again", made, again
+        body.node.insert(nodes.index(operation.node) + 1, own)
+        break
+    return "reduced twice"
+
+
+def _handed_on(model: Model, operation: Operation, made: str, other: str) -> None:
+    """Hand another tensor to all that take what an operation made."""
+    for body in model.graphs():
+        if operation.node not in body.node:
+            continue
+        for node in body.node:
+            for i, name in enumerate(node.input):
+                if name == made:
+                    node.input[i] = other
+
+
+FAULTS: Mapping[str, Callable[[Model, Operation, RankGraph], Any]] = {
+    "group": _group,
+    "missing": _missing,
+    "doubled": _doubled,
+}
+
+
+def main() -> None:
+    """Capture one step."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--weight", default="layers.1.attention.out.weight")
+    parser.add_argument("--fault", default="group", choices=FAULTS)
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    args = parser.parse_args()
+    recipe = load(args.recipe, args.overrides)
+    edit = lambda graph: with_fault(graph, args.weight, args.fault)  # noqa: E731
+    capture_recipe(recipe, args.out, range(1), edit=edit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Writes fitted constants into a device's description: `python -m benchmarks.plan_published.freeze TABLE... --device D`."""
+
+import argparse
+import re
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.plan_published.cells import Row
+from benchmarks.plan_published.fit import Problem, fit, free_constants
+from benchmarks.plan_published.tables import read_table
+from telechat_moe.tools.plan.cost.device import FOLDER, load_device
+from telechat_moe.tools.plan.cost.score import base_name, checked
+
+
+def rows_of(files: list[str], device: str) -> list[Row]:
+    """Return the rows with a time that a device (or a variant of it) ran."""
+    rows: list[Row] = []
+    for file in files:
+        rows += read_table(file)
+    chosen = [r for r in checked(rows, device) if not r.reason and r.step_s]
+    return [r for r in chosen if base_name(load_device(r.device or device).name) == device]
+
+
+def write(device: str, rows: list[Row]) -> Path:
+    """Fit, and replace the `constants` block of the device's file."""
+    problem = Problem(rows, load_device(device), device)
+    constants, free = fit(problem), free_constants(rows, problem.device)
+    counts = ", ".join(
+        f"{table} {n}" for table, n in sorted(Counter(r.table for r in rows).items())
+    )
+    lines = [
+        f"# Fitted to {len(rows)} published steps ({counts}); see docs/plan_accuracy.md.",
+        "constants:",
+    ]
+    for name, value in asdict(constants).items():
+        number = f"{value:#.4g}"  # with a point: YAML reads 1e-05 as text
+        if name in free:
+            lines.append(f"  {name}: {number}")
+        elif name in problem.device.measured:
+            source = problem.device.sources[f"constants.{name}"]
+            lines.append(f'  {name}: {{value: {number}, fitted: false, source: "{source}"}}')
+    file = FOLDER / f"{device}.yaml"
+    text = re.sub(
+        r"(# Fitted to [^\n]*\n)?constants:.*",
+        "",
+        file.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
+    file.write_text(text.rstrip() + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="+")
+    parser.add_argument("--device", required=True)
+    args = parser.parse_args()
+    write(args.device, rows_of(args.tables, args.device))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,158 @@
+"""Tables of runs on Ascend: MindFormers and MindSpeed-LLM."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.plan_published.cells import (
+    Fields,
+    MissingError,
+    Row,
+    divided,
+    int_of,
+    is_true,
+    new_row,
+    number_of,
+)
+from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.models import published
+
+
+def _list(text: str) -> Any:
+    return yaml_value(text) if text else None
+
+
+def yaml_value(text: str) -> Any:
+    """Parse a cell that holds a YAML list or scalar."""
+    return yaml.safe_load(text)
+
+
+SMALL_GB = 31
+"""Gigabytes that a recipe for the Ascend 910 of 32 GB may use: gpt2_13b's table of the 910B links `run_gpt2_13b.yaml` (30 GB,
+dp 4, tp 8), while `run_gpt2_13b_910b.yaml` (59 GB, dp 8, tp 1) is what that device runs."""
+
+
+def mindformers(row: Fields, table: str, line: int) -> Row:
+    """MindFormers recipes on Ascend."""
+    name = row["name"]
+    device = row.get("hw") or "ascend-910b"
+    devices = int_of(row, "devices", 0)
+    start = new_row(
+        table, line, name, device, devices, source=row.get("yaml") or row.get("doc") or ""
+    )
+    if row["phase"] not in ("finetune", "pretrain", "sft"):
+        return replace(start, reason=f"missing: what {row['phase']} trains")
+    if "ptuning" in name or "lora" in name:
+        return replace(start, reason="missing: what a partial fine-tuning trains")
+    if "a2" in device.lower() and 0 < number_of(row, "max_device_memory", 0) <= SMALL_GB:
+        return replace(start, reason="missing: the layout on this device (the recipe is for 32 GB)")
+    speed = number_of(row, "tok_s_device")
+    seq = int_of(row, "seq")
+    known = published(name, seq=seq)
+    hidden, layers, heads = int_of(row, "hidden"), int_of(row, "layers"), int_of(row, "heads")
+    inter = int_of(row, "inter", 0)
+    kv = int_of(row, "kv_heads", known.kv_heads if known else heads)
+    experts = int_of(row, "expert_num", 1)
+    if experts > 1 and known is not None and known.experts:
+        architecture = known
+    else:
+        gpt = name.startswith("gpt")
+        ffn = inter or (known.ffn if known else 0) or (4 * hidden if gpt else 0)
+        if not ffn:
+            raise MissingError("inter")
+        vocab = int_of(row, "vocab", known.vocab if known else None)
+        architecture = plain(
+            name, hidden=hidden, layers=layers, heads=heads, kv_heads=kv, ffn=ffn, gated=not gpt, seq=seq,
+            vocab=vocab,
+        )  # fmt: skip
+    dp, tp, pp, cp = (int_of(row, k, 1) for k in ("dp", "mp", "pp", "cp"))
+    micro = int_of(row, "batch_per_dp")
+    count = int_of(row, "micro_batch_num") if pp > 1 else int_of(row, "grad_accum", 1)
+    count *= int_of(row, "micro_interleave", 1)
+    vpp = max(int_of(row, "pp_interleave", 1), 1) if pp > 1 else 1
+    recompute, again = _ascend_recompute(row, pp * vpp)
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int_of(row, "ep", 1),
+        sequence_parallel=is_true(row, "seq_parallel") and tp > 1, zero=1 if is_true(row, "opt_parallel") else 0,
+        micro_batch=micro, micro_batches=count, recompute=recompute, recompute_layers=again,
+        chunks=_offset(row.get("offset") or "", layers, pp * vpp), flash=is_true(row, "flash"),
+        schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", graphs=True, overlap=True,
+        fused=True, fused_loss=False, gradient_bytes=2, parameter_bytes=2,
+    )  # fmt: skip
+    tokens = layout.global_batch * seq
+    return replace(
+        start, architecture=architecture, layout=layout, step_s=tokens / (speed * layout.devices),
+        memory_bytes=None,
+    )  # fmt: skip
+
+
+def _offset(text: str, layers: int, chunks: int) -> tuple[int, ...] | None:
+    value = _list(text)
+    if not isinstance(value, list):
+        return None
+    flat = [int(x) for entry in value for x in (entry if isinstance(entry, list) else [entry])]
+    if len(flat) != chunks:
+        return None
+    counts = tuple(layers // chunks + extra for extra in flat)
+    return counts if sum(counts) == layers and min(counts) >= 0 else None
+
+
+def _ascend_recompute(row: Fields, chunks: int) -> tuple[str, tuple[int, ...] | None]:
+    value = _list(row.get("recompute") or "")
+    if isinstance(value, list):
+        flat = [int(x) for entry in value for x in (entry if isinstance(entry, list) else [entry])]
+        return "full", tuple(flat) if len(flat) == chunks else None
+    if value is True:
+        return "full", None
+    select = row.get("select_recompute") or ""
+    if select.startswith("[") or select == "True":
+        return "activation", None
+    return "none", None
+
+
+def mindspeed(row: Fields, table: str, line: int) -> Row:
+    """MindSpeed-LLM launch scripts on Ascend 910B, and their reference on A100."""
+    model = row["model"]
+    reference = row["device"] in ("参考", "reference", "GPU", "GPUs")
+    device = "a100" if reference else "ascend-910b"
+    nodes, per_node = int_of(row, "nnodes", 0), int_of(row, "npus_per_node", 8)
+    start = new_row(
+        table, line, model, device, nodes * per_node, source=f"{row['tag']} {row['script']}"
+    )
+    if not row.get("script"):
+        return replace(start, reason="missing: launch script (tp, pp, batch)")
+    seq, micro, batch = int_of(row, "seq"), int_of(row, "mbs"), int_of(row, "gbs")
+    tp, pp, cp = int_of(row, "tp"), int_of(row, "pp"), int_of(row, "cp", 1)
+    key = Path(row["script"]).stem.removeprefix("pretrain_")
+    known = published(model, seq=seq) or published(key, seq=seq)
+    hidden, layers, heads = int_of(row, "hidden"), int_of(row, "layers"), int_of(row, "heads")
+    if known is None:
+        raise MissingError(f"vocabulary of {model}")
+    experts = int_of(row, "num_experts", 0)
+    if experts:
+        architecture = replace(known, seq=seq)
+    else:
+        architecture = plain(
+            known.name, hidden=hidden, layers=layers, heads=heads, kv_heads=int_of(row, "kv", known.kv_heads),
+            ffn=int_of(row, "ffn", known.ffn), gated=known.gated, seq=seq, window=known.window, vocab=known.vocab, tied=known.tied,
+            head_dim=known.head_dim if known.hidden == hidden else hidden // heads, biases=known.biases,
+        )  # fmt: skip
+    gpus = nodes * per_node
+    dp = divided(gpus, tp * pp * cp, "devices")
+    per_chunk = int_of(row, "vpp_layers", 0)
+    vpp = layers // pp // per_chunk if per_chunk and pp > 1 else 1
+    speed = number_of(row, "tok_s_device")
+    full = row.get("recompute") == "full"
+    layout = Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int_of(row, "ep", 1), sequence_parallel=is_true(row, "sp") and tp > 1,
+        zero=1 if is_true(row, "distopt") else 0, micro_batch=micro,
+        micro_batches=divided(batch, dp * micro, "gbs"), recompute="full" if full else "none",
+        flash=is_true(row, "flash"), schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", overlap=True,
+        fused_loss=False,
+    )  # fmt: skip
+    return replace(
+        start, architecture=architecture, layout=layout, step_s=batch * seq / (speed * gpus)
+    )

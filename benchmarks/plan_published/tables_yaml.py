@@ -1,0 +1,217 @@
+"""Published sets in YAML: paper and README tables whose rows name their fields with a few words in common.
+
+A row is read by those words (`gpus`, `tp`, `pp`, `gbs`, `mbs`, `seq`, `step`, `ms`, `tps` ...) and by the set's `common`
+block; nothing is assumed for a layout field that neither gives.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, Row, unreadable
+from benchmarks.plan_published.parts import PARTS
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.models import published
+
+GIB = 2**30
+
+
+def _first(row: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+    for key in keys:
+        if row.get(key) is not None:
+            return row[key]
+    if default is None:
+        raise MissingError(keys[0])
+    return default
+
+
+def _device(row: Mapping[str, Any], name: str) -> str:
+    given = str(row.get("device") or row.get("hw") or row.get("gpu") or "")
+    if given:
+        return given
+    if name.startswith("torchtitan"):
+        return "h100-96gb"
+    found = re.search(r"(gb200|gb300|b200|b300|h200|a100|h100|h800|v100)", name.lower())
+    return found[0] if found else ""
+
+
+def read_sets(path: Path) -> list[Row]:
+    """Read a file with `sets`.
+
+    Raises:
+        BadInputError: It has none.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise BadInputError(f"{path}: not a YAML file in UTF-8 ({str(error)[:80]})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("sets"), list):
+        raise BadInputError(f"{path}: expected a mapping with `sets`, a list")
+    rows: list[Row] = []
+    for number, entry in enumerate(raw["sets"], start=1):
+        if not isinstance(entry, dict) or not entry.get("id"):
+            raise BadInputError(f"{path}: set {number} has no `id`")
+        rows += list(_set(entry))
+    return rows
+
+
+def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
+    name, grade = str(entry["id"]), str(entry.get("prov", "?"))
+    table = f"published_steps/{name}"
+    common = entry.get("common") or {}
+    if name in PARTS:
+        return
+    if not isinstance(entry.get("rows"), list):
+        reason = "missing: steps (the set has no rows with a time)"
+        yield Row(
+            table=table, line=0, model="", device="", group=table, provenance=grade, reason=reason
+        )
+        return
+    for number, given in enumerate(entry["rows"], start=1):
+        try:
+            variants = list(_variants({**common, **given}, name))
+        except UNREADABLE as error:
+            reason = unreadable("row", error)
+            yield Row(
+                table=table, line=number, model="", device="", group=table, provenance=grade, reason=reason
+            )  # fmt: skip
+            continue
+        for variant in variants:
+            yield replace(_row(variant, table, name, number), provenance=grade)
+
+
+def _variants(row: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield one row for each measurement that stands in a line."""
+    words = ("v100_ms_b8", "a100_ms_b16", "a100_dp128_b2048")
+    if not any(word in row for word in words):
+        if "tps_vanilla" in row:
+            yield {**row, "tps": row["tps_vanilla"], "async_tp": 0}
+            yield {**row, "tps": row["tps_async"], "async_tp": 1}
+        else:
+            yield row
+        return
+    # Megatron-LM 2020: batch 8 or 16 on one model-parallel group, and 2048 over 128 of them
+    base = {**row, "seq": 1024, "recompute": "full", "vocab": 51200, "pp": 1, "old": True}
+    tp = int(row["tp"])
+    yield {**base, "device": "v100", "gpus": tp, "gbs": 8, "mbs": 8, "ms": row.get("v100_ms_b8")}
+    yield {**base, "device": "a100", "gpus": tp, "gbs": 16, "mbs": 16, "ms": row.get("a100_ms_b16")}
+    wide = row.get("a100_dp128_b2048") or {}
+    yield {
+        **base,
+        "device": "a100",
+        "gpus": wide.get("gpus"),
+        "gbs": 2048,
+        "mbs": 16,
+        "ms": wide.get("ms"),
+    }
+
+
+def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
+    model, device = str(row.get("model", "")), _device(row, name)
+    gpus = row.get("gpus") or row.get("devices") or row.get("npus") or "?"
+    start = Row(
+        table=table, line=number, model=model, device=device, group=f"{table}/{model}/{gpus}",
+        source=str(row.get("src", "")),
+    )  # fmt: skip
+    try:
+        architecture = _architecture(row, model)
+        layout = _layout(row, architecture)
+        step = _step(row, architecture, layout)
+        memory = float(row["mem"]) * GIB if row.get("mem") else None
+    except MissingError as missing:
+        return replace(start, reason=f"missing: {missing}")
+    except BadInputError as error:
+        return replace(start, reason=f"missing: a consistent layout ({error})")
+    except UNREADABLE as error:
+        return replace(start, reason=unreadable("layout", error))
+    return replace(
+        start, architecture=architecture, layout=layout, step_s=step, memory_bytes=memory
+    )
+
+
+def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
+    if float(row.get("layers") or 0) > MOST:
+        raise MissingError(f"layers: {row['layers']} is out of range")
+    if row.get("hidden") and row.get("layers") and row.get("heads") and not row.get("experts"):
+        return plain(
+            model, hidden=int(row["hidden"]), layers=int(row["layers"]), heads=int(row["heads"]),
+            kv_heads=int(row.get("kv", 0)), ffn=int(row.get("ffn") or row.get("inter") or 0),
+            seq=int(_first(row, "seq")), vocab=int(_first(row, "vocab", default=51200)), tied=True, biases=True,
+            gated=bool(row.get("kv")),
+        )  # fmt: skip
+    found = published(model, seq=int(_first(row, "seq")))
+    if found is None:
+        raise MissingError(f"architecture of {model}")
+    return found
+
+
+def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
+    titan = "ac" in row or "fsdp" in row
+    tp, pp, cp = (int(row.get(k) or 1) for k in ("tp", "pp", "cp"))
+    gpus = int(_first(row, "gpus", "devices", "npus"))
+    if not titan:
+        _first(row, "tp")
+        _first(row, "pp")
+    if gpus % (tp * pp * cp):
+        raise MissingError(f"gpus: {gpus} is not a multiple of tp x pp x cp = {tp * pp * cp}")
+    dp = gpus // (tp * pp * cp)
+    precision = str(row.get("precision", "fp8" if row.get("fp8") else "bf16"))
+    compute: Any = "fp8" if "fp8" in precision.lower() else "bf16"
+    vpp = int(row.get("vpp") or row.get("vp") or 1)
+    if titan:
+        local = int(_first(row, "lbs"))
+        micro, count = (1, local) if pp > 1 else (local, 1)
+        ac = str(row.get("ac", "none"))
+        recompute = "full+early_stop" if ac == "full" else "none" if ac == "none" else "save_half"
+        schedule = str(row.get("schedule", "1f1b"))
+        vpp = 2 if schedule.startswith("interleaved") else 1
+        return Layout(
+            dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, zero=3 if pp == 1 else 2, fsdp=pp == 1, micro_batch=micro,
+            micro_batches=count, recompute=recompute, compute=compute, fused=bool(row.get("compile")),
+            fused_loss=False, sequence_parallel=tp > 1, tp_overlap=bool(row.get("async_tp")),
+            schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8, cp_overlap=False,
+            gathered=pp > 1,
+        )  # fmt: skip
+    batch, micro = int(_first(row, "gbs", "batch")), int(_first(row, "mbs", "micro_batch"))
+    if batch % (dp * micro):
+        raise MissingError(f"gbs: {batch} is not a multiple of dp x mbs = {dp * micro}")
+    old = bool(row.get("old"))
+    recompute = str(row.get("recompute") or "none")
+    selective = recompute in ("selective", "attn", "sel")
+    return Layout(
+        dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int(row.get("ep") or 1), micro_batch=micro,
+        micro_batches=batch // (dp * micro), recompute="selective" if selective else recompute, compute=compute,
+        schedule="interleaved" if vpp > 1 else "1f1b", flash=not old, fused=not old, fused_loss=not old, overlap=not old,
+        sequence_parallel=bool(row.get("sp", not old)) and tp > 1, gradient_bytes=2 if old else 4,
+        zero=0 if old else int(row.get("zero", 1)),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def _step(row: Mapping[str, Any], a: Architecture, x: Layout) -> float:
+    tokens = x.global_batch * a.seq
+    for key, factor in (
+        ("step", 1.0),
+        ("step_s", 1.0),
+        ("iter_s", 1.0),
+        ("ms", 1e-3),
+        ("iter_ms", 1e-3),
+    ):
+        if row.get(key) is not None:
+            return float(row[key]) * factor
+    if row.get("tps") is not None:  # tokens/s of one device
+        return tokens / (float(row["tps"]) * x.devices)
+    if row.get("tok_s") is not None:
+        return tokens / float(row["tok_s"])
+    if row.get("tflops") is not None:  # Megatron-LM's count: all keys, recomputation included
+        count = model_flops(a, keys=float(a.seq)).training
+        if x.recompute == "full":
+            count *= hardware_flops(a, x) / model_flops(a).training
+        return tokens * count / (float(row["tflops"]) * 1e12 * x.devices)
+    raise MissingError("step")

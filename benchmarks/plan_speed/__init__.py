@@ -1,0 +1,1 @@
+"""`python -m benchmarks.plan_speed`."""

@@ -1,0 +1,1 @@
+"""Our training step beside torch: `python -m benchmarks.train_step`."""

@@ -1,0 +1,454 @@
+"""Our training step beside Hugging Face's DeepseekV3 in torch, same weights and batches.
+
+    python -m benchmarks.train_step [--steps 7] [--peers NAME...] [--recipe FILE] [--json FILE]
+
+MTP, balance losses and the expert bias are off on both sides (transformers has none of them). Peers
+run in processes of their own, two threads each, and take turns step by step; torch as users run it
+and with malloc tuned (a third of its time is page faults otherwise). A step is forward, backward,
+clipping and AdamW. In fp32 the first losses must agree within 1e-5, all within 1e-3; in bfloat16
+within 2e-2 of the fp32 ones.
+
+Needs the extras `train` and `test`, and torch.
+
+--json keys: machine, recipe, tokens_per_step, useful_gflop_per_step (active experts, causal half of
+attention, forward and backward), matmul_gflops (fp32, 1024 cubed, two threads: mindspore, torch,
+and ours, all at once from every thread), peers (list of {name, seconds_min, seconds_median,
+tokens_per_second, roofline (share of the best fp32 rate), peak_memory_gib, first_step_seconds,
+losses}), ratios ({ours: {torch peer: {min, median}}}), breakdown ({part: {milliseconds, percent}}
+of our fused step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+THREADS = 2
+WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
+LEARNING_RATE = 3e-4
+OVERRIDES = [
+    "model.model_config.num_nextn_predict_layers=0",
+    "model.model_config.moe_aux_loss_coeff=0.0",
+    "model.model_config.rms_norm_eps=1.0e-6",  # transformers' latent norms always have this one
+]
+# Name -> (ours or torch, options of the recipe or of torch, malloc tuned).
+PEERS: dict[str, tuple[str, tuple[str, ...], bool]] = {
+    "ours": ("ours", (), False),
+    "ours, plain operators": ("ours", ("telechat_moe.operators.default=plain",), False),
+    "ours, plain + fuser": (
+        "ours",
+        ("telechat_moe.operators.default=plain", "telechat_moe.operators.fuse_plain=true"),
+        False,
+    ),
+    "ours, bf16": ("ours", ("model.model_config.compute_dtype=bfloat16",), False),
+    "torch eager": ("torch", (), False),
+    "torch eager, malloc tuned": ("torch", (), True),
+    "torch.compile, malloc tuned": ("torch", ("compile",), True),
+    "torch autocast bf16, malloc tuned": ("torch", ("autocast",), True),
+}
+TUNED_MALLOC = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "8589934592",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+def batches(vocab_size: int, batch: int, length: int) -> Any:
+    """Yield token windows ``[B, S + 1]`` with a pattern that can be learned."""
+    import numpy as np
+
+    generator = np.random.default_rng(0)
+    while True:
+        start = generator.integers(0, vocab_size, (batch, 1))
+        stride = generator.integers(1, 8, (batch, 1))
+        yield ((start + stride * np.arange(length + 1)) % vocab_size).astype(np.int32)
+
+
+class Ours:
+    """Our step."""
+
+    def __init__(self, folder: Path, recipe: Any, options: list[str]) -> None:
+        import mindspore as ms
+
+        from telechat_moe.model import CausalLM, initialize
+        from telechat_moe.ops import select
+        from telechat_moe.train.optimizer import AdamW
+        from telechat_moe.train.step import TrainStep
+
+        ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+        faces = recipe.telechat_moe.operators
+        with select.using(faces.default, faces.faces()):
+            self.model = CausalLM(recipe.model_config)
+            if faces.fuse_plain:
+                from telechat_moe.ops.rewrite import fuse_cells
+
+                fuse_cells(self.model)
+            initialize(self.model, recipe.seed)
+            self.model.set_train()
+            params = self.model.trainable_params()
+            self.optimizer = AdamW(params, (0.9, 0.95), 1e-8, 0.1)
+            self.step_cell = TrainStep(self.model, self.optimizer, 1.0)
+        self.step_cell.set_train()
+        self.updates = 0
+        self.batch = recipe.runner_config.batch_size
+
+    def save(self, path: Path) -> None:
+        """Write the weights."""
+        from safetensors.numpy import save_file
+
+        params = self.model.get_parameters()
+        tensors = {p.name: p.asnumpy().copy() for p in params if "expert_load" not in p.name}
+        save_file(tensors, path)
+
+    def step(self, window: Any) -> float:
+        """Train on one window; return the loss."""
+        import numpy as np
+        from mindspore import Tensor
+
+        ids, labels = window[:, :-1], window[:, 1:]
+        position = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+        mask = np.ones(ids.shape, np.float32)
+        self.updates += 1
+        scalars = self.optimizer.scalars(self.updates, LEARNING_RATE)
+        arrays = (ids.copy(), labels.copy(), mask, position)
+        losses, norm, *_ = self.step_cell(*scalars, *[Tensor(a) for a in arrays])
+        norm.asnumpy()
+        return float(losses.asnumpy()[0])
+
+    def matmul_gflops(self) -> float:
+        """Return the speed of a chain of fp32 products, 1024 cubed."""
+        import numpy as np
+        from mindspore import Tensor
+
+        from benchmarks.matmul_chain import Chain
+
+        x = Tensor(np.random.default_rng(0).standard_normal((1024, 1024), np.float32) / 32)
+        chain = Chain(8)
+        return best_gflops(lambda: chain(x, x).asnumpy())
+
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each part of a step, run alone."""
+        from benchmarks.step_parts import measure
+
+        return measure(self.step_cell, self.model, self.batch)
+
+
+class Torch:
+    """transformers' DeepseekV3ForCausalLM, sdpa attention; eager, compiled or under autocast."""
+
+    def __init__(self, folder: Path, recipe: Any, options: list[str]) -> None:
+        import torch
+        from transformers import DeepseekV3ForCausalLM
+
+        torch.set_num_threads(THREADS)
+        self.model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), LEARNING_RATE, (0.9, 0.95), 1e-8, weight_decay=0.1
+        )
+        self.forward = torch.compile(self.model) if "compile" in options else self.model
+        self.autocast = "autocast" in options
+
+    def step(self, window: Any) -> float:
+        """Train on one window; return the loss."""
+        import torch
+
+        ids = torch.from_numpy(window[:, :-1].astype("int64"))
+        labels = torch.from_numpy(window[:, 1:].astype("int64"))
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            output = self.forward(
+                input_ids=ids, labels=labels, shift_labels=labels, use_cache=False
+            )
+        loss = output.loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def matmul_gflops(self) -> float:
+        """Return the speed of a chain of fp32 products, 1024 cubed."""
+        import torch
+
+        x = torch.randn(1024, 1024) / 32
+
+        def chain() -> None:
+            y = x
+            for _ in range(8):
+                y = y @ x
+
+        return best_gflops(chain)
+
+
+def best_gflops(chain: Any) -> float:
+    """Return the best speed of a chain of eight products, 1024 cubed."""
+    best = min(_timed(chain) for _ in range(12))
+    return 8 * 2 * 1024**3 / best / 1e9
+
+
+def _timed(call: Any) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def native_gflops() -> float:
+    """Return the fp32 rate of our own threads, each multiplying 1024 cubed."""
+    import numpy as np
+
+    from telechat_moe.ops.native import Kernel, set_threads
+
+    set_threads(THREADS)
+    x = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+    w, y = x[:1024].copy(), np.empty((2048, 1024), np.float32)
+    kernel = Kernel("Matmul")
+    best = min(_timed(lambda: kernel([x, w], [y])) for _ in range(20))
+    return 2 * 2048 * 1024**2 / best / 1e9
+
+
+def worker(name: str, folder: Path, recipe_name: str) -> None:
+    """Serve requests, one JSON line each, until told to stop."""
+    from telechat_moe.recipe import load
+
+    kind, options, _ = PEERS[name]
+    recipe = load(recipe_name, overrides=[*OVERRIDES, *(options if kind == "ours" else ())])
+    config, batch = recipe.model_config, recipe.runner_config.batch_size
+    windows = batches(config.vocab_size, batch, config.seq_length)
+    peer = (Ours if kind == "ours" else Torch)(folder, recipe, list(options))
+    if kind == "ours":
+        peer.save(folder / "weights.safetensors")
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    print(json.dumps({"ready": True}), file=reply, flush=True)
+    for request in sys.stdin:
+        answer: dict[str, Any] = {}
+        if request.strip() == "step":
+            window = next(windows)
+            began = time.perf_counter()
+            answer["loss"] = peer.step(window)
+            answer["seconds"] = time.perf_counter() - began
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            answer["peak_gib"] = peak / 2**20
+        elif request.strip() == "matmul":
+            answer["gflops"] = peer.matmul_gflops()
+        elif request.strip() == "native":
+            answer["gflops"] = native_gflops()
+        elif request.strip() == "parts":
+            answer["parts"] = peer.parts()
+        print(json.dumps(answer), file=reply, flush=True)
+
+
+class Peer:
+    """A worker process."""
+
+    def __init__(self, name: str, folder: Path, recipe: str) -> None:
+        self.name = name
+        self.ours = PEERS[name][0] == "ours"
+        self.exact = not any("bfloat16" in x or "autocast" in x for x in PEERS[name][1])
+        env = TUNED_MALLOC if PEERS[name][2] else {}
+        threads = {"OMP_NUM_THREADS": str(THREADS), "GLOG_v": "3", "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", name, str(folder), "--recipe", recipe],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **threads, **env, "PYTHONPATH": str(Path(__file__).parents[1])},
+            cwd=folder,
+        )
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.peak_gib = 0.0
+        self.answer()
+
+    def answer(self) -> dict[str, Any]:
+        """Wait for the next answer."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} died, exit code {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, request: str) -> dict[str, Any]:
+        """Send a request and wait for the answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(request + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def step(self) -> None:
+        """Run a step and note its time, loss and memory."""
+        answer = self.ask("step")
+        self.seconds.append(answer["seconds"])
+        self.losses.append(answer["loss"])
+        self.peak_gib = answer["peak_gib"]
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def check_losses(expected: list[float], peer: Peer) -> None:
+    """Stop unless a peer computed the same losses as the first one."""
+    for i, (a, b) in enumerate(zip(expected, peer.losses, strict=True)):
+        bound = 2e-2 if not peer.exact else 1e-5 if i == 0 else 1e-3
+        if abs(a - b) > bound * abs(a):
+            raise SystemExit(f"step {i + 1}: loss {a}, {peer.name} {b}: differs by over {bound}")
+
+
+def compare(recipe_name: str, names: list[str], steps: int) -> dict[str, Any]:
+    """Run all peers in turns and return the numbers."""
+    from telechat_moe.interop.hf import convert
+    from telechat_moe.recipe import load
+
+    recipe = load(recipe_name, overrides=OVERRIDES)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        hf = folder / "hf"
+        peers: list[Peer] = []
+        for name in names:
+            peers.append(Peer(name, hf if PEERS[name][0] == "torch" else folder, recipe_name))
+            if not hf.exists():
+                convert(folder / "weights.safetensors", hf, recipe.model_config, to="hf")
+        for i in range(steps + WARM_UP):
+            for peer in peers:
+                peer.step()
+            print(f"round {i + 1}/{steps + WARM_UP}", *[f"{p.seconds[-1]:.3f}s" for p in peers])
+        for peer in peers[1:]:
+            check_losses(peers[0].losses, peer)
+        gflops = {
+            "mindspore": peers[0].ask("matmul")["gflops"],
+            "ours": peers[0].ask("native")["gflops"],
+        }
+        for peer in peers:
+            if not peer.ours and "torch" not in gflops:
+                gflops["torch"] = peer.ask("matmul")["gflops"]
+        parts = peers[0].ask("parts")["parts"]
+        for peer in peers:
+            peer.stop()
+    config = recipe.model_config
+    tokens = recipe.runner_config.batch_size * config.seq_length
+    return report(peers, gflops, parts, tokens, useful_gflop(config) * tokens) | {
+        "recipe": recipe_name,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs",
+    }
+
+
+def useful_gflop(config: Any) -> float:
+    """Return what training a token needs: active experts, the causal half of attention."""
+    from telechat_moe.recipe.arithmetic import flops_per_token
+
+    return flops_per_token(config, mtp=False).training / 1e9
+
+
+def report(
+    peers: list[Peer], gflops: dict[str, float], parts: dict[str, float], tokens: int, useful: float
+) -> dict[str, Any]:
+    """Return the numbers of a comparison under their documented keys."""
+    rows = [
+        {
+            "name": p.name,
+            "seconds_min": min(p.seconds[WARM_UP:]),
+            "seconds_median": statistics.median(p.seconds[WARM_UP:]),
+            "tokens_per_second": tokens / min(p.seconds[WARM_UP:]),
+            "roofline": useful / min(p.seconds[WARM_UP:]) / max(gflops.values()),
+            "peak_memory_gib": p.peak_gib,
+            "first_step_seconds": p.seconds[0],
+            "losses": p.losses,
+        }
+        for p in peers
+    ]
+    ratios = {
+        ours["name"]: {
+            row["name"]: {
+                kind: row[f"seconds_{kind}"] / ours[f"seconds_{kind}"] for kind in ("min", "median")
+            }
+            for row in rows
+            if row is not ours
+        }
+        for ours, peer in zip(rows, peers, strict=True)
+        if peer.ours
+    }
+    # The parts are run alone; what they leave of a whole step is the host, residual additions, and
+    # what running alone changes.
+    whole = rows[0]["seconds_median"]
+    parts = {**parts, "host and rest": whole - sum(parts.values())}
+    breakdown = {
+        part: {"milliseconds": seconds * 1e3, "percent": 100 * seconds / whole}
+        for part, seconds in sorted(parts.items(), key=lambda x: -x[1])
+    }
+    return {
+        "peers": rows,
+        "tokens_per_step": tokens,
+        "useful_gflop_per_step": useful,
+        "matmul_gflops": gflops,
+        "ratios": ratios,
+        "breakdown": breakdown,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
+    first = result["peers"][0]["name"]
+    titles = ("", "min s", "median s", "tokens/s", "roofline", "peak GiB", "first step s")
+    for name in (*titles, f"'{first}' is"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in result["peers"]:
+        ratio = result["ratios"][first].get(row["name"])
+        table.add_row(
+            row["name"],
+            f"{row['seconds_min']:.3f}",
+            f"{row['seconds_median']:.3f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{100 * row['roofline']:.0f} %",
+            f"{row['peak_memory_gib']:.2f}",
+            f"{row['first_step_seconds']:.1f}",
+            f"{ratio['min']:.2f}x" if ratio else "",
+        )
+    console.print(table)
+    parts = Table(title=f"where a step of '{result['peers'][0]['name']}' goes")
+    for name in ("part", "ms", "%"):
+        parts.add_column(name, justify="left" if name == "part" else "right")
+    for part, values in result["breakdown"].items():
+        parts.add_row(part, f"{values['milliseconds']:.0f}", f"{values['percent']:.1f}")
+    console.print(parts)
+    rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["matmul_gflops"].items())
+    print(f"fp32 matmul GFLOP/s: {rates}; {result['machine']}")
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=7, help="timed rounds")
+    parser.add_argument("--recipe", default="telechat3_moe/pretrain_19m.yaml")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=list(PEERS))
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", nargs=2, metavar=("PEER", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker[0], Path(args.worker[1]), args.recipe)
+        return
+    result = compare(args.recipe, args.peers, args.steps)
+    show(result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Saving while training goes on: the parameters are copied between two steps, a thread writes the copy.
+
+One save is in flight at a time; the next one waits for it. The thread has the lowest priority that the system gives.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+
+from telechat_moe.checkpoint.folder import CheckpointError
+from telechat_moe.checkpoint.snapshot import Groups, Snapshot, Source
+
+_LOWEST = 19  # nice value
+_LAST_WORDS_S = 60.0
+
+
+class Saver:
+    """Saves one after another.
+
+    Args:
+        sources: Parameters by group and name.
+        background: Write while training goes on; False: :meth:`save` returns when all is written.
+        max_failed: Saves in a row that may fail; they are told to ``say``, the next one is raised.
+        say: Shows a message to the user.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Mapping[str, Source]],
+        *,
+        background: bool = True,
+        max_failed: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.snapshot = Snapshot(sources)
+        self.background, self.max_failed, self.say = background, max_failed, say
+        self.failed = 0
+        self._todo: SimpleQueue[Callable[[Groups], object] | None] = SimpleQueue()
+        self._done = threading.Event()
+        self._given = self._lives = False
+        self._failure: BaseException | None = None
+        self._start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._given and not self._done.is_set()
+
+    def save(self, what: str, write: Callable[[Groups], object]) -> None:
+        """Copy the parameters and let them be written.
+
+        Args:
+            what: Name of the save, for messages.
+            write: Writes the copies; runs in the thread.
+
+        Raises:
+            CheckpointError: An earlier save failed (see ``max_failed``); without ``background`` also this one.
+        """
+        if self.busy:
+            self.say(f"{what} waits: the one before is still being written")
+        self.wait()
+        self._start()
+        self.snapshot.take()
+        self._done.clear()
+        self._given = True
+        self._todo.put(write)
+        if not self.background:
+            self.wait()
+
+    def poll(self) -> None:
+        """Raise the failure of a save that has ended; does not wait."""
+        if not self.busy:
+            self.wait()
+
+    def wait(self, *, last: bool = False) -> None:
+        """Wait for the save in flight.
+
+        Args:
+            last: No other save follows, which could make up for a failure; the thread ends.
+
+        Raises:
+            CheckpointError: It failed, and so did more than ``max_failed`` in a row.
+            TelechatMoeError: What is to be saved is wrong.
+        """
+        given, self._given = self._given, False
+        if given:
+            self._done.wait()
+        if last and self._lives:
+            self._todo.put(None)
+            self._lives = False
+        if not given:
+            return
+        failure, self._failure = self._failure, None
+        if failure is None:
+            self.failed = 0
+            return
+        self.failed += 1
+        if last or self.failed > self.max_failed or not isinstance(failure, CheckpointError):
+            raise failure
+        self.say(
+            f"warning: {failure} Training goes on; {self.failed} save(s) in a row failed, the run stops after "
+            f"more than {self.max_failed} (telechat_moe.saving.max_failed)"
+        )
+
+    def abandon(self) -> None:
+        """Give the save in flight a moment to end, where training has failed; its own failure does not count."""
+        if self._given:
+            self._done.wait(_LAST_WORDS_S)
+
+    def _start(self) -> None:
+        if not self._lives:
+            threading.Thread(target=self._work, name="saver", daemon=True).start()
+            self._lives = True
+
+    def _work(self) -> None:
+        if self.background:
+            # Of this thread and those that it starts; only Linux knows priorities of threads.
+            with suppress(AttributeError, OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        while (write := self._todo.get()) is not None:
+            try:
+                write(self.snapshot.groups)
+            except BaseException as error:
+                self._failure = error
+            self._done.set()

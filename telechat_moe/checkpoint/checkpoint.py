@@ -1,0 +1,414 @@
+"""Checkpoints: safetensors files and one JSON file with checksums; never pickle, never half written.
+
+``save`` writes ``ROOT/step-00000123/``::
+
+    checkpoint.json                         format, step, size and SHA-256 of each file, dtype, shape
+                                            and file of each tensor, and the caller's JSON state
+    model-00001-of-00001.safetensors        one file or more for each group of tensors
+    optimizer-00001-of-00002.safetensors
+
+How a save survives being killed at any moment: everything is written to a hidden folder of ROOT, each
+file and the folder are forced to the disk, and only then is the folder renamed. Older checkpoints are
+removed after that, by renaming them to a hidden name first. What a killed save leaves behind has a
+hidden name too; the next save removes it. A lock on ``ROOT/.lock``, which the system drops when a
+process dies, keeps two live processes from cleaning up after each other.
+"""
+
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.checkpoint import folder, manifest, shards
+from telechat_moe.checkpoint.folder import CheckpointError, list_checkpoints
+from telechat_moe.checkpoint.manifest import BrokenCheckpointError
+from telechat_moe.checkpoint.shards import BFLOAT16, Array
+from telechat_moe.errors import BadInputError
+
+__all__ = [
+    "BFLOAT16",
+    "BrokenCheckpointError",
+    "Checkpoint",
+    "CheckpointError",
+    "diff_config",
+    "latest",
+    "list_checkpoints",
+    "load",
+    "save",
+    "verify",
+]
+
+logger = logging.getLogger(__name__)
+
+SHARD_BYTES = 256 << 20
+
+_GROUP_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_BLOCK_BYTES = 4096
+_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory.
+
+    Attributes:
+        path: Folder that it was read from.
+        step: Number of finished training steps.
+        tensors: Arrays by group ("model", "optimizer", ...) and name. Writable; BF16 is `BFLOAT16`.
+        state: The JSON state that was given to `save`.
+    """
+
+    path: Path
+    step: int
+    tensors: dict[str, dict[str, Array]]
+    state: dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------- saving
+
+
+def save(
+    root: str | Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Array]],
+    state: Mapping[str, Any],
+    *,
+    keep_last: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write the checkpoint of a step; when this returns, it survives a power cut.
+
+    The same arguments give the same bytes. A checkpoint of the same step is replaced.
+
+    Args:
+        root: Folder of all checkpoints of a run; made if it is missing.
+        step: Number of finished training steps, >= 0.
+        tensors: Arrays by group and name, for example ``{"model": {...}, "optimizer": {...}}``.
+        state: Everything else that is needed to go on, as strict JSON (string keys, finite numbers).
+        keep_last: How many complete checkpoints up to this step to keep, this one included; >= 1;
+            None keeps all. Those of later steps are never removed.
+        shard_bytes: A file is closed when the next tensor would make it larger than this.
+
+    Returns:
+        The folder of the checkpoint, ``root/step-00000123``.
+
+    Raises:
+        BadInputError: If the arguments cannot be stored.
+        CheckpointError: If writing failed (disk full, no permission...); nothing was changed.
+    """
+    root = Path(root)
+    if step < 0 or (keep_last is not None and keep_last < 1) or shard_bytes < 1:
+        raise BadInputError(
+            f"step ({step}) must be >= 0, keep_last ({keep_last}) and shard_bytes "
+            f"({shard_bytes}) >= 1"
+        )
+    planned = plan(tensors, shard_bytes)
+    content = manifest.build(step, planned, state)
+    needed = space([len(manifest.seal(content)), *(s.nbytes for _, s in planned)])
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with folder.locked(root) as locked:
+            if locked:
+                folder.sweep(root)
+            refuse_full(root, needed)
+            path = _write(root, step, planned, content)
+            if keep_last is not None:
+                folder.retire(root, step, keep_last)
+    except OSError as error:
+        raise CheckpointError(explain(error, root, step, needed)) from error
+    return path
+
+
+def plan(
+    tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int = SHARD_BYTES, suffix: str = ""
+) -> list[tuple[str, shards.Shard]]:
+    """Return the files of each group; their names begin with the group's and the suffix.
+
+    Raises:
+        BadInputError: A group or tensor cannot be stored.
+    """
+    planned: list[tuple[str, shards.Shard]] = []
+    for group in sorted(tensors):
+        if not _GROUP_NAME.fullmatch(group):
+            raise BadInputError(f"group name {group!r} must be lower-case letters, digits and '_'")
+        for name in tensors[group]:
+            manifest.check_text(name, f"name of a tensor of {group!r}")
+        try:
+            planned += [
+                (group, s) for s in shards.plan(group + suffix, tensors[group], shard_bytes)
+            ]
+        except BadInputError as error:
+            raise BadInputError(f"group {group!r}: {error}") from error
+    return planned
+
+
+def _write(
+    root: Path, step: int, planned: list[tuple[str, shards.Shard]], content: dict[str, Any]
+) -> Path:
+    path = folder.final(root, step)
+    hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    hidden.mkdir()
+    try:
+        digests = write_files(hidden, [shard for _, shard in planned])
+        for name, sha256 in digests.items():
+            content["files"][name]["sha256"] = sha256
+        write_manifest(hidden, content)
+        folder.publish(hidden, path)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return path
+
+
+def write_files(hidden: Path, planned: list[shards.Shard]) -> dict[str, str]:
+    """Write tensor files in a few threads; return the SHA-256 of each by name."""
+    digests = _parallel(lambda shard: shards.write(hidden, shard), planned)
+    return dict(zip((shard.file for shard in planned), digests, strict=True))
+
+
+def write_manifest(hidden: Path, content: dict[str, Any], name: str = manifest.FILE) -> None:
+    """Write a JSON file with its own checksum and wait until it is on the disk."""
+    with (hidden / name).open("xb") as file:
+        file.write(manifest.seal(content))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    """Apply a function to all items in a few threads; a failure stops those not yet begun."""
+    pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+    try:
+        return list(pool.map(function, items))
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def space(sizes: list[int]) -> int:
+    """Return the bytes that files of these sizes take on a disk."""
+    return sum(-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes)
+
+
+def refuse_full(root: Path, needed: int) -> None:
+    """Raise what a full disk would, before anything is written."""
+    if shutil.disk_usage(root).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+
+
+def explain(error: OSError, root: Path, step: int, needed: int) -> str:
+    """Say why a save failed, and which checkpoint is still good."""
+    where = Path(error.filename) if error.filename else root
+    text = f"cannot save the checkpoint of step {step} into {root}: {error.strerror or error}"
+    if where != root:
+        text += f" ({where})"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        there = next(p for p in (root, *root.absolute().parents) if p.exists())
+        free = shutil.disk_usage(there).free
+        text += f"; {_size(needed)} needed, {_size(free)} free"
+        if free >= needed:
+            text += " (a quota, a limit on files or another process stands in the way)"
+    text += ". "
+    if not root.is_dir():
+        return text + "No checkpoint was written; set output_dir to a folder that can be written."
+    with suppress(BadInputError):  # the folder may be unreadable, too
+        for path in list_checkpoints(root):
+            with suppress(BrokenCheckpointError):
+                verify(path)
+                return text + f"The last good checkpoint, {path}, is intact (checksums verified)."
+    return text + "There is no earlier good checkpoint."
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB ({count:,} bytes)"
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Read one checkpoint, verifying every byte.
+
+    Raises:
+        BrokenCheckpointError: If anything differs from what was saved; lists every problem.
+    """
+    checkpoint = _read(Path(path), keep=True)
+    assert checkpoint is not None  # keep=True
+    return checkpoint
+
+
+def verify(path: str | Path) -> None:
+    """Check the checksums, sizes and presence of all files of a checkpoint, without keeping them.
+
+    Raises:
+        BrokenCheckpointError: If anything differs from what was saved; lists every problem.
+    """
+    _read(Path(path), keep=False)
+
+
+def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Checkpoint | None:
+    """Load the newest checkpoint that verifies; None if there is none at all.
+
+    Args:
+        root: Folder of all checkpoints of a run.
+        warn: Called with a message for each broken checkpoint that is passed over (default: logs a
+            warning).
+
+    Raises:
+        BadInputError: If there are checkpoints and all are broken; lists each.
+    """
+    warn = warn or logger.warning
+    failures: list[BrokenCheckpointError] = []
+    for path in list_checkpoints(root):
+        try:
+            checkpoint = load(path)
+        except BrokenCheckpointError as error:
+            failures.append(error)
+            continue
+        for failure in failures:
+            warn(f"{failure}\n  going on from {path} instead")
+        return checkpoint
+    if failures:
+        raise BadInputError(
+            f"no usable checkpoint in {root}, all {len(failures)} are broken:\n"
+            + "\n".join(str(failure) for failure in failures)
+        )
+    return None
+
+
+def _read(path: Path, *, keep: bool) -> Checkpoint | None:
+    content = manifest.read(path)
+    files: dict[str, Any] = content["files"]
+
+    def read_one(name: str) -> shards.FileContent | OSError:
+        try:
+            return shards.read(path / name, keep=keep)
+        except OSError as error:
+            return error
+
+    contents = dict(zip(files, _parallel(read_one, list(files)), strict=True))
+    problems = [p for name in files if (p := _file_problem(name, files[name], contents[name]))]
+    tensors: dict[str, dict[str, Array]] = {}
+    if keep and not problems:
+        tensors = _tensors(content["tensors"], contents, problems)
+    if problems:
+        raise BrokenCheckpointError(path, problems)
+    return Checkpoint(path, content["step"], tensors, content["state"]) if keep else None
+
+
+def _file_problem(
+    name: str, expected: dict[str, Any], found: shards.FileContent | OSError
+) -> str | None:
+    if isinstance(found, FileNotFoundError):
+        return f"{name}: missing"
+    if isinstance(found, OSError):
+        return f"{name}: cannot be read ({found.strerror})"
+    if found.nbytes != expected["bytes"]:
+        how = "truncated" if found.nbytes < expected["bytes"] else "too long"
+        return f"{name}: {how}, {found.nbytes:,} bytes found, {expected['bytes']:,} expected"
+    if found.sha256 != expected["sha256"]:
+        return (
+            f"{name}: checksum differs, the content was changed "
+            f"(sha256 {found.sha256}, not {expected['sha256']})"
+        )
+    return None
+
+
+def _tensors(
+    described: dict[str, dict[str, Any]],
+    contents: dict[str, shards.FileContent],
+    problems: list[str],
+) -> dict[str, dict[str, Array]]:
+    """Take the tensors out of the files, comparing the files' headers with checkpoint.json."""
+    in_file: dict[str, dict[str, Array]] = {}
+    for name, content in contents.items():
+        assert content.data is not None
+        try:
+            in_file[name] = shards.parse(content.data)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    tensors: dict[str, dict[str, Array]] = {}
+    for group, wanted in described.items():
+        tensors[group] = {}
+        for name, want in wanted.items():
+            array = _tensor(name, want, in_file, problems)
+            if array is not None:
+                tensors[group][name] = array
+    for file, rest in in_file.items():
+        problems += [f"{file}: tensor {name!r} is not in {manifest.FILE}" for name in rest]
+    return tensors
+
+
+def _tensor(
+    name: str, want: dict[str, Any], in_file: dict[str, dict[str, Array]], problems: list[str]
+) -> Array | None:
+    """Return a tensor, put together if it lies in pieces; None if something is wrong."""
+    pieces = manifest.pieces(want)
+    before = len(problems)
+    if not manifest.tiles(want["shape"], [region for _, region in pieces]):
+        problems.append(f"{manifest.FILE}: the pieces of {name!r} do not cover {want['shape']}")
+    whole: Array | None = None
+    for file, region in pieces:
+        array = in_file.get(file, {}).pop(name, None)
+        if array is None:
+            problems.append(f"{file}: tensor {name!r} is missing")
+            continue
+        found = {"dtype": shards.dtype_name(array.dtype), "shape": list(array.shape)}
+        expected = {"dtype": want["dtype"], "shape": [end - begin for begin, end in region]}
+        problems += [
+            f"{file}: tensor {name!r} has {key} {value}, {manifest.FILE} says {expected[key]}"
+            for key, value in found.items()
+            if value != expected[key]
+        ]
+        if len(problems) > before:
+            continue
+        if len(pieces) == 1:
+            return array
+        whole = np.empty(want["shape"], array.dtype) if whole is None else whole
+        whole[tuple(slice(begin, end) for begin, end in region)] = array
+    return whole if len(problems) == before else None
+
+
+# ---------------------------------------------------------------------------------------- resume
+
+
+def diff_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Compare two configurations, for refusing to resume under another model.
+
+    Returns:
+        One line ``dotted.key: saved -> now`` for each value that differs, sorted; values are
+        written as JSON, ``(absent)`` stands for a key that is on one side only. 1 and 1.0 are the
+        same setting, 1 and true are not.
+    """
+    before, now = _flat(saved), _flat(current)
+    return [
+        f"{key}: {_shown(before, key)} -> {_shown(now, key)}"
+        for key in sorted(before.keys() | now.keys())
+        if not (key in before and key in now and _same(before[key], now[key]))
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, Mapping) or (prefix and not value):
+        return {prefix: json.loads(json.dumps(value))}  # a tuple becomes a list, as in the file
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
+    return flat
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
+
+
+def _shown(flat: dict[str, Any], key: str) -> str:
+    return json.dumps(flat[key], ensure_ascii=False) if key in flat else "(absent)"

@@ -1,0 +1,205 @@
+"""checkpoint.json: what a checkpoint consists of, and the checksums that prove it.
+
+::
+
+    {
+     "sha256":  "<of this file, with these 64 digits replaced by zeros>",
+     "format":  "telechat-moe checkpoint",
+     "version": 1,
+     "step":    123,
+     "state":   {whatever the trainer needs to go on},
+     "files":   {"model-00001-of-00001.safetensors": {"bytes": 4096, "sha256": "..."}},
+     "tensors": {"model": {"norm.weight": {"dtype": "F32", "shape": [256], "file": "model-..."}}}
+    }
+
+Version 2 is what several ranks wrote together: ``ranks`` and ``layout`` say which, and a tensor has, instead of
+``file``, ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``, the part of it that lies in each file
+as (begin, end) of every dimension. The pieces of a tensor are of one shape and tile it.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.checkpoint import shards
+from telechat_moe.errors import BadInputError
+
+FILE = "checkpoint.json"
+FORMAT = "telechat-moe checkpoint"
+VERSION, VERSION_SHARDED = 1, 2
+
+Region = tuple[tuple[int, int], ...]
+
+STEP_NAME = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
+"""Name of a checkpoint's folder; the prefix marks one whose replacement was interrupted."""
+
+_FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{5,}-of-\d{5,}\.safetensors")
+ZEROS = "0" * 64
+
+
+class BrokenCheckpointError(BadInputError):
+    """A checkpoint is not what was saved (exit code 3).
+
+    Attributes:
+        path: Folder of the checkpoint.
+        problems: One line for each file or tensor that differs, and how.
+    """
+
+    def __init__(self, path: Path, problems: list[str]) -> None:
+        self.path = path
+        self.problems = problems
+        super().__init__(f"broken checkpoint {path}:\n  " + "\n  ".join(problems))
+
+
+def build(
+    step: int, planned: list[tuple[str, shards.Shard]], state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of checkpoint.json, with zeros where the checksums will stand.
+
+    Raises:
+        BadInputError: If JSON would change or lose a part of ``state``; names the part.
+    """
+    described: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
+    for group, shard in planned:
+        for name, array in shard.tensors.items():
+            described[group][check_text(name, f"name of a tensor of {group!r}")] = {
+                "dtype": shards.dtype_name(array.dtype),
+                "shape": list(array.shape),
+                "file": shard.file,
+            }
+    files = {s.file: {"bytes": s.nbytes, "sha256": ZEROS} for _, s in planned}
+    return describe(step, state, files, described, {"version": VERSION})
+
+
+def describe(
+    step: int,
+    state: Mapping[str, Any],
+    files: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Any]],
+    about: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the content of checkpoint.json; ``about``: its version and what else belongs to it.
+
+    Raises:
+        BadInputError: If JSON would change or lose a part of ``state``; names the part.
+    """
+    return {
+        "sha256": ZEROS,
+        "format": FORMAT,
+        **about,
+        "step": step,
+        "state": _plain(state, "state"),
+        "files": dict(files),
+        "tensors": {group: dict(sorted(names.items())) for group, names in tensors.items()},
+    }
+
+
+def pieces(described: Mapping[str, Any]) -> list[tuple[str, Region]]:
+    """Return the files that a tensor lies in and which part of it lies in each."""
+    if "pieces" not in described:
+        return [(described["file"], tuple((0, n) for n in described["shape"]))]
+    return [(p["file"], tuple((a, b) for a, b in p["region"])) for p in described["pieces"]]
+
+
+def tiles(shape: Sequence[int], regions: Sequence[Region]) -> bool:
+    """Return whether regions of one shape cover a whole tensor, each element once."""
+    if not regions or any(len(region) != len(shape) for region in regions):
+        return False
+    lengths = [end - begin for begin, end in regions[0]]
+    for region in regions:
+        for (begin, end), length, whole in zip(region, lengths, shape, strict=True):
+            aligned = begin % length == 0 if length else begin == 0
+            if end - begin != length or not aligned or not 0 <= begin <= end <= whole:
+                return False
+    return (
+        len(set(regions)) == len(regions)
+        and math.prod(lengths) * len(regions) == math.prod(shape)
+        and all(length or not whole for length, whole in zip(lengths, shape, strict=True))
+    )
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a copy made of plain JSON types; refuse what JSON would change or lose."""
+    if isinstance(value, Mapping):
+        plain: dict[str, Any] = {}
+        for key in value:
+            if not isinstance(key, str):
+                raise BadInputError(f"{where}: key {key!r} must be a string")
+            plain[check_text(key, f"key of {where}")] = _plain(value[key], f"{where}.{key}")
+        return plain
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, str):
+        return check_text(value, where)
+    if type(value) is float and not math.isfinite(value):
+        raise BadInputError(f"{where}: {value} is not a JSON number")
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise BadInputError(f"{where}: {type(value).__name__} {value!r} cannot be stored as JSON")
+
+
+def check_text(text: str, where: str) -> str:
+    """Return ``text``; refuse what cannot be written as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadInputError(f"{where}: {text!r} is not valid Unicode") from error
+    return text
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """Return the bytes of checkpoint.json, its own checksum included."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text.replace(ZEROS, digest, 1).encode()
+
+
+def tampered(raw: bytes, content: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the bytes of a sealed JSON file, None if its own checksum agrees."""
+    claimed = str(content.get("sha256"))
+    actual = hashlib.sha256(raw.replace(claimed.encode(), ZEROS.encode(), 1)).hexdigest()
+    if actual == claimed:
+        return None
+    return f"checksum differs, the file was changed (sha256 {actual}, not {claimed})"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read checkpoint.json in a checkpoint's folder and check it against its own checksum.
+
+    Raises:
+        BrokenCheckpointError: If it is missing, unreadable, changed or of another format.
+    """
+
+    def broken(problem: str) -> BrokenCheckpointError:
+        return BrokenCheckpointError(path, [f"{FILE}: {problem}"])
+
+    try:
+        raw = (path / FILE).read_bytes()
+    except FileNotFoundError:
+        raise broken("missing" if path.is_dir() else f"there is no folder {path}") from None
+    except OSError as error:
+        raise broken(f"cannot be read ({error.strerror})") from error
+    try:
+        content = json.loads(raw.decode())
+    except ValueError as error:
+        raise broken(f"not valid JSON, truncated or changed ({error})") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise broken(f"not the description of a checkpoint (no format {FORMAT!r})")
+    if content.get("version") not in (VERSION, VERSION_SHARDED):
+        raise broken(
+            f"version {content.get('version')!r}; this program reads versions {VERSION} and {VERSION_SHARDED}"
+        )
+    if problem := tampered(raw, content):
+        raise broken(problem)
+    if lost := [k for k in ("step", "state", "files", "tensors") if k not in content]:
+        raise broken(f"key {lost[0]!r} is missing")
+    match = STEP_NAME.fullmatch(path.name)
+    if match and content["step"] != int(match[1]):
+        raise broken(f"is of step {content['step']}; the folder was renamed")
+    if bad := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
+        raise broken(f"bad file name {bad[0]!r}")
+    return content

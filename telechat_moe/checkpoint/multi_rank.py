@@ -1,0 +1,291 @@
+"""A checkpoint that several ranks write together: it exists for all or for none.
+
+Every rank writes its own files and then its part into one hidden folder; rank 0, which made the folder and holds the
+lock of the folder of checkpoints meanwhile, compares the parts and gives the folder its name::
+
+    .saving-step-00000123-SAVE/
+        model_rank00002-00001-of-00001.safetensors    what rank 2 writes: no other rank writes any of it
+        part-00002.json                               where that belongs; checksums of files and of shared pieces
+
+No rank waits for another one but in the thread that saves. A rank that dies leaves nothing visible; what is there is
+removed by the next save. A part counts only if it is of this very save (``SAVE``: the run and the number of its saves).
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.checkpoint import checkpoint, folder, manifest, shards
+from telechat_moe.checkpoint.folder import CheckpointError
+from telechat_moe.checkpoint.manifest import ZEROS, Region
+from telechat_moe.checkpoint.shards import Array
+from telechat_moe.control import Control
+from telechat_moe.errors import CheckFailedError
+
+FORMAT = "telechat-moe part of a checkpoint"
+VERSION = 1
+PATIENCE_S = 3600.0
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor.
+
+    Attributes:
+        data: Its values.
+        shape: Shape of the whole tensor.
+        region: Where it belongs, as (begin, end) of every dimension.
+        own: This rank writes it; False: another holder of it does.
+        shared: Other ranks hold the same piece.
+    """
+
+    data: Array
+    shape: tuple[int, ...]
+    region: Region
+    own: bool = True
+    shared: bool = False
+
+
+Pieces = Mapping[str, Mapping[str, Piece]]
+
+
+@dataclass(frozen=True)
+class Together:
+    """One save of several ranks; every rank makes one with the same values but ``rank``.
+
+    Attributes:
+        root: Folder of all checkpoints of the run.
+        step: Number of finished training steps.
+        save: Name that no other save has.
+        rank: This process.
+        ranks: Number of processes.
+        control: Through which a rank says that it could not write.
+        about: What ``checkpoint.json`` says of the layout.
+        keep_last: See :func:`checkpoint.save`.
+    """
+
+    root: Path
+    step: int
+    save: str
+    rank: int
+    ranks: int
+    control: Control
+    about: Mapping[str, Any] = field(default_factory=dict)
+    keep_last: int | None = None
+
+    def write(self, pieces: Pieces, state: Mapping[str, Any]) -> Path | None:
+        """Write this rank's part; on rank 0 wait for the others and complete the checkpoint.
+
+        Args:
+            pieces: What this rank holds, by group and name.
+            state: See :func:`checkpoint.save`; of rank 0.
+
+        Returns:
+            The folder of the checkpoint on rank 0, None elsewhere.
+
+        Raises:
+            CheckpointError: On rank 0, if any rank could not write: no checkpoint is made, earlier ones are untouched.
+            CheckFailedError: On rank 0, if ranks hold different values of one piece.
+        """
+        return self._lead(pieces, state) if self.rank == 0 else self._follow(pieces)
+
+    @property
+    def hidden(self) -> Path:
+        """The folder that all write into."""
+        return self.root / f".saving-{folder.final(self.root, self.step).name}-{self.save}"
+
+    # -------------------------------------------------------------------------- every rank
+
+    def _follow(self, pieces: Pieces) -> None:
+        if not self._folder_is_there():
+            return
+        try:
+            self._write_part(pieces)
+        except OSError as error:  # rank 0 tells the user
+            name = f"{self.save}-failed-{self.rank}"
+            try:
+                self.control.write(name, error.strerror or str(error))
+            except OSError:
+                with suppress(OSError):  # a full disk still takes an empty file
+                    self.control.write(name)
+
+    def _folder_is_there(self) -> bool:
+        """Wait for rank 0 to make the folder; return False if it gave up."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.hidden.is_dir():
+            if self.control.read(f"{self.save}-over") is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _write_part(self, pieces: Pieces) -> None:
+        own = {
+            group: {name: piece.data for name, piece in found.items() if piece.own}
+            for group, found in pieces.items()
+        }
+        planned = checkpoint.plan(own, suffix=f"_rank{self.rank:05d}")
+        checkpoint.refuse_full(self.root, checkpoint.space([s.nbytes for _, s in planned]))
+        digests = checkpoint.write_files(self.hidden, [shard for _, shard in planned])
+        tensors: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
+        for group, shard in planned:
+            for name in shard.tensors:
+                tensors[group][name] = _described(pieces[group][name], shard.file)
+        content = {
+            "sha256": ZEROS,
+            "format": FORMAT,
+            "version": VERSION,
+            **self._identity(self.rank),
+            "files": {s.file: {"bytes": s.nbytes, "sha256": digests[s.file]} for _, s in planned},
+            "tensors": tensors,
+            "copies": {
+                group: {n: [p.region, _digest(p.data)] for n, p in found.items() if p.shared}
+                for group, found in pieces.items()
+            },
+        }
+        unseen = f".{_part(self.rank)}"
+        checkpoint.write_manifest(self.hidden, content, unseen)
+        (self.hidden / unseen).rename(self.hidden / _part(self.rank))
+
+    def _identity(self, rank: int) -> dict[str, Any]:
+        return {"step": self.step, "save": self.save, "rank": rank, "ranks": self.ranks}
+
+    # -------------------------------------------------------------------------- rank 0
+
+    def _lead(self, pieces: Pieces, state: Mapping[str, Any]) -> Path:
+        needed = checkpoint.space([p.data.nbytes for g in pieces.values() for p in g.values()])
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with folder.locked(self.root) as locked:
+                if locked:
+                    folder.sweep(self.root)
+                self.hidden.mkdir()
+                try:
+                    path = self._complete(pieces, state)
+                except BaseException:
+                    shutil.rmtree(self.hidden, ignore_errors=True)
+                    raise
+                if self.keep_last is not None:
+                    folder.retire(self.root, self.step, self.keep_last)
+        except OSError as error:
+            raise CheckpointError(
+                checkpoint.explain(error, self.root, self.step, needed)
+            ) from error
+        finally:
+            self.control.write(f"{self.save}-over")
+        return path
+
+    def _complete(self, pieces: Pieces, state: Mapping[str, Any]) -> Path:
+        self._write_part(pieces)
+        parts = [self._wait_for(rank) for rank in range(self.ranks)]
+        _compare_copies(parts)
+        about = {"version": manifest.VERSION_SHARDED, "ranks": self.ranks, **self.about}
+        files = {name: entry for part in parts for name, entry in part["files"].items()}
+        content = manifest.describe(self.step, state, files, _tensors(parts, self.root), about)
+        for rank in range(self.ranks):
+            (self.hidden / _part(rank)).unlink()
+        checkpoint.write_manifest(self.hidden, content)
+        path = folder.final(self.root, self.step)
+        folder.publish(self.hidden, path)
+        return path
+
+    def _wait_for(self, rank: int) -> dict[str, Any]:
+        """Return a rank's part, once it is there and its files are."""
+        path = self.hidden / _part(rank)
+        deadline = time.monotonic() + PATIENCE_S
+        while not path.exists():
+            said = self.control.read(f"{self.save}-failed-{rank}")
+            if said is not None:
+                said = said or os.strerror(errno.ENOSPC)
+                raise OSError(None, f"rank {rank} could not write: {said}", str(self.hidden))
+            if time.monotonic() > deadline:
+                raise self._refused(rank, f"has not come for {PATIENCE_S:.0f} s")
+            time.sleep(POLL_S)
+        try:
+            raw = path.read_bytes()
+            content = json.loads(raw)
+            problem = manifest.tampered(raw, content)
+        except (ValueError, AttributeError) as error:
+            raise self._refused(
+                rank, f"is not valid JSON, truncated or changed ({error})"
+            ) from error
+        if problem:
+            raise self._refused(rank, problem)
+        wanted = {"format": FORMAT, "version": VERSION, **self._identity(rank)}
+        for key, value in wanted.items():
+            if content.get(key) != value:
+                raise self._refused(rank, f"is of {key} {content.get(key)!r}, not {value!r}")
+        for name, entry in content["files"].items():
+            found = (self.hidden / name).stat().st_size if (self.hidden / name).exists() else 0
+            if found != entry["bytes"]:
+                raise self._refused(
+                    rank, f"names {name} with {entry['bytes']:,} bytes, found are {found:,}"
+                )
+        return content
+
+    def _refused(self, rank: int, why: str) -> CheckpointError:
+        return CheckpointError(
+            f"cannot save the checkpoint of step {self.step} into {self.root}: the part of rank {rank} {why}; "
+            "no checkpoint was made, earlier ones are untouched"
+        )
+
+
+def _part(rank: int) -> str:
+    return f"part-{rank:05d}.json"
+
+
+def _described(piece: Piece, file: str) -> dict[str, Any]:
+    return {
+        "dtype": shards.dtype_name(piece.data.dtype),
+        "shape": list(piece.shape),
+        "piece": {"file": file, "region": [list(ends) for ends in piece.region]},
+    }
+
+
+def _digest(data: Array) -> str:
+    return hashlib.sha256(data.reshape(-1).view("u1").data).hexdigest()
+
+
+def _compare_copies(parts: list[dict[str, Any]]) -> None:
+    """Refuse pieces that several ranks hold with different values: the layout is wrong."""
+    first: dict[tuple[str, str, str], tuple[int, str]] = {}
+    for rank, part in enumerate(parts):
+        for group, copies in part["copies"].items():
+            for name, (region, digest) in copies.items():
+                owner, expected = first.setdefault((group, name, str(region)), (rank, digest))
+                if digest != expected:
+                    raise CheckFailedError(
+                        f"ranks {owner} and {rank} hold the same part of {name}, and their values differ: "
+                        "the layout is wrong, or a process computed something else"
+                    )
+
+
+def _tensors(parts: list[dict[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
+    """Return what checkpoint.json says of the tensors; refuse parts that do not make them up."""
+    tensors: dict[str, dict[str, Any]] = {group: {} for part in parts for group in part["tensors"]}
+    problems = []
+    for rank, part in enumerate(parts):
+        for group, found in part["tensors"].items():
+            for name, entry in found.items():
+                about = {"dtype": entry["dtype"], "shape": entry["shape"]}
+                tensor = tensors[group].setdefault(name, {**about, "pieces": []})
+                if {key: tensor[key] for key in about} != about:
+                    problems.append(f"{name}: rank {rank} says {about}, not as the ranks before")
+                tensor["pieces"].append(entry["piece"])
+    for name, tensor in ((n, t) for found in tensors.values() for n, t in found.items()):
+        if not manifest.tiles(tensor["shape"], [region for _, region in manifest.pieces(tensor)]):
+            problems.append(f"{name}: the parts do not cover {tensor['shape']}")
+    if problems:
+        raise CheckpointError(
+            f"cannot save into {root}: the parts of the ranks do not fit together:\n  "
+            + "\n  ".join(problems)
+        )
+    return tensors

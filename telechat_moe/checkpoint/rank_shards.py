@@ -1,0 +1,166 @@
+"""What each process holds of a model's tensors, who writes it, and whole tensors from the pieces, through files.
+
+Of a piece that several ranks hold, one writes the values, all write its checksum, and rank 0 refuses copies that
+differ: a layout that lets replicas drift apart is wrong, however good the loss looks.
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from telechat_moe.checkpoint.multi_rank import Piece
+from telechat_moe.control import Control
+from telechat_moe.errors import CheckFailedError
+from telechat_moe.graph.execute import Job, piece_of
+
+Region = tuple[tuple[int, int], ...]
+T = TypeVar("T")
+
+
+def region(job: Job, rank: int, name: str) -> Region | None:
+    """Return which part of a whole tensor a rank holds, as (begin, end); None if nothing."""
+    entry = job.ranks[rank].layouts.get(name)
+    if entry is None:
+        return None
+    shape = entry[6]
+    where = piece_of(shape, job.ranks[rank], name)
+    assert where is not None
+    return tuple((s.start, s.stop) for s in where)
+
+
+class Sharing:
+    """Who holds what, and who writes it: every piece is written once, the bytes are balanced over its holders.
+
+    Args:
+        job: The job; its layouts say who holds what.
+        keep: Whether a parameter of that name is written at all.
+    """
+
+    def __init__(self, job: Job, keep: Callable[[str], bool]) -> None:
+        self.regions: list[dict[str, Region]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.holders: dict[tuple[str, Region], list[int]] = {}
+        for rank, graph in enumerate(job.ranks):
+            held: dict[str, Region] = {}
+            for name, entry in graph.layouts.items():
+                here = region(job, rank, name) if keep(name) else None
+                if here is not None:
+                    held[name] = here
+                    self.shapes[name] = tuple(int(n) for n in entry[6])
+                    self.holders.setdefault((name, here), []).append(rank)
+            self.regions.append(held)
+        self.owner = balance({piece: (_size(piece[1]), r) for piece, r in self.holders.items()})
+
+    def piece(self, rank: int, name: str, data: np.ndarray) -> Piece:
+        """Return what a rank holds of a tensor as a part of a checkpoint."""
+        here = self.regions[rank][name]
+        own = self.owner[name, here] == rank
+        return Piece(data, self.shapes[name], here, own, len(self.holders[name, here]) > 1)
+
+
+def balance(
+    pieces: Mapping[tuple[str, Region], tuple[int, list[int]]],
+) -> dict[tuple[str, Region], int]:
+    """Return which holder writes each piece, so that all write about as much; the same on every rank.
+
+    Args:
+        pieces: Size and holders of each piece.
+    """
+    written: dict[int, int] = {}
+    owner: dict[tuple[str, Region], int] = {}
+    # What only one rank holds first: the rest makes up for it.
+    for piece, (size, holders) in sorted(
+        pieces.items(), key=lambda p: (len(p[1][1]) > 1, -p[1][0], p[0])
+    ):
+        owner[piece] = min(holders, key=lambda rank: (written.get(rank, 0), rank))
+        written[owner[piece]] = written.get(owner[piece], 0) + size
+    return owner
+
+
+def _size(region: Region) -> int:
+    return math.prod(end - begin for begin, end in region)
+
+
+class Exchange:
+    """Brings pieces together on rank 0.
+
+    Args:
+        sharing: Who holds what.
+        rank: This process.
+        folder: A folder that all processes see.
+        control: For waiting.
+    """
+
+    def __init__(self, sharing: Sharing, rank: int, folder: Path, control: Control) -> None:
+        self.sharing, self.rank, self.folder, self.control = sharing, rank, folder, control
+        self.ranks = len(sharing.regions)
+        self.count = 0
+
+    def gather(self, pieces: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """Return whole tensors on rank 0, None elsewhere.
+
+        Args:
+            pieces: What this rank holds of the tensors that are wanted.
+
+        Raises:
+            CheckFailedError: On rank 0, if copies of a piece differ.
+        """
+        self.count += 1
+        place = self.folder / f"{self.count}"
+        self._write(place, pieces)
+        self.control.barrier(f"gather-{self.count}", self.rank, self.ranks)
+        if self.rank:
+            return None
+        try:
+            return self._merge(place)
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _write(self, place: Path, pieces: Mapping[str, np.ndarray]) -> None:
+        place.mkdir(parents=True, exist_ok=True)
+        sums, own = {}, {}
+        for name, piece in pieces.items():
+            sums[name] = hashlib.blake2b(piece.tobytes()).hexdigest()
+            if self.sharing.piece(self.rank, name, piece).own:
+                own[name] = piece
+        with (place / f"rank_{self.rank}.npz").open("wb") as file:
+            np.savez(file, **own)
+        (place / f"rank_{self.rank}.json").write_text(json.dumps(sums))
+
+    def _merge(self, place: Path) -> dict[str, np.ndarray]:
+        sums = [json.loads((place / f"rank_{r}.json").read_text()) for r in range(self.ranks)]
+        whole: dict[str, np.ndarray] = {}
+        for rank in range(self.ranks):
+            with np.load(place / f"rank_{rank}.npz", allow_pickle=False) as found:
+                for name in found.files:
+                    self._same(name, rank, sums)
+                    piece = found[name]
+                    if name not in whole:
+                        whole[name] = np.empty(self.sharing.shapes[name], piece.dtype)
+                    where = self.sharing.regions[rank][name]
+                    whole[name][tuple(slice(a, b) for a, b in where)] = piece
+        return whole
+
+    def _same(self, name: str, owner: int, sums: list[dict[str, str]]) -> None:
+        here = self.sharing.regions[owner][name]
+        for rank in self.sharing.holders[name, here]:
+            if sums[rank][name] != sums[owner][name]:
+                raise CheckFailedError(
+                    f"ranks {owner} and {rank} hold the same part of {name}, and their values differ: "
+                    "the layout is wrong, or a process computed something else"
+                )
+
+
+def grouped(found: Mapping[str, T], optimizer_prefixes: Collection[str]) -> dict[str, dict[str, T]]:
+    """Return what belongs to tensors, by their names, in the groups of a checkpoint: model's and optimizer's."""
+    groups: dict[str, dict[str, T]] = {"model": {}, "optimizer": {}}
+    for name, value in found.items():
+        is_state = name.split(".")[0] in optimizer_prefixes
+        groups["optimizer" if is_state else "model"][name] = value
+    return groups

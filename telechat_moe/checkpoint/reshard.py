@@ -1,0 +1,255 @@
+"""A checkpoint as the pieces that the ranks of a layout hold, and back, bit for bit.
+
+``reshard`` writes a folder::
+
+    pieces.json             layout, step, the run's state, size and SHA-256 of each file, shape of each tensor
+    rank_0.safetensors      the part of each weight and moment that rank 0 holds; its metadata says which part
+
+Any layout can go on from a checkpoint as it is; pieces are what programs that load one file a rank want.
+"""
+
+import hashlib
+import json
+import math
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.checkpoint import checkpoint, manifest, shards
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.shards import Cuts, Region
+
+FILE = "pieces.json"
+FORMAT = "telechat-moe pieces"
+VERSION = 1
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank}.safetensors"
+
+
+def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
+    """Write a checkpoint as the pieces of a recipe's ranks.
+
+    Args:
+        source: Folder of a checkpoint.
+        out: Folder to make.
+        recipe: Its model is the checkpoint's, its layout says who gets what.
+
+    Returns:
+        The content of ``pieces.json``.
+
+    Raises:
+        BadInputError: The checkpoint is broken or not of this model, the layout does not fit, or ``out`` exists.
+    """
+    _refuse_existing(out)
+    cuts = Cuts.of(recipe)
+    saved = checkpoint.load(source)
+    _check_model(saved, cuts, recipe)
+    flat = {name: (group, x) for group, found in saved.tensors.items() for name, x in found.items()}
+    content: dict[str, Any] = {
+        "sha256": "0" * 64,
+        "format": FORMAT,
+        "version": VERSION,
+        "step": saved.step,
+        "layout": cuts.mesh.describe(),
+        "devices": cuts.mesh.devices,
+        "state": saved.state,
+        "files": {},
+        "tensors": {
+            name: {"group": group, "dtype": shards.dtype_name(x.dtype), "shape": list(x.shape)}
+            for name, (group, x) in flat.items()
+        },
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    hidden = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+    hidden.mkdir()
+    try:
+        for rank in range(cuts.mesh.devices):
+            regions: dict[str, Region] = {}
+            for name, (_, x) in flat.items():
+                if (region := cuts.region(rank, name, x.dtype.itemsize)) is not None:
+                    regions[name] = region
+            pieces = {name: flat[name][1][_slices(r)] for name, r in regions.items()}
+            metadata = {"step": str(saved.step), "rank": str(rank), "regions": json.dumps(regions)}
+            shard = shards.single(rank_file(rank), pieces, metadata)
+            digest = shards.write(hidden, shard)
+            content["files"][shard.file] = {"bytes": shard.nbytes, "sha256": digest}
+        (hidden / FILE).write_bytes(manifest.seal(content))
+        hidden.rename(out)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return content
+
+
+def merge(source: Path, root: Path) -> Path:
+    """Put pieces together to a checkpoint with whole tensors; what :func:`reshard` cut comes back byte for byte.
+
+    Args:
+        source: Folder that :func:`reshard` wrote, or a checkpoint that several ranks wrote.
+        root: Folder of checkpoints; the checkpoint is ``root/step-00000123``.
+
+    Raises:
+        BadInputError: Pieces are missing, truncated, changed, of another step or shape, or disagree.
+    """
+    if (source / manifest.FILE).exists():
+        saved = checkpoint.load(source)
+        _refuse_existing(root / f"step-{saved.step:08d}")
+        return checkpoint.save(root, saved.step, saved.tensors, saved.state)
+    content = read_manifest(source)
+    final = root / f"step-{content['step']:08d}"
+    _refuse_existing(final)
+    whole: dict[str, shards.Array] = {}
+    filled: dict[str, dict[Region, str]] = {name: {} for name in content["tensors"]}
+    problems: list[str] = []
+    for file, wanted in content["files"].items():
+        found, problem = _read(source / file, wanted, content["step"])
+        problems += [f"{file}: {problem}"] if problem else []
+        for name, (region, piece) in found.items():
+            problem = _put(whole, filled, content["tensors"].get(name), name, region, piece)
+            problems += [f"{file}: {problem}"] if problem else []
+    if not problems:
+        problems = [
+            f"{name}: the pieces do not cover it"
+            for name, described in content["tensors"].items()
+            if sum(map(_size, filled[name])) != math.prod(described["shape"])
+        ]
+    if problems:
+        raise BadInputError(f"broken pieces {source}:\n  " + "\n  ".join(problems))
+    groups: dict[str, dict[str, shards.Array]] = {}
+    for name, described in content["tensors"].items():
+        groups.setdefault(described["group"], {})[name] = whole[name]
+    return checkpoint.save(root, content["step"], groups, content["state"])
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read ``pieces.json`` and check it against its own checksum.
+
+    Raises:
+        BadInputError: It is missing, changed, or of another format.
+    """
+    path = folder / FILE
+    try:
+        raw = path.read_bytes()
+        content = json.loads(raw)
+        claimed = content["sha256"]
+        actual = hashlib.sha256(raw.replace(claimed.encode(), b"0" * 64, 1)).hexdigest()
+    except FileNotFoundError:
+        raise BadInputError(f"{folder} holds no {FILE}: these are no pieces") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"{path}: not valid, truncated or changed ({error})") from None
+    if actual != claimed:
+        raise BadInputError(f"{path}: checksum differs, the file was changed")
+    if content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise BadInputError(
+            f"{path}: format {content.get('format')!r} version {content.get('version')!r}; this program reads "
+            f"{FORMAT!r} version {VERSION}"
+        )
+    return content
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Return ``pieces.json`` after every file was compared with it.
+
+    Raises:
+        BadInputError: Files are missing, truncated, changed or of another step; lists all.
+    """
+    content = read_manifest(folder)
+    problems = []
+    for file, wanted in content["files"].items():
+        _, problem = _read(folder / file, wanted, content["step"])
+        problems += [f"{file}: {problem}"] if problem else []
+    if problems:
+        raise BadInputError(f"broken pieces {folder}:\n  " + "\n  ".join(problems))
+    return content
+
+
+def _read(
+    path: Path, wanted: Mapping[str, Any], step: int
+) -> tuple[dict[str, tuple[Region, shards.Array]], str | None]:
+    """Return a rank's pieces with their regions, or what is wrong with the file."""
+    try:
+        found = shards.read(path, keep=True)
+    except FileNotFoundError:
+        return {}, "missing"
+    except OSError as error:
+        return {}, f"cannot be read ({error.strerror})"
+    assert found.data is not None
+    if found.nbytes < wanted["bytes"]:
+        return {}, f"truncated, {found.nbytes:,} bytes found, {wanted['bytes']:,} expected"
+    try:
+        metadata, tensors = shards.metadata(found.data), shards.parse(found.data)
+        regions = json.loads(metadata.get("regions", "{}"))
+        if metadata.get("step") != str(step):
+            return {}, f"is of step {metadata.get('step')}, {FILE} of step {step}"
+        if found.sha256 != wanted["sha256"]:
+            return {}, "checksum differs, the content was changed"
+        return {n: (tuple((a, b) for a, b in regions[n]), x) for n, x in tensors.items()}, None
+    except (ValueError, KeyError) as error:
+        return {}, f"not a file of pieces ({error})"
+
+
+def _put(
+    whole: dict[str, shards.Array],
+    filled: dict[str, dict[Region, str]],
+    described: Mapping[str, Any] | None,
+    name: str,
+    region: Region,
+    piece: shards.Array,
+) -> str | None:
+    """Put a piece in its place; return what is wrong with it."""
+    if described is None:
+        return f"{name} is not in {FILE}"
+    shape, lengths = described["shape"], [end - begin for begin, end in region]
+    inside = len(region) == len(shape) and all(
+        0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=True)
+    )
+    if not inside or list(piece.shape) != lengths:
+        return f"{name} is {list(piece.shape)} at {region}, the whole tensor is {shape}"
+    digest = hashlib.blake2b(np.ascontiguousarray(piece).tobytes()).hexdigest()
+    if region in filled[name]:
+        same = filled[name][region] == digest
+        return None if same else f"{name}: differs from the copy of another rank"
+    if name not in whole:
+        whole[name] = np.empty(shape, piece.dtype)
+    filled[name][region] = digest
+    whole[name][_slices(region)] = piece
+    return None
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(a, b) for a, b in region)
+
+
+def _size(region: Region) -> int:
+    return math.prod(b - a for a, b in region)
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.exists():
+        raise BadInputError(f"{path} exists; name a folder that does not")
+
+
+def _check_model(saved: checkpoint.Checkpoint, cuts: Cuts, recipe: Recipe) -> None:
+    """Refuse a checkpoint of another model than the recipe's."""
+    found = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
+    problems = []
+    for name in sorted(found.keys() | set(cuts.names)):
+        wanted = cuts.shapes.get(name.split(".", 1)[1] if name.startswith("adam_") else name)
+        if name not in found:
+            problems.append(f"{name} is missing")
+        elif name not in cuts.names or wanted is None:
+            problems.append(f"{name} is not in the recipe's model")
+        elif found[name] != wanted:
+            problems.append(f"{name} is {list(found[name])}, the recipe's model has {list(wanted)}")
+    if problems:
+        raise BadInputError(
+            f"{saved.path} does not fit the model of {recipe.source}:\n  " + "\n  ".join(problems)
+        )

@@ -1,0 +1,248 @@
+"""A run on several machines: an agent on each, started through a remote shell, watched from here.
+
+The launcher talks with an agent through its standard input and output, so that nothing depends on how soon a shared file
+system shows a file; when a connection ends, the agent ends its processes (:mod:`telechat_moe.launch.agent`). Signs of life of the
+processes themselves are files that the agent on the same machine reads.
+"""
+
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from telechat_moe.children import die_with_parent
+from telechat_moe.control import CONTROL, Control, RankDiedError, RankFailedError
+from telechat_moe.launch import processes
+from telechat_moe.launch.commands import SSH, Node, remote
+from telechat_moe.launch.processes import LAST_LINES, PATIENCE_S, POLL_S, Tail, stop_on_signal
+
+START_S = 60.0  # for a remote shell to start an agent
+ANSWER_S = 20.0  # agents speak every second
+END_S = 10.0  # for an agent to end its processes
+
+
+@dataclass
+class _Agent:
+    """The agent of one machine."""
+
+    node: Node
+    process: subprocess.Popen[str]
+    log: Path
+    heard: float = field(default_factory=time.monotonic)
+    is_up: bool = False
+    has_closed: bool = False
+    answer: dict[str, Any] | None = None
+
+    def tell(self, what: Any) -> None:
+        """Send a line."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError, ValueError):
+            self.process.stdin.write(json.dumps(what) + "\n")
+            self.process.stdin.flush()
+
+    def last_lines(self) -> str:
+        """Return what the remote shell and the agent said on standard error."""
+        lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        return "\n  ".join(["", *lines]) if lines else " (without a word)"
+
+
+@dataclass
+class Machines:
+    """The processes of one job on several machines.
+
+    Args:
+        job: Job folder; all machines see it.
+        nodes: The machines.
+        logs: Folder for logs; all machines see it.
+        program: What the processes run.
+        metrics: File whose last line says how far the run is.
+        shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
+        out: Where to show what rank 0 prints.
+        can_stop: See :class:`telechat_moe.launch.processes.Cluster`.
+        silence_s: See there.
+    """
+
+    job: Path
+    nodes: Sequence[Node]
+    logs: Path
+    program: Sequence[str]
+    metrics: Path
+    shell: str = SSH
+    out: IO[str] = field(default_factory=lambda: sys.stderr)
+    can_stop: bool = True
+    silence_s: float = field(default_factory=lambda: processes.SILENCE_S)
+
+    def run(self) -> None:
+        """Run to the end.
+
+        Raises:
+            RankFailedError: A process or an agent gave up with a message.
+            RankDiedError: A process died or hangs, or a machine does not answer; all is ended everywhere.
+        """
+        self.control = Control(self.job / CONTROL)
+        self.tail = Tail(self.logs / "worker_0.log")
+        self.said: queue.Queue[tuple[_Agent, dict[str, Any]]] = queue.Queue()
+        self.agents: list[_Agent] = []
+        word = secrets.token_hex(8)
+        self.control.write("nonce", word)
+        try:
+            with stop_on_signal(self.control if self.can_stop else None):
+                self.agents += [self._start(node, word) for node in self.nodes]
+                self._wait_until_up()
+                for agent in self.agents:
+                    agent.tell("go")
+                self._watch()
+        finally:
+            self._end()
+            self._show()
+
+    def _start(self, node: Node, word: str) -> _Agent:
+        argv = [sys.executable, "-u", "-m", "telechat_moe.launch.agent"]
+        command = argv if node.is_here else remote(self.shell, node.host, argv)
+        log = self.logs / f"agent_{node.number}.log"
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        agent = _Agent(node, process, log)
+        task = {
+            "node": asdict(node),
+            "nonce": word,
+            "silence_s": self.silence_s,
+            "program": list(self.program),
+            **{k: str(getattr(self, k).absolute()) for k in ("job", "logs", "metrics")},
+        }
+        agent.tell(task)
+        threading.Thread(target=self._listen, args=(agent,), daemon=True).start()
+        return agent
+
+    def _listen(self, agent: _Agent) -> None:
+        assert agent.process.stdout is not None
+        for line in agent.process.stdout:
+            try:
+                said = json.loads(line)
+            except ValueError:  # a remote machine's greeting
+                continue
+            if isinstance(said, dict):
+                self.said.put((agent, said))
+        self.said.put((agent, {"closed": True}))
+
+    def _hear(self) -> None:
+        """Take in what the agents said; raise what ends the run."""
+        with suppress(queue.Empty):
+            while True:
+                agent, said = self.said.get_nowait()
+                agent.heard = time.monotonic()
+                agent.is_up |= "up" in said
+                agent.has_closed |= "closed" in said
+                if "answer" in said:
+                    agent.answer = said["answer"]
+        for agent in self.agents:
+            code = agent.process.poll()
+            # Its answer may come after its end, until the connection is closed.
+            if code is not None and agent.has_closed and agent.answer is None:
+                agent.answer = {
+                    "kind": "lost",
+                    "message": f"host {agent.node.host}: its agent ended with exit code {code}:{agent.last_lines()}",
+                }
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            self._hear()
+            self._raise_bad()
+            late = [a for a in self.agents if not a.is_up]
+            unseen = [
+                a for a in self.agents if self.control.read(f"node_{a.node.number}.up") is None
+            ]
+            if not late and not unseen:
+                return
+            if time.monotonic() > deadline:
+                host = (late or unseen)[0].node.host
+                what = (
+                    "its agent did not start"
+                    if late
+                    else f"what it writes into {self.control.folder} is not seen here; output_dir must be one "
+                    "folder that all hosts see"
+                )
+                raise RankDiedError(f"host {host}: {what} within {START_S:.0f} s")
+            time.sleep(POLL_S)
+
+    def _watch(self) -> None:
+        while True:
+            self._show()
+            self._hear()
+            self._raise_bad()
+            if all(a.answer is not None for a in self.agents):
+                return
+            for agent in self.agents:
+                silent = time.monotonic() - agent.heard
+                if agent.answer is None and silent > ANSWER_S:
+                    ranks = agent.node.ranks
+                    raise RankDiedError(
+                        f"host {agent.node.host} (ranks {ranks.start} to {ranks.stop - 1}) has not answered for "
+                        f"{silent:.0f} s; all processes were ended"
+                    )
+            time.sleep(POLL_S)
+
+    def _raise_bad(self) -> None:
+        """Raise the best explanation there is, once an agent reports an end that is not a good one."""
+        if not self._bad():
+            return
+        deadline = time.monotonic() + PATIENCE_S  # others may know better
+        while time.monotonic() < deadline and self._bad()[0]["kind"] != "failed":
+            self._hear()
+            time.sleep(POLL_S)
+        answer = self._bad()[0]
+        if answer["kind"] == "failed":
+            raise RankFailedError(answer["message"], int(answer["exit_code"]))
+        raise RankDiedError(answer["message"])
+
+    def _bad(self) -> list[dict[str, Any]]:
+        """Return the bad answers, the one that says most first."""
+        order = (
+            "failed",
+            "lost",
+            "died",
+            "echo",
+        )  # what dies with a machine says less than that it is lost
+        found = [
+            a.answer for a in self.agents if a.answer is not None and a.answer["kind"] != "done"
+        ]
+        return sorted(found, key=lambda answer: order.index(answer["kind"]))
+
+    def _show(self) -> None:
+        text = self.tail.new()
+        if text:
+            self.out.write(text)
+            self.out.flush()
+
+    def _end(self) -> None:
+        """Let every agent end its processes and go."""
+        for agent in self.agents:
+            with suppress(OSError):
+                assert agent.process.stdin is not None
+                agent.process.stdin.close()
+        deadline = time.monotonic() + END_S
+        for agent in self.agents:
+            with suppress(subprocess.TimeoutExpired):
+                agent.process.wait(timeout=max(0.1, deadline - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(agent.process.pid, signal.SIGKILL)
+            agent.process.wait()

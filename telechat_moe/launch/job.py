@@ -1,0 +1,415 @@
+"""Launch a recipe: compile the graph of each rank, write a job folder, start the processes, start them again.
+
+A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and ``ranks.pickle``
+(:class:`telechat_moe.graph.execute.Job`), ``key`` (what the graphs were compiled from), and ``control/``
+(:mod:`telechat_moe.control`).
+
+As a program, ``python -m telechat_moe.launch.job RECIPE [--set KEY=VALUE]``, it only compiles.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import platform
+import secrets
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from telechat_moe import __version__
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.control import Control, RankDiedError, RankFailedError
+from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.launch.agents import Machines
+from telechat_moe.launch.commands import SSH, Node, check_port, make_nodes
+from telechat_moe.launch.hosts import Host
+from telechat_moe.launch.processes import Cluster, last_step
+from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe.written import check_written_paths
+from telechat_moe.sharding.recipe import mesh_of
+
+LOGS = "log"
+RESOLVED = "recipe.yaml"
+_NOT_IN_GRAPH = (
+    *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
+    *("telechat_moe", "train_dataset", "train_dataset_task"),
+)
+
+
+# ------------------------------------------------------------------------------ graphs
+
+
+def source_key(what: Mapping[str, Any]) -> str:
+    """Return a key of everything that a rank's graph depends on."""
+    from importlib.metadata import version
+
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode())
+    digest.update(f"{__version__} {version('mindspore')}".encode())
+    package = Path(__file__).parents[1]
+    ops = importlib.util.find_spec("telechat_moe.ops")
+    folders = [package / name for name in ("model", "sharding", "graph")]
+    files = [package / "train" / name for name in ("sharded.py", "sharded_step.py", "optimizer.py")]
+    if ops is not None and ops.origin is not None:
+        files += sorted(Path(ops.origin).parent.glob("*.py"))
+    for path in [*files, *(p for f in folders for p in sorted(f.rglob("*.py")))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _graph_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the part of a recipe that a graph may depend on."""
+    settings = {k: v for k, v in recipe.to_dict().items() if k not in _NOT_IN_GRAPH}
+    own = recipe.telechat_moe
+    settings["telechat_moe"] = [
+        own.sharding,
+        own.weight_decay_exclude,
+        own.moe_block_rows,
+        own.moe_capacity_tokens,
+    ]
+    data = recipe.train_dataset.data_loader.config
+    settings["attention_mask"] = data is not None and data.create_attention_mask
+    return settings
+
+
+def write_job(recipe: Recipe, folder: Path) -> Path:
+    """Compile the step of every rank for CPU and write the job; what fits is taken from last time.
+
+    Raises:
+        RankFailedError: The layout does not fit the model, or MindSpore refuses it.
+    """
+    keep_others_out()
+    key, written = source_key(_graph_settings(recipe)), folder / "key"
+    if written.exists() and check_private(written).read_text() == key:
+        _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
+        return folder
+    for path in (written, *folder.glob("rank*")):
+        path.unlink(missing_ok=True)
+    _compile_job(recipe, folder.absolute())
+    written.write_text(key)
+    return folder
+
+
+def _compile_job(recipe: Recipe, folder: Path) -> None:
+    """Compile and write a job."""
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.train.sharded import compile_recipe
+
+    ranks = recipe.devices
+    _say(f"layout {mesh_of(recipe).describe()}: compiling the graphs of {ranks} ranks")
+    began, done = time.perf_counter(), 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        _say(f"compiled {done} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
+
+    Job.write(folder, compile_recipe(recipe, target="CPU", full_batch=True, done=one_more))
+
+
+def ascend_operators(recipe: Recipe) -> dict[str, int]:
+    """Return the primitives of the first rank of each stage in the graphs for Ascend, and how many."""
+    from telechat_moe.graph.mindir import kinds
+    from telechat_moe.graph.report import first_ranks
+    from telechat_moe.train.sharded import compile_recipe
+
+    graphs = compile_recipe(recipe, first_ranks(mesh_of(recipe)), full_batch=True)
+    return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
+
+
+# ------------------------------------------------------------------------------ training
+
+
+def check_sharded(recipe: Recipe) -> None:
+    """Refuse a recipe that cannot be trained on CPU processes.
+
+    Raises:
+        BadInputError: It is for another target, or interleaves its pipeline.
+    """
+    if recipe.context.device_target != "CPU":
+        raise BadInputError(
+            f"{recipe.source}: context.device_target is {recipe.context.device_target}; this machine's "
+            "CPU processes run recipes with device_target CPU (--set context.device_target=CPU "
+            "--set runner_config.sink_mode=False)"
+        )
+    config = recipe.parallel.pipeline_config
+    if mesh_of(recipe).pp > 1 and config is not None and config.pipeline_interleave:
+        raise BadInputError(
+            f"{recipe.source}: parallel.pipeline_config.pipeline_interleave is on; MindSpore's CPU backend cannot "
+            "run graphs whose chunks are functions that micro-batches share (lazy_inline). Switch it off with --set "
+            "parallel.pipeline_config.pipeline_interleave=False --set model.model_config.pp_interleave_num=1: the "
+            "losses are the same, only the order of the micro-batches differs"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a run is started.
+
+    Attributes:
+        nodes: Machines; the first runs the scheduler.
+        through: Whose trainer: ``own`` or ``mindformers``.
+        bind: Bind each process to its own cores.
+        restarts: How often in a row to go on after a process died or hung without a new checkpoint in between.
+        shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
+        logs: Folder for logs; None: ``output_dir/log``.
+        allow_outside: The recipe may write outside of ``output_dir``.
+    """
+
+    nodes: Sequence[Node]
+    through: str = "own"
+    bind: bool = False
+    restarts: int = 0
+    shell: str = SSH
+    logs: Path | None = None
+    allow_outside: bool = False
+
+    def program(
+        self, resolved: Path, *, resume: bool, overwrite: bool, run_id: str = ""
+    ) -> list[str]:
+        """Return what the processes run."""
+        flags = {
+            "--resume": resume,
+            "--overwrite": overwrite,
+            "--bind-cores": self.bind,
+            "--allow-outside": self.allow_outside,
+        }
+        return [
+            *("python", "-u", "-m", "telechat_moe.run", str(resolved.absolute())),
+            *(f"--through={self.through}", f"--local-processes={self.nodes[0].local}"),
+            *(flag for flag, is_set in flags.items() if is_set),
+            *([f"--run-id={run_id}"] if run_id else []),
+        ]
+
+
+def this_machine(processes: int) -> list[Host]:
+    """Return this machine as the only host of a run."""
+    return [Host(platform.node(), processes, "127.0.0.1")]
+
+
+def check(recipe: Recipe, plan: Plan) -> None:
+    """Refuse what cannot be launched.
+
+    Raises:
+        BadInputError: The recipe cannot be trained, or writes outside of its folder.
+    """
+    from telechat_moe.train.trainer import check_steps
+
+    if not plan.allow_outside:
+        check_written_paths(recipe)
+    if plan.through == "own":
+        check_sharded(recipe)
+        check_steps(recipe)
+    else:
+        from telechat_moe.interop.mindformers_config import check_launch
+
+        check_launch(recipe, plan.nodes[0].total)
+
+
+def write_resolved(recipe: Recipe) -> Path:
+    """Write the recipe with all overrides where the processes read it; return the file."""
+    import yaml
+
+    folder = Path(recipe.output_dir) / ".job"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RESOLVED
+    text = yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True, width=100)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"# {recipe.source}, with all overrides put in.\n{text}", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def train(
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, plan: Plan | None = None
+) -> dict[str, Any]:
+    """Train a recipe, one process for each of its devices.
+
+    Args:
+        recipe: Loaded recipe.
+        resume: See :class:`telechat_moe.train.trainer.Trainer`.
+        overwrite: See there.
+        plan: Where and how; None: on this machine.
+
+    Returns:
+        The summary, as in ``summary.json``; of another trainer, only ``finished``.
+
+    Raises:
+        BadInputError: The recipe cannot be trained here.
+        UsageError: ``output_dir`` holds another run's checkpoints and ``resume`` is not set; a port is in use.
+        RankDiedError: A process died or hangs, once more than ``plan.restarts``; the message names the last good
+            checkpoint.
+    """
+    keep_others_out()
+    plan = plan or Plan(nodes=make_nodes(this_machine(recipe.devices), None))
+    check(recipe, plan)
+    if plan.nodes[0].is_here:
+        check_port(plan.nodes[0].master, plan.nodes[0].port)
+    root = Path(recipe.output_dir) / "checkpoints"
+    if plan.through == "own" and not (resume or overwrite):
+        from telechat_moe.train.trainer import refuse_old_checkpoints
+
+        refuse_old_checkpoints(root)
+    if plan.through == "own" and resume:  # refused here, not after minutes by every rank
+        checkpoint.latest(root, warn=lambda _: None)
+    with only_launch(Path(recipe.output_dir)):
+        resolved = write_resolved(recipe)
+        if plan.through == "own" and recipe.devices > 1:
+            write_job(recipe, resolved.parent)
+        _train_to_the_end(recipe, plan, resolved, resume, overwrite)
+    summary = Path(recipe.output_dir) / "summary.json"
+    if plan.through != "own":
+        return {"finished": True}
+    return json.loads(summary.read_text(encoding="utf-8"))
+
+
+def _train_to_the_end(
+    recipe: Recipe, plan: Plan, resolved: Path, resume: bool, overwrite: bool
+) -> None:
+    """Start the processes, and start them again after each death as long as the plan says."""
+    root = Path(recipe.output_dir) / "checkpoints"
+    logs = plan.logs or Path(recipe.output_dir) / LOGS
+    set_aside(logs, None)
+    before = newest(recipe, plan)
+    attempt = left = 0
+    while True:
+        found = newest(recipe, plan)
+        try:
+            _start(recipe, plan, resolved, logs, resume, overwrite)
+            return
+        except RankDiedError as error:
+            now = newest(recipe, plan)
+            left = plan.restarts if now != found or not attempt else left
+            last = _last_good(root) if plan.through == "own" else f"MindFormers' newest: {now}"
+            message = f"{error}\n{last}"
+            if not left:
+                raise RankDiedError(message) from None
+        left, attempt = left - 1, attempt + 1
+        # What was to be overwritten may still be there.
+        resume, overwrite = (False, True) if overwrite and now == before else (True, False)
+        _say(f"{message}\nrestart {attempt} ({left} more without a new checkpoint)")
+        set_aside(logs, attempt)
+
+
+def _start(
+    recipe: Recipe, plan: Plan, resolved: Path, logs: Path, resume: bool, overwrite: bool
+) -> None:
+    """Start the processes once and watch them to their end."""
+    job, run_id = resolved.parent, secrets.token_hex(8)
+    control = Control.fresh(job, None)
+    control.write("run", run_id)
+    logs.mkdir(parents=True, exist_ok=True)
+    program = plan.program(resolved, resume=resume, overwrite=overwrite, run_id=run_id)
+    can_stop, metrics = plan.through == "own", Path(recipe.output_dir) / "metrics.jsonl"
+    if len(plan.nodes) > 1 or not plan.nodes[0].is_here:
+        run = Machines(job, plan.nodes, logs, program, metrics, plan.shell, can_stop=can_stop)
+    else:
+        run = Cluster(
+            job,
+            recipe.devices,
+            logs,
+            program=program,
+            node=plan.nodes[0],
+            describe=lambda: f"in step {last_step(metrics) + 1}" if can_stop else "",
+            can_stop=can_stop,
+        )
+    try:
+        run.run()
+    except (RankDiedError, RankFailedError) as error:  # name the file that the user knows
+        text = str(error).replace(str(resolved.absolute()), str(recipe.source))
+        error.args = (text,)
+        raise
+
+
+def set_aside(logs: Path, attempt: int | None) -> None:
+    """Move the logs of an attempt into a folder of their own; None: remove all that earlier launches left."""
+    mine = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
+    if attempt is None:
+        for pattern in mine:
+            for path in (*logs.glob(pattern), *logs.glob(f"attempt_*/{pattern}")):
+                path.unlink()
+        return
+    place = logs / f"attempt_{attempt}"
+    place.mkdir(exist_ok=True)
+    for path in [path for pattern in mine for path in logs.glob(pattern)]:
+        path.rename(place / path.name)
+
+
+def newest(recipe: Recipe, plan: Plan) -> str | None:
+    """Return something that changes when a checkpoint is written: the newest one's path and time; None: none."""
+    if plan.through == "own":
+        paths = checkpoint.list_checkpoints(Path(recipe.output_dir) / "checkpoints")
+    else:
+        from telechat_moe.interop import mindformers_checkpoint as theirs
+
+        found = theirs.newest(Path(recipe.output_dir) / theirs.FOLDER)
+        paths = [found] if found is not None else []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            return f"{path} ({time.strftime('%F %T', time.localtime(path.stat().st_mtime))})"
+    return None
+
+
+@contextmanager
+def only_launch(output: Path) -> Iterator[None]:
+    """Hold an output folder, so that no second launch writes into it.
+
+    Raises:
+        UsageError: One does already.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    folder = output / ".job"
+    folder.mkdir(exist_ok=True)
+    check_private(folder)
+    with (folder / "launched").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{output}: another launch trains into it; wait, stop it, or set another output_dir"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _last_good(root: Path) -> str:
+    """Say which checkpoint to go on from."""
+    for path in checkpoint.list_checkpoints(root):
+        with suppress(BadInputError):
+            checkpoint.verify(path)
+            return f"the last good checkpoint is {path} (checksums verified); go on from it with --resume"
+    return f"there is no checkpoint in {root} yet; start anew"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def main() -> int:
+    """Compile the graphs of a recipe; return the exit code."""
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m telechat_moe.launch.job")
+    parser.add_argument("recipe")
+    parser.add_argument("--set", action="append", default=[], dest="overrides")
+    args = parser.parse_args()
+    try:
+        recipe = load(args.recipe, args.overrides)
+        check_sharded(recipe)
+        write_job(recipe, Path(recipe.output_dir) / ".job")
+    except TelechatMoeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""A few steps of every rank's graph on CPU processes, and how what ran differs from Ascend's graph.
+
+Run by ``telechat-moe run-sharded RECIPE``. Nothing is evaluated or saved; ``telechat-moe train`` does that.
+"""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from telechat_moe.control import CONTROL, Control, Task
+from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.launch.job import LOGS, ascend_operators, check_sharded, write_job
+from telechat_moe.launch.processes import Cluster
+from telechat_moe.ops.tap import recording
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
+
+STEPS_FILE = "steps.jsonl"
+MEASURED = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm")
+
+# Primitives of Ascend -> what computes the same on CPU (telechat_moe.ops, faces "plain").
+PLAIN = {
+    "FlashAttentionScore": "BatchMatMul, Add of the mask, Softmax, BatchMatMul",
+    "FlashAttentionScoreGrad": "the gradients of these",
+    "GroupedMatmul": "Gather of each block's expert, BatchMatMul",
+    "GroupedMatmulV4": "Gather of each block's expert, BatchMatMul",
+    "MoeTokenPermute": "OneHot and CumSum for the places, Gather",
+    "MoeTokenPermuteGrad": "Gather by the inverse places",
+    "MoeTokenUnpermute": "Gather, BatchMatMul with the weights",
+    "MoeTokenUnpermuteGrad": "Gather and products",
+    "RmsNorm": "Square, ReduceMean, Add, Rsqrt, Mul",
+    "RmsNormGrad": "the gradients of these",
+    "Swiglu": "SiLU, Mul",
+    "SwigluGrad": "SiLUGrad, Mul",
+    "AlltoAllV": "AlltoAll of static size",
+}
+DISPATCH = {
+    "alltoall": "Ascend's dropless dispatch sends each device as many rows as the routing says (AlltoAllV). Here "
+    "every expert has a buffer for all tokens of a device and the exchange has static shapes: the same rows travel "
+    "between the same devices, padded, and none is dropped.",
+    "capacity": "buffers of the recipe's capacity and a static all-to-all, on Ascend too; what does not fit is "
+    "dropped on both.",
+    "allgather": "tokens of the expert group are gathered by every device, on Ascend too; none is dropped.",
+}
+
+
+def run(
+    recipe: Recipe, steps: int, *, compare: bool = False, keep: Path | None = None
+) -> dict[str, Any]:
+    """Run the first steps of a recipe, one CPU process for each device.
+
+    Args:
+        recipe: Loaded recipe.
+        steps: Steps to run.
+        compare: Run them in one process, too.
+        keep: Folder to make for the graphs (MindIR, as executed).
+
+    Returns:
+        The report: ``steps``, ``differences``, with ``compare`` also ``single`` and ``relative_errors``.
+
+    Raises:
+        BadInputError: The recipe cannot run here, or its data are not there.
+        UsageError: ``keep`` exists, or there are fewer steps in the recipe.
+        RankDiedError: A process died or hangs.
+    """
+    check_sharded(recipe)
+    if not 1 <= steps <= recipe.train_steps:
+        raise UsageError(f"--steps {steps}: {recipe.source} has {recipe.train_steps} steps")
+    if keep is not None and keep.exists():
+        raise UsageError(f"--keep {keep}: exists; name a folder that does not")
+    _check_data(recipe)
+    output = Path(recipe.output_dir)
+    folder = write_job(recipe, output / ".job")
+    control = Control.fresh(folder, Task("steps", recipe, options={"steps": steps}))
+
+    def where() -> str:
+        return f"in step {len(_read_steps(control)) + 1}"
+
+    Cluster(folder, recipe.devices, output / LOGS, describe=where).run()
+    report: dict[str, Any] = {
+        "recipe": str(recipe.source),
+        "layout": mesh_of(recipe).describe(),
+        "processes": recipe.devices,
+        "finished": len(_read_steps(control)) == steps,
+        "steps": _read_steps(control),
+        "differences": differences(recipe, folder),
+    }
+    if keep is not None:
+        keep.mkdir(parents=True)
+        for path in sorted(folder.glob("*.mindir")):
+            shutil.copy(path, keep)
+        report["kept"] = sorted(str(path) for path in keep.glob("*.mindir"))
+    if compare and report["finished"]:
+        report["single"] = single_process(recipe, steps)
+        pairs = zip(report["steps"], report["single"], strict=True)
+        report["relative_errors"] = [relative_errors(here, one) for here, one in pairs]
+    return report
+
+
+def relative_errors(here: Mapping[str, float], one: Mapping[str, float]) -> dict[str, float]:
+    """Return the relative error of what was measured in a step; 0 where both are 0."""
+    return {k: abs(here[k] - one[k]) / abs(one[k]) if one[k] else abs(here[k]) for k in MEASURED}
+
+
+def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return how the graphs of a job differ from those for Ascend.
+
+    Args:
+        recipe: Their recipe.
+        folder: Folder of the job.
+    """
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.graph.mindir import COLLECTIVES
+    from telechat_moe.graph.report import first_ranks
+    from telechat_moe.graph.rewrite import FORMS
+
+    job, mesh = Job.read(folder), mesh_of(recipe)
+    there: Counter[str] = Counter(ascend_operators(recipe))
+    here: Counter[str] = sum((Counter(job.operators[r]) for r in first_ranks(mesh)), Counter())
+    rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
+    every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
+    kind = dispatcher(recipe, "CPU")
+    drops = kind == "alltoall" and dispatcher(recipe, "Ascend") == "alltoall"
+    return {
+        "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
+        "operators": [
+            {"ascend": name, "count": count, "cpu": PLAIN.get(name, "other primitives")}
+            for name, count in sorted(there.items())
+            if name not in here and name not in COLLECTIVES
+        ],
+        "only_cpu": {
+            name: count
+            for name, count in sorted(here.items())
+            if name not in there and name not in COLLECTIVES
+        },
+        "collectives": [
+            {"ascend": name, "count": rewritten[name], "cpu": FORMS[name]}
+            for name in sorted(rewritten)
+        ],
+        "unchanged_collectives": {
+            name: every[name] - rewritten[name]
+            for name in COLLECTIVES
+            if every[name] > rewritten[name]
+        },
+        "order": "all collectives of a rank run one after another, in the order of the graph",
+        "dispatch": DISPATCH["capacity" if drops else kind] if mesh.ep > 1 else "no expert group",
+    }
+
+
+def one_process(recipe: Recipe) -> Recipe:
+    """Return the same training on one device: the same global batch in as many micro-batches, plain operators."""
+    rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
+    runner = replace(
+        recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
+    )
+    pipeline = replace(recipe.parallel_config, pipeline_stage=1)
+    operators = replace(recipe.telechat_moe.operators, default="plain")
+    own = replace(recipe.telechat_moe, operators=operators)
+    return replace(
+        recipe,
+        use_parallel=False,
+        runner_config=runner,
+        parallel_config=pipeline,
+        telechat_moe=own,
+    )
+
+
+def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
+    """Return what the first steps come to in this process, with plain operators."""
+    from telechat_moe.train.trainer import Trainer
+
+    return record_steps(Trainer(one_process(recipe), overwrite=True), steps)
+
+
+class Recording(NamedTuple):
+    """What the taps of a graph write down (:mod:`telechat_moe.ops.tap`).
+
+    Attributes:
+        folder: Gets ``stepN/rankN``.
+        rank: This process.
+        steps: Steps, from 0.
+        values: See :func:`telechat_moe.ops.tap.recording`.
+    """
+
+    folder: Path
+    rank: int
+    steps: range
+    values: str
+
+    def of(self, step: int) -> AbstractContextManager[None]:
+        """Return what records a step."""
+        if step not in self.steps:
+            return nullcontext()
+        return recording(self.folder / f"step{step}" / f"rank{self.rank}", self.values)
+
+
+def run_rank(
+    recipe: Recipe, job: Path, rank: int, steps: int, taps: Mapping[str, Any] | None = None
+) -> None:
+    """Run the steps of one rank; rank 0 writes what they come to.
+
+    Args:
+        recipe: Loaded recipe.
+        job: Folder of the job.
+        rank: This process.
+        steps: How many steps.
+        taps: ``folder``, ``steps`` and ``values`` of :class:`Recording`, and the ``ranks`` that record; None: none.
+    """
+    from telechat_moe.train.sharded_trainer import ShardedTrainer
+
+    trainer = ShardedTrainer(recipe, job=job, rank=rank, overwrite=True)
+    watch = None
+    if taps is not None and rank in taps["ranks"]:
+        watch = Recording(taps["folder"], rank, taps["steps"], taps["values"])
+    record_steps(trainer, steps, watch, (job / CONTROL / STEPS_FILE) if rank == 0 else None)
+
+
+def record_steps(
+    trainer: Any, steps: int, watch: Recording | None = None, path: Path | None = None
+) -> list[dict[str, float]]:
+    """Run a trainer's next steps; nothing is saved but a line a step in ``path``."""
+    found = []
+    with trainer.loader:
+        while len(found) < steps and not trainer.interrupted:
+            rate, batches = trainer.schedule(trainer.updates), trainer.next_batches()
+            with watch.of(len(found)) if watch is not None else nullcontext():
+                output = trainer.update(batches, rate)
+                lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
+            trainer.step += 1
+            trainer.updates += bool(output.applied.asnumpy())
+            values = (lm + mtp + aux, lm, mtp, aux, float(output.norm.asnumpy()))
+            found.append({"step": trainer.step, **dict(zip(MEASURED, values, strict=True))})
+            if path is not None:
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found[-1]) + "\n")
+    return found
+
+
+def _read_steps(control: Control) -> list[dict[str, float]]:
+    text = control.read(STEPS_FILE) or ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _check_data(recipe: Recipe) -> None:
+    """Refuse a recipe whose data are not there, before anything is compiled."""
+    from telechat_moe.data import open_recipe
+
+    try:
+        open_recipe(recipe)
+    except (BadInputError, OSError) as error:
+        raise BadInputError(
+            f"{error}\nbuild the data of the recipe: telechat-moe data build --recipe {recipe.source}"
+        ) from error

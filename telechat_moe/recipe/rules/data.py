@@ -1,0 +1,223 @@
+"""Rules about the training data and its columns."""
+
+from collections.abc import Iterator, Sequence
+
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.train import GptDatasetConfig, TrainDataset
+
+Broken = tuple[str, str, str]
+TRAINING = ("train", "finetune")
+DATA = "train_dataset."
+LOADER = "train_dataset.data_loader."
+CONFIG = "train_dataset.data_loader.config."
+MEGATRON = "BlendedMegatronDatasetDataLoader"
+
+_COMMON = ("type", "shuffle", "tokenizer", "column_names")
+_KEYS: dict[str, tuple[str, ...]] = {
+    MEGATRON: (*_COMMON, "datasets_type", "sizes", "config", "phase"),
+    "HFDataLoader": (
+        *_COMMON,
+        *("load_func", "path", "name", "data_dir", "data_files", "split", "streaming", "size"),
+        *("dataset_state_dir", "save_step", "create_attention_mask", "create_compressed_eod_mask"),
+        *("compressed_eod_mask_length", "use_broadcast_data", "handler", "packing"),
+    ),
+    "MindDataset": (*_COMMON, "dataset_dir", "dataset_files"),
+    "TFRecordDataset": (*_COMMON, "dataset_dir", "dataset_files"),
+}
+
+
+def _config(r: Recipe) -> GptDatasetConfig | None:
+    loader = r.train_dataset.data_loader
+    return loader.config if r.run_mode in TRAINING and loader.type == MEGATRON else None
+
+
+def loader_keys(r: Recipe) -> Iterator[Broken]:
+    """MindFormers passes keys of another loader on, where most are dropped silently."""
+    loader = r.train_dataset.data_loader
+    for key in loader.__slots__:
+        if getattr(loader, key) is not None and key not in _KEYS[loader.type]:
+            yield LOADER + key, f"not read by {loader.type}", "remove it"
+
+
+def megatron(r: Recipe) -> Iterator[Broken]:
+    """A Megatron data set needs a kind, sizes and a configuration."""
+    loader = r.train_dataset.data_loader
+    if r.run_mode not in TRAINING or loader.type != MEGATRON:
+        return
+    for key, expected in (
+        ("datasets_type", "GPTDataset"),
+        ("sizes", "a list: samples for training, 0, 0"),
+        ("config", "a section with seq_length, data_path, eod ..."),
+    ):
+        if getattr(loader, key) is None:
+            yield LOADER + key, "is missing", expected
+    if loader.sizes and loader.sizes[0] < r.global_batch:
+        found = f"{loader.sizes[0]} samples for training, a step takes {r.global_batch}"
+        yield LOADER + "sizes", found, f"at least {r.global_batch} for one step"
+
+
+def task(r: Recipe) -> Iterator[Broken]:
+    """MindFormers builds data from `train_dataset_task.dataset_config`, not from `train_dataset`."""
+    if r.run_mode not in TRAINING:
+        return
+    if "train_dataset" not in r.given:
+        yield "train_dataset", "is missing", "a section; training needs data"
+    if r.train_dataset_task is None:
+        yield "train_dataset_task", "is missing", "type and dataset_config: *train_dataset"
+    elif r.train_dataset_task.dataset_config != r.train_dataset:
+        found = "another data set than train_dataset"
+        yield "train_dataset_task.dataset_config", found, "the alias *train_dataset"
+
+
+def lengths(r: Recipe) -> Iterator[Broken]:
+    """Data and model must agree on the sequence length; MindFormers finds out in the first step."""
+    config, length = _config(r), r.model.model_config.seq_length
+    if config and length is not None and config.seq_length != length:
+        found = f"{config.seq_length}, but model.model_config.seq_length is {length}"
+        yield CONFIG + "seq_length", found, str(length)
+
+
+def produced(config: GptDatasetConfig) -> list[str]:
+    """Return the columns that a Megatron data set gives, in order."""
+    columns = ["input_ids", "labels", "loss_mask", "position_ids"]
+    if config.create_compressed_eod_mask:
+        return [*columns, "actual_seq_len"]
+    return [*columns, "attention_mask"] if config.create_attention_mask else columns
+
+
+def columns(r: Recipe) -> Iterator[Broken]:
+    """MindFormers names columns by position: a wrong list swaps or drops inputs silently."""
+    data, config = r.train_dataset, _config(r)
+    if config:
+        expected = produced(config)
+        for key in ("input_columns", "construct_args_key"):
+            found = getattr(data, key)
+            if found is not None and found != expected:
+                why = f"{expected}, what the data set gives with "
+                why += f"create_attention_mask {config.create_attention_mask}"
+                yield DATA + key, str(found), why
+    elif (
+        data.input_columns is not None
+        and data.construct_args_key is not None
+        and data.input_columns != data.construct_args_key
+    ):
+        found = str(data.construct_args_key)
+        yield DATA + "construct_args_key", found, f"as input_columns: {data.input_columns}"
+    for key, names in (
+        ("input_columns", data.input_columns or []),
+        ("construct_args_key", data.construct_args_key or []),
+    ):
+        if len(set(names)) != len(names):
+            yield DATA + key, str(names), "each column once"
+
+
+def masks(r: Recipe) -> Iterator[Broken]:
+    """Resets at document ends need an end-of-document id and somewhere to take effect."""
+    config, m = _config(r), r.model.model_config
+    if not config:
+        return
+    if config.reset_attention_mask and not (
+        config.create_attention_mask or config.create_compressed_eod_mask
+    ):
+        found = "True without a mask, where it has no effect"
+        yield CONFIG + "reset_attention_mask", found, "create_attention_mask True, or False here"
+    for key in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss"):
+        if getattr(config, key) and config.eod < 0:
+            yield CONFIG + "eod", f"{config.eod} with {key} True", "the end-of-document id"
+            break
+    if config.create_compressed_eod_mask and m.use_eod_attn_mask_compression is False:
+        found = "True with use_eod_attn_mask_compression False"
+        yield CONFIG + "create_compressed_eod_mask", found, "both True or both False"
+    if m.use_eod_attn_mask_compression and not config.create_compressed_eod_mask:
+        found = "True, but the data set gives no actual_seq_len"
+        key = "model.model_config.use_eod_attn_mask_compression"
+        yield key, found, f"{CONFIG}create_compressed_eod_mask True"
+
+
+def token_ids(r: Recipe) -> Iterator[Broken]:
+    """Ids beyond the vocabulary read outside the embedding."""
+    config, size = _config(r), r.model.model_config.vocab_size
+    if not config or size is None:
+        return
+    for key in ("eod", "pad"):
+        if getattr(config, key) >= size:
+            yield CONFIG + key, str(getattr(config, key)), f"below vocab_size ({size})"
+
+
+def paths(r: Recipe) -> Iterator[Broken]:
+    """Megatron takes a list of weights and prefixes; one slip makes a weight a file name."""
+    config = _config(r)
+    if config:
+        for key in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+            yield from _blend(CONFIG + key, getattr(config, key))
+        if config.data_path and config.train_data_path:
+            yield CONFIG + "train_data_path", "beside data_path", "only one of the two"
+        if config.data_path and not _split(config.split):
+            found = f"{config.split!r} with data_path" if config.split else "is missing"
+            yield CONFIG + "split", found, 'shares such as "1, 0, 0", the first above 0'
+    evaluation = r.telechat_moe.evaluation
+    yield from _blend("telechat_moe.evaluation.data_path", evaluation.data_path)
+
+
+def _blend(key: str, value: Sequence[str] | None) -> Iterator[Broken]:
+    if value is None:
+        return
+    numbers = [_number(item) for item in value]
+    alternate = len(value) % 2 == 0 and all(
+        (number is not None) == (index % 2 == 0) for index, number in enumerate(numbers)
+    )
+    if not value or not (alternate or all(number is None for number in numbers)):
+        yield key, str(list(value)), "weight and prefix in turn, or prefixes only"
+    elif alternate and min(number for number in numbers if number is not None) <= 0:
+        yield key, str(list(value)), "weights above 0"
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _split(text: str | None) -> bool:
+    shares = [_number(part) for part in (text or "").split(",") if part.strip()]
+    known = [share for share in shares if share is not None and share >= 0]
+    return bool(known) and len(known) == len(shares) <= 3 and known[0] > 0
+
+
+def batching(r: Recipe) -> Iterator[Broken]:
+    """Copies of batch settings that must agree; graphs have fixed shapes."""
+    data: TrainDataset = r.train_dataset
+    if not data.drop_remainder and r.run_mode in TRAINING:
+        yield DATA + "drop_remainder", "False", "True: a graph has one batch size"
+    if data.batch_size is not None and data.batch_size != r.runner_config.batch_size:
+        expected = f"runner_config.batch_size ({r.runner_config.batch_size})"
+        yield DATA + "batch_size", str(data.batch_size), expected
+    if data.micro_batch_num not in (None, r.parallel_config.micro_batch_num):
+        expected = f"parallel_config.micro_batch_num ({r.parallel_config.micro_batch_num})"
+        yield DATA + "micro_batch_num", str(data.micro_batch_num), expected
+
+
+def evaluation(r: Recipe) -> Iterator[Broken]:
+    """MindFormers' evaluation needs its own data."""
+    if r.do_eval and (r.eval_dataset is None or r.eval_dataset_task is None):
+        yield (
+            "do_eval",
+            "True without eval_dataset and eval_dataset_task",
+            "False, or both sections",
+        )
+
+
+RULES = (
+    loader_keys,
+    megatron,
+    task,
+    lengths,
+    columns,
+    masks,
+    token_ids,
+    paths,
+    batching,
+    evaluation,
+)
+DOCUMENTED = RULES

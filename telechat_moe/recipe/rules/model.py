@@ -1,0 +1,212 @@
+"""Rules within the model section."""
+
+from collections.abc import Callable, Iterator
+
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.schema.other import OtherModelConfig
+
+Broken = tuple[str, str, str]
+AnyModel = ModelConfig | OtherModelConfig
+AT = "model.model_config."
+
+
+def groups(m: AnyModel) -> Iterator[Broken]:
+    """Group-limited routing: MindFormers asserts some of this, and divides by zero elsewhere."""
+    experts, groups, kept, top = m.n_routed_experts, m.n_group, m.topk_group, m.num_experts_per_tok
+    if groups is None or kept is None or experts is None or top is None:
+        return
+    if top > experts:
+        yield AT + "num_experts_per_tok", f"{top} of {experts} experts", f"at most {experts}"
+        return
+    if not groups or not kept:
+        if groups or kept:
+            found = f"{kept} kept of {groups} groups"
+            yield AT + "topk_group", found, "n_group and topk_group both 0, or both at least 1"
+        return
+    if experts % groups:
+        yield AT + "n_group", f"{groups} groups of {experts} experts", f"a divisor of {experts}"
+        return
+    if kept > groups:
+        yield AT + "topk_group", f"{kept} kept of {groups} groups", f"at most {groups}"
+        return
+    if top > kept * (experts // groups):
+        found = (
+            f"{top} experts per token, but the {kept} groups kept have {kept * (experts // groups)}"
+        )
+        yield AT + "num_experts_per_tok", found, "at most the experts of the kept groups"
+    elif top % kept:
+        found = f"{top} experts per token from {kept} groups"
+        yield AT + "num_experts_per_tok", found, "a multiple of topk_group (MindFormers asserts it)"
+
+
+def top_k(m: AnyModel) -> Iterator[Broken]:
+    """A token cannot visit more experts than there are."""
+    experts = m.n_routed_experts or (m.num_experts if isinstance(m, OtherModelConfig) else None)
+    if experts is None or m.num_experts_per_tok is None or m.n_group is not None:
+        return
+    if m.num_experts_per_tok > experts:
+        found = f"{m.num_experts_per_tok} of {experts} experts"
+        yield AT + "num_experts_per_tok", found, f"at most {experts}"
+
+
+def rotary(m: AnyModel) -> Iterator[Broken]:
+    """Rotary pairs need an even width; MindFormers' MLA refuses `rotary_interleaved`, and scales scores as for YaRN."""
+    if m.qk_rope_head_dim is not None and m.qk_rope_head_dim % 2:
+        yield AT + "qk_rope_head_dim", str(m.qk_rope_head_dim), "an even number"
+    if m.multi_latent_attention and m.rotary_interleaved:
+        yield AT + "rotary_interleaved", "True with MLA", "False: MLA rotates neighbours anyway"
+    if m.multi_latent_attention and m.apply_rope_fusion:
+        yield AT + "apply_rope_fusion", "True with MLA", "False: MindFormers refuses it with MLA"
+    rope = m.multi_latent_attention and m.position_embedding_type == "rope"
+    if rope and m.rotary_scaling_factor is None:
+        found = "left out; MindFormers takes 40 and multiplies attention scores by 1.59"
+        yield AT + "rotary_scaling_factor", found, "1.0 with position_embedding_type rope"
+
+
+def dense_layers(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers refuses more dense layers than layers, and a `moe_layer_freq` that disagrees."""
+    first, layers, freq = m.first_k_dense_replace, m.num_hidden_layers, m.moe_layer_freq
+    if first is None or layers is None:
+        return
+    if first > layers:
+        found = f"{first} dense layers of {layers}"
+        yield AT + "first_k_dense_replace", found, f"at most {layers}"
+        return
+    pattern = [0] * first + [1] * (layers - first)
+    if (isinstance(freq, list) and freq != pattern) or (isinstance(freq, int) and freq != 1):
+        expected = f"1, or {first} zeros and {layers - first} ones as first_k_dense_replace says"
+        yield AT + "moe_layer_freq", str(freq), expected
+
+
+def shared_experts(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers ignores the width of shared experts that are not there."""
+    if m.n_shared_experts == 0 and m.moe_shared_expert_intermediate_size:
+        found = f"{m.moe_shared_expert_intermediate_size} with n_shared_experts 0"
+        yield (
+            AT + "moe_shared_expert_intermediate_size",
+            found,
+            "no such key without shared experts",
+        )
+
+
+def capacity(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers reads `moe_token_drop_policy: False` as `probs`: with a capacity it would drop."""
+    factor, policy = m.moe_expert_capacity_factor, m.moe_token_drop_policy
+    if factor is None:
+        return
+    if not policy:
+        found = f"capacity factor {factor:g} with moe_token_drop_policy {policy}"
+        yield AT + "moe_token_drop_policy", found, "probs or position, or no capacity factor"
+
+
+def multi_token(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers multiplies the MTP loss by None and fails in the first step."""
+    if m.num_nextn_predict_layers and m.mtp_loss_factor is None and isinstance(m, ModelConfig):
+        found = f"missing, with {m.num_nextn_predict_layers} MTP layers"
+        yield AT + "mtp_loss_factor", found, "a factor such as 0.3"
+
+
+def positions(m: AnyModel) -> Iterator[Broken]:
+    """A sequence longer than the positions are meant for trains, badly and silently."""
+    length, most = m.seq_length, m.max_position_embeddings
+    if length is not None and most is not None and length > most:
+        yield AT + "seq_length", str(length), f"at most max_position_embeddings ({most})"
+
+
+def heads(m: AnyModel) -> Iterator[Broken]:
+    """With MLA there is a key/value head per head; MindFormers' class default is another number."""
+    kv, q = m.num_key_value_heads, m.num_attention_heads
+    if kv is None or q is None:
+        return
+    if m.multi_latent_attention and kv != q:
+        yield AT + "num_key_value_heads", f"{kv} with {q} heads", f"{q}: MLA has no groups of heads"
+    elif q % kv:
+        yield AT + "num_key_value_heads", f"{kv} with {q} heads", f"a divisor of {q}"
+
+
+def flash_attention(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers refuses masks made by a kernel that is off."""
+    if m.use_flash_attention is not False:
+        return
+    for key in ("use_attn_mask_compression", "use_eod_attn_mask_compression", "use_ring_attention"):
+        if getattr(m, key):
+            yield AT + key, "True", "False, or use_flash_attention True"
+
+
+def activation(m: AnyModel) -> Iterator[Broken]:
+    """MindFormers refuses the fused SwiGLU under another name of the activation."""
+    if m.bias_swiglu_fusion and m.hidden_act != "swiglu":
+        found = f"True with hidden_act {m.hidden_act}"
+        yield AT + "bias_swiglu_fusion", found, "hidden_act swiglu, or fusedswiglu without this key"
+
+
+def tied(m: AnyModel) -> Iterator[Broken]:
+    """Two keys say whether embedding and head are one matrix."""
+    untied = m.untie_embeddings_and_output_weights
+    if untied is not None and m.tie_word_embeddings is not None and untied == m.tie_word_embeddings:
+        found = f"{untied} with tie_word_embeddings {m.tie_word_embeddings}"
+        yield AT + "untie_embeddings_and_output_weights", found, f"{not m.tie_word_embeddings}"
+
+
+def token_ids(m: AnyModel) -> Iterator[Broken]:
+    """Ids beyond the vocabulary read outside the embedding."""
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(m, key)
+        if isinstance(value, int) and m.vocab_size is not None and value >= m.vocab_size:
+            yield AT + key, str(value), f"below vocab_size ({m.vocab_size})"
+
+
+MODEL_RULES: tuple[Callable[[AnyModel], Iterator[Broken]], ...] = (
+    groups,
+    top_k,
+    rotary,
+    dense_layers,
+    shared_experts,
+    capacity,
+    multi_token,
+    positions,
+    heads,
+    flash_attention,
+    activation,
+    tied,
+    token_ids,
+)
+
+
+def _of_recipe(
+    rule: Callable[[AnyModel], Iterator[Broken]],
+) -> Callable[[Recipe], Iterator[Broken]]:
+    return lambda recipe: rule(recipe.model.model_config)
+
+
+def model_batch(r: Recipe) -> Iterator[Broken]:
+    """The model's copy of the batch size is the one that MindFormers' masks use."""
+    size = r.model.model_config.batch_size
+    if size is not None and size != r.runner_config.batch_size:
+        expected = f"runner_config.batch_size ({r.runner_config.batch_size})"
+        yield AT + "batch_size", str(size), expected
+
+
+def converter_names(r: Recipe) -> Iterator[Broken]:
+    """Keys that MindFormers' converter of the model type ignores, and then takes its default."""
+    m = r.model.model_config
+    for key, other, default in (
+        ("qk_nope_head_dim", "qk_head_dim", 128),
+        ("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    ):
+        width, copy = getattr(m, key), getattr(m, other)
+        if copy is not None and width is not None and copy != width:
+            yield AT + other, f"{copy}, but {key} is {width}", f"{width}"
+        elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
+            found = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
+            yield AT + key, found, f"{other} {width} beside it (or MindFormers trains {default})"
+    dtype, written = m.router_dense_type, r.given["model"]["model_config"]
+    ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
+    if ignored and dtype not in ("float32", "fp32", None):
+        found = f"{dtype}; MindFormers ignores this key for deepseek_v3"
+        yield AT + "router_dense_type", found, "the key moe_router_dtype instead"
+
+
+RULES = (*(_of_recipe(rule) for rule in MODEL_RULES), model_batch, converter_names)
+DOCUMENTED = (*MODEL_RULES, model_batch, converter_names)

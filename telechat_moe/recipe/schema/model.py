@@ -1,0 +1,292 @@
+"""The model section: `ModelConfig`, what the model room reads.
+
+Key names are MindFormers' and Hugging Face's. A key marked *written* has no default that a
+recipe may rely on: MindFormers would silently take it from a class default of another model.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from telechat_moe.recipe.fields import (
+    OWN,
+    WRITTEN,
+    Above0,
+    Count,
+    Dtype,
+    NonNegative,
+    Positive,
+    Range,
+    Share,
+    Text,
+    instead_of,
+    names,
+)
+from telechat_moe.recipe.schema.keys import MindFormersModelKeys
+
+
+def written(*others: str) -> dict[str, object]:
+    """Return field metadata: must be written; ``others`` are its names elsewhere."""
+    return {**WRITTEN, **instead_of(*others)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig(MindFormersModelKeys):
+    """A decoder with multi-head latent attention (MLA) and mixture-of-experts (MoE) layers.
+
+    `model.model_config` for the model types that this package trains. Dimensions are counts of
+    elements, ranges are standard deviations.
+    """
+
+    model_type: Literal["telechat3_moe", "deepseek_v3"] = "telechat3_moe"
+    """MindFormers' model class. `deepseek_v3` is the same architecture with the names and class
+    defaults of DeepSeek-V3, which fill the keys that a recipe leaves out."""
+
+    vocab_size: Positive = field(default=2048, metadata=WRITTEN)
+    """Rows of the embedding. A multiple of `model_parallel`."""
+
+    seq_length: Positive = field(default=4096, metadata=WRITTEN)
+    """Tokens per sample. Equals `train_dataset.data_loader.config.seq_length` and is at most
+    `max_position_embeddings`."""
+
+    hidden_size: Positive = field(default=2560, metadata=WRITTEN)
+    """Width of the residual stream."""
+
+    intermediate_size: Positive = field(default=7680, metadata=written("ffn_hidden_size"))
+    """Inner width of the SwiGLU of a dense layer."""
+
+    num_hidden_layers: Positive = field(default=4, metadata=written("num_layers", "n_layer"))
+    """Decoder layers without MTP. Spread over `pipeline_stage` x `pp_interleave_num` chunks;
+    `offset` takes up the remainder."""
+
+    num_attention_heads: Positive = field(default=32, metadata=written("num_heads", "n_head"))
+    """Attention heads. A multiple of `model_parallel`."""
+
+    q_lora_rank: Count | None = field(default=1536, metadata=WRITTEN)
+    """Width of the query latent. None or 0: queries are projected directly."""
+
+    kv_lora_rank: Positive = field(default=512, metadata=WRITTEN)
+    """Width of the key/value latent."""
+
+    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN)
+    """Width of a query/key head without position."""
+
+    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN)
+    """Width of the rotated part of a query/key head; the key part is shared by all heads. Even."""
+
+    v_head_dim: Positive = field(default=128, metadata=WRITTEN)
+    """Width of a value head."""
+
+    qk_layernorm: bool = field(default=False, metadata=instead_of("use_qk_norm"))
+    """RMSNorm on the query and key/value latents (Hugging Face always has it)."""
+
+    rms_norm_eps: Above0 = field(default=1e-6, metadata=instead_of("layernorm_epsilon"))
+    """Added to the mean square in every RMSNorm."""
+
+    rope_theta: Above0 = field(default=10000.0, metadata=instead_of("rotary_base", "theta"))
+    """Base of the rotary frequencies."""
+
+    rope_interleave: bool = field(default=True, metadata=OWN)
+    """Neighbouring elements form a rotated pair, as in Hugging Face's DeepseekV3 (MindFormers'
+    MLA always does so, and calls its own `rotary_interleaved` an error)."""
+
+    max_position_embeddings: Positive = 4096
+    """Longest sequence that the positions are meant for, in tokens."""
+
+    tie_word_embeddings: bool = False
+    """Use the embedding as output head too."""
+
+    hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = "silu"
+    """Gate of the SwiGLU. All three are the same function; `fusedswiglu` asks for one kernel."""
+
+    initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
+    """Standard deviation of the normal initialisation of weights."""
+
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in float32 although layers compute in `compute_dtype`."""
+
+    params_dtype: Dtype = field(default="float32", metadata=instead_of("param_init_type"))
+    """Type in which parameters are stored and updated."""
+
+    compute_dtype: Dtype = "bfloat16"
+    """Type of the matrix products. On CPU float32."""
+
+    layernorm_compute_dtype: Dtype = "float32"
+    """Type in which RMSNorm computes."""
+
+    softmax_compute_dtype: Dtype = "float32"
+    """Type of the attention softmax."""
+
+    rotary_dtype: Dtype = "float32"
+    """Type of the rotary tables."""
+
+    router_dense_type: Dtype = field(default="float32", metadata=names("moe_router_dtype"))
+    """Type of the router's matrix product and scores. MindFormers reads `deepseek_v3`'s under the
+    name `moe_router_dtype` only."""
+
+    first_k_dense_replace: Count = field(default=1, metadata=WRITTEN)
+    """The first k layers are dense, all others MoE. At most `num_hidden_layers`."""
+
+    n_routed_experts: Positive = field(
+        default=192, metadata=written("num_experts", "num_moe_experts", "expert_num")
+    )
+    """Routed experts per MoE layer. A multiple of `expert_parallel` and of `n_group`."""
+
+    num_experts_per_tok: Positive = field(
+        default=4, metadata=written("moe_router_topk", "num_experts_chosen")
+    )
+    """Routed experts that each token visits (K)."""
+
+    n_shared_experts: Count = field(default=1, metadata=written("shared_expert_num"))
+    """Shared experts that every token visits. 0: none."""
+
+    moe_intermediate_size: Positive = field(default=1536, metadata=written("moe_ffn_hidden_size"))
+    """Inner width of one routed expert."""
+
+    moe_shared_expert_intermediate_size: Positive | None = None
+    """Inner width of all shared experts together. None: `n_shared_experts` x
+    `moe_intermediate_size`."""
+
+    n_group: Count = field(default=0, metadata=written("moe_router_num_groups"))
+    """Groups of experts for group-limited routing. 0: no groups."""
+
+    topk_group: Count = field(default=0, metadata=written("moe_router_group_topk"))
+    """Groups that a token may choose from. 0 with `n_group` 0, else 1 to `n_group`."""
+
+    norm_topk_prob: bool = True
+    """Divide the K chosen scores by their sum."""
+
+    scoring_func: Literal["sigmoid"] = field(
+        default="sigmoid", metadata=names("moe_router_score_function")
+    )
+    """Score of an expert. MindFormers ignores another word here and takes the sigmoid."""
+
+    routed_scaling_factor: Above0 = field(
+        default=1.0, metadata=written("moe_router_topk_scaling_factor")
+    )
+    """Factor on the routing weights, after normalisation."""
+
+    moe_router_enable_expert_bias: bool = field(
+        default=True, metadata=instead_of("balance_via_topk_bias")
+    )
+    """Add a bias per expert to the scores for selection only, and update it from the load."""
+
+    moe_router_bias_update_rate: NonNegative = field(
+        default=0.001, metadata=instead_of("topk_bias_update_rate")
+    )
+    """Step of that bias per training step."""
+
+    moe_router_load_balancing_type: Literal[
+        "seq_aux_loss", "sub_seq_aux_loss", "gbs_aux_loss", "aux_loss", "none"
+    ] = "sub_seq_aux_loss"
+    """Over what the balance loss counts load: `seq_aux_loss` a sequence, `aux_loss` the
+    micro-batch, `none` no balance loss. `sub_seq_aux_loss` (a part of a sequence) and
+    `gbs_aux_loss` (the global batch) are MindFormers'; the first three words are MindFormers' own,
+    `aux_loss` and `none` are only ours."""
+
+    moe_aux_loss_coeff: NonNegative = 0.0
+    """Factor of the balance loss. 0: none."""
+
+    moe_z_loss_coeff: NonNegative | None = field(default=None, metadata=instead_of("z_loss_factor"))
+    """Factor of the router's z-loss. None or 0: none."""
+
+    moe_token_drop_policy: Literal[False, "probs", "position"] = False
+    """What is dropped when an expert is over its capacity: the least probable tokens (`probs`) or
+    the last ones (`position`). False, or no capacity factor: dropless."""
+
+    moe_expert_capacity_factor: Above0 | None = field(
+        default=None, metadata=instead_of("capacity_factor")
+    )
+    """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
+
+    num_nextn_predict_layers: Annotated[int, Range(0)] = field(
+        default=0, metadata=written("mtp_depth", "mtp_num_layers")
+    )
+    """Multi-token prediction layers. 0: off. MindFormers allows at most 1."""
+
+    mtp_loss_factor: NonNegative | None = field(
+        default=None, metadata=names("mtp_loss_scaling_factor")
+    )
+    """Factor of the MTP loss (averaged over its layers). Needed when there are MTP layers."""
+
+    hidden_dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Dropout on the residual branches. 0: none."""
+
+    attention_dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
+    """Dropout on attention weights. 0: none."""
+
+    offset: int | list[int] | list[list[int]] = 0
+    """Layers that a pipeline chunk has more (or less) than the integer mean: one number 0, a list
+    per stage, or with interleaving a list of lists [chunk][stage]. Sums to the remainder of
+    layers / (`pipeline_stage` x `pp_interleave_num`)."""
+
+    pp_interleave_num: Positive = field(
+        default=1, metadata=names("virtual_pipeline_model_parallel_size")
+    )
+    """Chunks per pipeline stage (VPP). More than 1 needs
+    `parallel.pipeline_config.pipeline_interleave`."""
+
+    architectures: Text | list[Text] | None = None
+    """Name of MindFormers' network class."""
+
+    multi_latent_attention: Literal[True] = True
+    """MLA; this model has no other attention."""
+
+    add_bias_linear: Literal[False] = False
+    """Linear layers have no bias."""
+
+    gated_linear_unit: Literal[True] = True
+    """The feed-forward layers are gated (SwiGLU)."""
+
+    normalization: Literal["RMSNorm"] = "RMSNorm"
+    """Kind of norm."""
+
+    position_embedding_type: Literal["rope", "yarn"] = field(
+        default="rope", metadata=instead_of("extend_method")
+    )
+    """`yarn` scales rotary frequencies for long context (MindFormers only)."""
+
+    partial_rotary_factor: Share = 1.0
+    """Share of the rope part that is rotated."""
+
+    @property
+    def shared_width(self) -> int:
+        """Inner width of all shared experts together; 0 without shared experts."""
+        if not self.n_shared_experts:
+            return 0
+        default = self.n_shared_experts * self.moe_intermediate_size
+        return self.moe_shared_expert_intermediate_size or default
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Decoder layers with experts, MTP not counted."""
+        return max(0, self.num_hidden_layers - self.first_k_dense_replace)
+
+    @property
+    def query_width(self) -> int:
+        """Width of a whole query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+DEEPSEEK_V3: dict[str, object] = {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "seq_length": 4096,
+}
+"""Class defaults of MindFormers' DeepseekV3Config: the published DeepSeek-V3."""

@@ -1,0 +1,324 @@
+"""Put layouts on the primitives of a built model, before it is compiled.
+
+Nothing is computed here. What a layout cannot say (collectives in the middle of a module) is a cell of
+``telechat_moe.sharding.cells.collective*`` that takes the place of the model's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.model.attention import MultiLatentAttention, ShareKey
+from telechat_moe.model.block import Block, MoE
+from telechat_moe.model.causal_lm import CausalLM
+from telechat_moe.model.linear import MLP
+from telechat_moe.model.mtp import MTPLayer
+from telechat_moe.model.router import Router
+from telechat_moe.ops.attention import AscendAttention, PlainAttention
+from telechat_moe.sharding.cells.collective import (
+    Group,
+    ParallelCrossEntropy,
+    RouterLosses,
+    VocabularyRows,
+)
+from telechat_moe.sharding.cells.dispatch import (
+    AllGatherDispatch,
+    AllToAllDispatch,
+    AllToAllVDispatch,
+)
+from telechat_moe.sharding.layouts import Rule
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.sharding.placement import Placement, unplaced
+from telechat_moe.sharding.stages import Place
+
+COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AlltoAllV", "ReduceScatter")
+
+
+class Options:
+    """What a recipe chooses beyond the mesh.
+
+    Args:
+        dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
+        capacity_tokens: See :class:`telechat_moe.sharding.cells.dispatch.CapacityExchange`.
+        sequences: ``B`` of a micro-batch, over all devices.
+        layers: Stage and chunk of each layer; None without a pipeline.
+        mask: The batch brings an attention mask.
+        stand_ins: Leave no cell of another stage; where micro-batches share one graph.
+    """
+
+    def __init__(
+        self,
+        dispatcher: str,
+        capacity_tokens: int | None,
+        sequences: int,
+        layers: Sequence[Place] | None = None,
+        mask: bool = False,
+        stand_ins: bool = False,
+    ) -> None:
+        self.dispatcher, self.capacity_tokens = dispatcher, capacity_tokens
+        self.sequences = sequences
+        self.layers = layers
+        self.mask = mask
+        self.stand_ins = stand_ins
+
+
+def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
+    """Split a model over a mesh.
+
+    Args:
+        model: Built with plain or Ascend faces; the last thing done to it before it is compiled.
+        mesh: Devices.
+        rank: Global rank of this process.
+        options: Choices beyond the mesh.
+
+    Raises:
+        BadInputError: A layout that MindSpore would turn into wrong numbers.
+    """
+    _refuse(model, mesh, options)
+    p = Placement(mesh, rank)
+    vocabulary = p.group(mesh.axes("tp"))
+    p.cell(model.embedding, "Embedding")
+    if mesh.pp > 1 and not options.stand_ins:
+        # The first stage's passes begin where a primitive reads a parameter; MindSpore sees none in a Morph
+        # ("backward_node's size: 0") unless micro-batches share one graph.
+        p.cell(model.embedding.rows, "TableRows")
+    else:
+        model.embedding.rows = VocabularyRows(vocabulary, mesh.sp)
+        p.morphed(model.embedding.rows.run, "VocabularyRows")
+    p.cell(model.rope, "RopeTable")
+    model.mask.stretch = False
+    p.cell(model.mask, "AttentionMask")
+    for layer in model.layers:
+        _block(p, layer, options)
+    p.cell(model.norm, "RMSNorm")
+    if model.tied:
+        p.cell(model, "CausalLM.tied")
+    else:
+        p.cell(model.head, "Linear.column")
+    model.loss = _loss(p, vocabulary)
+    if model.mtp_depth:
+        model.mtp_loss = _loss(p, vocabulary)
+        model.shift = p.local(model.shift, "ShiftLeft")
+        for layer in model.mtp:
+            _mtp(p, layer, options)
+    _name_collectives(model)
+    if options.layers is not None:
+        _stages(p, model, options.layers, options.stand_ins)
+    forgotten = unplaced(model, p) if mesh.stage_devices > 1 else []
+    if forgotten:
+        raise BadInputError(
+            f"{len(forgotten)} primitives have no layout, and MindSpore would choose one: "
+            + ", ".join(forgotten[:8])
+        )
+    return p
+
+
+def _name_collectives(model: CausalLM) -> None:
+    """Write the module's name on each collective of a Morph cell, whose place in the graph MindSpore forgets."""
+    for name, cell in model.cells_and_names():
+        for primitive in getattr(cell, "_primitives", {}).values():
+            if primitive is not None and primitive.name in COLLECTIVES:
+                primitive.add_prim_attr("module", name)
+
+
+def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
+    """Refuse a model that cannot be placed."""
+    if getattr(model, "compile_cache", None):
+        raise BadInputError(
+            "the model was compiled before: MindSpore keeps that graph and ignores a placement; build a new model"
+        )
+    rows = options.sequences * model.config.seq_length
+    if rows % mesh.stage_devices:
+        raise BadInputError(
+            f"{options.sequences} sequences x seq_length {model.config.seq_length} = {rows} rows do not spread over the "
+            f"{mesh.stage_devices} devices of a stage"
+        )
+    state = [p.name for p in model.get_parameters() if not p.requires_grad and p.parallel_optimizer]
+    if state:
+        raise BadInputError(
+            f"{state[0]} is not trained and has parallel_optimizer on: MindSpore would cut it over all devices"
+        )
+
+
+def _stages(p: Placement, model: CausalLM, layers: Sequence[Place], stand_ins: bool) -> None:
+    """Give every cell its pipeline stage: embedding first, head, losses and MTP last.
+
+    With stand-ins, no cell of another stage is left. MindSpore takes that only where micro-batches share one
+    graph; else it wants a parameter of every stage in each ("Stage 0 should has at least 1 parameter").
+
+    MTP's tokens are embedded and normalised on the first stage and sent to the last one, ``T * H`` values a
+    micro-batch in the compute type. Upstream sends the table instead, once a step and in fp32, and its gradient
+    back: twice the bytes in the 105B recipe (8 micro-batches: 21 against 42 MB each way), and MindSpore 2.9.0 refuses
+    it with a sharded optimizer here.
+    """
+    here = p.mesh.stage(p.rank)
+
+    def away(place: Place) -> bool:
+        return stand_ins and place.stage != here
+
+    last = Place(p.mesh.pp - 1, max(place.chunk for place in layers))
+    if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
+        # MindSpore 2.9.0 cannot add up the gradients of a stage that hands MTP's embeddings and the last layer's output to the
+        # same chunk, unless something passes the output on before MTP.
+        model.layers.append(p.elsewhere(model.layers[-1], last))
+    p.stand(model.embedding, Place(0, 0))
+    if away(Place(0, 0)):
+        model.embedding = p.elsewhere(model.embedding, Place(0, 0))
+    for i, place in enumerate(layers):
+        p.stand(model.layers[i], place)
+        if away(place):
+            model.layers[i] = p.elsewhere(model.layers[i], place)
+    names = ["norm", "loss"] if model.tied else ["norm", "loss", "head"]
+    names += ["mtp_loss"] if model.mtp_depth else []
+    for name in names:
+        p.stand(getattr(model, name), last)
+        if away(last):
+            setattr(model, name, p.elsewhere(getattr(model, name), last))
+    if model.mtp_depth:
+        p.stand(model.shift, last)
+        for i in range(model.mtp_depth):
+            norm = model.mtp[i].embed_norm
+            p.stand(norm, Place(0, 0))
+            p.stand(model.mtp[i], last)
+            if away(last):
+                model.mtp[i] = p.elsewhere(model.mtp[i], last)
+                model.mtp[i].embed_norm = norm
+            if away(Place(0, 0)):
+                model.mtp[i].embed_norm = p.elsewhere(norm, Place(0, 0))
+
+
+def _loss(p: Placement, vocabulary: Group) -> ParallelCrossEntropy:
+    loss = ParallelCrossEntropy(vocabulary)
+    p.cell(loss, "ParallelCrossEntropy")
+    p.morphed(loss.token_loss.run, "TokenCrossEntropy")
+    return loss
+
+
+def _mtp(p: Placement, layer: MTPLayer, options: Options) -> None:
+    for norm in (layer.embed_norm, layer.hidden_norm, layer.norm):
+        p.cell(norm, "RMSNorm")
+    p.cell(layer, "MTPLayer")
+    p.cell(layer.proj, "Linear.replicated")
+    _block(p, layer.block, options)
+
+
+def _block(p: Placement, block: Block, options: Options) -> None:
+    p.cell(block, "Block")
+    p.cell(block.input_norm, "RMSNorm")
+    p.cell(block.ffn_norm, "RMSNorm")
+    p.cell(block.add_attention, "AddRMSNorm")
+    _attention(p, block.attention, options)
+    if block.is_moe:
+        _moe(p, block.moe, options)
+    else:
+        _mlp(p, block.ffn)
+
+
+def _mlp(p: Placement, mlp: MLP) -> None:
+    p.cell(mlp.gate, "Linear.column")
+    p.cell(mlp.up, "Linear.column")
+    mlp.act = p.local(mlp.act, "SwiGLU")
+    p.cell(mlp.down, "Linear.row")
+
+
+def _replicated(p: Placement, mlp: MLP) -> None:
+    for linear in (mlp.gate, mlp.up, mlp.down):
+        p.cell(linear, "Linear.replicated")
+    mlp.act = p.local(mlp.act, "SwiGLU.replicated")
+
+
+def _attention(p: Placement, attention: MultiLatentAttention, options: Options) -> None:
+    p.cell(attention, "MultiLatentAttention")
+    if attention.compress_query:
+        p.cell(attention.q_down, "Linear.replicated")
+        p.cell(attention.q_up, "Linear.column")
+    else:
+        p.cell(attention.q_proj, "Linear.column")
+    p.cell(attention.kv_down, "Linear.replicated")
+    p.cell(attention.kv_up, "Linear.column_whole")
+    p.cell(attention.out, "Linear.row")
+    if attention.norm_latents:
+        p.cell(attention.kv_norm, "RMSNorm")
+        if attention.compress_query:
+            p.cell(attention.q_norm, "RMSNorm")
+    attention.rope_query = p.local(attention.rope_query, "Rope.query")
+    attention.rope_key = p.local(attention.rope_key, "Rope.key")
+    heads = attention.num_heads
+    share = ShareKey(heads // p.mesh.tp)
+
+    def shape_of_keys(shape: Any) -> Any:  # MindSpore parses it, and parses no lambda here
+        return [shape[0], shape[1], heads, shape[3]]
+
+    attention.share_key = p.local(share, "ShareKey", shape_of_keys)
+    core = attention.core
+    if isinstance(core, AscendAttention):
+        _flash(p, core)
+        return
+    attention.core = PlainAttention(float(core.scale.asnumpy()), core.softmax_dtype)
+    p.cell(attention.core, "PlainAttention")
+    mask = "batch . seq ." if options.mask else ". . seq ."
+    p.put(attention.core.add_mask, Rule(("batch tp seq .", mask)))
+
+
+def _flash(p: Placement, core: AscendAttention) -> None:
+    q, kv = "batch tp seq .", "batch tp . ."
+    p.put(core.flash, Rule((q, kv, kv, "batch . seq ."), (), "coarse"))
+    p.put(core.flash_causal, Rule((q, kv, kv, ". ."), (), "coarse"))
+
+
+def _moe(p: Placement, moe: MoE, options: Options) -> None:
+    mesh, router = p.mesh, moe.router
+    p.cell(moe, "MoE")
+    if moe.has_shared and mesh.sp:
+        # Whole on every device, each with its own rows: no row travels. Without sequence parallel all
+        # devices have the same rows, and this would be the same work tp times.
+        _replicated(p, moe.shared)
+    elif moe.has_shared:
+        _mlp(p, moe.shared)
+    _router(p, router, options)
+    p.cell(moe.experts, "Experts")
+    kinds = {
+        "alltoall": AllToAllDispatch,
+        "allgather": AllGatherDispatch,
+        "alltoallv": AllToAllVDispatch,
+    }
+    tensor = p.group(mesh.axes("tp")) if mesh.expert_tp else None
+    moe.dispatch = kinds[options.dispatcher](
+        router.config,
+        options.capacity_tokens,
+        moe.experts.products,
+        p.group(mesh.axes("ep")),
+        tensor,
+        mesh.sp,
+    )
+    p.morphed(moe.dispatch.run, "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch")
+
+
+def _router(p: Placement, router: Router, options: Options) -> None:
+    mesh = p.mesh
+    p.cell(router, "Router")
+    top_k = router.top_k
+
+    def shapes(logits: Any, bias: Any) -> Any:
+        chosen = [logits[0], top_k]
+        return logits, chosen, chosen, logits, bias
+
+    def types(logits: Any, bias: Any) -> Any:
+        return logits, ms.int32, logits, logits, bias
+
+    router.choose = p.local(router.choose, "Routing", shapes, types)
+    within, across = mesh.axes("cp", "tp"), mesh.axes("dp")
+    rows = mesh.size(within)
+    length = options.sequences * router.config.seq_length // mesh.stage_devices
+    losses = router.losses = RouterLosses(
+        router.balance,
+        router.z_loss,
+        options.sequences,
+        mesh.dp,
+        mesh.index(p.rank, within) * length if rows > 1 else 0,
+        p.group(within),
+        p.group(across),
+    )
+    p.morphed(losses.run, "RouterLosses")

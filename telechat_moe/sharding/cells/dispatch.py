@@ -1,0 +1,337 @@
+"""Dispatch to experts that are spread over devices; see :mod:`telechat_moe.sharding.cells.collective` for the mechanism.
+
+Legend: T tokens, t tokens of this device, K choices of a token, E experts, e experts of this device, H hidden width,
+F an expert's width, C rows of an expert's buffer, g groups of tokens that share a capacity, P pairs.
+"""
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import (
+    MoeTokenPermute,
+    MoeTokenUnpermute,
+    RepeatInterleaveTensor,
+    SplitWithSize,
+)
+
+from telechat_moe.model.dispatch import drops
+from telechat_moe.model.experts import ExpertProducts, Experts
+from telechat_moe.ops.permute import (
+    AscendPermute,
+    AscendUnpermute,
+    CapacityPlan,
+    Permute,
+    Unpermute,
+)
+from telechat_moe.recipe import ModelConfig
+from telechat_moe.sharding.cells.collective import Group, Morphed, sum_over
+
+
+class ParallelDispatch(nn.Cell):
+    """Bring rows to their experts and back; subclasses say how, in :meth:`exchange`.
+
+    Args:
+        products: Products of the experts on this device.
+        group: Expert-parallel group.
+        tensor: Tensor-parallel group if each expert's width is cut over it, else None.
+        scatter: The result is cut over ``tensor`` by rows (sequence parallel) instead of repeated.
+    """
+
+    def __init__(
+        self,
+        products: ExpertProducts,
+        group: Group,
+        tensor: Group | None,
+        scatter: bool,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.products, self.group, self.many = products, group, group.size > 1
+        self.run = Morphed(self.body)
+        self.sum_widths = sum_over(tensor, scatter)
+
+    def exchange(
+        self,
+        x_tH: Tensor,
+        index_tK: Tensor,
+        weight_tK: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """Return ``[t, H]``; shapes of one device, weights of its experts."""
+        raise NotImplementedError
+
+    def body(
+        self,
+        x_tH: Tensor,
+        index_tK: Tensor,
+        weight_tK: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """Return the exchange's result, summed over an expert's parts."""
+        y_tH = self.exchange(x_tH, index_tK, weight_tK, gate, up, down)
+        return y_tH if self.sum_widths is None else self.sum_widths(y_tH)
+
+    def construct(
+        self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts
+    ) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, H]``."""
+        x_TH = experts.cast(x_TH, experts.carried)
+        return self.run(x_TH, index_TK, weight_TK, *experts.weights())
+
+
+class CapacityExchange(ParallelDispatch):
+    """Take rows to their experts through buffers of ``C`` rows an expert, and back.
+
+    Without a capacity ``C`` is the number of tokens of the device, which no routing can exceed: nothing
+    is dropped, and the shapes do not depend on the routing. That is the static form of the dropless
+    exchange: the same rows travel between the same devices, padded.
+
+    Args:
+        config: Model section of the recipe.
+        capacity_tokens: Tokens that share a capacity; None = those of the device.
+        products: See :class:`ParallelDispatch`, as for the others.
+        group: There.
+        tensor: There.
+        scatter: There.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity_tokens: int | None,
+        products: ExpertProducts,
+        group: Group,
+        tensor: Group | None = None,
+        scatter: bool = False,
+    ) -> None:
+        super().__init__(products, group, tensor, scatter)
+        self.num_experts = config.n_routed_experts
+        self.factor = config.moe_expert_capacity_factor if drops(config) else None
+        self.capacity_tokens = capacity_tokens
+        policy = config.moe_token_drop_policy if drops(config) else "position"
+        self.plan = CapacityPlan(1, policy)
+        self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
+        self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
+        self.to_float, self.keep, self.add = ops.Cast(), ops.Mul(), ops.Add()
+        self.at_most, self.less = ops.Minimum(), ops.Less()
+
+    def groups_and_capacity(self, tokens: int, top_k: int) -> tuple[int, int]:
+        """Return ``(g, C)`` for a device with ``tokens`` tokens."""
+        if self.factor is None:
+            return 1, tokens
+        size = min(tokens, self.capacity_tokens or tokens)
+        return tokens // size, math.ceil(self.factor * size * top_k / self.num_experts)
+
+    def fill(
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the buffers ``[experts, g * C, H]``, the row of each pair and the weights of those kept.
+
+        Pairs whose index is ``experts`` belong elsewhere and get no row.
+        """
+        t, K = index_tK.shape
+        H = x_tH.shape[1]
+        g, C = self.groups_and_capacity(t, K)
+        slot_tK = index_tK
+        if g > 1:
+            group_t1 = (np.arange(t, dtype=np.int32) // (t // g))[:, None] * experts
+            slot_tK = self.at_most(
+                self.add(index_tK, Tensor(group_t1.astype(np.int32))), Tensor(g * experts, ms.int32)
+            )
+        rows = g * experts * C
+        row_N, kept_N = self.plan(slot_tK, weight_tK, C, g * experts + 1)
+        row_N = self.at_most(row_N, Tensor(rows, ms.int32))
+        kept_N = self.less(row_N, Tensor(rows, ms.int32))
+        x_PH, _ = self.split(self.permute(x_tH, row_N, rows + 1, kept_N), (rows, 1), 0)
+        x_gECH = self.reshape(x_PH, (g, experts, C, H))
+        kept_tK = self.reshape(self.to_float(kept_N, ms.float32), (t, K))
+        buffer = self.reshape(self.transpose(x_gECH, (1, 0, 2, 3)), (experts, g * C, H))
+        return buffer, row_N, self.keep(weight_tK, kept_tK)
+
+    def empty(self, y_EPH: Tensor, row_N: Tensor, weight_tK: Tensor, experts: int) -> Tensor:
+        """Return each token's weighted sum of its rows ``[t, H]``; the inverse of :meth:`fill`."""
+        t, K = weight_tK.shape
+        H = y_EPH.shape[2]
+        g, C = self.groups_and_capacity(t, K)
+        rows = g * experts * C
+        y_gECH = self.transpose(self.reshape(y_EPH, (experts, g, C, H)), (1, 0, 2, 3))
+        row_N = self.at_most(row_N, Tensor(rows - 1, ms.int32))
+        return self.unpermute(self.reshape(y_gECH, (rows, H)), row_N, weight_tK)
+
+
+class AllToAllDispatch(CapacityExchange):
+    """Experts spread over ``group``: rows travel to the device of their expert and back.
+
+    Args:
+        config: Model section of the recipe.
+        capacity_tokens: See :class:`CapacityExchange`.
+        products: See :class:`ParallelDispatch`, as for the others.
+        group: There.
+        tensor: There.
+        scatter: There.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity_tokens: int | None,
+        products: ExpertProducts,
+        group: Group,
+        tensor: Group | None = None,
+        scatter: bool = False,
+    ) -> None:
+        super().__init__(config, capacity_tokens, products, group, tensor, scatter)
+        if self.many:
+            self.send = ops.AlltoAll(group.size, 0, 1, group.name)
+            self.bring_back = ops.AlltoAll(group.size, 1, 0, group.name)
+
+    def exchange(
+        self,
+        x_tH: Tensor,
+        index_tK: Tensor,
+        weight_tK: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """See :meth:`ParallelDispatch.exchange`."""
+        buffer, row_N, weight_tK = self.fill(x_tH, index_tK, weight_tK, self.num_experts)
+        if self.many:
+            buffer = self.send(buffer)
+        buffer = self.products(buffer, gate, up, down)
+        if self.many:
+            buffer = self.bring_back(buffer)
+        return self.empty(buffer, row_N, weight_tK, self.num_experts)
+
+
+class AllGatherDispatch(CapacityExchange):
+    """Experts spread over ``group``: every device sees all tokens of the group, and results are summed.
+
+    Args:
+        config: Model section of the recipe.
+        capacity_tokens: See :class:`CapacityExchange`.
+        products: See :class:`ParallelDispatch`, as for the others.
+        group: There.
+        tensor: There.
+        scatter: There.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity_tokens: int | None,
+        products: ExpertProducts,
+        group: Group,
+        tensor: Group | None = None,
+        scatter: bool = False,
+    ) -> None:
+        super().__init__(config, capacity_tokens, products, group, tensor, scatter)
+        self.local = self.num_experts // group.size
+        self.first = Tensor(group.place * self.local, ms.int32)
+        self.elsewhere = Tensor(self.local, ms.int32)
+        if self.many:
+            self.gather = ops.AllGather(group.name)
+            self.gather_index = ops.AllGather(group.name)
+            self.gather_weight = ops.AllGather(group.name)
+            self.scatter_sum = ops.ReduceScatter(ops.ReduceOp.SUM, group.name)
+        self.zero = Tensor(0, ms.int32)
+        self.sub, self.select = ops.Sub(), ops.Select()
+        self.zeros_like = ops.ZerosLike()
+
+    def exchange(
+        self,
+        x_tH: Tensor,
+        index_tK: Tensor,
+        weight_tK: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """See :meth:`ParallelDispatch.exchange`."""
+        if self.many:
+            x_tH, index_tK = self.gather(x_tH), self.gather_index(index_tK)
+            weight_tK = self.gather_weight(weight_tK)
+        local_tK = self.sub(index_tK, self.first)
+        below_tK = self.less(local_tK, self.zero)
+        local_tK = self.at_most(local_tK, self.elsewhere)
+        local_tK = self.select(
+            below_tK, self.add(self.zeros_like(local_tK), self.elsewhere), local_tK
+        )
+        buffer, row_N, weight_tK = self.fill(x_tH, local_tK, weight_tK, self.local)
+        buffer = self.products(buffer, gate, up, down)
+        y_tH = self.empty(buffer, row_N, weight_tK, self.local)
+        return self.scatter_sum(y_tH) if self.many else y_tH
+
+
+class AllToAllVDispatch(ParallelDispatch):
+    """Experts spread over ``group``: exactly the rows that were routed travel (Ascend; dropless).
+
+    Rows leave sorted by expert, so those for a device lie together; how many there are is exchanged first. They
+    arrive by sender and are sorted by expert once more. Expert numbers do not travel: they follow from the counts.
+
+    Args:
+        config: Model section of the recipe.
+        capacity_tokens: Has no meaning here.
+        products: See :class:`ParallelDispatch`, as for the others; Ascend face.
+        group: There.
+        tensor: There.
+        scatter: There.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        capacity_tokens: int | None,
+        products: ExpertProducts,
+        group: Group,
+        tensor: Group | None = None,
+        scatter: bool = False,
+    ) -> None:
+        super().__init__(products, group, tensor, scatter)
+        self.local = config.n_routed_experts // group.size
+        self.permute, self.unpermute = AscendPermute(config.n_routed_experts), AscendUnpermute()
+        self.sort_rows, self.restore_rows = MoeTokenPermute(), MoeTokenUnpermute()
+        self.reshape, self.sum = ops.Reshape(), ops.ReduceSum()
+        self.to_int32, self.to_int64, self.to_host = ops.Cast(), ops.Cast(), ops.MoveTo()
+        self.to_float = ops.Cast()
+        self.repeat = RepeatInterleaveTensor()
+        if self.many:
+            width = config.hidden_size
+            self.exchange_sizes = ops.AlltoAll(group.size, 0, 0, group.name)
+            self.send = ops.AlltoAllV(group.name, width)
+            self.bring_back = ops.AlltoAllV(group.name, width)
+        experts = np.tile(np.arange(self.local, dtype=np.int32), group.size)
+        self.expert_of_block = Tensor(experts)
+
+    def exchange(
+        self,
+        x_tH: Tensor,
+        index_tK: Tensor,
+        weight_tK: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        down: Tensor,
+    ) -> Tensor:
+        """See :meth:`ParallelDispatch.exchange`."""
+        x_PH, row_N, size_E = self.permute(x_tH, index_tK)
+        if not self.many:
+            return self.unpermute(self.products(x_PH, gate, up, down, size_E), row_N, weight_tK)
+        P, H = x_PH.shape
+        size_Re = self.to_float(self.reshape(size_E, (self.group.size, self.local)), ms.float32)
+        got_Re = self.exchange_sizes(size_Re)
+        sent_R = self.to_host(self.to_int64(self.sum(size_Re, 1), ms.int64), "CPU", True)
+        got_R = self.to_host(self.to_int64(self.sum(got_Re, 1), ms.int64), "CPU", True)
+        x_QH = self.reshape(self.send(self.reshape(x_PH, (-1,)), sent_R, got_R), (-1, H))
+        blocks = self.to_int64(self.reshape(got_Re, (-1,)), ms.int64)
+        expert_Q = self.repeat(self.expert_of_block, blocks, 0, None)
+        x_QH, row_Q = self.sort_rows(x_QH, expert_Q, None, False)
+        size_e = self.to_int32(self.sum(got_Re, 0), ms.int32)
+        y_QH = self.products(x_QH, gate, up, down, size_e)
+        y_QH = self.restore_rows(y_QH, row_Q, None, False, None)
+        y_PH = self.reshape(self.bring_back(self.reshape(y_QH, (-1,)), got_R, sent_R), (P, H))
+        return self.unpermute(y_PH, row_N, weight_tK)

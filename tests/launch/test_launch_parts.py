@@ -1,0 +1,445 @@
+"""What launching is made of: hostfiles, cores, commands, ports, files that others must not write."""
+
+import json
+import os
+import pickle
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from telechat_moe.control import Control, RankFailedError
+from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.launch import affinity as topology
+from telechat_moe.launch import commands, hosts
+from telechat_moe.launch.affinity import Topology
+from telechat_moe.launch.agents import Machines
+from telechat_moe.launch.commands import Node, check_port, make_nodes, remote
+from telechat_moe.launch.hosts import Host
+from telechat_moe.launch.processes import stop_on_signal
+from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.recipe import load
+
+NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
+
+
+# ------------------------------------------------------------------------------ hostfiles
+
+
+def hostfile(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    return path
+
+
+def test_a_hostfile_of_open_mpi_is_read(tmp_path: Path) -> None:
+    text = (
+        "# two machines\nnode-1 slots=8 addr=10.0.0.1\n\nme@node-2 addr=fe80::2 slots=4 # small\n"
+    )
+    assert hosts.read_hosts(hostfile(tmp_path, text)) == [
+        Host("node-1", 8, "10.0.0.1"),
+        Host("me@node-2", 4, "fe80::2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("a", "slots=(not given)"),
+        ("a slots=", "slots=(not given)"),
+        ("a slots=0", "slots=0"),
+        ("a slots=two", "slots=two"),
+        ("a slots=2 slots=3", "`slots=3` is not understood"),
+        ("a slots=2 port=1", "`port=1` is not understood"),
+        ("a slots=2 addr=10.0.0", "addr=10.0.0 is not an IP address"),
+        ("-oProxyCommand=touch slots=2", "`-oProxyCommand=touch` is not a host name"),
+        ("a;touch slots=2", "`a;touch` is not a host name"),
+        ("b slots=2 addr=10.0.0.9", "is there twice"),
+        ("first slots=1", "is there twice"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: str, said: str) -> None:
+    path = hostfile(tmp_path, f"first slots=2 addr=10.0.0.9\n{line}\nlast slots=x\n")
+    with pytest.raises(BadInputError) as error:
+        hosts.read_hosts(path)
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"{path}:2: ")
+    assert said in first
+    assert second.startswith(f"{path}:3: last has slots=x")
+
+
+def test_an_empty_or_missing_hostfile_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="names no host"):
+        hosts.read_hosts(hostfile(tmp_path, "# nobody\n"))
+    with pytest.raises(BadInputError, match="nothing: the hostfile cannot be read"):
+        hosts.read_hosts(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("slots", "processes", "used"),
+    [([8, 8], 16, [8, 8]), ([8, 8], 8, [8]), ([8, 8], 12, [6, 6]), ([2, 2, 2], 4, [2, 2])],
+)
+def test_the_first_hosts_with_room_are_used(
+    slots: list[int], processes: int, used: list[int]
+) -> None:
+    given = [Host(f"h{i}", n, f"10.0.0.{i}") for i, n in enumerate(slots)]
+    assert [h.slots for h in hosts.choose(given, processes, Path("hosts"))] == used
+
+
+@pytest.mark.parametrize(
+    ("given", "processes", "said"),
+    [
+        ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 4, "3 slots on 2 host"),
+        ([Host("a", 2, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 3, "do not spread evenly"),
+        ([Host("a", 3, "10.0.0.1"), Host("b", 1, "10.0.0.2")], 4, "do not spread evenly"),
+        ([Host("a", 1, "127.0.0.1"), Host("b", 1, "127.0.0.2")], 2, "both this machine"),
+    ],
+)
+def test_what_msrun_cannot_number_is_refused(given: list[Host], processes: int, said: str) -> None:
+    with pytest.raises(BadInputError, match=said):
+        hosts.choose(given, processes, Path("hosts"))
+
+
+def test_an_address_that_others_cannot_reach_is_refused() -> None:
+    with pytest.raises(UsageError, match="add addr=IP"):
+        make_nodes([Host("localhost", 1), Host("b", 1, "10.0.0.2")], None)
+    with pytest.raises(BadInputError, match="add addr=IP"):
+        make_nodes([Host("no.such.host.invalid", 1)], None)
+
+
+# ------------------------------------------------------------------------------ cores
+
+
+def machine(root: Path, nodes: dict[int, str], npus: dict[str, int]) -> Path:
+    """Write /sys of a machine: cores of NUMA nodes, NUMA node of each NPU by PCI address."""
+    for node, cores in nodes.items():
+        folder = root / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(cores + "\n")
+    for address, node in {"0000:00:01.0": -1, **npus}.items():
+        folder = root / "bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text("0x19e5\n" if address in npus else "0x8086\n")
+        (folder / "class").write_text("0x120000\n")
+        (folder / "numa_node").write_text(f"{node}\n")
+    return root
+
+
+TWO_NODES = {0: "0-7", 1: "8-15"}
+
+
+def test_processes_get_cores_beside_their_npu(tmp_path: Path) -> None:
+    npus = {"0000:c1:00.0": 0, "0000:01:00.0": 1, "0000:02:00.0": 1, "0000:c2:00.0": 0}
+    found = Topology.read(machine(tmp_path, TWO_NODES, npus), set(range(16)))
+    assert found.npus == [1, 1, 0, 0]
+    assert [topology.show_cores(c) for c in found.cores(4)] == ["8-11", "12-15", "0-3", "4-7"]
+
+
+NPU_SMI = """#!/bin/sh
+[ "$2" = -m ] && printf 'NPU ID  Chip ID  Chip Logic ID  Chip Name\\n0 0 0 Ascend 910B\\n0 1 - Mcu\\n5 0 1 Ascend 910B\\n' && exit
+case $5 in 0) echo '  PCIe Bus Info    : 0000:C1:00.0';; 5) echo '  PCIe Bus Info    : 0000:01:00.0';; esac
+"""
+
+
+def test_device_numbers_are_those_of_npu_smi(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "npu-smi"
+    script.write_text(NPU_SMI)
+    script.chmod(0o755)
+    root = machine(tmp_path / "sys", TWO_NODES, {"0000:01:00.0": 0, "0000:c1:00.0": 1})
+    assert Topology.read(root, {0, 8}).npus == [0, 1]  # by address
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert topology.npu_addresses() == ["0000:c1:00.0", "0000:01:00.0"]
+    assert Topology.read(root, {0, 8}).npus == [1, 0]
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "1")
+    assert Topology.read(root, {0, 8}).cores(1) == [[0]]
+    script.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES")
+    assert Topology.read(root, {0, 8}).npus == [0, 1]
+
+
+def test_without_npus_processes_spread_over_the_nodes(tmp_path: Path) -> None:
+    found = Topology.read(machine(tmp_path, TWO_NODES, {}), set(range(16)))
+    assert [topology.show_cores(c) for c in found.cores(3)] == ["0-3", "4-7", "8-15"]
+
+
+def test_cores_that_are_not_allowed_and_nodes_without_any_are_left_out(tmp_path: Path) -> None:
+    nodes = {0: "0-3,16-19", 1: "4-7", 2: ""}
+    found = Topology.read(machine(tmp_path, nodes, {}), {2, 3, 16, 17})
+    assert found.nodes == {0: [2, 3, 16, 17]}
+    assert [topology.show_cores(c) for c in found.cores(2)] == ["2-3", "16-17"]
+    # An NPU on a node whose cores are not ours does not leave its process without any.
+    assert Topology(found.nodes, [1, 0]).cores(2) == [[2, 3], [16, 17]]
+
+
+def test_more_processes_than_cores_share_them(tmp_path: Path) -> None:
+    assert Topology({0: [0, 1]}, []).cores(4) == [[0], [1], [0], [1]]
+
+
+def test_this_machine_is_read() -> None:
+    found = Topology.read()
+    assert sorted(core for cores in found.nodes.values() for core in cores) == sorted(
+        os.sched_getaffinity(0)
+    )
+
+
+def test_a_process_binds_itself() -> None:
+    code = (
+        "from telechat_moe.launch.affinity import settle; import os, subprocess, sys\n"
+        "settle(2, int(sys.argv[1]), True)\n"
+        "print(os.environ['OMP_NUM_THREADS'])\n"
+        "subprocess.run(['grep', 'Cpus_allowed_list', '/proc/self/status'], check=True)"
+    )
+    bound = []
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    for place in "01":
+        said = subprocess.run(
+            [sys.executable, "-c", code, place],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment,
+        ).stdout.splitlines()
+        cores = topology.parse_cores(said[1].split()[1])
+        assert len(cores) == int(said[0])
+        bound.append(cores)
+    assert bound == Topology.read().cores(2)
+
+
+# ------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def fake_msrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in msrun's place that writes what it was given."""
+    folder = tmp_path / "bin with blank"
+    folder.mkdir()
+    script = folder / "msrun"
+    script.write_text(
+        f"#!{sys.executable}\nimport json, os, shutil, sys\n"
+        "print(json.dumps([sys.argv, os.getcwd(), os.umask(0), shutil.which('python')]))\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(folder))
+    return script
+
+
+def test_the_line_for_a_shell_gives_msrun_what_we_would(
+    tmp_path: Path, fake_msrun: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / NASTY.replace("\n", "")
+    place.mkdir()
+    monkeypatch.chdir(place)
+    node = Node(1, "b", 2, 4, "10.0.0.1", 8200, is_here=False)
+    program = ["python", "-m", "telechat_moe.run", NASTY]
+    line = node.shell_line(place / "log", program)
+    done = subprocess.run(
+        ["sh", "-c", f"umask 0; {line}"], capture_output=True, text=True, check=True, cwd="/"
+    )
+    argv, folder, umask, python = json.loads(done.stdout)
+    assert argv == node.msrun(place / "log", program)
+    assert argv[0] == str(fake_msrun)
+    assert argv[1:6] == [
+        *("--worker_num=4", "--local_worker_num=2", "--node_rank=1"),
+        *("--master_addr=10.0.0.1", "--master_port=8200"),
+    ]
+    assert argv[-4:] == program
+    assert folder == str(place)
+    assert umask == 0o022
+    assert python == str(Path(sys.executable).parent / "python")
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.parametrize("shell", ["{ssh} -o Some=Thing", "env TO={{host}} sh -c"])
+def test_a_remote_shell_passes_arguments_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    ssh = tmp_path / "ssh"  # like the real one: joins its arguments with blanks for a shell there
+    ssh.write_text('#!/bin/sh\n[ "$1" = -o ] && shift 2\nshift\ncd / && exec sh -c "$*"\n')
+    ssh.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    code = "import json, os, sys; print(json.dumps([sys.argv[1:], os.getcwd()]))"
+    argv = [sys.executable, "-c", code, NASTY, "-x"]
+    command = remote(shell.format(ssh=ssh), "node-7", argv)
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) == [[NASTY, "-x"], str(tmp_path)]
+    assert not (tmp_path / "pwned").exists()
+    assert any("node-7" in word for word in command)
+
+
+def test_ssh_is_asked_nothing_and_notices_a_dead_machine() -> None:
+    words = remote(commands.SSH, "node-7", ["true"])
+    assert words[0] == "ssh"
+    assert words[-2] == "node-7"
+    assert {"BatchMode=yes", "ServerAliveInterval=10"} <= set(words)
+    assert shlex.split(words[-1])[-2:] == ["exec", "true"]
+
+
+@pytest.mark.parametrize("late_s", [0, 3])
+def test_what_an_agent_says_counts_even_if_it_comes_after_its_end(
+    tmp_path: Path, late_s: int
+) -> None:
+    answer = {"answer": {"kind": "failed", "message": "no room", "exit_code": 7}}
+    shell = tmp_path / "shell"
+    shell.write_text(f"#!/bin/sh\n(sleep {late_s}; echo '{json.dumps(answer)}') &\n")
+    shell.chmod(0o755)
+    Control.fresh(tmp_path / "job", None)
+    node = Node(host="a", is_here=False)
+    job, metrics = tmp_path / "job", tmp_path / "metrics.jsonl"
+    with pytest.raises(RankFailedError, match="no room") as error:
+        Machines(job, [node], tmp_path, ["python"], metrics, str(shell)).run()
+    assert error.value.exit_code == 7
+
+
+# ------------------------------------------------------------------------------ ports
+
+
+def test_a_port_in_use_is_refused_with_who_uses_it() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=rf"port {port} .*process {os.getpid()} listens"
+        ) as error:
+            check_port("127.0.0.1", port)
+        assert "--master-port" in str(error.value)
+    check_port("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1 is not an address of this machine"):
+        check_port("192.0.2.1", 8118)
+    with pytest.raises(UsageError, match="1024 to 65535"):
+        check_port("127.0.0.1", 80)
+
+
+# ------------------------------------------------------------------------------ files
+
+
+@pytest.fixture
+def no_umask():
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_control_files_are_not_for_others(tmp_path: Path, no_umask: None) -> None:
+    (tmp_path / "job").mkdir(mode=0o755)
+    control = Control.fresh(tmp_path / "job", {"a": 1})
+    control.write("stop")
+    control.stands(0, "step 1")
+    for path in control.folder.rglob("*"):
+        assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
+    assert stat.S_IMODE(control.folder.stat().st_mode) == 0o700
+    assert control.task() == {"a": 1}
+
+
+def test_keeping_others_out_takes_nothing_that_the_user_wants_back() -> None:
+    before = os.umask(0o077)
+    try:
+        keep_others_out()
+        assert os.umask(0o077) == 0o077
+    finally:
+        os.umask(before)
+
+
+class Bomb:
+    """Unpickling it makes a file."""
+
+    def __reduce__(self) -> object:
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize("how", ["mode", "folder", "link", "owner"])
+def test_a_pickle_that_somebody_else_may_have_written_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    control = Control.fresh(tmp_path / "job", None)
+    path = control.folder / "task.pickle"
+    path.write_bytes(pickle.dumps(Bomb()))
+    if how == "mode":
+        path.chmod(0o666)
+    elif how == "folder":
+        control.folder.chmod(0o777)
+    elif how == "link":
+        path.rename(control.folder / "other")
+        path.symlink_to(control.folder / "other")
+    elif os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        pytest.skip("only root can give a file away")
+    said = {
+        "mode": r"it can be written by others \(mode 0666\)",
+        "folder": r"its folder can be written by others \(mode 0777\)",
+        "link": "it is a symbolic link",
+        "owner": "it belongs to user 65534",
+    }
+    with pytest.raises(BadInputError, match=rf"task\.pickle: {said[how]}"):
+        control.task()
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    assert check_private(path) == path
+
+
+# ------------------------------------------------------------------------------ restarts
+
+
+@pytest.mark.parametrize(
+    ("restarts", "overwrite", "deaths", "started"),
+    [
+        # What the newest checkpoint is at each death -> the flags of every start.
+        (0, False, ["a"], [""]),
+        (1, False, [None, None], ["", "--resume"]),
+        (1, False, ["a", "a"], ["", "--resume"]),
+        (1, False, ["a", "b", "c", "c"], ["", "--resume", "--resume", "--resume"]),
+        (2, False, ["a", "a", "b", "b", "b"], ["", "--resume", "--resume", "--resume", "--resume"]),
+        # The old checkpoint is still there at the first death, not at the second.
+        (2, True, ["old", "a", "a", "a"], ["--overwrite", "--overwrite", "--resume", "--resume"]),
+    ],
+)
+def test_restarts_are_counted_anew_after_a_new_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    restarts: int,
+    overwrite: bool,
+    deaths: list[str | None],
+    started: list[str],
+) -> None:
+    launch = pytest.importorskip("telechat_moe.launch.job")
+    found: list[str | None] = ["old" if overwrite else None]
+    flags: list[str] = []
+    left = list(deaths)
+
+    def start(recipe, plan, resolved, logs, resume: bool, overwrite: bool) -> None:
+        flags.append("--resume" if resume else "--overwrite" if overwrite else "")
+        logs.mkdir(parents=True, exist_ok=True)
+        found[0] = left.pop(0)
+        raise launch.RankDiedError("rank 1 died")
+
+    monkeypatch.setattr(launch, "_start", start)
+    monkeypatch.setattr(launch, "newest", lambda recipe, plan: found[0])
+    recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"output_dir={tmp_path}/run"])
+    plan = launch.Plan(nodes=[Node()], restarts=restarts)
+    with pytest.raises(launch.RankDiedError, match="rank 1 died"):
+        launch._train_to_the_end(recipe, plan, tmp_path / "recipe.yaml", False, overwrite)
+    assert flags == started
+    assert not left
+
+
+def test_a_stop_that_cannot_be_asked_for_ends_at_once(tmp_path: Path) -> None:
+    control = Control(tmp_path / "gone")
+    with pytest.raises(KeyboardInterrupt), stop_on_signal(control):
+        signal.raise_signal(signal.SIGTERM)

@@ -1,0 +1,172 @@
+"""`telechat-moe run-sharded`: the graphs of all ranks beside one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+import mini_recipe as mini
+
+from telechat_moe.cli import main
+from telechat_moe.graph.mindir import kinds
+from telechat_moe.launch import sharded_run
+from telechat_moe.recipe import load
+from telechat_moe.sharding.recipe import mesh_of
+
+STEPS = 4
+DP2_EP2 = {
+    "use_parallel": True,
+    "parallel__parallel_mode": 1,
+    "parallel__full_batch": True,
+    "parallel_config__data_parallel": 2,
+    "parallel_config__expert_parallel": 2,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+}
+PP2 = {
+    "use_parallel": True,
+    "parallel__parallel_mode": 1,
+    "parallel__full_batch": True,
+    "parallel_config__pipeline_stage": 2,
+    "parallel_config__micro_batch_num": 2,
+    "callbacks__1__micro_batch_num": 2,
+    "runner_config__batch_size": 2,
+    "model__model_config__batch_size": 2,
+}
+
+
+def arguments(data: Path, output: Path, processes: int, **changes: object) -> list[str]:
+    verb, recipe, _, *sets = mini.arguments(data, output, **changes)
+    assert verb == "train"
+    return ["run-sharded", recipe, *sets, "--processes", str(processes)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path, data: Path) -> dict[str, Any]:
+    given = arguments(data, folder / "run", 2, **DP2_EP2)
+    more = ["--steps", str(STEPS), "--compare", "--keep", str(folder / "kept")]
+    assert main([*given, *more, "--json", str(folder / "report.json")]) == 0
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_the_ranks_compute_what_one_process_does(report: dict[str, Any]) -> None:
+    assert [s["step"] for s in report["steps"]] == [1, 2, 3, 4]
+    assert report["layout"] == "dp2 ep2"
+    assert report["steps"][-1]["loss"] < report["steps"][0]["loss"]
+    worst = max(max(errors.values()) for errors in report["relative_errors"])
+    assert 0 < worst < 1e-5
+    assert all(s["aux_loss"] > 0 for s in report["single"])
+
+
+def test_the_report_says_what_differs_from_ascend(report: dict[str, Any]) -> None:
+    found = report["differences"]
+    swapped = {row["ascend"]: row for row in found["operators"]}
+    for kernel in ("FlashAttentionScore", "GroupedMatmul", "RmsNorm", "Swiglu"):
+        assert swapped[kernel]["count"] > 0, kernel
+        assert swapped[kernel]["cpu"] != "other primitives", kernel
+    rewritten = {row["ascend"]: row for row in found["collectives"]}
+    assert rewritten["AlltoAll"]["count"] > 0
+    assert "AllReduce" in rewritten["AlltoAll"]["cpu"]
+    assert found["unchanged_collectives"]["AllReduce"] > 0
+    assert "none is dropped" in found["dispatch"]
+
+
+def test_the_kept_graphs_are_those_that_ran(report: dict[str, Any], folder: Path) -> None:
+    assert [Path(p).name for p in report["kept"]] == ["rank_0.mindir", "rank_1.mindir"]
+    for path in map(Path, report["kept"]):
+        assert path.read_bytes() == (folder / "run" / ".job" / path.name).read_bytes()
+        found = kinds(path.read_bytes())
+        assert found["AllReduce"] > 0
+        assert not {"AllGather", "AlltoAll", "ReduceScatter"} & set(found)
+
+
+def test_nothing_is_left_but_graphs_and_logs(report: dict[str, Any], folder: Path) -> None:
+    assert {p.name for p in (folder / "run").iterdir()} <= {".job", "log", ".pieces"}
+
+
+@pytest.mark.parametrize(("key", "factor", "code"), [("loss", 1 + 5e-5, 1), ("loss", 1.0, 0)])
+def test_losses_that_differ_fail(
+    report: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: Path,
+    tmp_path: Path,
+    key: str,
+    factor: float,
+    code: int,
+) -> None:
+    single = [dict(s) for s in report["single"]]
+    single[2][key] *= factor
+    pairs = zip(report["steps"], single, strict=True)
+    errors = [sharded_run.relative_errors(a, b) for a, b in pairs]
+    changed = {**report, "single": single, "relative_errors": errors}
+    monkeypatch.setattr(sharded_run, "run", lambda *_, **__: changed)
+    assert main(arguments(data, tmp_path / "run", 2, **DP2_EP2)) == code
+    said = capsys.readouterr()
+    assert ("differs from one process by 5.0e-05" in said.err) == bool(code)
+    assert "FlashAttentionScore" in said.out
+    assert f"{report['steps'][0]['loss']:.7f}" in said.out
+
+
+def test_the_number_of_processes_is_the_recipes(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(data, tmp_path / "run", 4, **DP2_EP2)) == 2
+    said = capsys.readouterr().err
+    assert "--processes 4" in said
+    assert "2 device(s)" in said
+    assert "data 2 x tensor 1" in said
+    assert main(arguments(data, tmp_path / "run", 1)) == 2
+    assert "set a layout" in capsys.readouterr().err
+
+
+def test_what_cannot_run_is_refused_before_anything_is_compiled(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(code: int, *flags: str, **changes: object) -> str:
+        given = arguments(data, tmp_path / "run", 2, **{**DP2_EP2, **changes})
+        assert main([*given, *flags]) == code
+        return capsys.readouterr().err
+
+    nowhere = f"['1', '{tmp_path}/nothing']"
+    said = refused(3, train_dataset__data_loader__config__data_path=nowhere)
+    assert f"{tmp_path}/nothing" in said
+    assert "telechat-moe data build --recipe" in said
+    assert "device_target CPU" in refused(3, context__device_target="Ascend")
+    assert "has 12 steps" in refused(2, "--steps", "13")
+    assert "exists" in refused(2, "--keep", str(tmp_path))
+    interleaved = {
+        **PP2,
+        "model__model_config__num_hidden_layers": 4,
+        "model__model_config__pp_interleave_num": 2,
+        "parallel__pipeline_config__pipeline_interleave": True,
+    }
+    assert main(arguments(data, tmp_path / "run", 2, **interleaved)) == 3
+    assert "pipeline_interleave=False" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_process_has_the_same_batches(data: Path, tmp_path: Path) -> None:
+    for changes, micro in ((DP2_EP2, 1), (PP2, 2)):
+        _, name, _, *sets = mini.arguments(data, tmp_path, **changes)
+        recipe = load(name, sets[1::2])
+        single = sharded_run.one_process(recipe)
+        assert single.devices == 1
+        assert mesh_of(single).describe() == "one device"
+        assert (single.global_batch, single.train_steps) == (4, recipe.train_steps)
+        assert single.runner_config.gradient_accumulation_steps == micro
+
+
+@pytest.mark.slow
+def test_two_stages_compute_what_one_process_does(data: Path, tmp_path: Path) -> None:
+    given = arguments(data, tmp_path / "run", 2, **PP2)
+    assert main([*given, "--steps", "8", "--compare"]) == 0

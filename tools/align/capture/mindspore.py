@@ -1,0 +1,306 @@
+"""Record what a MindSpore graph computes, on CPU: ``capture(net, x, out="dump")``, or a recipe's training steps.
+
+The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``capture_ms_graph.py``) and runs. So
+forward, backward and updates are all there if the net differentiates and updates, and fused operators appear as what runs.
+"""
+
+import fnmatch
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.ops import native
+from telechat_moe.ops.tap import recording
+from telechat_moe.tools.align.capture.ms_graph import tapped
+from telechat_moe.tools.align.capture.ms_layout import layouts
+from telechat_moe.tools.align.capture.ms_plan import Node, Plan
+from telechat_moe.tools.align.capture.ms_read import VALUES, Reader, name_of
+from telechat_moe.tools.align.dump import msprobe_write
+from telechat_moe.tools.align.dump.records import Dump, Layout, RankDump
+
+if TYPE_CHECKING:
+    from telechat_moe.graph.compile import RankGraph
+    from telechat_moe.recipe import Recipe
+
+Edit = Callable[["RankGraph"], "RankGraph"]
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|mtp)\.(\d+)(?:\.|$)")
+TAPS = ".taps"
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which operators are recorded.
+
+    Attributes:
+        layers: Numbers of layers; None: all, and what is in none.
+        only: Patterns of names such as ``Primitive.*.attention.*``; none: all.
+    """
+
+    layers: frozenset[int] | None = None
+    only: tuple[str, ...] = ()
+
+    def __call__(self, node: Node) -> bool:
+        """Return whether an operator is recorded."""
+        name = name_of(node)
+        if self.only and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only):
+            return False
+        if self.layers is None:
+            return True
+        found = _LAYER.search(name)
+        return found is not None and int(found[1]) in self.layers
+
+
+class Tapped:
+    """A net whose graph has taps; it is called like the net, and shares its weights.
+
+    Args:
+        net: Cell, its mode (training or not) set.
+        wanted: Which operators get one.
+        states: See :func:`tapped`.
+    """
+
+    def __init__(
+        self, net: Any, wanted: Callable[[Node], bool] = Filter(), states: bool = True
+    ) -> None:
+        self.net, self.wanted, self.states = net, wanted, states
+        self.cell: Any = None
+        self.plan = Plan()
+
+    def compile(self, *inputs: Any) -> None:
+        """Compile for inputs like these."""
+        import mindspore as ms
+        from mindspore import nn
+        from mindspore.graph.api import _cell_graph_executor as executor
+
+        native.load()
+        phase, _ = executor.compile(self.net, *inputs, phase="export.mindir")
+        mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
+        content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
+        self.cell = nn.GraphCell(_loaded(content, ms))
+        self.weights = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
+        self.own = {p.name: p for p in self.net.get_parameters()}
+        self.started = False
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run; weights that the net writes are written there, too."""
+        from mindspore import Tensor, ops
+
+        if self.cell is None:
+            self.compile(*inputs)
+        assert self.cell is not None
+        for name, parameter in self.weights.items():
+            if name in self.own:
+                value = Tensor(self.own[name].asnumpy())
+                # After the first run a graph's branches hold on to a parameter's memory.
+                if self.started:
+                    ops.assign(parameter, value)
+                else:
+                    parameter.set_data(value)
+        result = self.cell(*inputs)
+        self.started = True
+        for name, parameter in self.weights.items():
+            if name in self.own:
+                ops.assign(self.own[name], Tensor(parameter.asnumpy()))
+        return result
+
+
+def _loaded(content: bytes, ms: Any) -> Any:
+    """Return the graph in a serialised MindIR."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tapped.mindir"
+        path.write_bytes(content)
+        return ms.load(str(path))
+
+
+def capture(
+    net: Any,
+    *inputs: Any,
+    out: Path | str,
+    values: str = VALUES,
+    layers: Iterable[int] | None = None,
+    only: Sequence[str] = (),
+) -> Any:
+    """Run a net once and write what it computes as a tree of msprobe.
+
+    Any cell that MindSpore compiles for CPU in graph mode; one that differentiates (``ms.value_and_grad``) or updates
+    weights is recorded with that.
+
+    Args:
+        net: The cell.
+        *inputs: Its inputs.
+        out: Folder to make.
+        values: ``tensor``, ``statistics`` or ``fingerprint``.
+        layers: Numbers of the layers to record; None: all operators.
+        only: Patterns of names to record, such as ``Primitive.*.attention.*``.
+
+    Returns:
+        What the net returns.
+
+    Raises:
+        BadInputError: ``out`` exists.
+    """
+    out = fresh(out)
+    step = Tapped(net, Filter(None if layers is None else frozenset(layers), tuple(only)))
+    step.compile(*inputs)
+    taps = out.with_name(f"{out.name}{TAPS}")
+    try:
+        with recording(taps, values):
+            result = step(*inputs)
+        calls = Reader(step.plan, taps, values).calls()
+        _write(out, {(0, 0): RankDump(0, 0, "mindspore", _task(values), "mix", calls)}, values)
+    finally:
+        shutil.rmtree(taps, ignore_errors=True)
+    return result
+
+
+def fresh(out: Path | str) -> Path:
+    """Return a folder that can be made."""
+    out = Path(out)
+    if out.exists():
+        raise BadInputError(f"{out}: it exists; give a new folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _task(values: str) -> str:
+    return "tensor" if values == VALUES else "statistics"
+
+
+def _write(out: Path, ranks: Mapping[tuple[int, int], RankDump], values: str) -> None:
+    msprobe_write.write(Dump(out, dict(ranks)), out, values=values == VALUES)
+
+
+# ------------------------------------------------------------------ a recipe
+
+
+def capture_recipe(
+    recipe: "Recipe",
+    out: Path | str,
+    steps: range,
+    *,
+    values: str = VALUES,
+    wanted: Filter = Filter(),
+    ranks: Sequence[int] | None = None,
+    edit: Edit | None = None,
+) -> Dump:
+    """Run the first steps of a recipe, as it trains, and write what the chosen ones compute.
+
+    A recipe for several devices runs as ``telechat-moe run-sharded`` runs it: one process each, graphs of the parallel
+    compiler.
+
+    Args:
+        recipe: Loaded recipe.
+        out: Folder to make.
+        steps: Steps to record, from 0.
+        values: ``tensor``, ``statistics`` or ``fingerprint``.
+        wanted: Which operators.
+        ranks: Which ranks; None: all.
+        edit: Changes the graph of each rank before it runs, to see that a fault is found.
+
+    Raises:
+        BadInputError: ``out`` exists, or the recipe cannot run here.
+    """
+    out = fresh(out)
+    if steps.stop > recipe.train_steps:
+        raise BadInputError(
+            f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
+        )
+    taps = out.with_name(f"{out.name}{TAPS}")
+    try:
+        if recipe.devices > 1:
+            found = _sharded(recipe, taps, steps, values, wanted, ranks, edit)
+        else:
+            found = _single(recipe, taps, steps, values, wanted)
+        made: dict[tuple[int, int], RankDump] = {}
+        for (step, rank), (plan, known, groups) in found.items():
+            reader = Reader(plan, taps / f"step{step}" / f"rank{rank}", values, known, groups)
+            made[step, rank] = RankDump(
+                step, rank, "mindspore", _task(values), "mix", reader.calls()
+            )
+        _write(out, made, values)
+    finally:
+        shutil.rmtree(taps, ignore_errors=True)
+    return Dump(out, made)
+
+
+_Found = dict[tuple[int, int], tuple[Plan, Mapping[int, Layout], Mapping[str, Sequence[int]]]]
+
+
+class _Step:
+    """A training step with taps in the place of the trainer's own."""
+
+    accumulate = None
+
+    def __init__(self, step: Any, wanted: Filter, states: bool) -> None:
+        self.plain, self.tapped = step, Tapped(step, wanted, states)
+
+    def set_limits(self, *limits: float) -> None:
+        self.plain.set_limits(*limits)
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.tapped(*inputs)
+
+
+def _single(recipe: "Recipe", taps: Path, steps: range, values: str, wanted: Filter) -> _Found:
+    from telechat_moe.launch.sharded_run import Recording, record_steps
+    from telechat_moe.train.trainer import Trainer
+
+    trainer = Trainer(recipe, overwrite=True, plain=True)
+    if trainer.train_step.accumulate is not None:
+        raise BadInputError(
+            f"{recipe.source}: gradient accumulation in one process is not captured; "
+            "set runner_config.gradient_accumulation_steps=1"
+        )
+    step = _Step(trainer.train_step, wanted, values == VALUES)
+    trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
+    record_steps(trainer, steps.stop, Recording(taps, 0, steps, values))
+    return {(n, 0): (step.tapped.plan, {}, {}) for n in steps}
+
+
+def _sharded(
+    recipe: "Recipe",
+    taps: Path,
+    steps: range,
+    values: str,
+    wanted: Filter,
+    ranks: Sequence[int] | None,
+    edit: Edit | None,
+) -> _Found:
+    from telechat_moe.control import Control, Task
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.launch.job import LOGS, check_sharded
+    from telechat_moe.launch.processes import Cluster
+    from telechat_moe.train.sharded import compile_recipe
+
+    check_sharded(recipe)
+    chosen = range(recipe.devices) if ranks is None else ranks
+    if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
+        raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
+    native.load()
+    graphs, plans = [], dict[int, Plan]()
+    for graph in compile_recipe(recipe, target="CPU", full_batch=True):
+        if edit is not None:
+            graph = edit(graph)
+        if graph.rank in chosen:
+            content, plans[graph.rank] = tapped(
+                graph.mindir, str(native.path()), wanted, values == VALUES
+            )
+            graph = replace(graph, mindir=content)
+        graphs.append(graph)
+    job = taps / "job"
+    groups = Job.write(job, graphs).groups
+    watch = {"folder": taps, "steps": steps, "values": values, "ranks": list(chosen)}
+    Control.fresh(job, Task("steps", recipe, options={"steps": steps.stop, "taps": watch}))
+    Cluster(job, recipe.devices, taps / LOGS).run()
+    found: _Found = {}
+    for rank in chosen:
+        known = (plans[rank], layouts(plans[rank], recipe, rank), groups)
+        found |= {(step, rank): known for step in steps}
+    return found

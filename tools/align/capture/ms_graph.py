@@ -1,0 +1,442 @@
+"""Put taps into a MindIR graph: a custom operator behind each operator that writes down what it is given.
+
+A graph that MindSpore has compiled for training holds forward, backward and updates in one (``mindspore`` dumps such
+graphs on Ascend only). Nothing in it is changed but the order in which a weight is written: after the taps that read it.
+``plan`` says which operator took what from where, so that ``capture_ms_read.py`` can put the records together.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from mindspore.train import mind_ir_pb2 as pb
+
+from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
+from telechat_moe.tools.align.capture.ms_plan import (
+    TYPES,
+    Argument,
+    Node,
+    Number,
+    Plan,
+    Tensor,
+    cell_of,
+    constant_tensor,
+    kind_of,
+    layouts_of,
+    scalar_of,
+    weight_of,
+)
+
+_PASS = {"Depend", "Load", "UpdateState", "MakeTuple", "MakeList", "TupleGetItem", "ListGetItem"}
+_CALLS = {"Partial", "Switch", "SwitchLayer", "Return", "call"}
+_NO_MATTER = """
+input_names output_names imply_path uniq_name func_name func_type reg_op_name multi_output cpp_infer_shape autodiff
+side_effect_mem side_effect_io side_effect_propagate side_effect_backprop side_effect_backprop_mem instance_name
+primitive_target IsFeatureMapInputList IsFeatureMapOutput in_layout out_layout in_strategy out_strategy
+gen_strategy keep_alive keep_value_node_input comm_reuse no_eliminate rank_list group_rank_ids group_ranks
+rank_size index fusion mean_flag module mirror_user_id BatchParallel self_define_shard recompute cust_aicpu
+split_count num N n use_locking checkpoint
+"""
+_NOISE = frozenset(_NO_MATTER.split())
+"""Attributes that change nothing in what is computed."""
+
+_WRITES: Mapping[str, int] = {
+    "AdamWeightDecay": 3,
+    "ApplyMomentum": 2,
+    "Assign": 1,
+    "AssignAdd": 1,
+    "AssignSub": 1,
+}
+"""How many of its first inputs an operator writes; of others with side effects: every weight that they take."""
+
+
+@dataclass(eq=False)
+class _Variable:
+    """A weight or state; its tensor changes when it is written."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class _Closure:
+    """A function and its first arguments."""
+
+    graph: str
+    given: list["_Named"]
+
+
+class _Monad(NamedTuple):
+    """What orders side effects, on memory or on files and screens."""
+
+    memory: bool
+
+
+class _Named(NamedTuple):
+    """A value and its name in a graph."""
+
+    name: str
+    value: Any
+
+
+Wanted = Callable[[Node], bool]
+
+
+def tapped(
+    mindir: bytes, library: str, wanted: Wanted = lambda node: True, states: bool = True
+) -> tuple[bytes, Plan]:
+    """Return a graph with taps behind the operators that are wanted, and what they record.
+
+    Args:
+        mindir: Serialised graph.
+        library: Path of the library that has the operator ``Tap``.
+        wanted: Takes an operator without its outputs.
+        states: Record an optimizer's states before their update, too, not only after it.
+    """
+    model = Model(mindir)
+    tapper = _Tapper(model, library, wanted, states)
+    main = model.proto.graph
+    tapper.run(main, None)
+    tapper.called = True
+    done = {main.name}
+    while tapper.waiting:
+        name, given = tapper.waiting.popitem()
+        function = next((f for f in model.proto.functions if f.name == name), None)
+        if function is not None and name not in done:
+            done.add(name)
+            tapper.run(function, given)
+    return model.proto.SerializeToString(), tapper.plan
+
+
+class _Tapper:
+    def __init__(self, model: Model, library: str, wanted: Wanted, states: bool) -> None:
+        self.model, self.library, self.wanted, self.states = model, library, wanted, states
+        self.plan = Plan()
+        self.variables: dict[str, _Variable] = {}
+        self.waiting: dict[str, list[_Named] | None] = {}
+        self.counts: dict[Any, int] = {}
+        self.references = self._references()
+        self.constants: dict[str, Any] = {}
+        self.update_state = ""
+        self.called = False  # whether a function may have run
+
+    def _references(self) -> dict[str, int]:
+        """Return how often each function is referred to: one that is called from one place has known arguments."""
+        names = {f.name for f in self.model.proto.functions}
+        found: dict[str, int] = dict.fromkeys(names, 0)
+        for graph in self.model.graphs():
+            for node in graph.node:
+                for name in (*node.input, node.op_type.removeprefix("REF::")):
+                    if name in names:
+                        found[name] += 1
+        return found
+
+    # ------------------------------------------------------------------ one graph
+
+    def run(self, graph: Any, given: list[_Named] | None) -> None:
+        """Tap a graph."""
+        self.graph, self.env = graph, {}
+        self.fresh = type(graph)()
+        self.editor = Editor(self.model, self.fresh.node)
+        self.monad: str | None = None
+        self.begin = self.plan.taps
+        for parameter in graph.parameter:
+            name = parameter.ref_key or parameter.name.split(":")[-1]
+            shape, kind = tuple(parameter.dims), TYPES.get(parameter.data_type, "?")
+            known = self.variables.setdefault(
+                name, _Variable(name, Tensor(shape, kind, parameter=name))
+            )
+            self.env[parameter.name] = known
+        single = self.references.get(graph.name, 0) == 1
+        for i, entry in enumerate(graph.input):
+            if entry.name in self.env:
+                continue
+            known = given[i].value if given is not None and single and i < len(given) else None
+            self.env[entry.name] = known if known is not None else self._input(entry)
+        for node in list(graph.node):
+            self._node(node)
+        self._close()
+        del graph.node[:]
+        graph.node.extend(self.fresh.node)
+
+    def _input(self, entry: Any) -> Any:
+        if entry.tensor:
+            tensor = entry.tensor[0]
+            if tensor.ref_key:
+                return self.variables.setdefault(
+                    tensor.ref_key,
+                    _Variable(
+                        tensor.ref_key,
+                        Tensor(
+                            tuple(tensor.dims),
+                            TYPES.get(tensor.data_type, "?"),
+                            parameter=tensor.ref_key,
+                        ),
+                    ),
+                )
+            return Tensor(tuple(tensor.dims), TYPES.get(tensor.data_type, "?"))
+        kinds = pb.AttributeProto
+        if entry.HasField("attr_info") and entry.attr_info.type in (kinds.UMONAD, kinds.IOMONAD):
+            memory = entry.attr_info.type == kinds.UMONAD
+            if memory:
+                self.monad = entry.name
+            return _Monad(memory)
+        return Number(None)
+
+    def _node(self, node: Any) -> None:
+        name = node.output[0] if node.output else node.name
+        if node.op_type == "Constant":
+            self._keep(node)
+            self.constants[name] = self._constant(node)
+            return
+        primitive = self.model.primitive(node)
+        kind = primitive.op_type if primitive is not None else "call"
+        values = [self.env.get(i, self.constants.get(i)) for i in node.input]
+        if kind in _PASS:
+            self._passing(kind, node, name, values)
+        elif kind in _CALLS:
+            self._order(node, values)
+            self._keep(node)
+            self.called |= kind == "call"
+            self._calling(kind, node, name, values)
+        else:
+            self._operator(node, primitive, name, values)
+
+    def _passing(self, kind: str, node: Any, name: str, values: list[Any]) -> None:
+        if kind == "UpdateState":
+            self._order(node, values)
+        self._keep(node)
+        if kind == "UpdateState":
+            self.env[name] = values[0] if isinstance(values[0], _Monad) else _Monad(True)
+            if self.env[name].memory:
+                self.monad = name
+        elif kind in ("MakeTuple", "MakeList"):
+            self.env[name] = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
+        elif kind in ("TupleGetItem", "ListGetItem"):
+            whole, place = values[0], values[1]
+            if isinstance(whole, list) and isinstance(place, Number):
+                self.env[name] = whole[place.value].value
+            else:
+                self.env[name] = self._of_shapes(node)
+        elif kind == "Load" and isinstance(values[0], _Variable):
+            self.env[name] = values[0].tensor
+        else:
+            self.env[name] = values[0]
+
+    def _calling(self, kind: str, node: Any, name: str, values: list[Any]) -> None:
+        functions = {f.name for f in self.model.proto.functions}
+        if kind == "Partial":
+            given = [_Named(i, v) for i, v in zip(node.input[1:], values[1:], strict=True)]
+            self.env[name] = _Closure(node.input[0], given)
+            self.waiting.setdefault(node.input[0], given)
+            return
+        for i in node.input:
+            if i in functions:
+                self.waiting.setdefault(i, None)
+        callee = node.op_type.removeprefix("REF::")
+        if kind == "call" and callee in functions:
+            given = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
+            self.waiting.setdefault(callee, given)
+        self.env[name] = self._of_shapes(node) if kind == "call" else Number(None)
+
+    def _of_shapes(self, node: Any) -> Any:
+        """Return fresh tensors for the outputs of a node."""
+        tensors = [Tensor(shape, TYPES.get(kind, "?")) for shape, kind in output_shapes(node)]
+        several = any(
+            a.name == "shape" and a.type in (pb.AttributeProto.TUPLE, pb.AttributeProto.LIST)
+            for a in node.attribute
+        )
+        if several:
+            return [_Named("", t) for t in tensors]
+        return tensors[0] if len(tensors) == 1 else Number(None)
+
+    def _constant(self, node: Any) -> Any:
+        kinds = pb.AttributeProto
+        for attribute in node.attribute:
+            if attribute.name != "value":
+                continue
+            if attribute.type in (kinds.UMONAD, kinds.IOMONAD):
+                return _Monad(attribute.type == kinds.UMONAD)
+            if attribute.type == kinds.TENSORS:
+                return constant_tensor(attribute.tensors[0])
+            if attribute.type in (kinds.TUPLE, kinds.LIST) and any(
+                v.type == kinds.TENSORS for v in attribute.values
+            ):
+                return [_Named("", constant_tensor(v.tensors[0])) for v in attribute.values]
+            return Number(scalar_of(attribute))
+        return Number(None)
+
+    # ------------------------------------------------------------------ operators
+
+    def _operator(self, node: Any, primitive: Any, name: str, values: list[Any]) -> None:
+        self.env[name] = made = self._of_shapes(node)
+        inputs = [_plain(v) for v in values if not isinstance(v, _Monad)]
+        path, classes, backward = cell_of(node.domain)
+        kind = kind_of(primitive)
+        place = (path, kind, backward)
+        attributes = {a.name: a for a in primitive.attribute}
+        effect = "side_effect_mem" in attributes and bool(value_of(attributes["side_effect_mem"]))
+        known = {n: scalar_of(a) for n, a in attributes.items() if n not in _NOISE}
+        most = _WRITES.get(kind, len(values))
+        writes = tuple(
+            i for i, v in enumerate(values[:most]) if effect and isinstance(v, _Variable)
+        )
+        shown = Node(
+            path, classes, kind, backward, self.counts.get(place, 0), inputs, [], known, self.graph.name, writes,
+            weight_of(node), layouts_of(attributes),
+        )  # fmt: skip
+        self.counts[place] = shown.index + 1
+        wanted = self.wanted(shown)
+        if wanted:
+            skipped = () if self.states else states_of(kind, writes)
+            for place, (i, value) in enumerate(zip(node.input, values, strict=True)):
+                if place not in skipped:
+                    self._see(i, value)
+        if any(isinstance(v, _Monad) for v in values):
+            self._order(node, values)
+        self._keep(node)
+        outputs: list[Argument] = []
+        for i in writes:
+            variable = values[i]
+            old = variable.tensor
+            variable.tensor = Tensor(old.shape, old.dtype, parameter=old.parameter)
+        if writes:
+            self._written(name, [(node.input[i], values[i]) for i in writes], wanted)
+            outputs = [values[i].tensor for i in writes]
+        elif wanted:
+            outputs = self._made(name, made)
+        if wanted:
+            self.plan.nodes.append(replace(shown, outputs=outputs))
+
+    def _made(self, name: str, made: Any) -> list[Argument]:
+        if isinstance(made, Tensor):
+            self._see(name, made)
+            return [made]
+        found: list[Argument] = []
+        for i, item in enumerate(made if isinstance(made, list) else []):
+            get = self.editor.primitive("TupleGetItem")
+            number = self.editor.constant(i)
+            kind = next(k for k, v in TYPES.items() if v == item.value.dtype)
+            part = self.editor.node(get, [name, number], item.value.shape, kind, "tap")
+            self._see(part, item.value)
+            found.append(item.value)
+        return found
+
+    def _written(self, name: str, places: list[tuple[str, _Variable]], wanted: bool) -> None:
+        """Let what follows see the new values of weights."""
+        if not wanted:
+            return
+        self._update(name)
+        for place, variable in places:
+            self._see(place, variable)
+
+    def _see(self, name: str, value: Any) -> None:
+        """Tap a value, unless it is."""
+        if isinstance(value, list):
+            for item in value:
+                if item.name:
+                    self._see(item.name, item.value)
+            return
+        tensor = value.tensor if isinstance(value, _Variable) else value
+        if not isinstance(tensor, Tensor) or tensor.constant is not None or tensor.dtype == "?":
+            return
+        if tensor.early or self.graph.name in tensor.taps:
+            return
+        tensor.early = not self.called
+        number = self.plan.taps
+        self.plan.taps += 1
+        tensor.taps[self.graph.name] = number
+        if self.monad is None:
+            self.monad = self._new_monad()
+        # One after another: of several that an UpdateState waits for, MindSpore keeps the first.
+        self._update(self.editor.node(self._tap(number), [name, self.monad], [1], 1, "tap"))
+
+    def _tap(self, number: int) -> str:
+        """Return a primitive: ours, with a number."""
+        reference = self.editor.primitive(
+            "Custom", func_type="aot", imply_path="", reg_op_name="Tap", tap=number
+        )
+        primitive = self.model.primitives[reference.removeprefix("REF::")]
+        where = f"{self.library}:Tap"
+        for name, value in (("func_name", where), ("uniq_name", f"Custom__{where}")):
+            attribute = primitive.attribute.add()
+            attribute.name, attribute.type, attribute.s = (
+                name,
+                pb.AttributeProto.STRING,
+                value.encode(),
+            )
+        flags = {"multi_output": 0, "cpp_infer_shape": 1, "autodiff": 0, "side_effect_mem": 1}
+        for name, value in flags.items():
+            attribute = primitive.attribute.add()
+            attribute.name, attribute.type, attribute.i = name, pb.AttributeProto.BOOL, value
+        primitive.instance_name, primitive.prim_type = "tap", pb.PrimitiveProto.PRIMITIVE
+        return reference
+
+    # ------------------------------------------------------------------ order
+
+    def _order(self, node: Any, values: Sequence[Any]) -> None:
+        """Let a node with side effects wait for the taps before it."""
+        for i, value in enumerate(values):
+            if isinstance(value, _Monad) and value.memory and self.monad is not None:
+                node.input[i] = self.monad
+
+    def _update(self, name: str) -> None:
+        """Add an UpdateState behind a node."""
+        made = self.fresh.node.add()
+        made.name = self.editor.name("updated")
+        made.op_type = self._update_state()
+        made.input.extend([self.monad or self._new_monad(), name])
+        made.output.append(made.name)
+        made.domain = "tap"
+        attribute = made.attribute.add()
+        attribute.name, attribute.type = "shape", pb.AttributeProto.UMONAD
+        self.monad = made.name
+
+    def _update_state(self) -> str:
+        if not self.update_state:
+            self.update_state = self.editor.primitive("UpdateState")
+        return self.update_state
+
+    def _new_monad(self) -> str:
+        node = self.fresh.node.add()
+        node.name = self.editor.name("monad")
+        node.output.append(node.name)
+        node.op_type = "Constant"
+        attribute = node.attribute.add()
+        attribute.name, attribute.type = "value", pb.AttributeProto.UMONAD
+        return node.name
+
+    def _close(self) -> None:
+        """Let the graph's result wait for its taps."""
+        if self.begin == self.plan.taps or not self.graph.output:
+            return
+        result = self.graph.output[0]
+        source = next((n for n in self.fresh.node if result.name in n.output), None)
+        made = self.fresh.node.add()
+        made.name = self.editor.name("result")
+        made.op_type = self.editor.primitive("Depend", side_effect_propagate=1)
+        made.input.extend([result.name, self.monad or self._new_monad()])
+        made.output.append(made.name)
+        made.domain = "tap"
+        for attribute in source.attribute if source is not None else ():
+            if attribute.name == "shape":
+                made.attribute.add().CopyFrom(attribute)
+        result.name = made.name
+
+    def _keep(self, node: Any) -> None:
+        self.fresh.node.add().CopyFrom(node)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as the plan keeps it."""
+    if isinstance(value, _Variable):
+        return value.tensor
+    if isinstance(value, list):
+        return [_plain(item.value) for item in value]
+    return value if isinstance(value, Tensor | Number) else Number(None)
+
+
+def states_of(kind: str, writes: Sequence[int]) -> Sequence[int]:
+    """Return which inputs of an operator are the states of an optimizer."""
+    weights = {"AdamWeightDecay": 1, "ApplyMomentum": 1, "TelechatAdamW": len(writes) // 3}
+    return writes[weights[kind] :] if kind in weights else ()

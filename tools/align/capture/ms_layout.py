@@ -1,0 +1,124 @@
+"""How the tensors of a rank's graph lie over devices, as far as the graph and the recipe say it.
+
+Operators carry the layouts of their inputs and outputs from the parallel compiler; weights and moments follow from the
+recipe; a gradient lies like its weight, and before its reduction holds terms. What is element by element keeps the layout
+of its input; a product over a dimension that is cut makes terms of a sum. Of others nothing is said.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from telechat_moe.errors import TelechatMoeError
+from telechat_moe.tools.align.capture.ms_plan import Argument, Node, Plan, Tensor
+from telechat_moe.tools.align.capture.ms_read import UPDATES, tensors
+from telechat_moe.tools.align.dump.layout_dict import from_dict
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import Layout
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import Recipe
+
+_ONE_BY_ONE = """
+Add Sub Mul RealDiv Div AddN Square Sqrt Rsqrt Neg Exp Log Sigmoid SiLU Tanh Cast Maximum Minimum Muls Adds
+PowTensorScalar RsqrtGrad SqrtGrad SiLUGrad SigmoidGrad Softmax SoftmaxBackward Assign AssignAdd
+"""
+_ELEMENTWISE = frozenset(_ONE_BY_ONE.split())
+
+
+def layouts(plan: Plan, recipe: "Recipe", rank: int) -> dict[int, Layout]:
+    """Return the layouts of the tensors of a rank's graph by their ``id``.
+
+    Args:
+        plan: Of its graph.
+        recipe: Its recipe.
+        rank: The rank.
+    """
+    from telechat_moe.sharding.recipe import mesh_of
+    from telechat_moe.tools.align.dump.recipe_layout import cuts_of
+
+    mesh = mesh_of(recipe)
+    first = mesh.stage(rank) * mesh.stage_devices
+    stage = tuple(range(first, first + mesh.stage_devices))
+    found: dict[int, Layout] = {}
+    for node in plan.nodes:
+        _said(node, stage, found)
+    for node in plan.nodes:
+        _follows(node, found)
+    cuts = cuts_of(recipe)
+    for node in plan.nodes:
+        _of_weights(node, cuts, found)
+    return found
+
+
+def _said(node: Node, stage: tuple[int, ...], found: dict[int, Layout]) -> None:
+    for values, said in zip((node.inputs, node.outputs), node.layouts, strict=True):
+        for value, entry in zip(_flat(values), said, strict=False):
+            if isinstance(value, Tensor) and isinstance(entry, Mapping) and value.constant is None:
+                with suppress(TelechatMoeError):
+                    found.setdefault(id(value), _layout(entry, value, stage))
+
+
+def _flat(values: list[Argument]) -> list[Any]:
+    """Return arguments with the one tuple that Concat and others take in its place."""
+    return values[0] if len(values) and isinstance(values[0], list) else values
+
+
+def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) -> Layout:
+    maps = entry["tensor_map"]
+    if len(maps) != len(tensor.shape):
+        raise LayoutError("of another number of dimensions")
+    given = {
+        "Device Matrix": list(entry["device_matrix"]),
+        "Alias Name": list(entry["alias_name"]),
+        "Tensor Map": [list(m) if isinstance(m, list | tuple) else m for m in maps],
+        "Rank List": list(stage),
+    }
+    return from_dict(given, None)
+
+
+def _follows(node: Node, found: dict[int, Layout]) -> None:
+    """Lay out the result of an operator whose inputs are laid out."""
+    made = next(iter(tensors(node.outputs)), None)
+    if made is None or id(made) in found or node.writes:
+        return
+    taken = [t for t in tensors(node.inputs) if id(t) in found]
+    if node.kind in _ELEMENTWISE:
+        same = [t for t in taken if t.shape == made.shape and not found[id(t)].partial]
+        if same:
+            found[id(made)] = found[id(same[0])]
+    elif node.kind == "MatMul" and len(taken) == 2 and len(node.inputs) > 3:
+        x, y = (found[id(t)] for t in taken)
+        flags = [bool(getattr(v, "value", False)) for v in node.inputs[2:4]]
+        found[id(made)] = _product(x, y, flags)
+
+
+def _product(x: Layout, y: Layout, flags: list[bool]) -> Layout:
+    """Return the layout of a matrix product: an axis that cuts the summed dimension makes terms."""
+    rows, inner = x.dims[::-1] if flags[0] else x.dims
+    columns = y.dims[0] if flags[1] else y.dims[1]
+    cut = {axis for axis in inner if x.mesh[x.axes.index(axis)] > 1}
+    columns = tuple(axis for axis in columns if axis not in rows)
+    return replace(x, dims=(rows, columns), partial=dict.fromkeys(sorted(cut), "sum"))
+
+
+def _of_weights(node: Node, cuts: Any, found: dict[int, Layout]) -> None:
+    from telechat_moe.tools.align.dump.recipe_layout import weight
+
+    for tensor in tensors([*node.inputs, *node.outputs]):
+        if tensor.parameter:
+            with suppress(LayoutError):
+                found[id(tensor)] = weight(cuts, tensor.parameter)[0]
+    if node.weight:
+        taken, made = (next(iter(tensors(values)), None) for values in (node.inputs, node.outputs))
+        with suppress(LayoutError):
+            if made is not None:
+                found[id(made)] = weight(cuts, node.weight)[0]
+            if taken is not None:
+                found[id(taken)] = weight(cuts, node.weight, reduce="sum")[0]
+    if node.kind in UPDATES:
+        own = next(iter(tensors(node.inputs[0])), None)
+        grad = next(iter(tensors(node.inputs[UPDATES[node.kind].index("grad")])), None)
+        if own is not None and grad is not None and id(own) in found and grad.shape == own.shape:
+            found[id(grad)] = found[id(own)]

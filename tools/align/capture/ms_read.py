@@ -1,0 +1,271 @@
+"""From what taps have written to the calls of a rank: ``calls(plan, folder)``."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.capture.ms_plan import Argument, Node, Number, Plan, Tensor
+from telechat_moe.tools.align.dump.msprobe import canonical
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Layout,
+    Phase,
+    Scalar,
+    Stats,
+    TensorRecord,
+    Value,
+)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+VALUES, STATISTICS, FINGERPRINT = "tensor", "statistics", "fingerprint"
+MODES: Sequence[str] = (VALUES, STATISTICS, FINGERPRINT)
+"""What a tap writes, in the order of the library's numbers."""
+
+_LONG = 32  # numbers in a list that is written as one text
+
+GRADIENTS, REDUCTION = "Gradients", "Reduction"
+"""In names: operators of the backward pass, collectives that sum a weight's gradient."""
+
+UPDATES: Mapping[str, tuple[str, ...]] = {
+    "AdamWeightDecay": (
+        *("weight", "exp_avg", "exp_avg_sq", "lr", "beta1", "beta2", "eps", "weight_decay"),
+        "grad",
+    ),
+    "ApplyMomentum": ("weight", "momentum_buffer", "lr", "grad", "momentum"),
+}
+"""Operators that update one weight, and their arguments in order."""
+
+
+class Written(NamedTuple):
+    """One tensor in ``values.bin``."""
+
+    begin: int
+    size: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def index(folder: Path) -> dict[int, list[Written]]:
+    """Return what each tap has written, in order of its runs.
+
+    Raises:
+        BadInputError: The folder is not what the library writes.
+    """
+    found: dict[int, list[Written]] = {}
+    try:
+        with (folder / "index.txt").open(encoding="ascii") as file:
+            for line in file:
+                tap, begin, size, dtype, *shape = line.split()
+                entry = Written(int(begin), int(size), canonical(dtype), tuple(map(int, shape)))
+                found.setdefault(int(tap), []).append(entry)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{folder}/index.txt: not what taps write: {error}") from None
+    return found
+
+
+class Reader:
+    """The records of one rank in one step.
+
+    Args:
+        plan: Of its graph.
+        folder: With ``values.bin`` and ``index.txt``.
+        mode: What was written.
+        layouts: Of tensors, by their ``id``.
+        groups: Communication groups by name, global ranks.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        mode: str,
+        layouts: Mapping[int, Layout] | None = None,
+        groups: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.plan, self.folder, self.mode = plan, folder, mode
+        self.layouts, self.groups = layouts or {}, groups or {}
+        self.index = index(folder)
+
+    def calls(self) -> dict[str, Call]:
+        """Return the operators that ran, in order."""
+        found: dict[str, Call] = {}
+        cells = edges(self.plan.nodes)
+        for i, node in enumerate(self.plan.nodes):
+            for run in range(self._runs(node)):
+                for call in self._calls(node, run):
+                    found[call.key] = call
+            for cell in cells.get(i, ()):
+                made = [self._value(t, node.graph, 0) for t in cell.outputs]
+                key = f"{cell.name}.forward.0"
+                if self._runs(node):
+                    found[key] = Call(key, "module", cell.name, 0, Phase.FORWARD, [], {}, made)
+        return found
+
+    def _runs(self, node: Node) -> int:
+        taps = [tap for out in node.outputs for t in tensors(out) for tap in t.taps.values()]
+        return max((len(self.index.get(tap, ())) for tap in taps), default=0)
+
+    def _calls(self, node: Node, run: int) -> Iterator[Call]:
+        inputs = [self._value(v, node.graph, run) for v in node.inputs]
+        outputs = [self._value(v, node.graph, run) for v in node.outputs]
+        more = {name: _scalar(value) for name, value in node.attributes.items()}
+        if node.kind == "TelechatAdamW":
+            yield from self._fused_update(node, inputs, outputs, more)
+            return
+        name, phase = name_of(node), Phase.FORWARD
+        if node.weight:
+            phase = Phase.REDUCTION
+        if node.kind in UPDATES:
+            weight = next(iter(tensors(node.inputs[0])), None)
+            name = f"Optimizer.{weight.parameter if weight else ''}.{node.kind}"
+            more |= dict(zip(UPDATES[node.kind], inputs, strict=False))
+            inputs, phase = [], Phase.OPTIMIZER
+        if "group" in node.attributes:
+            more["group"] = self._group(str(node.attributes["group"]))
+        number = node.index + run if node.kind not in UPDATES and not node.weight else run
+        yield _call(name, number, phase, inputs, more, outputs)
+
+    def _fused_update(
+        self, node: Node, inputs: list[Value], outputs: list[Value], more: dict[str, Value]
+    ) -> Iterator[Call]:
+        """One operator that updates all weights, as a call a weight."""
+        decayed = node.attributes.get("decayed") or []
+        n = len(decayed)
+        weights, m, v, grads = (inputs[i * n : (i + 1) * n] for i in range(4))
+        rate, eps, decay, clip = inputs[4 * n : 4 * n + 4]
+        for i in range(n):
+            source = next(iter(tensors(node.inputs[i])), None)
+            given: dict[str, Value] = {
+                "weight": weights[i], "exp_avg": m[i], "exp_avg_sq": v[i], "lr": rate, "beta1": more["beta1"],
+                "beta2": more["beta2"], "eps": eps, "weight_decay": decay if decayed[i] else Scalar("float", 0.0),
+                "grad": grads[i], "clip": clip, "new1": more["new1"], "new2": more["new2"],
+            }  # fmt: skip
+            made = [outputs[j * n + i] for j in range(3)] if len(outputs) == 3 * n else []
+            name = f"Optimizer.{source.parameter if source else i}.AdamWeightDecay"
+            yield _call(name, 0, Phase.OPTIMIZER, [], given, made)
+
+    def _group(self, name: str) -> Scalar:
+        ranks = list(self.groups.get(name, ()))
+        return Scalar("ProcessGroup", {"group_ranks": ranks, "group_id": name})
+
+    def _value(self, value: Argument, graph: str, run: int) -> Value:
+        if isinstance(value, list):
+            return [self._value(v, graph, run) for v in value]
+        if isinstance(value, Number):
+            return _scalar(value.value)
+        if value.constant is not None:
+            values = np.asarray(value.constant)
+            return TensorRecord(value.dtype, values.shape, read=lambda: values)
+        return self._record(value, graph, run)
+
+    def _record(self, tensor: Tensor, graph: str, run: int) -> TensorRecord:
+        taps = [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
+        runs = next((r for tap in taps if (r := self.index.get(tap))), [])
+        layout = self.layouts.get(id(tensor))
+        if not runs:
+            return TensorRecord(tensor.dtype, tensor.shape, layout=layout)
+        entry = runs[min(run, len(runs) - 1)]
+        if self.mode == VALUES:
+            read = partial(_load, self.folder / "values.bin", entry)
+            return TensorRecord(entry.dtype, entry.shape, layout=layout, read=read)
+        content = _bytes(self.folder / "values.bin", entry)
+        if self.mode == STATISTICS:
+            numbers = np.frombuffer(content, np.float64).tolist()
+            empty = 0 in entry.shape
+            unsaid = [empty, empty, empty or entry.dtype == "bool", empty or entry.dtype == "bool"]
+            stats = Stats(*(None if no else x for no, x in zip(unsaid, numbers, strict=True)))
+            return TensorRecord(entry.dtype, entry.shape, stats, layout=layout)
+        return TensorRecord(entry.dtype, entry.shape, layout=layout, fingerprint=content)
+
+
+class Cell(NamedTuple):
+    """A cell and what it hands to the cells around it, in the forward pass."""
+
+    name: str
+    outputs: list[Tensor]
+
+
+def edges(nodes: Sequence[Node]) -> dict[int, list[Cell]]:
+    """Return the cells that end with each operator, by its place."""
+    takers: dict[int, list[tuple[str, ...]]] = {}
+    for node in nodes:
+        if not node.backward:
+            for tensor in tensors(node.inputs):
+                takers.setdefault(id(tensor), []).append(node.path)
+    last: dict[tuple[str, ...], int] = {}
+    kinds: dict[tuple[str, ...], str] = {}
+    made: dict[tuple[str, ...], list[Tensor]] = {}
+    for i, node in enumerate(nodes):
+        if node.backward or node.writes or node.weight:
+            continue
+        for depth in range(1, len(node.path) + 1):
+            cell = node.path[:depth]
+            last[cell], kinds[cell] = i, node.classes[depth - 1]
+            for tensor in tensors(node.outputs):
+                users = takers.get(id(tensor), [])
+                if any(user[:depth] != cell for user in users):
+                    made.setdefault(cell, []).append(tensor)
+    found: dict[int, list[Cell]] = {}
+    for cell, outputs in made.items():
+        name = ".".join(["Cell", *cell, kinds[cell]])
+        found.setdefault(last[cell], []).append(Cell(name, outputs))
+    return found
+
+
+def name_of(node: Node) -> str:
+    """Return the name of an operator's calls: ``Primitive.Gradients.model.layers.0.attention.MatMul``."""
+    if node.weight:
+        return f"Primitive.{REDUCTION}.{node.weight}.{node.kind}"
+    way = [GRADIENTS] if node.backward else []
+    return ".".join(["Primitive", *way, *node.path, node.kind])
+
+
+def _call(
+    name: str,
+    number: int,
+    phase: Phase,
+    inputs: list[Value],
+    named: Mapping[str, Value],
+    outputs: list[Value],
+) -> Call:
+    key = f"{name}.{number}.forward"
+    return Call(key, "api", name, number, phase, inputs, dict(named), outputs)
+
+
+def tensors(value: Argument) -> Iterator[Tensor]:
+    """Yield the tensors in an argument."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from tensors(item)
+
+
+def _scalar(value: Any) -> Value:
+    if isinstance(value, list | tuple):
+        if len(value) > _LONG and all(isinstance(v, int) for v in value):
+            return Scalar("ints", " ".join(map(str, value)))
+        return [_scalar(v) for v in value]
+    return Scalar(type(value).__name__, value) if value is not None else None
+
+
+def _bytes(path: Path, entry: Written) -> bytes:
+    with path.open("rb") as file:
+        file.seek(entry.begin)
+        content = file.read(entry.size)
+    if len(content) != entry.size:
+        raise BadInputError(f"{path}: it ends before byte {entry.begin + entry.size}")
+    return content
+
+
+def _load(path: Path, entry: Written) -> Array:
+    content = _bytes(path, entry)
+    if entry.dtype == "bfloat16":
+        bits = np.frombuffer(content, np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(entry.shape)
+    return np.frombuffer(content, np.dtype(entry.dtype)).reshape(entry.shape)

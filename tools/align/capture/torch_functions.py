@@ -1,0 +1,441 @@
+"""Record every torch function of a script, forward and backward, as calls of a dump.
+
+One line makes it happen, in the script or around it::
+
+    with capture() as calls: ...            # or: telechat-moe align capture --torch script.py
+
+Each use of a tensor by a function gets a node of its own in torch's graph, so the gradient of an input is the one through
+this function alone, not the sum over all uses. Of a function that writes in place the gradients are those of torch's own
+node; into a view: forward only.
+"""
+
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from telechat_moe.tools.align.capture.torch_modules import Modules
+from telechat_moe.tools.align.dump import msprobe_write
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+    Value,
+)
+
+# Questions about a tensor and making one from nothing: not computations.
+_QUERIES = """
+size dim numel nelement ndimension stride is_contiguous data_ptr storage_offset element_size get_device
+is_floating_point is_complex is_nonzero is_same_size requires_grad_ retain_grad register_hook backward
+numpy tolist item set_ _make_subclass unbind manual_seed
+rand randn randint randperm tensor as_tensor arange empty new_empty empty_like
+normal_ uniform_ bernoulli_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
+__repr__ __format__ __len__ __hash__ __iter__ __bool__ __int__ __float__ __index__ __array__
+__get__ __set__ __delete__
+"""
+_SKIPPED = frozenset(_QUERIES.split())
+
+
+_NUMPY_KNOWS = (torch.float16, torch.float32, torch.float64)
+
+
+def widened(x: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return a copy of the values; narrow floating-point types as float32."""
+    with torch._C.DisableTorchFunction():
+        x = x.detach().cpu()
+        if x.dtype.is_floating_point and x.dtype not in _NUMPY_KNOWS:
+            x = x.float()
+        return np.array(x.numpy())
+
+
+def record(x: Any) -> Value:
+    """Return an argument or result as a record."""
+    if isinstance(x, torch.Tensor):
+        dtype = str(x.dtype).removeprefix("torch.").replace("_e4m3fn", "_e4m3")
+        if x.is_meta:
+            return TensorRecord(dtype, tuple(x.shape))
+        values = widened(x)
+        return TensorRecord(
+            dtype, tuple(x.shape), requires_grad=x.requires_grad, read=lambda: values
+        )
+    if isinstance(x, list | tuple):
+        return [record(v) for v in x]
+    if isinstance(x, dict):
+        return {str(k): record(v) for k, v in x.items()}
+    if x is None:
+        return None
+    if isinstance(x, slice):
+        return Scalar("slice", [x.start, x.stop, x.step])
+    if x is Ellipsis:
+        return Scalar("ellipsis", None)
+    return Scalar(type(x).__name__, x if isinstance(x, bool | int | float | str) else str(x))
+
+
+def _zeros(like: torch.Tensor) -> TensorRecord:
+    values = np.zeros_like(widened(like))
+    return TensorRecord(
+        str(like.dtype).removeprefix("torch."), tuple(like.shape), read=lambda: values
+    )
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, calls: dict[str, Call]) -> None:
+        super().__init__()
+        self.calls, self.count = calls, Counter[str]()
+        self.paused = False  # in an optimizer, whose updates are recorded whole
+        self._pending: dict[str, tuple[str, int, list[Any], list[Any]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "backward":
+            with self._in_backward():
+                return func(*args, **kwargs)
+        name = _name(func)
+        if name is None or self.paused or _is_traced((*args, *kwargs.values())):
+            return func(*args, **kwargs)
+        key = f"{name}.{self.count[name]}"
+        self.count[name] += 1
+        inputs = [record(a) for a in args]
+        named = {k: record(v) for k, v in kwargs.items()}
+        gradients: list[torch.Tensor | None] = []
+        own, into = args, _versions((*args, *kwargs.values()))
+        if not _writes(name, kwargs) and torch.is_grad_enabled():
+            own = _each(args, lambda x: self._use(x, gradients, key))
+            kwargs = {
+                k: _each(v, lambda x: self._use(x, gradients, key)) for k, v in kwargs.items()
+            }
+        result = func(*own, **kwargs)
+        result, gradients = _own_node(result, args, own, gradients)
+        outputs = result if isinstance(result, list | tuple) else [result]
+        if result is None:
+            outputs = [x for x, version in into if x._version != version]
+        if not any(isinstance(o, torch.Tensor) for o in outputs):
+            return result
+        index = int(key.rsplit(".", 1)[1])
+        self.calls[f"{key}.forward"] = Call(
+            f"{key}.forward",
+            "api",
+            name,
+            index,
+            Phase.FORWARD,
+            inputs,
+            named,
+            [record(o) for o in outputs],
+        )
+        if _writes(name, kwargs):
+            self._watch(self.calls[f"{key}.forward"], outputs)
+            return result
+        coming: list[torch.Tensor | None] = [None] * len(outputs)
+        for i, output in enumerate(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(lambda g, i=i: coming.__setitem__(i, g))
+        if gradients:
+            self._pending[key] = (name, index, coming, gradients)
+        return result
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        """Record what hooks, checkpoints and functions of a script compute while torch goes back."""
+        engine: Any = torch.autograd
+        run = engine._engine_run_backward
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        engine._engine_run_backward = recorded
+        try:
+            yield
+        finally:
+            engine._engine_run_backward = run
+
+    def _watch(self, call: Call, outputs: Sequence[Any]) -> None:
+        """Record what torch's node of a call that wrote into one tensor takes and gives."""
+        wanted = [t for place, t in call.tensors() if place[0] == "i" and t.requires_grad]
+        node = outputs[0].grad_fn if len(outputs) == 1 else None
+        if node is None or outputs[0]._is_view():
+            return
+        known = [function is not None for function, _ in node.next_functions]
+        if sum(known) != len(wanted):
+            return
+        key = call.key.removesuffix("forward") + "backward"
+
+        def ran(
+            given: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
+        ) -> None:
+            made = [record(g) for g, there in zip(given, known, strict=True) if there]
+            self.calls[key] = replace(
+                call, key=key, phase=Phase.BACKWARD, kwargs={}, outputs=made,
+                inputs=[record(g) for g in coming],
+            )  # fmt: skip
+
+        node.register_hook(ran)
+
+    def _use(self, x: torch.Tensor, gradients: list[Any], key: str) -> torch.Tensor:
+        if not x.requires_grad or not x.dtype.is_floating_point:
+            return x
+        place = len(gradients)
+        gradients.append(None)
+        used = x.view_as(x)
+
+        def arrived(g: torch.Tensor) -> None:
+            gradients[place] = g
+            if all(v is not None for v in gradients):
+                self._finish(key)
+
+        used.register_hook(arrived)
+        return used
+
+    def _finish(self, key: str) -> None:
+        name, index, coming, gradients = self._pending.pop(key, (None, 0, [], []))
+        if name is None:
+            return
+        self.calls[f"{key}.backward"] = Call(
+            f"{key}.backward",
+            "api",
+            name,
+            index,
+            Phase.BACKWARD,
+            [record(g) for g in coming],
+            {},
+            [record(g) for g in gradients],
+        )
+
+
+def _own_node(
+    result: Any, args: Any, own: Any, gradients: list[torch.Tensor | None]
+) -> tuple[Any, list[torch.Tensor | None]]:
+    """Return a result that is one of the arguments (a conversion to what it is) with a node of its own; a leaf stays itself."""
+    for given, used in zip(args, own, strict=True):
+        if isinstance(result, torch.Tensor) and result is used and used is not given:
+            if given.is_leaf:
+                return given, []
+            with torch._C.DisableTorchFunction():
+                return result.view_as(result), gradients
+    return result, gradients
+
+
+def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function writes into one of its arguments."""
+    return kwargs.get("out") is not None or (
+        name.endswith("__setitem__") or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
+    """Return tensors with how often they were written to, in order."""
+    found: list[tuple[torch.Tensor, int]] = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            found += [] if x.is_inference() else [(x, x._version)]
+        elif isinstance(x, list | tuple):
+            found += _versions(x)
+    return found
+
+
+def _is_traced(values: Any) -> bool:
+    """Return whether a tensor stands for others (vmap, meta) and has no values of its own."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+    return any(
+        (wrapped(x) or x.is_meta)
+        if isinstance(x, torch.Tensor)
+        else isinstance(x, list | tuple) and _is_traced(x)
+        for x in values
+    )
+
+
+class _Optimizers:
+    """Record each weight's update: before and after of the step of any optimizer."""
+
+    def __init__(self, calls: dict[str, Call], recorder: _Recorder, modules: Modules) -> None:
+        self.calls, self.recorder, self.modules = calls, recorder, modules
+        self.count, self.before = Counter[str](), {}
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.recorder.paused = True
+        self.before = {id(p): self._state(optimizer, p) for _, p in _weights(optimizer)}
+
+    def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.recorder.paused = False
+        name = f"Optimizer.{type(optimizer).__name__}"
+        for group, p in _weights(optimizer):
+            inputs = self.before[id(p)]
+            key = f"{name}.{self.count[name]}.forward"
+            settings = {
+                k: record(list(v) if isinstance(v, tuple) else v)
+                for k, v in group.items()
+                if k in _RULES
+            }
+            if type(optimizer).__name__ == "Adam":
+                settings["decoupled"] = record(bool(group.get("decoupled_weight_decay", False)))
+            after = self._state(optimizer, p)
+            if "exp_avg" in after:
+                fresh = _zeros(p)
+                inputs = {"exp_avg": fresh, "exp_avg_sq": fresh, **inputs}
+                settings["step"] = Scalar("float", float(optimizer.state[p]["step"]))
+            outputs = [
+                after[k]
+                for k in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
+                if k in after
+            ]
+            self.calls[key] = Call(
+                key,
+                "api",
+                name,
+                self.count[name],
+                Phase.OPTIMIZER,
+                [],
+                {**inputs, **settings},
+                outputs,
+                stack=self.modules.stack(p),
+            )
+            self.count[name] += 1
+
+    @staticmethod
+    def _state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> dict[str, Value]:
+        found = {
+            k: record(v)
+            for k, v in optimizer.state.get(p, {}).items()
+            if k in _STATES and v is not None
+        }
+        return {"weight": record(p), "grad": record(p.grad), **found}
+
+
+_STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_RULES = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "dampening"),
+    *("amsgrad", "maximize", "nesterov"),
+)
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                yield group, p
+
+
+@contextmanager
+def capture(modules: bool = False) -> Iterator[dict[str, Call]]:
+    """Record the torch functions that are called in the block, and their backward; yield the calls.
+
+    Args:
+        modules: Record what modules return, too.
+    """
+    calls: dict[str, Call] = {}
+    recorder = _Recorder(calls)
+    names = Modules(calls, record, modules)
+    updates = _Optimizers(calls, recorder, names)
+    hooks = (
+        register_optimizer_step_pre_hook(updates.begin),
+        register_optimizer_step_post_hook(updates.end),
+    )
+    try:
+        with recorder, names:
+            yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for key in list(recorder._pending):  # inputs whose gradient was never needed
+        gradients = recorder._pending[key][-1]
+        if any(g is not None for g in gradients):
+            recorder._finish(key)
+
+
+def _name(func: Callable[..., Any]) -> str | None:
+    """Return the name of a function as msprobe spells it, None for one that computes nothing."""
+    short = getattr(func, "__name__", "")
+    if short in _SKIPPED:
+        return None
+    whole = resolve_name(func) or short
+    if "Tensor" in whole:
+        return f"Tensor.{short}"
+    return f"Functional.{short}" if "functional" in whole or "_nn" in whole else f"Torch.{short}"
+
+
+def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        with torch._C.DisableTorchFunction():
+            return function(value)
+    if isinstance(value, list):
+        return [_each(v, function) for v in value]
+    if isinstance(value, tuple) and type(value) is tuple:
+        return tuple(_each(v, function) for v in value)
+    return value
+
+
+class _Steps:
+    """Cut a recording into steps, each ending with an optimizer's."""
+
+    def __init__(self, calls: dict[str, Call], wanted: range) -> None:
+        self.calls, self.wanted, self.step = calls, wanted, 0
+        self.found: dict[int, dict[str, Call]] = {}
+
+    def end(self, *_: Any) -> None:
+        """Keep what was recorded as a step."""
+        if self.step in self.wanted and self.calls:
+            self.found[self.step] = dict(self.calls)
+        self.calls.clear()
+        self.step += 1
+
+
+def run_script(
+    script: str, arguments: list[str], out: Path, steps: range, modules: bool = False
+) -> Dump:
+    """Run a script as if it were called, record its steps and write them as a tree of msprobe.
+
+    Args:
+        script: Path of the Python file.
+        arguments: Its arguments.
+        out: Folder to make.
+        steps: Steps to record, from 0; an optimizer's step ends one.
+        modules: Record what modules return, too.
+    """
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    with capture(modules) as calls:
+        cut = _Steps(calls, steps)
+        hook = register_optimizer_step_post_hook(cut.end)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        finally:
+            hook.remove()
+    if calls:
+        cut.end()
+    ranks = {
+        (step, 0): RankDump(step, 0, "pytorch", "tensor", "L1", found)
+        for step, found in cut.found.items()
+    }
+    dump = Dump(out, ranks)
+    msprobe_write.write(dump, out)
+    return dump
+
+
+def main() -> None:
+    """Run ``python -m telechat_moe.tools.align.capture.torch_functions [--modules] OUT FIRST LAST SCRIPT [ARGUMENT ...]``."""
+    modules = sys.argv[1] == "--modules"
+    out, first, last, script, *arguments = sys.argv[1 + modules :]
+    dump = run_script(script, arguments, Path(out), range(int(first), int(last) + 1), modules)
+    count = sum(len(r.calls) for r in dump.ranks.values())
+    sys.stderr.write(
+        f"{out}: {count} calls in {len(dump.ranks)} steps; torch is {torch.__file__}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Names for a recording of torch: what each module returns, and whose update an optimizer makes.
+
+Modules are known by the first one that is called from outside of any: the model. Nothing in a script has to change.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from telechat_moe.tools.align.dump.records import Call, Phase, Value
+
+
+class Modules:
+    """Record the outputs of modules, as calls of kind ``module``.
+
+    Args:
+        calls: Where they go.
+        record: Makes a record of a value.
+        outputs: Record; else only names are learnt.
+    """
+
+    def __init__(self, calls: dict[str, Call], record: Any, outputs: bool) -> None:
+        self.calls, self.record, self.outputs = calls, record, outputs
+        self.modules: dict[int, str] = {}
+        self.weights: dict[int, str] = {}
+        self.count, self.depth = Counter[str](), 0
+        self.hooks: list[Any] = []
+
+    def __enter__(self) -> "Modules":
+        self.hooks = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def stack(self, weight: torch.Tensor) -> tuple[str, ...]:
+        """Return the line that tells whose update a call is."""
+        name = self.weights.get(id(weight))
+        return () if name is None else (f"weight {name}",)
+
+    def _begin(self, module: torch.nn.Module, args: Any) -> None:
+        if self.depth == 0 and id(module) not in self.modules:
+            for name, part in module.named_modules():
+                self.modules.setdefault(id(part), name)
+            for name, weight in module.named_parameters():
+                self.weights.setdefault(id(weight), name)
+        self.depth += 1
+
+    def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+        path = self.modules.get(id(module))
+        if not self.outputs or path is None or output is None:
+            return
+        parts = [part for part in (path, type(module).__name__) if part]
+        name = ".".join(["Module", *parts])
+        index = self.count[name]
+        self.count[name] += 1
+        key = f"{name}.forward.{index}"
+        made: list[Value] = [self.record(x) for x in _tensors(output)]
+        self.calls[key] = Call(key, "module", name, index, Phase.FORWARD, [], {}, made)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)

@@ -1,0 +1,4 @@
+"""Two dumps or checkpoints compared by a published standard.
+
+May import dump, operators and judge. Begin with `compare.py`.
+"""

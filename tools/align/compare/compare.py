@@ -1,0 +1,436 @@
+"""Compare the tensors of two dumps by a published standard, one after another, in chunks: a dump's size is never resident.
+
+Tensors are paired by step, rank, call and place; a call more or less shifts no other (``bisect.aligned``). A pair is judged
+by the best that both dumps have of it: values; else fingerprints; else checksum and statistics, which can show that tensors
+differ by more than a standard allows, but seldom that they do not. Discrete decisions are judged by ``decisions.py``; after
+a legal flip the routing is pinned: tokens that went the same way are compared, and where tokens mix, calls are judged by
+replaying them in isolation.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
+from telechat_moe.tools.align.compare.pinning import Pinned
+from telechat_moe.tools.align.compare.profiles import Profile
+from telechat_moe.tools.align.compare.rows import Outcome, Row
+from telechat_moe.tools.align.compare.without_values import without_values
+from telechat_moe.tools.align.dump.logical import boxes
+from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.dump.value_files import release
+from telechat_moe.tools.align.judge.pairing import aligned
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+CHUNK = 1 << 13
+"""Elements of a chunk: in float64 below what malloc takes from the system and gives back each time, and in a core's cache."""
+
+_RELEASE = 1 << 22  # elements after which the pages of mapped files are let go
+_EXTREME = {kind.largest for kind in FLOATS.values()} | {math.inf}
+_SCALARS = 1e-6  # relative difference of settings that went through a narrower type
+
+
+class Pair(NamedTuple):
+    """Two tensors at the same place; None: that dump lacks it."""
+
+    key: str
+    place: str
+    golden: TensorRecord | None
+    target: TensorRecord | None
+    bench: TensorRecord | None = None
+
+
+def compare(
+    reference: Dump,
+    target: Dump,
+    profile: Profile,
+    bench: Dump | None = None,
+    steps: Sequence[int] | None = None,
+    common: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    problems: Sequence[Row] = (),
+) -> Outcome:
+    """Compare two dumps of the same layout.
+
+    Args:
+        reference: A run that is believed (golden).
+        target: The run to judge.
+        profile: The standard.
+        bench: A third run, for standards that want one.
+        steps: Only these.
+        common: Calls and ranks that only one dump has do not make the runs incomparable.
+        progress: Called with the number of calls done and of all.
+        problems: Rows of tensors that could not be merged (``compare_merge.py``).
+
+    Raises:
+        BadInputError: A dump is broken.
+    """
+    wanted = [
+        k for k in sorted({*reference.ranks, *target.ranks}) if steps is None or k[0] in steps
+    ]
+    rows = list(problems)
+    flips: dict[str, list[str]] = {"legal": [], "illegal": [], "not judged": []}
+    nbytes = 0
+    first = _FirstFlips()
+    mixed = False
+    was = None
+    spread = False  # flips of this step change all ranks' weights of the next
+    for step, rank in wanted:
+        if step != was:
+            mixed, was = mixed or spread, step
+        key = step, rank
+        if key not in reference.ranks or key not in target.ranks:
+            lacking = "target" if key in reference.ranks else "reference"
+            rows.append(_absent(step, rank, f"the {lacking} has no such step and rank", common))
+            continue
+        golden = reference.ranks[key]
+        judge = _Rank(golden, target.ranks[key], profile, bench.ranks.get(key) if bench else None)
+        pinned = Pinned(judge.golden, judge.target, profile, mixed)
+        others = [r for s, r in wanted if s == step and r != rank]
+        pinned.foreign = first.of(reference, target, step, others)
+        rows += judge.rows(pinned, common, progress)
+        nbytes += judge.nbytes
+        for name, said in pinned.said.items():
+            flips[name] += said
+        spread = spread or pinned.active
+    return outcome_of(rows, flips, profile, nbytes, bench is None)
+
+
+def outcome_of(
+    rows: list[Row], flips: dict[str, list[str]], profile: Profile, nbytes: int, alone: bool
+) -> Outcome:
+    """Return what rows come to together.
+
+    Args:
+        rows: Of all tensors.
+        flips: As in :class:`Outcome`.
+        profile: The standard.
+        nbytes: Of values read.
+        alone: There is no third run.
+    """
+    counts = Counter(row.status for row in rows)
+    notes: list[str] = []
+    if profile.third and alone:
+        notes.append(f"{profile.name} wants a third run: --benchmark DUMP")
+    judged = counts["pass"] + counts["diverged"]
+    if judged < profile.cases:
+        notes.append(f"{profile.name} wants {profile.cases:,} cases; these dumps have {judged:,}")
+    verdict, reason = "pass", ""
+    if counts["diverged"]:
+        verdict = "diverged"
+    elif counts["not comparable"]:
+        verdict = "not comparable"
+        reason = (
+            f"{counts['not comparable']} tensors have no counterpart (--common passes them over)"
+        )
+    elif not counts["pass"]:
+        verdict, reason = "not comparable", "not a single tensor could be judged"
+    return Outcome(verdict, reason, profile.name, rows, flips, notes, nbytes)
+
+
+class _FirstFlips:
+    """Where on other ranks the first choice comes out differently."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], int | None] = {}
+
+    def of(self, reference: Dump, target: Dump, step: int, ranks: Sequence[int]) -> int | None:
+        """Return the number of that call; None: nowhere."""
+        found = [self._one(reference, target, step, rank) for rank in ranks]
+        return min((f for f in found if f is not None), default=None)
+
+    def _one(self, reference: Dump, target: Dump, step: int, rank: int) -> int | None:
+        key = step, rank
+        if key not in self._found:
+            self._found[key] = None
+            if key in reference.ranks and key in target.ranks:
+                self._found[key] = _first_flip(reference.ranks[key], target.ranks[key])
+        return self._found[key]
+
+
+def _first_flip(golden: RankDump, target: RankDump) -> int | None:
+    for i, (key, call) in enumerate(golden.calls.items()):
+        other = target.calls.get(key)
+        if other is None:
+            continue
+        theirs = dict(other.tensors())
+        for place, record in call.tensors():
+            mine = theirs.get(place)
+            if not place.startswith("output") or is_float(record.dtype) or mine is None:
+                continue
+            if record.read is None or mine.read is None or record.shape != mine.shape:
+                continue
+            if not np.array_equal(record.load(), mine.load()):
+                return i
+    return None
+
+
+class _Rank:
+    """Compares one rank of a step."""
+
+    def __init__(
+        self, golden: RankDump, target: RankDump, profile: Profile, bench: RankDump | None
+    ) -> None:
+        self.golden, self.profile = golden, profile
+        self.target, self.names = aligned(golden, target)
+        self.bench = aligned(golden, bench)[0] if bench else None
+        self.nbytes = 0
+
+    def rows(
+        self,
+        pinned: Pinned,
+        common: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> Iterator[Row]:
+        """Yield a row for each tensor, in the order of the reference; then what only the target has."""
+        lacking = "not judged" if common else "not comparable"
+        total = len(self.golden.calls)
+        for i, (key, call) in enumerate(self.golden.calls.items()):
+            if progress is not None:
+                progress(i, total)
+            other = self.target.calls.get(key)
+            if other is None:
+                said = "the target does not run this call"
+                status = "not judged" if pinned.active else lacking
+                yield self._row(call, "", None, status, reason=said)
+                continue
+            pinned.enter(i, call)
+            found = [self._judge(pair, call, pinned) for pair in self._pairs(call, other)]
+            if not pinned.active:
+                found += self._settings(call, other)
+            yield from self._replayed(found, call, pinned)
+        lacking = "not judged" if pinned.active else lacking
+        for key, call in self.target.calls.items():
+            if key not in self.golden.calls:
+                yield self._row(
+                    call, "", None, lacking, reason="the reference does not run this call"
+                )
+
+    def _pairs(self, call: Call, other: Call) -> Iterator[Pair]:
+        theirs = dict(other.tensors())
+        third = self.bench.calls.get(call.key) if self.bench else None
+        thirds = dict(third.tensors()) if third else {}
+        mine = dict(call.tensors())
+        for place, golden in mine.items():
+            yield Pair(call.key, place, golden, theirs.get(place), thirds.get(place))
+        for place, target in theirs.items():
+            if place not in mine:
+                yield Pair(call.key, place, None, target)
+
+    def _row(
+        self, call: Call, place: str, record: TensorRecord | None, status: str, **said: Any
+    ) -> Row:
+        return Row(
+            self.golden.step,
+            self.golden.rank,
+            self.names.get(call.key, call.key),
+            place,
+            call.phase.value,
+            record.dtype if record else "",
+            record.shape if record else (),
+            status,
+            **said,
+        )
+
+    def _judge(self, pair: Pair, call: Call, pinned: Pinned) -> Row:
+        golden, target, place = pair.golden, pair.target, pair.place
+        if golden is None or target is None:
+            lacking = "target" if target is None else "reference"
+            said = f"the {lacking} has no tensor there"
+            return self._row(call, place, target or golden, "not comparable", reason=said)
+        if (problem := _unlike(golden, target, self.profile)) is not None:
+            return self._row(call, place, target, problem[0], reason=problem[1])
+        row = self._row(call, place, target, "pass", basis="values")
+        measure = self.profile.measure(target.dtype, golden.dtype)
+        if measure is None:
+            said = f"{self.profile.name} has no line for {target.dtype} against {golden.dtype}"
+            return replace(row, status="not judged", basis="", reason=said)
+        if golden.read is None or target.read is None:
+            return without_values(row, golden, target, self.profile)
+        return self._by_values(row, pair, measure, pinned)
+
+    def _by_values(self, row: Row, pair: Pair, measure: Measure, pinned: Pinned) -> Row:
+        assert pair.golden is not None
+        assert pair.target is not None
+        arrays = [pair.target.load(), pair.golden.load()]
+        if self.profile.third and is_float(pair.target.dtype):
+            if pair.bench is None or pair.bench.read is None or pair.bench.shape != row.shape:
+                said = "the third run has no values of this tensor"
+                return replace(row, status="not judged", basis="", reason=said)
+            arrays.append(pair.bench.load())
+        self.nbytes += sum(a.nbytes for a in arrays)
+        integers = not is_float(pair.target.dtype)
+        if integers and row.place.startswith("output") and not np.array_equal(*arrays[:2]):
+            decided = pinned.decide(pair.key, (arrays[1], arrays[0]))
+            if decided is not None:
+                status, said = decided
+                return replace(
+                    row, status=status, basis="decision", reason=said, elements=arrays[0].size
+                )
+        keep = pinned.keep(row.shape)
+        if keep is not None:
+            row = replace(row, basis="tokens", note=f"{int(keep.sum())} of {keep.size} tokens")
+        for chunk in chunks(arrays, keep):
+            measure.add(chunk)
+        for array in arrays:
+            release(array)
+        return measured(row, measure, arrays[0], keep)
+
+    def _settings(self, call: Call, other: Call) -> list[Row]:
+        """Return a row for each number or flag that the runs were given differently."""
+        found: list[Row] = []
+        pairs = [
+            (f"input.{i}", a, b)
+            for i, (a, b) in enumerate(zip(call.inputs, other.inputs, strict=False))
+        ]
+        pairs += [(f"input.{n}", v, other.kwargs.get(n)) for n, v in call.kwargs.items()]
+        for place, a, b in pairs:
+            if isinstance(a, Scalar) and isinstance(b, Scalar) and _other(a.value, b.value):
+                said = f"setting {b.value!r}, reference {a.value!r}"
+                found.append(
+                    self._row(other, place, None, "diverged", basis="setting", reason=said)
+                )
+        return found
+
+    def _replayed(self, rows: list[Row], call: Call, pinned: Pinned) -> list[Row]:
+        """Return the rows of a call, those judged by replay that earlier flips may have changed."""
+        wrong = [
+            r for r in rows if r.status == "diverged" and r.basis not in ("decision", "setting")
+        ]
+        if not pinned.active or not wrong:
+            return rows
+        answers = pinned.replay(call.key)
+        follows = "follows from tokens that were routed differently"
+        found: list[Row] = []
+        for row in rows:
+            verdict = answers.get(row.place)
+            if row not in wrong:
+                found.append(row)
+            elif verdict is None:
+                found.append(replace(row, status="not judged", basis="", checks=[], reason=follows))
+            else:
+                check = Check("error / bound", verdict.ratio, 1.0, verdict.status == "pass")
+                more = {
+                    "checks": [check],
+                    "reason": verdict.reason,
+                    "note": "replayed in isolation",
+                }
+                status = {"status": verdict.status, "basis": "replay", "element": verdict.element}
+                found.append(replace(row, **status, **more))
+        return found
+
+
+def _absent(step: int, rank: int, said: str, common: bool) -> Row:
+    status = "not judged" if common else "not comparable"
+    return Row(step, rank, "", "", "", "", (), status, reason=said)
+
+
+def _other(a: Any, b: Any) -> bool:
+    """Return whether two settings are different numbers or flags; texts name types and devices."""
+    if isinstance(a, bool) != isinstance(b, bool) or isinstance(a, str) != isinstance(b, str):
+        return False
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        if abs(a) in _EXTREME and abs(b) in _EXTREME:
+            return False  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
+        both = isinstance(a, int) and isinstance(b, int)
+        return a != b if both else not math.isclose(a, b, rel_tol=_SCALARS) and a == a
+    return False
+
+
+def _unlike(golden: TensorRecord, target: TensorRecord, profile: Profile) -> tuple[str, str] | None:
+    """Return status and reason where two tensors cannot be compared element by element."""
+    if golden.shape != target.shape:
+        said = f"shape {list(target.shape)}, reference {list(golden.shape)}"
+        if golden.layout != target.layout and (golden.layout or target.layout):
+            return "not comparable", f"{said}: laid out differently (merge them)"
+        return "diverged", said
+    if golden.dtype == target.dtype:
+        return None
+    said = f"type {target.dtype}, reference {golden.dtype}"
+    if profile.same_dtype:
+        return "diverged", said
+    if is_float(golden.dtype) != is_float(target.dtype):
+        return "not comparable", said
+    return None
+
+
+def chunks(arrays: Sequence[Array], keep: Array | None = None) -> Iterator[Chunk]:
+    """Yield parts of tensors of one shape, in the order of their elements; of some rows only."""
+    if keep is not None:
+        parts = _kept(arrays, keep)
+    elif all(a.flags.c_contiguous for a in arrays):
+        parts = _flat(arrays)
+    else:
+        parts = _boxes(arrays)
+    seen = begin = 0
+    for target, golden, *bench in parts:
+        if target.dtype.kind == "c":
+            target, golden, *bench = (_reals(x) for x in (target, golden, *bench))
+        yield Chunk(target, golden, begin, bench[0] if bench else None)
+        begin += target.size
+        if begin - seen >= _RELEASE:
+            seen = begin
+            for array in arrays:
+                release(array)
+
+
+def _flat(arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    lines = [np.asarray(a.reshape(-1)) for a in arrays]
+    for i in range(0, lines[0].size, CHUNK):
+        yield [line[i : i + CHUNK] for line in lines]
+
+
+def _boxes(arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    for box in boxes(arrays[0].shape, CHUNK):
+        yield [np.ascontiguousarray(a[box]).reshape(-1) for a in arrays]
+
+
+def _kept(arrays: Sequence[Array], keep: Array) -> Iterator[list[Array]]:
+    rows = keep.reshape(-1)
+    tables = [a.reshape(rows.size, -1) for a in arrays]
+    step = max(1, 8 * CHUNK // max(1, tables[0].shape[1]))
+    for i in range(0, rows.size, step):
+        yield from _flat([t[i : i + step][rows[i : i + step]] for t in tables])
+
+
+def _reals(x: Array) -> Array:
+    x = np.ascontiguousarray(x)
+    return x.view(x.real.dtype)
+
+
+def measured(row: Row, measure: Measure, values: Array, keep: Array | None) -> Row:
+    """Return a row with what a standard's measure found.
+
+    Args:
+        row: Which tensor.
+        measure: Has seen all chunks.
+        values: Of the target.
+        keep: Rows of tokens that were compared; None: all.
+    """
+    size = values.size
+    if keep is not None and keep.size:
+        size = size // keep.size * int(np.count_nonzero(keep))
+    if not size:
+        return replace(row, note="no elements")
+    checks = measure.checks()
+    if measure.undefined:
+        return replace(row, status="not judged", basis="", reason=measure.undefined)
+    status = "pass" if all(c.ok for c in checks) else "diverged"
+    note = "; ".join(x for x in (row.note, measure.note) if x)
+    row = replace(row, status=status, checks=checks, note=note, elements=size)
+    at = row.worst.at if row.worst else None
+    if at is None:
+        return row
+    if values.dtype.kind == "c":
+        at //= 2
+    if keep is not None:
+        inner = values.size // keep.size
+        at = int(np.flatnonzero(keep)[at // inner]) * inner + at % inner
+    element = tuple(int(i) for i in np.unravel_index(at, values.shape)) if values.ndim else ()
+    return replace(row, element=element)

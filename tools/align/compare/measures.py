@@ -1,0 +1,406 @@
+"""What two tensors are measured by, chunk by chunk: one class for each kind of published standard.
+
+Each takes :class:`Chunk` after chunk and gives :class:`Check` lines at the end. A check's observed value is an error with
+an upper limit, also where the standard words it the other way round (cosine above 0.99: ``1 - cosine`` below 0.01).
+Infinities and NaN at the same places, infinities with the same sign, agree and have error 0; at different places the
+error is infinite. What a standard does otherwise, its class says.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.compare.ulp import ulp_steps
+from telechat_moe.tools.align.numerics import FLOATS, round_to, spacing, widened
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+EPSILON = 1e-7
+"""Added to the golden value's magnitude in MERE and MARE, so that zero has a relative error."""
+
+
+class Check(NamedTuple):
+    """One line of a standard.
+
+    Attributes:
+        metric: What was measured.
+        observed: Found.
+        limit: Allowed.
+        ok: Whether the standard is met.
+        at: Flat index of the worst element; None: of the tensor as a whole.
+    """
+
+    metric: str
+    observed: float
+    limit: float
+    ok: bool
+    at: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Observed over limit; infinite where nothing is allowed and something was found."""
+        if math.isnan(self.observed) or math.isnan(self.limit):
+            return math.inf
+        if self.observed == 0:
+            return 0.0
+        if self.limit == 0 or math.isinf(self.observed):
+            return math.inf
+        return self.observed / self.limit
+
+
+class Chunk:
+    """A part of two flattened tensors.
+
+    Args:
+        target: Of the judged run.
+        golden: Of the believed run, as long.
+        begin: Index of the first element.
+        bench: Of a third run, as long; None: there is none.
+    """
+
+    def __init__(
+        self, target: Array, golden: Array, begin: int = 0, bench: Array | None = None
+    ) -> None:
+        self.raw, self.raw_golden, self.raw_bench = target, golden, bench
+        self.begin = begin
+
+    @cached_property
+    def target(self) -> Array:
+        """The judged run's elements in float64."""
+        return widened(self.raw)
+
+    @cached_property
+    def golden(self) -> Array:
+        """The believed run's elements in float64."""
+        return widened(self.raw_golden)
+
+    @cached_property
+    def magnitude(self) -> Array:
+        """``|golden|``; 1 where :attr:`error` is no difference of numbers."""
+        magnitude = np.abs(self.golden)
+        return magnitude if self.special is None else np.where(self.special, 1.0, magnitude)
+
+    @cached_property
+    def error(self) -> Array:
+        """``|target - golden|``."""
+        return self._errors[0]
+
+    @property
+    def special(self) -> Array | None:
+        """Where one of the two is infinite or NaN; None: nowhere."""
+        return self._errors[1]
+
+    @cached_property
+    def nan(self) -> Array | None:
+        """Where the target is NaN; None: nowhere."""
+        return None if self.special is None else np.isnan(self.target)
+
+    @cached_property
+    def _errors(self) -> tuple[Array, Array | None]:
+        return errors(self.target, self.golden)
+
+    def against_golden(self) -> "Chunk":
+        """Return the third run's elements in place of the target's."""
+        assert self.raw_bench is not None
+        return Chunk(self.raw_bench, self.raw_golden, self.begin)
+
+
+def errors(target: Array, golden: Array) -> tuple[Array, Array | None]:
+    """Return ``|target - golden|`` of float64 elements, and where one is infinite or NaN (None: nowhere)."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.subtract(target, golden)
+        np.abs(error, out=error)
+    if not error.size or math.isfinite(error.max()):
+        return error, None
+    special = ~(np.isfinite(target) & np.isfinite(golden))
+    agree = (target == golden) | (np.isnan(target) & np.isnan(golden))
+    return np.where(special, np.where(agree, 0.0, np.inf), error), special
+
+
+class Measure(ABC):
+    """Takes chunks, says in the end whether a standard is met.
+
+    Attributes:
+        note: What a reader must know of the answer.
+        undefined: Why the standard says nothing of these tensors.
+    """
+
+    note = ""
+    undefined = ""
+
+    @abstractmethod
+    def add(self, chunk: Chunk) -> None:
+        """Measure a chunk."""
+
+    @abstractmethod
+    def checks(self) -> list[Check]:
+        """Return the lines of the standard."""
+
+
+class Close(Measure):
+    """``|target - golden| <= atol + rtol |golden|`` everywhere, as ``numpy.isclose`` and torch have it.
+
+    Args:
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        nan_equal: Two NaN at the same place agree.
+    """
+
+    def __init__(self, rtol: float, atol: float, nan_equal: bool = False) -> None:
+        self.rtol, self.atol, self.nan_equal = rtol, atol, nan_equal
+        self.wrong = 0
+        self._worst: tuple[float, float, float, int | None] = (0.0, 0.0, atol, None)
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        error = chunk.error
+        if chunk.nan is not None and not self.nan_equal:
+            error = np.where(chunk.nan, np.inf, error)
+        if not error.max():
+            return
+        allowed = chunk.magnitude * self.rtol
+        allowed += self.atol
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.divide(error, allowed)
+        if not self.atol:
+            ratio[error == 0] = 0.0
+        at = int(np.argmax(ratio))
+        if ratio[at] >= 1:
+            self.wrong += int(np.count_nonzero(error > allowed))
+        if ratio[at] > self._worst[0]:
+            values = float(error[at]), float(allowed[at])
+            self._worst = (float(ratio[at]), *values, chunk.begin + at)
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        _, error, allowed, at = self._worst
+        return [Check("error", error, allowed, self.wrong == 0, at)]
+
+
+class Ulps(Measure):
+    """Steps from number to number of a type, as a walk with ``nextafter`` counts them.
+
+    The golden value is first rounded to the type; -0 and 0 are one number, an infinity is reached from no number.
+
+    Args:
+        dtype: Of the target, as the program computed it.
+        most: Steps allowed.
+    """
+
+    def __init__(self, dtype: str, most: float) -> None:
+        self.dtype, self.most = dtype, most
+        self.wrong = 0
+        self._worst: float = 0.0
+        self._at: int | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        steps = ulp_steps(chunk.raw, chunk.raw_golden, self.dtype)
+        at = int(np.argmax(steps))
+        self.wrong += int(np.count_nonzero(steps > self.most))
+        if steps[at] > self._worst:
+            self._worst, self._at = float(steps[at]), chunk.begin + at
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        return [Check("ULP", self._worst, self.most, self.wrong == 0, self._at)]
+
+
+class Relative(Measure):
+    """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both.
+
+    Args:
+        mean: MERE must be below.
+        largest: MARE must be below.
+    """
+
+    def __init__(self, mean: float, largest: float) -> None:
+        self.mean, self.largest = mean, largest
+        self.values = RelativeErrors()
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        self.values.add(chunk)
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        v = self.values
+        return [
+            Check("MERE", v.mere, self.mean, v.mere < self.mean),
+            Check("MARE", v.mare, self.largest, v.mare < self.largest, v.at),
+        ]
+
+
+class RelativeErrors:
+    """Mean and largest relative error, and root of the mean square error."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.at: int | None = None
+        self.mare = self._sum = self._squares = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        """Measure a chunk."""
+        error = chunk.error
+        self.count += error.size
+        if chunk.special is not None:
+            self.count -= int(np.count_nonzero(chunk.special & (error == 0)))
+        if not error.max():
+            return
+        relative = chunk.magnitude + EPSILON
+        np.divide(error, relative, out=relative)
+        at = int(np.argmax(relative))
+        if relative[at] > self.mare:
+            self.mare, self.at = float(relative[at]), chunk.begin + at
+        self._sum += float(relative.sum())
+        with np.errstate(over="ignore"):
+            self._squares += float(np.einsum("i,i->", error, error))
+
+    @property
+    def mere(self) -> float:
+        """Mean relative error."""
+        return self._sum / self.count if self.count else 0.0
+
+    @property
+    def rmse(self) -> float:
+        """Root of the mean square error."""
+        return math.sqrt(self._squares / self.count) if self.count else 0.0
+
+
+class DoubleBenchmark(Measure):
+    """The target's MARE, MERE and RMSE against the golden run over those of a third run.
+
+    Args:
+        limits: Of the three ratios.
+        least: The third run's errors count at least so much (a third run without error would forbid any).
+    """
+
+    def __init__(self, limits: tuple[float, float, float], least: float) -> None:
+        self.limits, self.least = limits, least
+        self.own, self.third = RelativeErrors(), RelativeErrors()
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        self.own.add(chunk)
+        self.third.add(chunk.against_golden())
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        found: list[Check] = []
+        for name, limit in zip(("mare", "mere", "rmse"), self.limits, strict=True):
+            own, third = getattr(self.own, name), getattr(self.third, name)
+            if math.isinf(third) and math.isinf(own):
+                self.note = "the third run has infinities or NaN where the golden run has none, too"
+                ratio = 1.0
+            else:
+                ratio = own / max(third, self.least)
+            at = self.own.at if name == "mare" else None
+            found.append(Check(f"{name.upper()} ratio", ratio, limit, ratio <= limit, at))
+        return found
+
+
+class Mixed(Measure):
+    """Mixed tolerance: nearly all elements within rtol and atol, and a cap on the largest absolute error.
+
+    The cap is ``max(floor, 32 ULP)``, the ULP of the golden value at the largest error, narrowed to the target's type.
+    Infinities and NaN must be at the same places; a golden value that overflows the target's type is its infinity.
+
+    Args:
+        dtype: Of the target.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        floor: Of the cap.
+        unmatched: Share of elements that may be beyond.
+        ulps: Of the cap.
+    """
+
+    def __init__(
+        self, dtype: str, rtol: float, atol: float, floor: float, unmatched: float, ulps: float
+    ) -> None:
+        self.dtype, self.rtol, self.atol, self.floor = dtype, rtol, atol, floor
+        self.unmatched, self.ulps = unmatched, ulps
+        self._beyond = self._count = self._misplaced = 0
+        self._worst, self._golden = 0.0, 0.0
+        self._at: int | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        error = chunk.error
+        self._count += error.size
+        if chunk.special is not None:
+            error = self._special(chunk, error)
+        if not error.max():
+            return
+        allowed = chunk.magnitude * self.rtol
+        allowed += self.atol
+        self._beyond += int(np.count_nonzero(error > allowed))
+        finite = np.where(np.isinf(error), 0.0, error) if chunk.special is not None else error
+        at = int(np.argmax(finite))
+        if finite[at] > self._worst:
+            self._worst, self._golden = float(finite[at]), float(chunk.golden[at])
+            self._at = chunk.begin + at
+
+    def _special(self, chunk: Chunk, error: Array) -> Array:
+        largest = FLOATS[self.dtype].largest
+        over = np.isinf(chunk.target) & (np.sign(chunk.target) == np.sign(chunk.golden))
+        over &= np.abs(round_to(chunk.golden, self.dtype)) > largest
+        error = np.where(over, 0.0, error)
+        self._misplaced += int(np.count_nonzero(np.isinf(error)))
+        return error
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        low = float(np.nan_to_num(round_to(np.asarray(self._golden), self.dtype), posinf=0.0))
+        cap = max(self.floor, self.ulps * float(spacing(np.asarray(low), self.dtype)))
+        share = self._beyond / self._count if self._count else 0.0
+        found = [
+            Check("unmatched share", share, self.unmatched, share <= self.unmatched),
+            Check("largest error", self._worst, cap, self._worst <= cap, self._at),
+        ]
+        if self._misplaced:
+            found.append(Check("misplaced infinities or NaN", float(self._misplaced), 0.0, False))
+        return found
+
+
+class Equal(Measure):
+    """Equal integers and booleans, whatever their width; of other values, equal numbers."""
+
+    metric = "unequal elements"
+
+    def __init__(self) -> None:
+        self.wrong = 0
+        self._at: int | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        self._count(self._differs(chunk.raw, chunk.raw_golden), chunk.begin)
+
+    def _differs(self, target: Array, golden: Array) -> Array:
+        return target != golden
+
+    def _count(self, differs: Array, begin: int) -> None:
+        wrong = int(np.count_nonzero(differs))
+        if wrong and self._at is None:
+            self._at = begin + int(np.argmax(differs))
+        self.wrong += wrong
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        return [Check(self.metric, float(self.wrong), 0.0, self.wrong == 0, self._at)]
+
+
+class Bitwise(Equal):
+    """Equal bytes: -0 is not 0, and NaN are equal only with equal payloads."""
+
+    metric = "elements with other bits"
+
+    def _differs(self, target: Array, golden: Array) -> Array:
+        return bits(target) != bits(golden)
+
+
+def bits(x: Array) -> Array:
+    """Return the bits of elements, none of them complex, as unsigned integers."""
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")

@@ -1,0 +1,170 @@
+"""Measures of a tensor as a whole: MindFormers' PrecisionChecker, msprobe's acc_check."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Cosine(Measure):
+    """MindFormers' PrecisionChecker: cosine, sum of magnitudes, divergence of the softmax over all elements.
+
+    As published, the sum of magnitudes may be too small by any amount; a note says where that lets a tensor pass.
+
+    Args:
+        cosine: Must be larger.
+        magnitude: ``sum |target| / sum |golden| - 1`` must be smaller.
+        divergence: Kullback-Leibler divergence must be smaller.
+    """
+
+    def __init__(self, cosine: float, magnitude: float, divergence: float) -> None:
+        self.limits = cosine, magnitude, divergence
+        self._dots = np.zeros(3)
+        self._sums = np.zeros(2)
+        self._softmax = [_Softmax(), _Softmax()]
+        self._cross = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        a, g = chunk.target, chunk.golden
+        with np.errstate(invalid="ignore", over="ignore"):
+            self._dots += [np.einsum("i,i->", x, y) for x, y in ((a, g), (a, a), (g, g))]
+            room = np.abs(a)
+            self._sums[0] += room.sum()
+            self._sums[1] += np.abs(g, out=room).sum()
+            own, golden = self._softmax
+            own.add(a, room)
+            scale = golden.add(g, room)
+            self._cross = self._cross * scale + float(np.einsum("i,i->", room, g - a))
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        least, most, divergence = self.limits
+        dot, aa, gg = self._dots.tolist()
+        norm = math.sqrt(aa) * math.sqrt(gg)
+        if aa == 0 and gg == 0:
+            self.undefined = "both tensors are all zero: no cosine"
+        cosine = dot / norm if norm else 0.0 if norm == 0 else math.nan
+        with np.errstate(invalid="ignore", divide="ignore"):
+            l1 = float(self._sums[0] / self._sums[1] - 1)
+        own, golden = self._softmax
+        kl = self._cross / golden.total - (golden.logarithm - own.logarithm)
+        if l1 <= -most:
+            self.note = f"the published check is signed: magnitudes {-l1:.3g} too small pass"
+        return [
+            Check("1 - cosine", max(0.0, 1 - cosine), 1 - least, cosine > least),
+            Check("L1 ratio - 1", max(0.0, l1) if l1 == l1 else l1, most, l1 < most),
+            Check("KL divergence", max(0.0, kl) if kl == kl else kl, divergence, kl < divergence),
+        ]
+
+
+class _Softmax:
+    """Running sum of exponentials."""
+
+    def __init__(self) -> None:
+        self.largest, self.total = -math.inf, 0.0
+
+    def add(self, x: Array, terms: Array) -> float:
+        """Return by how much earlier terms shrink; the chunk's terms go into ``terms``."""
+        largest = max(self.largest, float(x.max())) if x.size else self.largest
+        scale = math.exp(self.largest - largest) if self.largest > -math.inf else 0.0
+        np.subtract(x, largest, out=terms)
+        np.exp(terms, out=terms)
+        self.largest, self.total = largest, self.total * scale + float(terms.sum())
+        return scale
+
+    @property
+    def logarithm(self) -> float:
+        return self.largest + math.log(self.total) if self.total > 0 else math.nan
+
+
+_TINY = float(np.finfo(float).eps)
+"""A tensor with no larger magnitude counts as zero."""
+
+
+def _high(x: Array, squares: float) -> float:
+    """Return the largest magnitude, or less if that is beyond :data:`_TINY`, too: the root of the mean square."""
+    mean = math.sqrt(squares / max(1, x.size))
+    return mean if mean > 2 * _TINY else float(np.abs(x).max())
+
+
+class Thousandths(Measure):
+    """msprobe's acc_check: cosine, then largest error, then shares with a relative error of 1 %, 0.1 %, 0.01 %.
+
+    As published, NaN is tested by the shares alone, so that few of them pass; a note says where.
+
+    Args:
+        cosine: Must be larger, if there are several elements that are not all zero.
+        error: A largest error below passes without further tests.
+        shares: For each test the limit of the relative error, which is that of the share, too; True: failing is an
+            error, False: a warning.
+        epsilon: Added to the golden value's magnitude: unit of the golden tensor's type.
+    """
+
+    def __init__(
+        self, cosine: float, error: float, shares: tuple[tuple[float, bool], ...], epsilon: float
+    ) -> None:
+        self.cosine, self.error, self.shares, self.epsilon = cosine, error, shares, epsilon
+        self._dots, self._highest = np.zeros(3), np.zeros(2)
+        self._count = self._special = 0
+        self._largest = 0.0
+        self._below = np.zeros(len(shares), np.int64)
+
+    def add(self, chunk: Chunk) -> None:
+        """See :class:`Measure`."""
+        a, g = chunk.target, chunk.golden
+        self._count += a.size
+        with np.errstate(invalid="ignore", over="ignore"):
+            dots = [float(np.einsum("i,i->", x, y)) for x, y in ((a, g), (a, a), (g, g))]
+            self._dots += dots
+            highest = _high(a, dots[1]), _high(g, dots[2])
+            self._highest = np.maximum(self._highest, highest)
+            error = np.abs(a - g) if chunk.special is not None else chunk.error
+            self._largest = float(np.maximum(self._largest, error.max()))
+            relative = np.abs(g)
+            relative += self.epsilon
+            np.divide(error, relative, out=relative)
+            self._below += [np.count_nonzero(relative < limit) for limit, _ in self.shares]
+        if chunk.special is not None:
+            self._special += int(np.count_nonzero(np.isinf(chunk.error)))
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        found = self._of_cosine()
+        if found and not found[-1].ok:
+            return found
+        small = self._largest < self.error
+        if small:
+            return [*found, Check("largest error", self._largest, self.error, True)]
+        for (limit, fatal), below in zip(self.shares, self._below.tolist(), strict=True):
+            share = below / self._count
+            ok = share > 1 - limit
+            name = f"share with relative error >= {limit:g}"
+            found.append(Check(name, 1 - share, limit, ok or not fatal))
+            if not ok and not fatal:
+                self.note = (
+                    f"warning: {1 - share:.3g} of the elements have a relative error >= {limit:g}"
+                )
+            if not ok:
+                break
+        if all(c.ok for c in found) and self._special:
+            said = f"the published check passes {self._special} misplaced infinities or NaN"
+            self.note = f"{self.note}; {said}" if self.note else said
+        return found
+
+    def _of_cosine(self) -> list[Check]:
+        zero = [bool(h <= _TINY) for h in self._highest]
+        if self._count == 1 or all(zero):
+            return []
+        limit = 1 - self.cosine
+        if any(zero):
+            return [Check("1 - cosine (one is all zero)", 1.0, limit, False)]
+        dot, aa, gg = self._dots.tolist()
+        cosine = dot / (math.sqrt(aa) * math.sqrt(gg))
+        if math.isnan(cosine):
+            return []
+        return [Check("1 - cosine", max(0.0, 1 - cosine), limit, cosine > self.cosine)]

@@ -1,0 +1,50 @@
+"""Dumps of many ranks brought to one rank of whole tensors, so that runs of other layouts can be compared."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from telechat_moe.tools.align.compare.rows import Row
+from telechat_moe.tools.align.dump.merge import Outcome, Said, into, merge_ranks
+from telechat_moe.tools.align.dump.records import Dump
+
+_SURE = (
+    "dump",
+    "said",
+    "inferred",
+)  # layouts that were not guessed: copies that differ there are wrong
+
+
+def merged(dump: Dump, said: Said, folder: Path, steps: Sequence[int]) -> tuple[Dump, list[Row]]:
+    """Return a dump with one rank in each step, and a row for each tensor that could not be merged or whose copies differ.
+
+    Args:
+        dump: Of all ranks.
+        said: What it does not say of layouts.
+        folder: Where whole tensors are kept; as large as the merged dump.
+        steps: Those wanted.
+
+    Raises:
+        BadInputError: The dump is broken.
+    """
+    ranks, rows = {}, []
+    for step in steps:
+        one, outcomes = merge_ranks(dump.at(step), said, into(folder / str(step)))
+        ranks[step, 0] = one
+        rows += [_row(step, o) for o in outcomes if o.problem is not None]
+    return Dump(folder, ranks), rows
+
+
+def needs_merge(reference: Dump, target: Dump) -> bool:
+    """Return whether the dumps are of different ranks."""
+    return any(
+        {d.rank for d in reference.at(step)} != {d.rank for d in target.at(step)}
+        for step in reference.steps
+        if step in target.steps
+    )
+
+
+def _row(step: int, outcome: Outcome) -> Row:
+    wrong = outcome.copies == "differ" and outcome.how in _SURE
+    status = "diverged" if wrong else "not comparable"
+    said = f"not merged from ranks {', '.join(map(str, outcome.ranks))}: {outcome.problem}"
+    return Row(step, 0, outcome.key, outcome.place, "", "", (), status, "merge", reason=said)

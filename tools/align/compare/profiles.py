@@ -1,0 +1,373 @@
+"""Published standards for the difference of two tensors, by name, with their numbers and where these stand.
+
+A standard's thresholds go by the type in which the judged program computed (a record's ``dtype``, not that of a file that
+holds it widened). Integers and booleans must be equal in all of them. What each does at infinities, NaN and zero is said
+with the class in ``measures.py`` that measures it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from telechat_moe.errors import UsageError
+from telechat_moe.tools.align.compare.measures import (
+    Bitwise,
+    Close,
+    DoubleBenchmark,
+    Equal,
+    Measure,
+    Mixed,
+    Relative,
+    Ulps,
+)
+from telechat_moe.tools.align.compare.measures_whole import Cosine, Thousandths
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+
+HF32 = "tfloat32"
+"""What Ascend's HF32 keeps of a float32."""
+
+ASCEND_RATIO: Mapping[str, tuple[float, float, float]] = {
+    "l0": (10.0, 2.0, 2.0),
+    "l1": (5.0, 1.5, 1.5),
+    "l2": (2.0, 1.2, 1.2),
+}
+"""Largest MARE, MERE and RMSE over those of a third-party chip. Source: CANN, operator precision standard, double
+benchmark; the same numbers in msprobe 26.2.0, ``precision_standard/standard_config.py``."""
+
+ASCEND_CASES: Mapping[str, int] = {"l0": 5_000, "l1": 10_000, "l2": 30_000}
+"""Cases that the standard wants of each level."""
+
+ASCEND_LEAST: Mapping[str, float] = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-14}
+"""The third chip's error counts at least so much. Source: msprobe 26.2.0, ``_minmum_err``."""
+
+ECOSYSTEM: Mapping[str, float] = {
+    "float16": 2**-10,
+    "bfloat16": 2**-7,
+    "float32": 2**-13,
+    HF32: 2**-11,
+    "float8_e4m3": 2**-3,
+    "float8_e5m2": 2**-2,
+}
+"""T of ``MERE < T and MARE < 10 T``. Source: CANN, ecosystem operators' standard, single benchmark (ATK ``single_bm``)."""
+
+
+class Tolerance(NamedTuple):
+    """A line of the mixed tolerance."""
+
+    rtol: float
+    atol: float
+    floor: float
+
+
+MIXED: Mapping[str, Tolerance] = {
+    "float16": Tolerance(2**-9, 2**-9, 1e-1),
+    "bfloat16": Tolerance(2**-6, 2**-6, 1.0),
+    "float32": Tolerance(2**-10, 2**-16, 1e-2),
+    HF32: Tolerance(2**-9, 2**-10, 1e-1),
+    "float8_e4m3": Tolerance(2**-2, 2**-4, 1.0),
+    "float8_e5m2": Tolerance(2**-1, 2**-3, 1e-1),
+}
+"""Source: cann/opbase, docs/zh/ops_precision_standard/mixed_tolerance_standard.md (September 2026)."""
+
+MIXED_TIGHT: Mapping[str, Tolerance] = {
+    "float16": Tolerance(2**-10, 2**-10, 1e-1),
+    "bfloat16": Tolerance(2**-7, 2**-7, 1e-1),
+    "float32": Tolerance(2**-13, 2**-13, 1e-2),
+}
+"""The same page as revised on 2026-09-24 (cann/opbase a5e8e71); its lines for other types could not be read."""
+
+MIXED_UNMATCHED, MIXED_ULPS = 0.01, 32.0
+
+TORCH: Mapping[str, tuple[float, float]] = {
+    "float16": (1e-3, 1e-5),
+    "bfloat16": (1.6e-2, 1e-5),
+    "float32": (1.3e-6, 1e-5),
+    "float64": (1e-7, 1e-7),
+    "complex64": (1.3e-6, 1e-5),
+    "complex128": (1e-7, 1e-7),
+}
+"""rtol, atol by type. Source: ``torch.testing.assert_close``; types without a line must be equal."""
+
+MINDFORMERS = (0.999, 0.01, 0.005)
+"""Cosine, sum of magnitudes, divergence. Source: MindFormers, ``tests/utils/precision_utils.py``, PrecisionChecker."""
+
+MSPROBE_COSINE, MSPROBE_ERROR = 0.99, 0.001
+MSPROBE_SHARES: Mapping[str, tuple[tuple[float, bool], ...]] = {
+    "float16": ((0.01, True), (0.001, False)),
+    "bfloat16": ((0.01, True), (0.001, False)),
+    "float32": ((0.001, True), (0.0001, False)),
+    "float64": ((0.001, True), (0.0001, False)),
+}
+"""Limits of relative error and share, and whether failing is an error. Source: msprobe 26.2.0, ``acc_check``."""
+
+MSPROBE_EPSILON: Mapping[str, float] = {
+    "float16": 2**-10,
+    "bfloat16": 2**-8,
+    "float32": 2**-23,
+    "float64": 2**-52,
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A standard.
+
+    Attributes:
+        name: As on the command line.
+        source: Where its numbers stand.
+        measures: Returns a measure for a target and a golden type; None: the standard says nothing of them.
+        same_dtype: The types must be equal.
+        third: It wants a third run, whose errors against the golden run are compared with the target's.
+        envelope: Returns rtol and atol that no element of a passing tensor exceeds, for a type and the largest golden
+            magnitude; None: there is no such limit.
+        tolerance: Returns rtol and atol that most elements of a passing tensor keep, for a type; None: unknown.
+        cases: Tensors that the standard wants to see.
+        nan_differs: NaN are unequal, so that equal bits do not pass.
+        kind: Tensors of wider types are judged by the thresholds of this one: what they hold was computed from it.
+    """
+
+    name: str
+    source: str
+    measures: Callable[[str, str], Measure | None]
+    same_dtype: bool = False
+    third: bool = False
+    envelope: Callable[[str, float], tuple[float, float] | None] = field(default=lambda _, __: None)
+    tolerance: Callable[[str], tuple[float, float] | None] = field(default=lambda _: None)
+    cases: int = 0
+    nan_differs: bool = False
+    kind: str | None = None
+
+    def line(self, dtype: str) -> str:
+        """Return the type whose thresholds count for a tensor of another one."""
+        if self.kind is None or dtype not in FLOATS or FLOATS[dtype].bits <= FLOATS[self.kind].bits:
+            return dtype
+        return dtype if self.kind == HF32 and dtype != "float32" else self.kind
+
+    def measure(self, dtype: str, golden: str) -> Measure | None:
+        """Return a measure for a tensor; None: the standard has no line for its type.
+
+        Args:
+            dtype: Of the target.
+            golden: Of the believed run.
+        """
+        if not is_float(dtype) and not dtype.startswith("complex") and self.name != "bitwise":
+            return Equal()
+        return self.measures(self.line(dtype), golden)
+
+
+class Options(NamedTuple):
+    """What a user says beside a profile's name; None: its default."""
+
+    rtol: float | None = None
+    atol: float | None = None
+    ulp: float | None = None
+    kind: str | None = None
+    equal_nan: bool = False
+
+
+NAMES = (
+    *("ascend-l0", "ascend-l1", "ascend-l2", "ecosystem", "mixed", "mixed-0924", "mindformers"),
+    *("msprobe", "torch", "close", "ulp", "bitwise"),
+)
+DEFAULT = "mixed"
+
+
+def profile(name: str, options: Options | None = None) -> Profile:
+    """Return a standard by name.
+
+    Raises:
+        UsageError: No such name, or an option that it does not have.
+    """
+    o = options or Options()
+    if name not in NAMES:
+        raise UsageError(f"--profile {name}: unknown; expected one of {', '.join(NAMES)}")
+    wanted = {
+        "rtol": ("close",),
+        "atol": ("close",),
+        "ulp": ("ulp",),
+        "kind": (
+            "ascend-l0",
+            "ascend-l1",
+            "ascend-l2",
+            "ecosystem",
+            "mixed",
+            "mixed-0924",
+            "msprobe",
+            "torch",
+        ),
+        "equal_nan": ("torch", "close"),
+    }
+    for option, names in wanted.items():
+        if getattr(o, option) not in (None, False) and name not in names:
+            spelled = {"ulp": "--max", "kind": "--as"}.get(option, "--" + option.replace("_", "-"))
+            raise UsageError(f"{spelled} is for --profile {', '.join(names)}, not for {name}")
+    kind = HF32 if o.kind == "hf32" else o.kind
+    if kind is not None and kind not in FLOATS:
+        raise UsageError(f"--as {o.kind}: expected hf32 or one of {', '.join(FLOATS)}")
+    ascend = name.startswith("ascend")
+    found = _ascend(name.removeprefix("ascend-")) if ascend else _MAKE[name](o)
+    return replace(found, kind=kind)
+
+
+def _ascend(level: str) -> Profile:
+    def measures(dtype: str, golden: str) -> Measure | None:
+        del golden
+        least = ASCEND_LEAST.get(dtype)
+        return None if least is None else DoubleBenchmark(ASCEND_RATIO[level], least)
+
+    return Profile(
+        f"ascend-{level}",
+        "CANN operator precision standard, double benchmark",
+        measures,
+        third=True,
+        tolerance=lambda dtype: (ECOSYSTEM[dtype], 0.0) if dtype in ECOSYSTEM else None,
+        cases=ASCEND_CASES[level],
+    )
+
+
+def _ecosystem(o: Options) -> Profile:
+    del o
+
+    def measures(dtype: str, golden: str) -> Measure | None:
+        del golden
+        t = ECOSYSTEM.get(dtype)
+        return None if t is None else Relative(t, 10 * t)
+
+    def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
+        del largest
+        t = ECOSYSTEM.get(dtype)
+        return None if t is None else (10 * t, 10 * t * 1e-7)
+
+    def tolerance(dtype: str) -> tuple[float, float] | None:
+        t = ECOSYSTEM.get(dtype)
+        return None if t is None else (t, 0.0)
+
+    source = "CANN ecosystem standard, single benchmark"
+    return Profile("ecosystem", source, measures, envelope=envelope, tolerance=tolerance)
+
+
+def _mixed(name: str, table: Mapping[str, Tolerance]) -> Callable[[Options], Profile]:
+    def make(o: Options) -> Profile:
+        del o
+
+        def measures(dtype: str, golden: str) -> Measure | None:
+            del golden
+            found = table.get(dtype)
+            return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
+
+        def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
+            found = table.get(dtype)
+            if found is None:
+                return None
+            ulp = largest * 2.0 ** (1 - FLOATS[dtype].bits)
+            return 0.0, max(found.floor, MIXED_ULPS * ulp)
+
+        def tolerance(dtype: str) -> tuple[float, float] | None:
+            found = table.get(dtype)
+            return None if found is None else found[:2]
+
+        source = "cann/opbase mixed_tolerance_standard.md"
+        return Profile(name, source, measures, envelope=envelope, tolerance=tolerance)
+
+    return make
+
+
+def _mindformers(o: Options) -> Profile:
+    del o
+    return Profile(
+        "mindformers",
+        "MindFormers PrecisionChecker",
+        lambda dtype, golden: Cosine(*MINDFORMERS),
+        same_dtype=True,
+        tolerance=lambda dtype: (math.sqrt(2 * (1 - MINDFORMERS[0])), 0.0),
+    )
+
+
+def _msprobe(o: Options) -> Profile:
+    del o
+
+    def measures(dtype: str, golden: str) -> Measure | None:
+        if dtype not in MSPROBE_SHARES or golden not in MSPROBE_EPSILON:
+            return None
+        shares, epsilon = MSPROBE_SHARES[dtype], MSPROBE_EPSILON[golden]
+        return Thousandths(MSPROBE_COSINE, MSPROBE_ERROR, shares, epsilon)
+
+    def tolerance(dtype: str) -> tuple[float, float] | None:
+        return (MSPROBE_SHARES[dtype][0][0], 0.0) if dtype in MSPROBE_SHARES else None
+
+    return Profile("msprobe", "msprobe 26.2.0 acc_check", measures, tolerance=tolerance)
+
+
+def _torch(o: Options) -> Profile:
+    def measures(dtype: str, golden: str) -> Measure:
+        del golden
+        return Close(*TORCH.get(dtype, (0.0, 0.0)), nan_equal=o.equal_nan)
+
+    return Profile(
+        "torch",
+        "torch.testing.assert_close",
+        measures,
+        same_dtype=True,
+        envelope=lambda dtype, largest: TORCH.get(dtype, (0.0, 0.0)),
+        tolerance=lambda dtype: TORCH.get(dtype, (0.0, 0.0)),
+        nan_differs=not o.equal_nan,
+    )
+
+
+def _close(o: Options) -> Profile:
+    rtol, atol = 1e-5 if o.rtol is None else o.rtol, 1e-8 if o.atol is None else o.atol
+    return Profile(
+        "close",
+        f"numpy.isclose, rtol {rtol:g}, atol {atol:g}",
+        lambda dtype, golden: Close(rtol, atol, o.equal_nan),
+        envelope=lambda dtype, largest: (rtol, atol),
+        tolerance=lambda dtype: (rtol, atol),
+        nan_differs=not o.equal_nan,
+    )
+
+
+def _ulp(o: Options) -> Profile:
+    most = 1.0 if o.ulp is None else o.ulp
+
+    def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
+        del largest
+        if dtype not in FLOATS:
+            return None
+        f = FLOATS[dtype]
+        # Steps grow with the numbers that are stepped over; and rounding golden to the type takes half a step.
+        grown = (most + 1) * 2.0 ** (1 - f.bits)
+        return math.expm1(grown), (most + 1) * math.ldexp(1.0, f.low - f.bits + 1)
+
+    return Profile(
+        "ulp",
+        f"at most {most:g} ULP of the target's type",
+        lambda dtype, golden: Ulps(dtype, most) if dtype in FLOATS else None,
+        envelope=envelope,
+        tolerance=lambda dtype: envelope(dtype, 0.0),
+    )
+
+
+def _bitwise(o: Options) -> Profile:
+    del o
+    return Profile(
+        "bitwise",
+        "equal bytes",
+        lambda dtype, golden: Bitwise(),
+        same_dtype=True,
+        envelope=lambda dtype, largest: (0.0, 0.0),
+        tolerance=lambda dtype: (0.0, 0.0),
+    )
+
+
+_MAKE: Mapping[str, Callable[[Options], Profile]] = {
+    "ecosystem": _ecosystem,
+    "mixed": _mixed("mixed", MIXED),
+    "mixed-0924": _mixed("mixed-0924", MIXED_TIGHT),
+    "mindformers": _mindformers,
+    "msprobe": _msprobe,
+    "torch": _torch,
+    "close": _close,
+    "ulp": _ulp,
+    "bitwise": _bitwise,
+}

@@ -1,0 +1,150 @@
+"""What a comparison says: a row for each tensor, and all of them together."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from telechat_moe.tools.align.compare.measures import Check
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is said of one tensor.
+
+    Attributes:
+        step: Step.
+        rank: Rank.
+        key: Of the call, as the target has it.
+        place: Within it.
+        phase: Of the call.
+        dtype: Of the target.
+        shape: Of the target.
+        status: ``pass``, ``diverged``, ``not comparable`` or ``not judged``.
+        basis: What it was judged by: ``values``, ``tokens`` (of those routed alike), ``replay``, ``fingerprint``,
+            ``checksum``, ``statistics``, ``setting``, ``decision``.
+        checks: Lines of the standard.
+        reason: Why, where it is not a line that says it.
+        note: What a reader must know of a line.
+        element: Index of the worst element.
+        elements: How many were compared.
+    """
+
+    step: int
+    rank: int
+    key: str
+    place: str
+    phase: str
+    dtype: str
+    shape: tuple[int, ...]
+    status: str
+    basis: str = ""
+    checks: list[Check] = field(default_factory=list)
+    reason: str = ""
+    note: str = ""
+    element: tuple[int, ...] | None = None
+    elements: int = 0
+
+    @property
+    def worst(self) -> Check | None:
+        """The line that decides."""
+        return max(self.checks, key=lambda c: (not c.ok, c.ratio), default=None)
+
+    @property
+    def ratio(self) -> float:
+        """Observed over limit of that line."""
+        if self.worst is None:
+            return math.inf if self.status == "diverged" else 0.0
+        return self.worst.ratio
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the row as plain JSON types."""
+        worst = self.worst
+        plain = [
+            {"metric": c.metric, "observed": _finite(c.observed), "limit": c.limit, "ok": c.ok}
+            for c in self.checks
+        ]
+        return {
+            **{name: getattr(self, name) for name in _SAID},
+            "shape": list(self.shape),
+            "metric": worst.metric if worst else None,
+            "observed": _finite(worst.observed) if worst else None,
+            "limit": worst.limit if worst else None,
+            "observed_over_limit": _finite(self.ratio) if worst else None,
+            "element": None if self.element is None else list(self.element),
+            "checks": plain,
+        }
+
+
+_SAID = [
+    "step",
+    "rank",
+    "key",
+    "place",
+    "phase",
+    "dtype",
+    "status",
+    "basis",
+    "reason",
+    "note",
+    "elements",
+]
+ORDER = {"diverged": 0, "not comparable": 1, "not judged": 2, "pass": 3}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison came to.
+
+    Attributes:
+        verdict: ``pass``, ``diverged`` or ``not comparable``.
+        reason: Why it is not comparable.
+        profile: Name of the standard.
+        rows: One for each tensor, in the order of the run.
+        flips: Legal and illegal flips, as sentences, and those that cannot be judged.
+        notes: What the standard wants beside.
+        nbytes: Bytes of values that were read.
+    """
+
+    verdict: str
+    reason: str
+    profile: str
+    rows: list[Row]
+    flips: Mapping[str, list[str]]
+    notes: list[str]
+    nbytes: int
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Tensors by status."""
+        return Counter(row.status for row in self.rows)
+
+    @property
+    def unknown(self) -> Counter[str]:
+        """Why tensors were not judged or are not comparable, and how many each."""
+        return Counter(r.reason for r in self.rows if r.status in ("not judged", "not comparable"))
+
+    def sorted(self) -> list[Row]:
+        """Return the rows, worst first."""
+        return sorted(self.rows, key=lambda r: (ORDER[r.status], -r.ratio))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as plain JSON types."""
+        counts = self.counts
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "profile": self.profile,
+            "tensors": {status: counts[status] for status in ORDER},
+            "basis": dict(Counter(r.basis for r in self.rows if r.status in ("pass", "diverged"))),
+            "not_judged": dict(self.unknown),
+            "flips": {name: list(found) for name, found in self.flips.items()},
+            "notes": self.notes,
+            "bytes": self.nbytes,
+            "rows": [row.as_json() for row in self.sorted()],
+        }
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

@@ -1,0 +1,205 @@
+"""The layout of pieces that say nothing of it: all candidates that fit the shapes are tried, copies decide.
+
+A reference's values never decide: a layout chosen because it looks like the reference would explain faults away.
+"""
+
+import hashlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, Logical, logical
+from telechat_moe.tools.align.dump.ranges import LayoutError, describe
+from telechat_moe.tools.align.dump.records import Array, Layout
+from telechat_moe.tools.align.dump.sources import Piece, Source
+
+MOST = 4096
+"""Candidates that are tried at most."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout that fits the shapes.
+
+    Attributes:
+        layout: The layout.
+        copies: How many pieces could be compared with a copy.
+        problem: Why it is refused; None: it is not.
+        digest: Of the merged tensor.
+        distance: Relative L2 distance of the merged tensor from the reference; None without one.
+    """
+
+    layout: Layout
+    copies: int = 0
+    problem: str | None = None
+    digest: str = ""
+    distance: float | None = None
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """What was found.
+
+    Attributes:
+        layout: The layout; None: it cannot be told, the tensor is not comparable.
+        why: How it was decided, or why it was not.
+        candidates: All that fit the shapes.
+    """
+
+    layout: Layout | None
+    why: str
+    candidates: tuple[Candidate, ...]
+
+
+def infer(
+    pieces: Sequence[Piece],
+    shape: Sequence[int],
+    mesh: Mapping[str, int] | None = None,
+    reference: Array | None = None,
+) -> Inferred:
+    """Find how pieces lie in a tensor of a known shape.
+
+    Args:
+        pieces: What the ranks hold; ranks stand in the mesh in their order.
+        shape: Of the whole, from a run on one device.
+        mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
+        reference: Values of that run; each candidate's distance from them is reported and decides nothing.
+
+    Raises:
+        LayoutError: Pieces are missing or differ in shape, or there are too many candidates.
+        BadInputError: Values were not dumped or cannot be read.
+    """
+    ranks = tuple(sorted(p.rank for p in pieces))
+    shapes = {Source.of(p.values).shape for p in pieces}
+    if len(shapes) != 1:
+        raise LayoutError(
+            f"pieces of {len(shapes)} different shapes; a layout with unequal pieces must be given"
+        )
+    local = next(iter(shapes))
+    if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
+        return Inferred(None, f"pieces {list(local)} do not divide the tensor {list(shape)}", ())
+    ratios = [n // a for n, a in zip(shape, local, strict=True)]
+    tried = [
+        _tried(pieces, layout, tuple(shape), reference)
+        for layout in _distinct(_candidates(ratios, ranks, mesh))
+    ]
+    return _decided(tuple(tried), ratios, len(ranks))
+
+
+def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) -> Inferred:
+    good = [c for c in tried if c.problem is None]
+    if not tried:
+        cuts = " x ".join(map(str, ratios))
+        return Inferred(None, f"no mesh of {ranks} ranks cuts the dimensions in {cuts}", tried)
+    if not good:
+        return Inferred(
+            None, f"copies differ in each of {len(tried)} layouts: {tried[0].problem}", tried
+        )
+    if len({c.digest for c in good}) > 1:
+        names = "; ".join(describe(c.layout) for c in good[:4])
+        return Inferred(None, f"{len(good)} layouts fit and give different tensors: {names}", tried)
+    if len(tried) == 1:
+        why = "the only layout that fits the shapes" + (
+            ", and copies agree" if good[0].copies else ""
+        )
+    elif len(good) == 1:
+        why = f"copies agree in this one of {len(tried)} layouts that fit the shapes"
+    else:
+        why = f"all {len(good)} layouts whose copies agree give the same tensor"
+    return Inferred(good[0].layout, why, tried)
+
+
+def _tried(
+    pieces: Sequence[Piece], layout: Layout, shape: tuple[int, ...], reference: Array | None
+) -> Candidate:
+    whole = logical(pieces, layout, shape)
+    try:
+        digest, distance = _digest(whole, reference)
+    except CopiesDifferError as error:
+        return Candidate(layout, error.copies.compared, str(error))
+    return Candidate(layout, whole.copies.compared, None, digest, distance)
+
+
+def _digest(whole: Logical, reference: Array | None) -> tuple[str, float | None]:
+    digest = hashlib.blake2b(digest_size=16)
+    apart = size = 0.0
+    for box, block in whole.blocks():
+        digest.update(np.ascontiguousarray(block).data)
+        if reference is not None:
+            expected = reference[box].astype(np.float64)
+            apart += float(np.sum((block.astype(np.float64) - expected) ** 2))
+            size += float(np.sum(expected**2))
+    return digest.hexdigest(), None if reference is None else math.sqrt(
+        apart / size
+    ) if size else math.sqrt(apart)
+
+
+def _distinct(layouts: Iterator[Layout]) -> Iterator[Layout]:
+    """Leave out layouts that put every piece where an earlier one does."""
+    seen = set()
+    for layout in layouts:
+        sizes = dict(zip(layout.axes, layout.mesh, strict=True))
+        places = tuple(
+            tuple(_number(axes, sizes, layout.axes, i) for axes in layout.dims)
+            for i in range(len(layout.ranks))
+        )
+        if places not in seen:
+            seen.add(places)
+            if len(seen) > MOST:
+                raise LayoutError(f"more than {MOST} layouts fit the shapes; name the mesh")
+            yield layout
+
+
+def _number(axes: Sequence[str], sizes: Mapping[str, int], mesh: Sequence[str], device: int) -> int:
+    place = {}
+    for axis in reversed(mesh):
+        device, place[axis] = divmod(device, sizes[axis])
+    number = 0
+    for axis in axes:
+        number = number * sizes[axis] + place[axis]
+    return number
+
+
+def _candidates(
+    ratios: Sequence[int], ranks: tuple[int, ...], mesh: Mapping[str, int] | None
+) -> Iterator[Layout]:
+    if mesh is not None:
+        if math.prod(mesh.values()) != len(ranks):
+            raise LayoutError(f"the mesh {dict(mesh)} has not {len(ranks)} devices")
+        yield from _roles(ratios, ranks, tuple(mesh.items()), nested=True)
+        return
+    primes = _primes(len(ranks))
+    for order in sorted(set(itertools.permutations(primes))):
+        axes = tuple((f"axis{i}", n) for i, n in enumerate(order))
+        yield from _roles(ratios, ranks, axes, nested=False)
+
+
+def _roles(
+    ratios: Sequence[int], ranks: tuple[int, ...], axes: tuple[tuple[str, int], ...], nested: bool
+) -> Iterator[Layout]:
+    """Yield layouts in which each axis cuts a dimension or holds copies."""
+    cut = [d for d, n in enumerate(ratios) if n > 1]
+    sizes = dict(axes)
+    for roles in itertools.product([-1, *cut], repeat=len(axes)):
+        dims = [
+            tuple(a for (a, n), r in zip(axes, roles, strict=True) if r == d and n > 1)
+            for d in range(len(ratios))
+        ]
+        if any(math.prod(sizes[a] for a in dim) != n for dim, n in zip(dims, ratios, strict=True)):
+            continue
+        orders = [list(itertools.permutations(dim)) if nested else [dim] for dim in dims]
+        for chosen in itertools.product(*orders):
+            yield Layout(tuple(sizes.values()), tuple(sizes), ranks, tuple(chosen))
+
+
+def _primes(n: int) -> list[int]:
+    found, p = [], 2
+    while n > 1:
+        while n % p == 0:
+            found.append(p)
+            n //= p
+        p += 1
+    return found

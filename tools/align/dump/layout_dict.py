@@ -1,0 +1,239 @@
+"""Layouts as dumps write them: MindSpore's ``layout`` of a tensor, with a few more keys for what it cannot say.
+
+``Device Matrix`` is the length of each axis, ``Alias Name`` their names, ``Rank List`` the devices in the order of the
+matrix. ``Tensor Map`` has for each dimension -1 or the axis that cuts it, counted from the right, or a list of axes, the
+outermost first. ``Partial`` has for each axis null or a reduction. The axis ``interleaved_parallel``, always the last,
+is no device: a device holds all pieces along it, one after another, and the matrix times it counts virtual devices.
+
+Ours beside these: ``Cyclic`` (axes), ``Blocks``, ``Local`` (axes), ``Calls`` (axis), ``Sizes``, ``Owned``, ``Padded``
+(by dimension; ``flat`` is the flattened piece) and ``Flat`` (axes); see :class:`records.Layout`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import FLAT, Layout
+
+INTERLEAVED = "interleaved_parallel"
+_KINDS = {"avg": "mean"}
+
+
+def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Layout:
+    """Return the layout that a dump describes.
+
+    Args:
+        found: The value of ``layout``.
+        shard_size: Of ``hsdp_shard_size``: so many copies share a tensor's first dimension among them.
+
+    Raises:
+        BadInputError: It is not of that form.
+        LayoutError: It contradicts itself.
+    """
+    try:
+        layout = _parse(found)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInputError(f"layout {_short(found)} cannot be read: {error!r}") from None
+    return layout if shard_size in (None, 0, 1) else shared(layout, shard_size)
+
+
+def to_dict(layout: Layout) -> dict[str, Any]:
+    """Return a layout as dumps write it."""
+    number = {axis: len(layout.axes) - 1 - i for i, axis in enumerate(layout.axes)}
+    within = INTERLEAVED in layout.local
+    found: dict[str, Any] = {
+        "Device Matrix": list(layout.mesh),
+        "Alias Name": list(layout.axes),
+        "Interleaved": "Yes" if within else "No",
+        "Tensor Map": [
+            -1 if not axes else number[axes[0]] if len(axes) == 1 else [number[a] for a in axes]
+            for axes in layout.dims
+        ],
+        "Rank List": list(layout.ranks),
+    }
+    if layout.partial:
+        found["Partial"] = [layout.partial.get(a) for a in layout.axes]
+    names = {
+        "Cyclic": layout.interleaved,
+        "Local": layout.local - {INTERLEAVED},
+        "Flat": layout.flat,
+    }
+    found |= {key: list(axes) for key, axes in names.items() if axes}
+    if any(b > 1 for b in layout.block):
+        found["Blocks"] = list(layout.block)
+    if layout.calls:
+        found["Calls"] = layout.calls
+    for key, given in (("Sizes", layout.sizes), ("Owned", layout.owned), ("Padded", layout.padded)):
+        if given:
+            found[key] = {"flat" if d == FLAT else str(d): _plain(x) for d, x in given.items()}
+    return found
+
+
+def of_parameter(
+    entry: Sequence[Any], shape: Sequence[int], ranks: Sequence[int], sharing: int = 1
+) -> Layout:
+    """Return the layout of a weight as MindSpore's compiler gives it (``parameter_layout_dict``).
+
+    Args:
+        entry: Device matrix, tensor map, and five more; the eighth: the view that the tensor map is of, where a
+            dimension is cut by several axes.
+        shape: Whole shape of the weight.
+        ranks: Of the stage, in order.
+        sharing: Members of the optimizer's group (the sixth entry), which share the first dimension.
+
+    Raises:
+        LayoutError: The entry does not fit the shape.
+    """
+    matrix = tuple(int(n) for n in entry[0])
+    axes = tuple(f"axis{i}" for i in range(len(matrix)))
+    flat = [list(x) if isinstance(x, list | tuple) else [x] for x in entry[1]]
+    if len(flat) != len(shape):
+        flat = _regrouped([x for part in flat for x in part], list(entry[7]), matrix, shape)
+    dims = tuple(tuple(axes[len(matrix) - 1 - n] for n in part if n != -1) for part in flat)
+    layout = Layout(matrix, axes, tuple(ranks), dims)
+    return layout if sharing <= 1 else shared(layout, sharing)
+
+
+def _regrouped(
+    parts: Sequence[int], view: Sequence[int], matrix: Sequence[int], shape: Sequence[int]
+) -> list[list[int]]:
+    """Return the axes of each dimension of a shape; ``view`` has what is left of each part of a dimension."""
+    found, position = [], 0
+    for length in shape:
+        extent, axes = 1, []
+        while position < len(parts):
+            axis = parts[position]
+            factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
+            if extent == length and factor != 1:
+                break
+            extent, position = extent * factor, position + 1
+            axes.append(axis)
+        if extent != length:
+            raise LayoutError(
+                f"the tensor map {list(parts)} of {list(view)} does not fit {list(shape)}"
+            )
+        found.append(axes)
+    return found
+
+
+def shared(layout: Layout, by: int) -> Layout:
+    """Return the layout of a tensor whose copies share its first dimension among them (parallel optimizer).
+
+    Raises:
+        LayoutError: There are not so many neighbouring copies, or the tensor has no dimension.
+    """
+    used = {a for axes in layout.dims for a in axes} | {
+        *layout.partial,
+        *layout.flat,
+        *layout.local,
+    }
+    sizes = dict(zip(layout.axes, layout.mesh, strict=True))
+    free = [a for a in layout.axes if a not in used and a != layout.calls]
+    for first in range(len(free) + 1):  # groups of neighbouring ranks: the innermost axes
+        if math.prod(sizes[a] for a in free[first:]) == by and layout.dims:
+            dims = ((*layout.dims[0], *free[first:]), *layout.dims[1:])
+            return replace(layout, dims=dims)
+    raise LayoutError(
+        f"{by} copies are said to share the tensor; its copies lie along "
+        f"{', '.join(f'{a} {sizes[a]}' for a in free) or 'no axis'}"
+    )
+
+
+def _parse(found: Mapping[str, Any]) -> Layout:
+    mesh = _ints(found["Device Matrix"])
+    axes = tuple(str(a) for a in found.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))])
+    if len(axes) != len(mesh):
+        raise LayoutError(
+            f"Device Matrix {list(mesh)} has {len(mesh)} axes, Alias Name {len(axes)}"
+        )
+    local = frozenset(map(str, found.get("Local", ())))
+    ranks = _ints(found["Rank List"]) if found.get("Rank List") is not None else None
+    if INTERLEAVED in axes:
+        if axes[-1] != INTERLEAVED:
+            raise LayoutError(f"{INTERLEAVED} must be the last of {', '.join(axes)}")
+        local |= {INTERLEAVED}
+        ranks = None if ranks is None else _devices(ranks, mesh)
+    if ranks is None:
+        ranks = tuple(
+            range(math.prod(n for a, n in zip(axes, mesh, strict=True) if a not in local))
+        )
+    dims = tuple(_axes(entry, axes) for entry in found["Tensor Map"])
+    cutting = {a for cut in dims for a in cut}
+    if (
+        INTERLEAVED in local and INTERLEAVED not in cutting
+    ):  # this tensor is not split within a device
+        axes, mesh, local = axes[:-1], mesh[:-1], local - {INTERLEAVED}
+    return Layout(
+        mesh=mesh,
+        axes=axes,
+        ranks=ranks,
+        dims=dims,
+        partial=_partial(found.get("Partial"), axes),
+        interleaved=frozenset(map(str, found.get("Cyclic", ()))),
+        block=_ints(found.get("Blocks", ())),
+        local=local,
+        calls=None if found.get("Calls") is None else str(found["Calls"]),
+        sizes={d: _ints(x) for d, x in _by_dimension(found.get("Sizes"))},
+        owned={d: tuple(_ints(part) for part in x) for d, x in _by_dimension(found.get("Owned"))},
+        padded={d: _int(x) for d, x in _by_dimension(found.get("Padded"))},
+        flat=tuple(map(str, found.get("Flat", ()))),
+    )
+
+
+def _devices(ranks: tuple[int, ...], mesh: Sequence[int]) -> tuple[int, ...]:
+    """Return the real devices of a rank list that may count virtual ones, which are neighbours."""
+    n, virtual = mesh[-1], math.prod(mesh)
+    if len(ranks) != virtual or n == 1:
+        return ranks
+    base = ranks[0]
+    if ranks != tuple(range(base, base + virtual)) or base % n:
+        raise LayoutError(f"Rank List {list(ranks)[:16]} counts virtual devices, but not in order")
+    return tuple(range(base // n, (base + virtual) // n))
+
+
+def _axes(entry: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    numbers = _ints(entry) if isinstance(entry, list | tuple) else (_int(entry),)
+    for number in numbers:
+        if not -1 <= number < len(axes):
+            raise LayoutError(f"Tensor Map names the axis {number}, there are {len(axes)}")
+    return tuple(axes[len(axes) - 1 - n] for n in numbers if n != -1)
+
+
+def _partial(found: Any, axes: Sequence[str]) -> dict[str, str]:
+    if not found:
+        return {}
+    given = list(found.items()) if isinstance(found, Mapping) else list(enumerate(found))
+    named = {
+        axes[a] if isinstance(a, int) else str(a): kind
+        for a, kind in given
+        if kind not in (None, "None", "")
+    }
+    return {axis: _KINDS.get(str(kind).lower(), str(kind).lower()) for axis, kind in named.items()}
+
+
+def _by_dimension(found: Any) -> list[tuple[int, Any]]:
+    return [(FLAT if d == "flat" else int(d), x) for d, x in (found or {}).items()]
+
+
+def _int(x: Any) -> int:
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise TypeError(f"{x!r} is no integer")
+    return x
+
+
+def _ints(found: Any) -> tuple[int, ...]:
+    if not isinstance(found, list | tuple):
+        raise TypeError(f"{found!r} is no list")
+    return tuple(map(_int, found))
+
+
+def _plain(x: Any) -> Any:
+    return [_plain(i) for i in x] if isinstance(x, tuple) else x
+
+
+def _short(found: Any) -> str:
+    text = str(found)
+    return text if len(text) < 200 else text[:200] + " ..."

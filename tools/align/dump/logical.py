@@ -1,0 +1,499 @@
+"""Pieces of many ranks merged into the one tensor that they stand for, and what their copies say.
+
+Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch pieces are all ranges of indices
+(``places.py``). A layout that contradicts its pieces is refused. Copies of one piece are compared: where they differ,
+the finding names rank, element and values.
+
+Values are read in blocks of the whole tensor, so a tensor of any size merges in a bounded memory.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.ranges import Key, LayoutError, Plan, Shape, plan, plan_regions
+from telechat_moe.tools.align.dump.records import Layout, TensorRecord
+from telechat_moe.tools.align.dump.sources import (
+    Array,
+    Flattened,
+    Indexer,
+    Piece,
+    Source,
+    intersect,
+)
+from telechat_moe.tools.align.numerics import is_float, ulps
+
+BLOCK_BYTES = 16 << 20
+
+
+class Bound(NamedTuple):
+    """How far copies of one piece may differ: ``atol + rtol |x|`` or some ULPs, whichever is more."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+    ulp: float = 0.0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A copy that is not equal to the first one.
+
+    Attributes:
+        key: Rank, and call, that holds it.
+        reference: Rank and call of the first copy.
+        elements: Number of elements that differ by more than the bound.
+        index: The first of them, in the whole tensor.
+        value: There in the copy.
+        expected: There in the first copy.
+    """
+
+    key: Key
+    reference: Key
+    elements: int
+    index: tuple[int, ...]
+    value: Any
+    expected: Any
+
+    def __str__(self) -> str:
+        return (
+            f"{self.key} differs from {self.reference} in {self.elements:,} elements, first {list(self.index)}: "
+            f"{self.value!r}, there {self.expected!r}"
+        )
+
+
+@dataclass
+class Copies:
+    """What was found of copies while a tensor was merged.
+
+    Attributes:
+        compared: Copies that were compared with the first of their kind; 0: every piece is held once.
+        bitwise: All are equal to the last bit.
+        differences: Those beyond the bound, by rank and call.
+    """
+
+    compared: int = 0
+    bitwise: bool = True
+    differences: dict[Key, Difference] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """``none`` (nothing to compare), ``bitwise``, ``within bound`` or ``differ``."""
+        if not self.compared:
+            return "none"
+        if self.differences:
+            return "differ"
+        return "bitwise" if self.bitwise else "within bound"
+
+
+class CopiesDifferError(LayoutError):
+    """Copies of one piece differ: a fault of the run, or a layout that calls copies what is none (exit code 4).
+
+    Attributes:
+        copies: What was found.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        super().__init__("; ".join(map(str, list(copies.differences.values())[:4])))
+
+
+class Merged(NamedTuple):
+    """A tensor put together.
+
+    Attributes:
+        values: The whole; sums, means and products of terms in float64 (integers: int64).
+        dtype: Canonical name of the type that the program computed in.
+        ranks: Ranks whose values it consists of.
+        copies: What was found of copies.
+    """
+
+    values: Array
+    dtype: str
+    ranks: tuple[int, ...]
+    copies: Copies
+
+
+@dataclass(frozen=True)
+class _Region:
+    """One region of the whole: for each term of a reduction its copies."""
+
+    dims: tuple[Any, ...]
+    terms: list[list[tuple[Key, Source | Flattened]]]
+
+
+class Logical:
+    """A tensor that is put together as it is read.
+
+    Args:
+        pieces: What the ranks hold.
+        where: Where the pieces lie.
+        bound: How far copies may differ; None: not at all.
+        keep: Go on where copies differ, with the first one; else :class:`CopiesDifferError` at the end.
+
+    Raises:
+        LayoutError: The pieces are of different types.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[Key, Source],
+        where: Plan,
+        bound: Bound | None = None,
+        keep: bool = False,
+    ) -> None:
+        self.shape, self.bound, self.keep, self.copies = where.shape, bound, keep, Copies()
+        self.dtype = _one_dtype(pieces)
+        self._plan, self._regions = where, _regions(pieces, where)
+        self._seen: set[Key] = set()
+        first = [term[0] for region in self._regions for term in region.terms]
+        self.ranks = tuple(sorted({k.rank for key, source in first for k in source.keys(key)}))
+
+    @property
+    def mean(self) -> bool:
+        """Values are means of terms."""
+        return self._plan.divide > 1
+
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[tuple[slice, ...], Array]]:
+        """Yield the whole in C order, block by block.
+
+        Args:
+            limit: Bytes of a block, more or less.
+
+        Raises:
+            CopiesDifferError: After the last block, if copies differ and they must not.
+            BadInputError: A file is broken.
+        """
+        self.copies, self._seen = Copies(), set()
+        for box in boxes(self.shape, max(1, limit // 8)):
+            yield box, self._block(box)
+        if self.copies.differences and not self.keep:
+            raise CopiesDifferError(self.copies)
+
+    def merge(self) -> Merged:
+        """Return the whole in memory; raises as :meth:`blocks`."""
+        whole: Array | None = None
+        for box, block in self.blocks():
+            if whole is None:
+                whole = _empty(self.shape, block.dtype)
+            assert whole is not None
+            whole[box] = block
+        if whole is None:
+            whole = self._block(tuple(slice(0, n) for n in self.shape))
+        return Merged(whole, self.dtype, self.ranks, self.copies)
+
+    def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
+        """Write the whole as a ``.npy`` file, block by block; raises as :meth:`blocks`.
+
+        Args:
+            path: File to make.
+            dtype: NumPy type of the values in the file; None: that of :attr:`Merged.values`.
+            limit: Bytes of a block, more or less.
+        """
+        with path.open("wb") as file:
+            stored: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
+            begun = False
+            for _, block in self.blocks(limit):
+                if not begun:
+                    stored, begun = stored or block.dtype, True
+                    _npy_header(file, stored, self.shape)
+                file.write(np.ascontiguousarray(block, stored).data)
+            if not begun:
+                empty = self._block(tuple(slice(0, n) for n in self.shape))
+                _npy_header(file, stored or empty.dtype, self.shape)
+
+    def _block(self, box: tuple[slice, ...]) -> Array:
+        target: Array | None = None
+        for region in self._regions:
+            found = [
+                intersect(runs, s.start, s.stop) for runs, s in zip(region.dims, box, strict=True)
+            ]
+            if any(f is None for f in found) and target is not None:
+                continue
+            pairs = [f if f is not None else (slice(0, 0), slice(0, 0)) for f in found]
+            values = self._reduced(region, [own for _, own in pairs], [g for g, _ in pairs], box)
+            if target is None:
+                target = _empty([s.stop - s.start for s in box], values.dtype)
+            assert target is not None
+            target[_index([g for g, _ in pairs])] = values
+        assert target is not None  # a plan has a piece
+        return target
+
+    def _reduced(
+        self, region: _Region, own: list[Indexer], where: list[Indexer], box: tuple[slice, ...]
+    ) -> Array:
+        total: Array | None = None
+        for term in region.terms:
+            first, references = term[0][1].take(own), term[0][1].holders(term[0][0], own)
+            for key, source in term[1:]:
+                copy, holders = source.take(own), source.holders(key, own)
+                for (holder, mine), (reference, _) in zip(holders, references, strict=True):
+                    self._compare(holder, copy, reference, first, mine, where, box)
+            if self._plan.reduce is None:
+                return first
+            if total is None:
+                total = _first_term(first, self._plan.reduce)
+            else:
+                _COMBINE[self._plan.reduce](total, first, out=total, casting="unsafe")
+        assert total is not None
+        return total / self._plan.divide if self._plan.divide > 1 else total
+
+    def _compare(
+        self,
+        key: Key,
+        copy: Array,
+        reference: Key,
+        first: Array,
+        mine: Array,
+        where: list[Indexer],
+        box: tuple[slice, ...],
+    ) -> None:
+        """Compare a rank's elements of a copy with the first one; note what is found."""
+        if key not in self._seen and mine.any() and copy.size:
+            self._seen.add(key)
+            self.copies.compared += 1
+        wrong = _unequal_bits(copy, first) & mine
+        if not wrong.any():
+            return
+        self.copies.bitwise = False
+        if self.bound is not None:
+            wrong &= _beyond(copy, first, self.bound, self.dtype)
+        count = int(wrong.sum())
+        if not count:
+            return
+        if (known := self.copies.differences.get(key)) is not None:
+            self.copies.differences[key] = replace(known, elements=known.elements + count)
+            return
+        at = (
+            tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+            if wrong.shape
+            else ()
+        )
+        index = tuple(
+            s.start + int(np.arange(s.stop - s.start)[w][i])
+            for s, w, i in zip(box, where, at, strict=True)
+        )
+        self.copies.differences[key] = Difference(
+            key, reference, count, index, copy[at].item(), first[at].item()
+        )
+
+
+def logical(
+    pieces: Sequence[Piece],
+    layout: Layout | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    bound: Bound | None = None,
+    keep: bool = False,
+) -> Logical:
+    """Return the tensor that pieces stand for; nothing is read yet.
+
+    Args:
+        pieces: What the ranks hold, in any order.
+        layout: How they lie; None: each is a record that says so itself.
+        shape: Of the whole; needed where filler hides it.
+        bound: How far copies may differ; None: not at all.
+        keep: Go on where copies differ.
+
+    Raises:
+        LayoutError: Layout, pieces and shape contradict each other; a piece is missing or there twice.
+        BadInputError: Values were not dumped.
+    """
+    sources = _sources(pieces)
+    layout = layout if layout is not None else common_layout(pieces)
+    shapes = {key: source.shape for key, source in sources.items()}
+    where = plan(layout, shapes, None if shape is None else tuple(shape))
+    return Logical(sources, where, bound, keep)
+
+
+def logical_regions(
+    pieces: Sequence[Piece],
+    regions: Mapping[int, Sequence[tuple[int, int]]]
+    | Mapping[tuple[int, int], Sequence[tuple[int, int]]],
+    shape: Sequence[int],
+    *,
+    bound: Bound | None = None,
+    keep: bool = False,
+    copies: bool = True,
+) -> Logical:
+    """Return the tensor whose pieces lie in given regions, as (begin, end) of every dimension, by rank.
+
+    Where calls hold different parts (micro-batches, of which ranks may have unequally many), by (rank, call).
+    """
+    sources = _sources(pieces)
+    where = plan_regions(
+        {Key(*k) if isinstance(k, tuple) else Key(k): region for k, region in regions.items()},
+        {key: source.shape for key, source in sources.items()},
+        tuple(shape),
+        copies,
+    )
+    return Logical(sources, where, bound, keep)
+
+
+def merge(
+    pieces: Sequence[Piece],
+    layout: Layout | None = None,
+    shape: Sequence[int] | None = None,
+    *,
+    bound: Bound | None = None,
+    keep: bool = False,
+) -> Merged:
+    """Put pieces together in memory; see :func:`logical`."""
+    return logical(pieces, layout, shape, bound=bound, keep=keep).merge()
+
+
+def common_layout(pieces: Sequence[Piece]) -> Layout:
+    """Return the layout that all records name.
+
+    Raises:
+        LayoutError: One names none, or two differ.
+    """
+    found: Layout | None = None
+    for piece in pieces:
+        layout = piece.values.layout if isinstance(piece.values, TensorRecord) else None
+        if layout is None:
+            raise LayoutError(f"rank {piece.rank} does not say how its piece is laid out")
+        if found is not None and layout != found:
+            raise LayoutError(f"rank {piece.rank} names another layout than rank {pieces[0].rank}")
+        found = layout
+    if found is None:
+        raise LayoutError("there are no pieces")
+    return found
+
+
+def boxes(shape: Shape, elements: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the blocks of an array in C order: contiguous, at most so many elements (but one at least)."""
+    if math.prod(shape) == 0:
+        return
+    cut = len(shape)
+    while cut and math.prod(shape[cut - 1 :]) <= elements:
+        cut -= 1
+    if not cut:
+        yield tuple(slice(0, n) for n in shape)
+        return
+    rows = max(1, elements // math.prod(shape[cut:]))
+    full = tuple(slice(0, n) for n in shape[cut:])
+    for outer in np.ndindex(*shape[: cut - 1]):
+        for begin in range(0, shape[cut - 1], rows):
+            end = min(begin + rows, shape[cut - 1])
+            yield (*(slice(i, i + 1) for i in outer), slice(begin, end), *full)
+
+
+# ------------------------------------------------------------------------------------- helpers
+
+
+def _sources(pieces: Sequence[Piece]) -> dict[Key, Source]:
+    found: dict[Key, Source] = {}
+    for piece in pieces:
+        key = Key(piece.rank, piece.call)
+        if key in found:
+            raise LayoutError(f"{key} gives two pieces")
+        found[key] = Source.of(piece.values)
+    if not found:
+        raise LayoutError("there are no pieces")
+    return found
+
+
+def _one_dtype(pieces: Mapping[Key, Source]) -> str:
+    first, known = next(iter(pieces.items()))
+    for key, source in pieces.items():
+        if source.dtype != known.dtype:
+            raise LayoutError(f"{key} holds {source.dtype}, {first} {known.dtype}")
+    return known.dtype
+
+
+def _regions(pieces: Mapping[Key, Source], where: Plan) -> list[_Region]:
+    """Group pieces by region, term and flat part; copies in the order of keys."""
+    grouped: dict[Any, dict[int, dict[Any, list[Key]]]] = {}
+    for key in sorted(where.places):
+        place = where.places[key]
+        terms = grouped.setdefault(place.dims, {})
+        terms.setdefault(place.term, {}).setdefault(place.flat, []).append(key)
+    regions = []
+    for dims, terms in grouped.items():
+        shape = [sum(b - a for a, b in runs) for runs in dims]
+        holders = [_holders(pieces, terms[t], shape) for t in sorted(terms)]
+        regions.append(_Region(dims, holders))
+    return regions
+
+
+def _holders(
+    pieces: Mapping[Key, Source], parts: Mapping[Any, list[Key]], shape: Sequence[int]
+) -> list[tuple[Key, Source | Flattened]]:
+    if None in parts:
+        return [(key, pieces[key]) for key in parts[None]]
+    # Flat parts are put together copy by copy; the first rank of each copy stands for it.
+    found: list[tuple[Key, Source | Flattened]] = []
+    ordered = sorted(f for f in parts if f[0] < f[1]) or sorted(parts)[:1]
+    for copy in zip(*(parts[flat] for flat in ordered), strict=True):
+        parts_of = [(k, pieces[k], flat) for k, flat in zip(copy, ordered, strict=True)]
+        found.append((copy[0], Flattened(shape, parts_of)))
+    return found
+
+
+def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    return np.empty(shape, dtype)
+
+
+def _index(indexers: list[Indexer]) -> Any:
+    arrays = sum(not isinstance(i, slice) for i in indexers)
+    if arrays <= 1:
+        return tuple(indexers)
+    return np.ix_(*(np.arange(i.start, i.stop) if isinstance(i, slice) else i for i in indexers))
+
+
+def _first_term(x: Array, kind: str) -> Array:
+    """Return a copy of the first term, in the type in which terms are combined."""
+    if kind in ("max", "min"):
+        return x.copy()
+    if kind == "all":
+        return x.astype(np.bool_)
+    wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.int64}
+    return x.astype(wide.get(x.dtype.kind, x.dtype))
+
+
+_COMBINE = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "all": np.logical_and,
+}
+
+
+def _unequal_bits(a: Array, b: Array) -> Array:
+    """Return where two arrays of one type differ in any bit."""
+    if a.dtype != b.dtype:
+        raise LayoutError(f"copies are stored as {a.dtype} and {b.dtype}")
+    if a.dtype.itemsize in (1, 2, 4, 8):
+        bits = np.dtype(f"u{a.dtype.itemsize}")
+        return np.asarray(a.view(bits) != b.view(bits))
+    return np.asarray(a != b)
+
+
+def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
+    """Return where two arrays differ by more than a bound; NaN against a number always does."""
+    if a.dtype.kind not in "fiub":
+        return np.ones(a.shape, np.bool_)
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        near = (
+            (x == y)
+            | (np.isnan(x) & np.isnan(y))
+            | (np.abs(x - y) <= bound.atol + bound.rtol * np.abs(y))
+        )
+    if bound.ulp and is_float(dtype):
+        near |= ulps(x, y, dtype) <= bound.ulp
+    return ~near
+
+
+def _npy_header(file: Any, dtype: np.dtype[Any], shape: Shape) -> None:
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": tuple(shape),
+    }
+    np.lib.format.write_array_header_1_0(file, header)

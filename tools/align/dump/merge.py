@@ -1,0 +1,392 @@
+"""A dump of many ranks merged into one of logical tensors, as a run on one device would have written it.
+
+A tensor's layout is what its records say, else what the caller says (:class:`Said`), else it is taken for copies where
+all ranks that have it hold the same bits. What contradicts itself is not merged: it is named, with the reason.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.infer_layout import infer
+from telechat_moe.tools.align.dump.layout_dict import from_dict
+from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, logical
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Layout,
+    Phase,
+    RankDump,
+    TensorRecord,
+    Value,
+)
+from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.dump.stages import Stages
+from telechat_moe.tools.align.dump.value_files import WIDENED
+from telechat_moe.tools.align.numerics import is_float
+
+MICRO = "micro-batch"
+_CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
+
+
+class Outcome(NamedTuple):
+    """What became of one tensor.
+
+    Attributes:
+        key: Of the call, in the merged dump.
+        place: Of the tensor within it: ``output.0``.
+        ranks: That hold a piece.
+        how: Where the layout came from: ``dump``, ``said``, ``inferred``, ``copies``, ``one rank``, ``none``.
+        copies: ``none``, ``bitwise``, ``within bound``, ``differ``.
+        problem: Why it was not merged, or where copies differ; None: it was, and they do not.
+        merged: It is in the merged dump.
+    """
+
+    key: str
+    place: str
+    ranks: tuple[int, ...]
+    how: str
+    copies: str = "none"
+    problem: str | None = None
+    merged: bool = True
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a dump does not say itself.
+
+    Attributes:
+        tensors: Layout and whole shape by a pattern for ``KEY PLACE``; the first that fits counts.
+        stages: Of each rank: its pipeline stage.
+        layers: Which layers the stages hold, where a stage counts its own from 0.
+        calls: Calls of one name and direction on one rank that are micro-batches of one step: their number; 1: none.
+        batch: Axes that cut a batch; a dimension that they cut is cut by micro-batches too, within a rank.
+        reference: A run on one device: where no layout is said, one is inferred from its shapes and verified.
+        mesh: Axes and their lengths for that, outermost first; None: unknown.
+    """
+
+    tensors: Mapping[str, tuple[Layout, tuple[int, ...] | None]] = field(default_factory=dict)
+    stages: Mapping[int, int] = field(default_factory=dict)
+    layers: Stages | None = None
+    calls: int = 1
+    batch: tuple[str, ...] = ("dp", "dp_outer", "dp_inner")
+    reference: RankDump | None = None
+    mesh: Mapping[str, int] | None = None
+
+    @staticmethod
+    def read(path: Path) -> "Said":
+        """Read a JSON file.
+
+        ``tensors``: {pattern: layout, with ``Shape`` where filler hides it}, ``stages``: {rank: stage}, ``layers``:
+        {"stage,chunk": [numbers]}, ``micro_batches``: number, ``batch_axes``: [names], ``mesh``: {axis: length}.
+
+        Raises:
+            BadInputError: It is not of that form.
+        """
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            unknown = set(found) - {
+                "tensors",
+                "stages",
+                "layers",
+                "micro_batches",
+                "batch_axes",
+                "mesh",
+            }
+            if unknown:
+                raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
+            shapes = {p: x.get("Shape") for p, x in found.get("tensors", {}).items()}
+            tensors = {
+                p: (from_dict(x), None if shapes[p] is None else tuple(map(int, shapes[p])))
+                for p, x in found.get("tensors", {}).items()
+            }
+            layers = {
+                tuple(map(int, k.split(","))): tuple(map(int, v))
+                for k, v in found.get("layers", {}).items()
+            }
+            stages = {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()}
+            calls = int(found.get("micro_batches", 1))
+            batch = tuple(map(str, found.get("batch_axes", Said.batch)))
+            mesh = {str(a): int(n) for a, n in found["mesh"].items()} if "mesh" in found else None
+            return Said(
+                tensors, stages, Stages(layers) if layers else None, calls, batch, mesh=mesh
+            )  # pyright: ignore[reportArgumentType]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise BadInputError(f"{path}: not a description of layouts ({error})") from None
+
+    def of(self, key: str, place: str) -> tuple[Layout, tuple[int, ...] | None] | None:
+        """Return the layout and whole shape of a tensor; None: nothing is said."""
+        return next((x for p, x in self.tensors.items() if fnmatchcase(f"{key} {place}", p)), None)
+
+    def name(self, text: str, rank: int) -> str:
+        """Return a name with the global number of its layer, without the number of its chunk."""
+        if self.layers is None:
+            return text
+        chunk = _CHUNK.match(text)
+        plain = f"{chunk[1]}.{text[chunk.end() :]}" if chunk else text
+        return self.layers.rename(plain, self.stages.get(rank, 0), int(chunk[2]) if chunk else 0)
+
+
+class _Part(NamedTuple):
+    rank: int
+    micro: int
+    call: Call
+
+
+Write = Callable[[str, str, Logical], TensorRecord]
+"""Takes call, place and the tensor; reads it to its end and returns a record of it."""
+
+
+def merge_ranks(
+    ranks: Sequence[RankDump],
+    said: Said,
+    write: Write,
+    bound: Bound | None = None,
+    keep: bool = False,
+) -> tuple[RankDump, list[Outcome]]:
+    """Merge the ranks of a step.
+
+    Args:
+        ranks: Of one step.
+        said: What the dump does not say.
+        write: Where merged tensors go.
+        bound: How far copies may differ.
+        keep: Write tensors whose copies differ, too: the first copy.
+
+    Returns:
+        The merged dump, as rank 0, without what could not be merged; and what became of each tensor.
+
+    Raises:
+        BadInputError: The dump is broken.
+    """
+    if not ranks:
+        raise BadInputError("this step has no ranks")
+    outcomes: list[Outcome] = []
+    calls: dict[str, Call] = {}
+    for key, parts in _grouped(ranks, said).items():
+        merger = _Merger(key, parts, said, write, bound, keep, outcomes)
+        calls[key] = merger.call(said)
+    first = ranks[0]
+    return RankDump(first.step, 0, first.framework, first.task, first.level, calls), outcomes
+
+
+def in_memory(key: str, place: str, whole: Logical) -> TensorRecord:
+    """Return a merged tensor as a record that holds it; sums of terms in float64."""
+    del key, place
+    values = whole.merge().values
+    return TensorRecord(whole.dtype, whole.shape, read=lambda: values)
+
+
+def into(folder: Path) -> Write:
+    """Return a function that writes merged tensors as files of a folder, in the types that dumps have."""
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+
+    def write(key: str, place: str, whole: Logical) -> TensorRecord:
+        nonlocal count
+        del key, place
+        path = folder / f"{count}.npy"
+        count += 1
+        dtype = "float64" if whole.mean and not is_float(whole.dtype) else whole.dtype
+        whole.write(path, _stored(dtype))
+        return TensorRecord(dtype, whole.shape, read=lambda: np.load(path, mmap_mode="r"))
+
+    return write
+
+
+def _stored(dtype: str) -> str | None:
+    """Return the NumPy type that a dump stores a type in; None: as it was read."""
+    try:
+        return "float32" if dtype in WIDENED else np.dtype(dtype).name
+    except TypeError:
+        return None
+
+
+def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
+    """Group calls by name, in an order of one device: forward by stage, backward against it."""
+    forward: dict[str, list[_Part]] = {}
+    backward: dict[str, list[_Part]] = {}
+    other: dict[str, list[_Part]] = {}
+    for rank in ranks:
+        _add(rank, forward, said, lambda p: p is Phase.FORWARD)
+        _add(rank, other, said, lambda p: p not in (Phase.FORWARD, Phase.BACKWARD))
+    for rank in sorted(ranks, key=lambda r: (-said.stages.get(r.rank, 0), r.rank)):
+        _add(rank, backward, said, lambda p: p is Phase.BACKWARD)
+    return {**forward, **backward, **other}
+
+
+def _add(
+    rank: RankDump, groups: dict[str, list[_Part]], said: Said, wanted: Callable[[Phase], bool]
+) -> None:
+    totals: dict[tuple[str, str], int] = {}
+    for call in rank.calls.values():
+        totals[call.name, call.phase] = totals.get((call.name, call.phase), 0) + 1
+    for key, call in rank.calls.items():
+        if not wanted(call.phase):
+            continue
+        micro, name = 0, said.name(key, rank.rank)
+        total = totals[call.name, call.phase]
+        if said.calls > 1 and call.kind != "parameters_grad" and total % said.calls == 0:
+            each = total // said.calls
+            micro, index = divmod(call.index, each)
+            name = _numbered(name, call, index)
+        groups.setdefault(name, []).append(_Part(rank.rank, micro, call))
+
+
+def _numbered(key: str, call: Call, index: int) -> str:
+    """Return the key of a call with another number."""
+    for old, new in ((f".{call.index}.{call.phase.value}", f".{index}.{call.phase.value}"),
+                     (f".{call.phase.value}.{call.index}", f".{call.phase.value}.{index}")):  # fmt: skip
+        if key.endswith(old):
+            return key[: -len(old)] + new
+    return key
+
+
+class _Merger:
+    """Merges the tensors of one call."""
+
+    def __init__(
+        self,
+        key: str,
+        parts: list[_Part],
+        said: Said,
+        write: Write,
+        bound: Bound | None,
+        keep: bool,
+        outcomes: list[Outcome],
+    ) -> None:
+        self.key, self.parts, self.said, self.write = key, parts, said, write
+        self.bound, self.keep, self.outcomes = bound, keep, outcomes
+        self.pieces: dict[str, list[tuple[_Part, TensorRecord]]] = {}
+        for part in parts:
+            for place, record in part.call.tensors():
+                self.pieces.setdefault(place, []).append((part, record))
+
+    def call(self, said: Said) -> Call:
+        """Return the call with merged tensors; places that could not be merged hold None."""
+        model = max((p.call for p in self.parts), key=lambda c: sum(1 for _ in c.tensors()))
+        done = {place: self._tensor(place, found) for place, found in self.pieces.items()}
+        parent = None if model.parent is None else said.name(model.parent, self.parts[0].rank)
+        return replace(
+            model,
+            key=self.key,
+            name=said.name(model.name, self.parts[0].rank),
+            inputs=[_placed(f"input.{i}", v, done) for i, v in enumerate(model.inputs)],
+            kwargs={n: _placed(f"input.{n}", v, done) for n, v in model.kwargs.items()},
+            parameters={
+                n: _placed(f"parameters.{n}", v, done) for n, v in model.parameters.items()
+            },
+            outputs=[_placed(f"output.{i}", v, done) for i, v in enumerate(model.outputs)],
+            parent=parent,
+        )
+
+    def _tensor(self, place: str, found: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
+        ranks = tuple(sorted({part.rank for part, _ in found}))
+        if any(record.read is None for _, record in found):
+            self.outcomes.append(_unread(self.key, place, ranks))
+            return None
+        if isinstance(told := self._inferred(place, found), str):
+            self.outcomes.append(Outcome(self.key, place, ranks, "inferred", "none", told, False))
+            return None
+        how, copies, problem = "none", "none", "ranks do not agree how it is laid out: no layout"
+        for how, layout, shape in self._layouts(place, found, told):
+            try:
+                pieces = [Piece(part.rank, record, part.micro) for part, record in found]
+                whole = logical(pieces, layout, shape, bound=self.bound, keep=self.keep)
+                record = self.write(self.key, place, whole)
+            except CopiesDifferError as error:
+                copies, problem = (
+                    "differ",
+                    ("no layout is said, and " if how == "copies" else "") + str(error),
+                )
+                continue
+            except LayoutError as error:
+                copies, problem = "none", str(error)
+                continue
+            differing = "; ".join(map(str, list(whole.copies.differences.values())[:4])) or None
+            verdict = whole.copies.verdict
+            self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
+            return record
+        self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))
+        return None
+
+    def _inferred(self, place: str, found: list[tuple[_Part, TensorRecord]]) -> Layout | str | None:
+        """Return a layout inferred from the reference's shape, or why there is none; None: not wanted."""
+        call = self.said.reference.calls.get(self.key) if self.said.reference else None
+        model = None if call is None else dict(call.tensors()).get(place)
+        alone = len({part.rank for part, _ in found}) < len(found) or len(found) < 2
+        if model is None or alone or self.said.of(self.key, place) is not None:
+            return None
+        if any(record.layout is not None for _, record in found):
+            return None
+        try:
+            pieces = [Piece(part.rank, record) for part, record in found]
+            answer = infer(pieces, model.shape, self.said.mesh)
+        except LayoutError as error:
+            return str(error)
+        return answer.why if answer.layout is None else answer.layout
+
+    def _layouts(
+        self, place: str, found: list[tuple[_Part, TensorRecord]], inferred: Layout | None
+    ) -> Iterator[tuple[str, Layout, tuple[int, ...] | None]]:
+        """Yield the layouts to try, and where each comes from."""
+        told = self.said.of(self.key, place)
+        known = {id(r.layout): r.layout for _, r in found}
+        layouts = list(known.values())
+        shape = None
+        if told is not None:
+            how, (layout, shape) = "said", told
+        elif inferred is not None:
+            how, layout = "inferred", inferred
+        elif all(x is not None for x in layouts):
+            how, layout = "dump", layouts[0]
+            if any(x != layout for x in layouts):
+                return
+        elif any(x is not None for x in layouts):
+            return
+        else:
+            ranks = tuple(sorted({part.rank for part, _ in found}))
+            dims = ((),) * len(found[0][1].shape)
+            how = "one rank" if len(ranks) == 1 else "copies"
+            layout = Layout((len(ranks),), ("rank",), ranks, dims)
+        assert layout is not None
+        if self.said.calls == 1 or layout.calls is not None or max(p.micro for p, _ in found) == 0:
+            yield how, layout, shape
+            return
+        for with_calls in _with_calls(layout, self.said, [r for _, r in found]):
+            yield how, with_calls, shape
+
+
+def _with_calls(layout: Layout, said: Said, records: Sequence[TensorRecord]) -> Iterator[Layout]:
+    """Yield a layout with an axis of micro-batches: they cut the batch, or hold copies."""
+    more = replace(layout, mesh=(*layout.mesh, said.calls), axes=(*layout.axes, MICRO), calls=MICRO)
+    cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(said.batch)]
+    if not cut:
+        yield more
+        cut = [0] if records[0].shape else []
+    for d in cut[:1]:
+        dims = (*layout.dims[:d], (*layout.dims[d], MICRO), *layout.dims[d + 1 :])
+        yield replace(more, dims=dims)
+
+
+def _unread(key: str, place: str, ranks: tuple[int, ...]) -> Outcome:
+    return Outcome(
+        key, place, ranks, "none", problem="values were not dumped, only statistics", merged=False
+    )
+
+
+def _placed(place: str, value: Value, done: Mapping[str, TensorRecord | None]) -> Any:
+    if isinstance(value, TensorRecord):
+        return done[place]
+    if isinstance(value, list):
+        return [_placed(f"{place}.{i}", v, done) for i, v in enumerate(value)]
+    if isinstance(value, dict):
+        return {n: _placed(f"{place}.{n}", v, done) for n, v in value.items()}
+    return value

@@ -1,0 +1,489 @@
+"""Dumps of msprobe, of MindSpore and of PyTorch, read without either: ``read("dump")``.
+
+``step*/rank*|proc*`` (also below ``pynative/`` and ``graph/``) with ``dump.json``, maybe ``stack.json`` and
+``construct.json``, and ``dump_tensor_data/``. The order of the keys is the order in which calls ended, and is kept.
+Whatever is broken gives a :class:`BadInputError` with file and key.
+"""
+
+import json
+import math
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.tools.align.dump import value_files
+from telechat_moe.tools.align.dump.layout_dict import from_dict
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Layout,
+    Phase,
+    RankDump,
+    Scalar,
+    Stats,
+    TensorRecord,
+    Value,
+)
+
+DATA = "dump_tensor_data"
+FINGERPRINT = "fingerprint"
+"""Key of ours in a tensor's entry: the fingerprint in hexadecimal."""
+
+_MODULE = re.compile(
+    r"(?P<name>(?:Module|Cell)\..+)\.(?P<way>forward|backward)\.(?P<index>\d{1,18})"
+)
+_API = re.compile(r"(?P<name>.+)\.(?P<index>\d{1,18})\.(?P<way>forward|backward)")
+_GRADIENTS = re.compile(r"(?P<name>.+)\.parameters_grad(?:\.(?P<index>\d{1,18}))?")
+_FOLDER = re.compile(r"(?i)(?:step|rank|proc)[_-]?\d*|graph|pynative")
+_INPUTS, _OUTPUTS = ("input_args", "input", "grad_output"), ("output", "grad_input")
+_ALIASES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "bool_": "bool",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    "float8_e4m3fn": "float8_e4m3",
+    "float8e4m3fn": "float8_e4m3",
+    "float8e4m3": "float8_e4m3",
+    "float8e5m2": "float8_e5m2",
+}
+_MAX_DEPTH = 64
+_MAX_DIMS = 64
+_CACHE_BYTES = 48 << 20
+
+
+def read(root: Path | str) -> Dump:
+    """Return the dump in a folder: of a run, of a step, or of one rank.
+
+    A rank is parsed when it is asked for; a few stay in memory.
+
+    Raises:
+        BadInputError: No dump there, or a step with unclear ranks. Broken ranks raise when asked for.
+    """
+    root = Path(root)
+    found = _folders(root)
+    if not found:
+        raise BadInputError(
+            f"{root}: no dump of msprobe; expected step*/rank*/dump.json, or a dump.json"
+        )
+    return Dump(root, _Ranks(root, found))
+
+
+def canonical(name: str) -> str:
+    """Return the canonical name of a type: ``torch.bfloat16`` and ``BFloat16`` are ``bfloat16``."""
+    name = name.removeprefix("<class '").removesuffix("'>").rpartition(".")[2].lower()
+    return _ALIASES.get(name, name)
+
+
+def parse_json(path: Path, root: Path) -> dict[str, Any]:
+    """Return the object in a JSON file whose keys are unique; NaN and Infinity are taken.
+
+    Raises:
+        BadInputError: Missing, outside of the root, or anything else than that.
+    """
+    try:
+        text = value_files.within(path, root).read_bytes().decode("utf-8-sig")
+        found = json.loads(text, object_pairs_hook=_unique)
+        if re.search(
+            r"\\[uU][dD][89a-fA-F]", text
+        ):  # half a character can neither be printed nor name a file
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except RecursionError:
+        raise BadInputError(f"{path}: nested too deeply") from None
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeError as error:
+        raise BadInputError(f"{path}: no UTF-8 ({_short(error)})") from None
+    except (ValueError, MemoryError) as error:
+        raise BadInputError(f"{path}: {_short(error)}; expected JSON with unique keys") from None
+    if not isinstance(found, dict):
+        raise BadInputError(f"{path}: {type(found).__name__} found, an object expected")
+    return found
+
+
+class _Ranks(Mapping[tuple[int, int], RankDump]):
+    """Ranks of a dump, parsed when asked for; the last ones asked for are kept."""
+
+    def __init__(self, root: Path, folders: Mapping[tuple[int, int], list[Path]]) -> None:
+        self._root, self._folders = root, folders
+        self._kept: OrderedDict[tuple[int, int], tuple[RankDump, int]] = OrderedDict()
+
+    def __getitem__(self, key: tuple[int, int]) -> RankDump:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key][0]
+        parts = [_read_rank(self._root, folder, *key) for folder in self._folders[key]]
+        size = sum(_size(_json_file(f)) for f in self._folders[key])
+        self._kept[key] = (_joined(parts), size)
+        while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _CACHE_BYTES:
+            self._kept.popitem(last=False)
+        return self._kept[key][0]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(sorted(self._folders))
+
+    def __len__(self) -> int:
+        return len(self._folders)
+
+
+def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
+    """Return the folders of each step and rank, eager calls before compiled ones."""
+    found: dict[tuple[int, int], list[Path]] = {}
+    unnamed: dict[tuple[Path, int], list[tuple[int, Path]]] = {}
+    for folder in _walk(root, root, 4):
+        step = _number(folder, root, "step")
+        rank = _number(folder, root, "rank")
+        process = _number(folder, root, "proc")
+        if rank is None and process is not None:
+            unnamed.setdefault((folder.parent, step or 0), []).append((process, folder))
+        else:
+            found.setdefault((step or 0, rank or 0), []).append(folder)
+    for (parent, step), processes in unnamed.items():
+        if any(key[0] == step for key in found) and any(
+            f.parent == parent for folders in found.values() for f in folders
+        ):
+            raise BadInputError(f"{parent}: folders rank* beside proc*; which rank is which?")
+        for rank, (_, folder) in enumerate(sorted(processes)):
+            found.setdefault((step, rank), []).append(folder)
+    for (step, rank), folders in found.items():
+        places = [str(f.relative_to(root).parent) for f in folders]
+        kinds = {p.split("/")[0] for p in places}
+        if len(folders) > 1 and (len(kinds) != len(folders) or not kinds <= {"graph", "pynative"}):
+            raise BadInputError(
+                f"{root}: several dumps of step {step}, rank {rank}: {', '.join(map(str, folders))}"
+            )
+        folders.sort(key=lambda f: "graph" in f.relative_to(root).parts)
+    return found
+
+
+def _walk(folder: Path, root: Path, depth: int) -> Iterator[Path]:
+    if any(os.path.lexists(folder / name) for name in ("dump.json", "debug.json")):
+        yield folder
+        return
+    if depth == 0 or not folder.is_dir():
+        return
+    try:
+        names = sorted(p.name for p in folder.iterdir())
+    except OSError as error:
+        raise BadInputError(f"{folder}: cannot be read: {error.strerror}") from None
+    for name in names:
+        child = folder / name
+        if _FOLDER.fullmatch(name):
+            value_files.within(child, root)
+            yield from _walk(child, root, depth - 1)
+        elif os.path.lexists(child / "dump.json"):
+            raise BadInputError(f"{child}: of which step and rank? Expected step*/rank*/dump.json")
+
+
+def _number(folder: Path, root: Path, word: str) -> int | None:
+    """Return N of the part ``wordN`` of a path; the root's own name and its parent's count too."""
+    parts = [*root.absolute().parts[-2:], *folder.relative_to(root).parts]
+    for part in reversed(parts):
+        match = re.fullmatch(rf"(?i){word}[_-]?(\d{{0,18}})", part)
+        if match:
+            return int(match[1] or 0)
+    return None
+
+
+def _json_file(folder: Path) -> Path:
+    path = folder / "dump.json"
+    return path if os.path.lexists(path) else folder / "debug.json"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
+    path = _json_file(folder)
+    content = parse_json(path, root)
+    data = content.get("data")
+    if not isinstance(data, dict):
+        raise BadInputError(f"{path}: key data: an object of calls expected, found {_short(data)}")
+    about = {key: content.get(key) or "" for key in ("framework", "task", "level")}
+    for key, value in about.items():
+        if not isinstance(value, str):
+            raise BadInputError(f"{path}: key {key}: text expected, found {_short(value)}")
+    parents = _parents(folder / "construct.json", root)
+    stacks = _stacks(folder / "stack.json", root)
+    context = _Context(path, folder / DATA, root)
+    calls: dict[str, Call] = {}
+    while data:  # what is parsed is let go
+        key = next(iter(data))
+        calls[key] = _call(context, key, data.pop(key), parents.get(key), stacks.get(key, ()))
+    if not about["framework"]:
+        about["framework"] = (
+            "pytorch" if any(k.startswith("Module.") for k in calls) else "mindspore"
+        )
+    return RankDump(step, rank, **about, calls=calls, folder=folder)
+
+
+def _joined(parts: list[RankDump]) -> RankDump:
+    """Return eager and compiled calls of a rank as one; a key in both gets ``graph/`` before it."""
+    first = parts[0]
+    calls = dict(first.calls)
+    for part in parts[1:]:
+        for key, call in part.calls.items():
+            calls[f"graph/{key}" if key in calls else key] = call
+    return replace(first, calls=calls)
+
+
+class _Context(NamedTuple):
+    path: Path
+    data: Path
+    root: Path
+    key: str = ""
+
+    def bad(self, place: str, found: Any, expected: str) -> BadInputError:
+        where = f"key {_short(self.key)}" + (f", {place}" if place else "")
+        return BadInputError(f"{self.path}: {where}: {_short(found)} found, {expected} expected")
+
+
+def _call(
+    context: _Context, key: str, entry: Any, parent: str | None, stack: tuple[str, ...]
+) -> Call:
+    context = context._replace(key=key)
+    gradients = _GRADIENTS.fullmatch(key)
+    match = gradients or _MODULE.fullmatch(key) or _API.fullmatch(key)
+    kind = "parameters_grad" if gradients else "api"
+    if match is not None and match.re is _MODULE:
+        kind = "module"
+    backward = gradients is not None or (match["way"] == "backward" if match else False)
+    name, index = (match["name"], int(match["index"] or 0)) if match else (key, 0)
+    phase = Phase.BACKWARD if backward else Phase.FORWARD
+    if key.startswith("Optimizer."):  # of our captures: the update of a weight
+        phase = Phase.OPTIMIZER
+    if match is None:  # single tensors that a program saved
+        return Call(
+            key, kind, name, 0, phase, [], {}, [_value(context, "", entry)], {}, parent, stack
+        )
+    if not isinstance(entry, dict):
+        raise context.bad("", entry, "an object")
+    if gradients is not None:
+        values = {n: _value(context, n, v) for n, v in entry.items()}
+        values = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in values.items()}
+        return Call(key, kind, name, index, phase, [], {}, [], values, parent, stack)
+    inputs, outputs = (
+        next((n for n in names if n in entry), names[0]) for names in (_INPUTS, _OUTPUTS)
+    )
+    for place in entry.keys() - {inputs, "input_kwargs", outputs, "parameters"}:
+        if _holds_tensor(entry[place]):
+            raise context.bad("", place, "input_args, input_kwargs, output or parameters")
+    return Call(
+        key,
+        kind,
+        name,
+        index,
+        phase,
+        _list(context, inputs, entry.get(inputs)),
+        _dict(context, "input_kwargs", entry.get("input_kwargs")),
+        _list(context, outputs, entry.get(outputs)),
+        _dict(context, "parameters", entry.get("parameters")),
+        parent,
+        stack,
+    )
+
+
+def _list(context: _Context, place: str, entry: Any) -> list[Value]:
+    if entry is None:
+        return []
+    if isinstance(entry, dict) and _holds_tensor(entry):
+        entry = [entry]
+    if not isinstance(entry, list):
+        raise context.bad(place, entry, "a list")
+    return [_value(context, f"{place}.{i}", v) for i, v in enumerate(entry)]
+
+
+def _holds_tensor(entry: Any) -> bool:
+    """Return whether something is a tensor's entry, or a list of some."""
+    if isinstance(entry, list):
+        return any(_holds_tensor(v) for v in entry)
+    return isinstance(entry, dict) and "dtype" in entry and "shape" in entry
+
+
+def _dict(context: _Context, place: str, entry: Any) -> dict[str, Value]:
+    if entry is None:
+        return {}
+    if not isinstance(entry, dict):
+        raise context.bad(place, entry, "an object")
+    return {name: _value(context, f"{place}.{name}", v) for name, v in entry.items()}
+
+
+def _value(context: _Context, place: str, entry: Any, depth: int = 0) -> Value:
+    if depth > _MAX_DEPTH:
+        raise context.bad(place[:100], "deeper nesting", f"at most {_MAX_DEPTH} levels")
+    if entry is None:
+        return None
+    if isinstance(entry, list):
+        return [_value(context, f"{place}.{i}", v, depth + 1) for i, v in enumerate(entry)]
+    if not isinstance(entry, dict):
+        return Scalar("", entry)
+    kind = entry.get("type")
+    if isinstance(kind, str):
+        if "dtype" in entry and "shape" in entry:
+            return _tensor(context, place, entry)
+        if entry.keys() == {"type", "value"}:
+            return Scalar(kind, entry["value"])
+        if not any(isinstance(v, dict) for v in entry.values()):
+            return Scalar(kind, {k: v for k, v in entry.items() if k != "type"})
+    return {name: _value(context, f"{place}.{name}", v, depth + 1) for name, v in entry.items()}
+
+
+def _tensor(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorRecord:
+    dtype, shape = entry["dtype"], entry["shape"]
+    if not isinstance(dtype, str):
+        raise context.bad(f"{place}.dtype", dtype, "text")
+    if not (
+        isinstance(shape, list)
+        and len(shape) <= _MAX_DIMS
+        and all(type(n) is int and n >= 0 for n in shape)
+        and math.prod(shape) < 1 << 62
+    ):
+        raise context.bad(f"{place}.shape", shape, "a list of sizes")
+    grad = entry.get("requires_grad")
+    if grad is not None and not isinstance(grad, bool):
+        raise context.bad(f"{place}.requires_grad", grad, "true or false")
+    crc = entry.get("md5")
+    if crc is not None and not isinstance(crc, str):
+        raise context.bad(f"{place}.md5", crc, "text")
+    dtype, path = canonical(dtype), _data_file(context, place, entry.get("data_name"))
+    return TensorRecord(
+        dtype,
+        tuple(shape),
+        _stats(context, place, entry),
+        crc,
+        path,
+        _layout(context, place, entry),
+        grad,
+        _fingerprint(context, place, entry.get(FINGERPRINT)),
+        None if path is None else partial(_load, context, place, path, dtype, tuple(shape)),
+    )
+
+
+def _load(context: _Context, place: str, path: Path, dtype: str, shape: tuple[int, ...]) -> Any:
+    try:
+        return value_files.load(path, dtype, shape, context.root)
+    except BadInputError as error:
+        raise BadInputError(f"{error} (key {_short(context.key)}, {place})") from None
+
+
+def _data_file(context: _Context, place: str, name: Any) -> Path | None:
+    if name in (None, "", "-1", -1):
+        return None
+    if not isinstance(name, str):
+        raise context.bad(f"{place}.data_name", name, "the name of a file")
+    pure = PurePosixPath(name)
+    if (
+        pure.is_absolute()
+        or ".." in pure.parts
+        or "\0" in name
+        or pure.suffix not in (".npy", ".pt")
+    ):
+        raise context.bad(f"{place}.data_name", name, f"the name of a .npy or .pt file in {DATA}/")
+    return context.data / name
+
+
+def _stats(context: _Context, place: str, entry: Mapping[str, Any]) -> Stats | None:
+    names = ("Max", "Min", "Mean", "Norm")
+    if not any(name in entry for name in names):
+        return None
+    found = [entry.get(name) for name in names]
+    for name, value in zip(names, found, strict=True):
+        if value is not None and not isinstance(value, int | float):
+            raise context.bad(f"{place}.{name}", value, "a number")
+    try:
+        return Stats(*(None if value is None else float(value) for value in found))
+    except OverflowError:
+        raise context.bad(place, found, "numbers") from None
+
+
+def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> Layout | None:
+    found, shard = entry.get("layout"), entry.get("hsdp_shard_size")
+    if shard is not None and type(shard) is not int:
+        raise context.bad(f"{place}.hsdp_shard_size", shard, "a number")
+    if found is None:
+        return None
+    if not isinstance(found, dict):
+        raise context.bad(f"{place}.layout", found, "an object")
+    if found.get("Device Matrix") is None or found.get("Tensor Map") is None:
+        return None  # msprobe leaves out what the tensor does not say
+    try:
+        return from_dict(found, shard)
+    except TelechatMoeError as error:
+        raise context.bad(f"{place}.layout", str(error), "a layout") from None
+
+
+def _fingerprint(context: _Context, place: str, found: Any) -> bytes | None:
+    if found is None:
+        return None
+    try:
+        return bytes.fromhex(found)
+    except (TypeError, ValueError):
+        raise context.bad(f"{place}.{FINGERPRINT}", found, "hexadecimal digits") from None
+
+
+def _parents(path: Path, root: Path) -> dict[str, str | None]:
+    if not os.path.lexists(path):
+        return {}
+    found: dict[str, str | None] = {}
+    for key, parent in parse_json(path, root).items():
+        if isinstance(parent, list):  # Megatron: parent and micro-step
+            parent = parent[0] if parent else None
+        if key != "megatron_micro_step_number":
+            if parent is not None and not isinstance(parent, str):
+                raise BadInputError(
+                    f"{path}: key {_short(key)}: the key of a module or null expected, "
+                    f"found {_short(parent)}"
+                )
+            found[key] = parent
+    return found
+
+
+def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
+    if not os.path.lexists(path):
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for key, group in parse_json(path, root).items():
+        try:
+            keys, lines = group
+            if isinstance(lines, str):
+                lines = [lines]
+            if not all(isinstance(x, str) for x in [*keys, *lines]):
+                raise TypeError
+        except (TypeError, ValueError):
+            raise BadInputError(
+                f"{path}: key {_short(key)}: [[keys], [lines]] expected, found {_short(group)}"
+            ) from None
+        found.update(dict.fromkeys(keys, tuple(lines)))
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {_short(twice)} stands twice")
+    return found
+
+
+def _short(found: Any) -> str:
+    try:
+        text = str(found)
+    except (ValueError, RecursionError):  # an integer of too many digits
+        text = type(found).__name__
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 120 else text[:120] + " ..."

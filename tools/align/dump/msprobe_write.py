@@ -1,0 +1,195 @@
+"""Dumps as msprobe writes them: ``write(dump, "out")``. Equal records give equal bytes; folders are 0750, files 0640."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump import fingerprint, value_files
+from telechat_moe.tools.align.dump import statistics as metrics
+from telechat_moe.tools.align.dump.layout_dict import to_dict
+from telechat_moe.tools.align.dump.msprobe import DATA, FINGERPRINT
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    Stats,
+    TensorRecord,
+    Value,
+)
+
+_MINDSPORE = {
+    "bfloat16": "BFloat16",
+    "bool": "Bool",
+    "float8_e4m3": "Float8E4M3FN",
+    "float8_e5m2": "Float8E5M2",
+    "uint8": "UInt8",
+    "uint16": "UInt16",
+    "uint32": "UInt32",
+    "uint64": "UInt64",
+}
+_TORCH = {"float8_e4m3": "float8_e4m3fn"}
+
+
+def write(dump: Dump, out: Path | str, values: bool = True, prints: bool = False) -> None:
+    """Write a dump as a tree of msprobe.
+
+    PyTorch's values become ``.pt`` files, others ``.npy``; bfloat16 is widened in ``.npy`` as msprobe does.
+
+    Args:
+        dump: The dump.
+        out: Folder to make.
+        values: Write values; else statistics only, which are computed where the dump has none.
+        prints: Write a fingerprint of each tensor with values (a key that msprobe ignores).
+
+    Raises:
+        BadInputError: ``out`` exists, or values cannot be read.
+    """
+    out = Path(out)
+    if os.path.lexists(out):
+        raise BadInputError(f"{out}: exists; name a folder to make")
+    _folder(out)
+    for rank in dump.ranks.values():
+        _folder(out / f"step{rank.step}")
+        _Writer(rank, out / f"step{rank.step}" / f"rank{rank.rank}", values, prints).write()
+
+
+class _Writer:
+    def __init__(self, rank: RankDump, folder: Path, values: bool, prints: bool) -> None:
+        self._rank, self._folder, self._prints = rank, folder, prints
+        self._torch = rank.framework == "pytorch"
+        self._values = values
+        self._names: set[str] = set()
+
+    def write(self) -> None:
+        _folder(self._folder)
+        if self._values:
+            _folder(self._folder / DATA)
+        data = {call.key: self._call(call) for call in self._rank.calls.values()}
+        task = self._rank.task if self._values else "statistics"
+        head = {
+            "task": task or "tensor",
+            "level": self._rank.level or "mix",
+            "framework": self._rank.framework or "mindspore",
+            "dump_data_dir": DATA if self._values else None,
+        }
+        _json(self._folder / "dump.json", {**head, "data": data})
+        _json(self._folder / "stack.json", self._stacks())
+        calls = self._rank.calls.values()
+        parents = {c.key: c.parent for c in calls if c.kind != "parameters_grad"}
+        level = self._rank.level == "L1" and not any(parents.values())
+        _json(self._folder / "construct.json", {} if level else parents)
+
+    def _stacks(self) -> dict[str, Any]:
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for call in self._rank.calls.values():
+            if call.stack:
+                groups.setdefault(call.stack, []).append(call.key)
+        return {str(i): [keys, list(lines)] for i, (lines, keys) in enumerate(groups.items())}
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        place = f"{call.key}."
+        parameters = {
+            n: self._value(f"{place}parameters.{n}", v) for n, v in call.parameters.items()
+        }
+        if call.kind == "parameters_grad":
+            return {
+                n: x if isinstance(x, list) else [x]
+                for n, x in ((n, self._value(place + n, v)) for n, v in call.parameters.items())
+            }
+        inputs = [self._value(f"{place}input.{i}", v) for i, v in enumerate(call.inputs)]
+        outputs = [self._value(f"{place}output.{i}", v) for i, v in enumerate(call.outputs)]
+        if call.phase is Phase.BACKWARD:
+            return {"input": inputs, "output": outputs}
+        named = {n: self._value(f"{place}input.{n}", v) for n, v in call.kwargs.items()}
+        found: dict[str, Any] = {"input_args": inputs, "input_kwargs": named, "output": outputs}
+        if call.kind == "module":
+            found["parameters"] = parameters
+        return found
+
+    def _value(self, place: str, value: Value) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, TensorRecord):
+            return self._tensor(place, value)
+        if isinstance(value, Scalar):
+            if not value.type:
+                return value.value
+            if isinstance(value.value, Mapping):
+                return {"type": value.type, **value.value}
+            return {"type": value.type, "value": value.value}
+        if isinstance(value, list):
+            return [self._value(f"{place}.{i}", v) for i, v in enumerate(value)]
+        return {n: self._value(f"{place}.{n}", v) for n, v in value.items()}
+
+    def _tensor(self, place: str, record: TensorRecord) -> dict[str, Any]:
+        values = record.load() if record.read is not None else None
+        stats, mark = record.stats, record.fingerprint
+        if values is not None and values.dtype.kind in "fiub":
+            stats = stats or metrics.stats(values)
+            if self._prints and mark is None:
+                mark = fingerprint.of(values).to_bytes()
+        entry: dict[str, Any] = {
+            "type": "torch.Tensor" if self._torch else "mindspore.Tensor",
+            "dtype": self._dtype(record.dtype),
+            "shape": list(record.shape),
+            **self._stats(record.dtype, stats or Stats(*[None] * 4)),
+        }
+        if record.layout is not None:
+            entry["layout"] = to_dict(record.layout)
+        if record.requires_grad is not None:
+            entry["requires_grad"] = record.requires_grad
+        if record.crc is not None:
+            entry["md5"] = record.crc
+        if mark is not None:
+            entry[FINGERPRINT] = mark.hex()
+        if values is not None and self._values:
+            entry["data_name"] = self._save(place, record.dtype, values)
+        return entry
+
+    def _stats(self, dtype: str, stats: Stats) -> dict[str, Any]:
+        found: dict[str, Any] = dict(zip(("Max", "Min", "Mean", "Norm"), stats, strict=True))
+        if self._torch and dtype.startswith(("int", "uint")):
+            for name in ("Max", "Min"):
+                value = found[name]
+                if value is not None and float(value).is_integer():
+                    found[name] = int(value)
+        return found
+
+    def _dtype(self, name: str) -> str:
+        if self._torch:
+            return "torch." + _TORCH.get(name, name)
+        return _MINDSPORE.get(name, name.capitalize())
+
+    def _save(self, place: str, dtype: str, values: Any) -> str:
+        suffix = ".pt" if self._torch else ".npy"
+        name = place.replace("/", "_").replace("\0", "_")
+        # Names of files have an end, and different places must not meet in one.
+        if len(name.encode()) > 240 or name + suffix in self._names or name != place:
+            name = f"{name[:60]}.{hashlib.sha256(place.encode()).hexdigest()[:24]}"
+        self._names.add(name + suffix)
+        path = self._folder / DATA / (name + suffix)
+        if self._torch:
+            value_files.save_pt(path, values, dtype)
+        else:
+            with path.open("wb") as file:
+                np.lib.format.write_array(file, np.asarray(values), allow_pickle=False)
+        path.chmod(0o640)
+        return name + suffix
+
+
+def _folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o750)
+
+
+def _json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    path.chmod(0o640)

@@ -1,0 +1,484 @@
+"""Where each piece of a tensor lies in the whole: a layout turned into ranges of indices, or refused.
+
+Every refusal is a :class:`LayoutError` whose sentence says what contradicts what.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import TelechatMoeError
+from telechat_moe.tools.align.dump.records import FLAT, Layout
+
+KINDS = ("sum", "mean", "max", "min", "prod", "all")
+"""Reductions that a partial value may wait for."""
+
+Shape = tuple[int, ...]
+Runs = tuple[tuple[int, int], ...]
+"""Ranges (begin, end) of a dimension of the whole, in the order in which a piece holds them."""
+
+_MAX_CELLS = 1 << 26
+
+
+class LayoutError(TelechatMoeError):
+    """Pieces and their layout contradict each other: nothing can be merged or compared (exit code 4)."""
+
+    exit_code = 4
+
+
+class Key(NamedTuple):
+    """A piece: the rank that holds it and, where an axis is made of calls, the number of the call."""
+
+    rank: int
+    call: int = 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}" + (f" call {self.call}" if self.call else "")
+
+
+class Place(NamedTuple):
+    """Where a piece lies.
+
+    Attributes:
+        dims: Its ranges in each dimension of the whole; beyond the end of a dimension stands filler.
+        term: Which term of a reduction it is.
+        flat: Its range in the flattened region ``dims``; None: it is the region.
+    """
+
+    dims: tuple[Runs, ...]
+    term: int = 0
+    flat: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where all pieces of a tensor lie; made by :func:`plan` or :func:`plan_regions`, which checked it.
+
+    Attributes:
+        shape: Of the whole.
+        places: Of each piece.
+        reduce: How the terms of a partial value combine; None: there is one.
+        terms: Their number.
+        divide: What their sum is divided by (``mean``).
+    """
+
+    shape: Shape
+    places: Mapping[Key, Place]
+    reduce: str | None = None
+    terms: int = 1
+    divide: int = 1
+
+
+def plan(layout: Layout, shapes: Mapping[Key, Shape], shape: Shape | None = None) -> Plan:
+    """Return where the pieces of a layout lie.
+
+    Args:
+        layout: Of the tensor.
+        shapes: Shape of every piece.
+        shape: Of the whole; needed where filler hides it (``padded``, ``flat``).
+
+    Raises:
+        LayoutError: The layout contradicts itself, the pieces, or the shape.
+    """
+    _check_axes(layout)
+    reduce = _reduction(layout)
+    sizes = dict(zip(layout.axes, layout.mesh, strict=True))
+    coordinates = _coordinates(layout, sizes)
+    _check_keys(coordinates, shapes)
+    lengths = _lengths(layout, sizes, shapes, shape)
+    places: dict[Key, Place] = {}
+    flat_sizes: Sequence[int] | None = None
+    for key, place in coordinates.items():
+        dims = tuple(
+            _runs(layout, sizes, d, length, _position(layout.dims[d], sizes, place, layout.local))
+            for d, length in enumerate(lengths)
+        )
+        local = tuple(sum(b - a for a, b in runs) for runs in dims)
+        flat = None
+        if layout.flat:
+            flat_sizes = _flat_sizes(layout, sizes, math.prod(local))
+            p = _position(layout.flat, sizes, place, frozenset())
+            begin = sum(flat_sizes[:p])
+            flat = (begin, begin + flat_sizes[p])
+            local = (flat_sizes[p],)
+        if shapes[key] != local:
+            raise LayoutError(
+                f"{key} holds a piece of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
+                f"{describe(layout)} has {list(local)} there"
+            )
+        term = _position(tuple(layout.partial), sizes, place, frozenset())
+        places[key] = Place(dims, term, flat)
+    whole = tuple(shape) if shape is not None else tuple(lengths)
+    terms = math.prod(sizes[a] for a in layout.partial)
+    divide = math.prod(sizes[a] for a, kind in layout.partial.items() if kind == "mean")
+    _check_tiling(tuple(lengths), [p.dims for p in places.values()])
+    return Plan(whole, places, reduce, terms, divide)
+
+
+def plan_regions(
+    regions: Mapping[Key, Sequence[tuple[int, int]]],
+    shapes: Mapping[Key, Shape],
+    shape: Shape,
+    copies: bool = True,
+) -> Plan:
+    """Return where pieces lie whose regions are given, as (begin, end) of every dimension.
+
+    Args:
+        regions: Of every piece.
+        shapes: Of every piece.
+        shape: Of the whole.
+        copies: All regions must be held by equally many ranks.
+
+    Raises:
+        LayoutError: Regions overlap, leave gaps, or do not fit pieces or shape.
+    """
+    if set(regions) != set(shapes):
+        odd = sorted(set(regions) ^ set(shapes))[0]
+        raise LayoutError(f"{odd} has {'no piece' if odd in regions else 'no region'}")
+    if not regions:
+        raise LayoutError("there are no pieces")
+    places = {}
+    for key, region in regions.items():
+        if len(region) != len(shape) or any(
+            not 0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=False)
+        ):
+            raise LayoutError(f"{key}: region {_text(region)} does not lie within {list(shape)}")
+        found = tuple(b - a for a, b in region)
+        if found != shapes[key]:
+            raise LayoutError(
+                f"{key} holds a piece of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
+            )
+        places[key] = Place(tuple(((a, b),) if b > a else () for a, b in region))
+    counts = Counter(p.dims for p in places.values())
+    if copies and len(set(counts.values())) > 1:
+        (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
+        raise LayoutError(
+            f"region {_text(r[0] for r in rare if r)} has {few} copies, others {many}"
+        )
+    _check_tiling(tuple(shape), list(counts))
+    return Plan(tuple(shape), places)
+
+
+def describe(layout: Layout) -> str:
+    """Return a layout in a few words: ``dp2 tp4: [dp, -, tp], sum over tp``."""
+    mesh = " ".join(f"{a}{n}" for a, n in zip(layout.axes, layout.mesh, strict=False))
+    dims = ", ".join("*".join(axes) if axes else "-" for axes in layout.dims)
+    text = f"{mesh or 'one device'}: [{dims}]"
+    text += "".join(f", {kind} over {axis}" for axis, kind in layout.partial.items())
+    return text + (f", flat over {'*'.join(layout.flat)}" if layout.flat else "")
+
+
+# ---------------------------------------------------------------------------------- the layout itself
+
+
+def _check_axes(layout: Layout) -> None:
+    """Refuse axes that are unknown, named twice or used twice."""
+    if len(layout.mesh) != len(layout.axes):
+        raise LayoutError(
+            f"the mesh {list(layout.mesh)} has {len(layout.mesh)} axes, {len(layout.axes)} are named: "
+            f"{', '.join(layout.axes)}"
+        )
+    _once(layout.axes, "the mesh names the axis {} twice")
+    for axis, n in zip(layout.axes, layout.mesh, strict=True):
+        if n < 1:
+            raise LayoutError(f"the axis {axis} has {n} devices, expected 1 or more")
+    used = [a for axes in layout.dims for a in axes] + list(layout.partial) + list(layout.flat)
+    _once(used, "the axis {} is used twice: it can cut one dimension, or hold terms, or copies")
+    known = set(layout.axes)
+    named = {*used, *layout.interleaved, *layout.local, *([layout.calls] if layout.calls else [])}
+    for axis in sorted(named - known):
+        raise LayoutError(f"the axis {axis!r} is not one of the mesh: {', '.join(layout.axes)}")
+    cutting = {a for axes in layout.dims for a in axes}
+    for axis in sorted(layout.local):
+        if axis not in cutting or axis == layout.calls:
+            raise LayoutError(f"the axis {axis} lies within a tensor but cuts no dimension of it")
+    for axis in sorted(layout.interleaved - cutting):
+        raise LayoutError(f"the axis {axis} is interleaved but cuts no dimension")
+    _check_dimensions(layout)
+
+
+def _check_dimensions(layout: Layout) -> None:
+    """Refuse what is said of dimensions that do not exist or are said twice."""
+    rank = len(layout.dims)
+    if len(layout.block) > rank or any(b < 1 for b in layout.block):
+        raise LayoutError(f"blocks {list(layout.block)} do not fit {rank} dimensions")
+    for what, given in (
+        ("sizes", layout.sizes),
+        ("owned", layout.owned),
+        ("padded", layout.padded),
+    ):
+        for d in given:
+            if not (0 <= d < rank or (d == FLAT and layout.flat and what != "owned")):
+                raise LayoutError(f"{what} of dimension {d}: there are {rank} dimensions")
+    for d in range(rank):
+        explicit = [w for w in ("sizes", "owned") if d in getattr(layout, w)]
+        special = layout.interleaved | layout.local
+        if len(explicit) > 1 or (explicit and special & set(layout.dims[d])):
+            raise LayoutError(
+                f"dimension {d} is described twice: {', '.join(explicit)}, interleaved or local axes"
+            )
+        for axis in layout.dims[d][:-1]:
+            if axis in layout.interleaved:
+                raise LayoutError(
+                    f"dimension {d}: the interleaved axis {axis} must be the last that cuts it"
+                )
+
+
+def _once(names: Iterable[str], sentence: str) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise LayoutError(sentence.format(name))
+
+
+def _reduction(layout: Layout) -> str | None:
+    """Return how terms combine; refuse unknown kinds and kinds whose order matters."""
+    kinds = dict.fromkeys(layout.partial.values())
+    for kind in kinds:
+        if kind not in KINDS:
+            raise LayoutError(f"partial value of kind {kind!r}, expected one of {', '.join(KINDS)}")
+    if len(kinds) > 1 and not set(kinds) <= {"sum", "mean"}:
+        raise LayoutError(
+            f"partial values of kinds {', '.join(kinds)}: the order of these changes the result"
+        )
+    return None if not kinds else "sum" if set(kinds) <= {"sum", "mean"} else next(iter(kinds))
+
+
+def _coordinates(layout: Layout, sizes: Mapping[str, int]) -> dict[Key, dict[str, int]]:
+    """Return the place in the mesh of each piece."""
+    devices = [a for a in layout.axes if a not in layout.local and a != layout.calls]
+    extent = [sizes[a] for a in devices]
+    if math.prod(extent) != len(layout.ranks):
+        raise LayoutError(
+            f"the mesh {' x '.join(f'{a} {sizes[a]}' for a in devices) or '1'} has {math.prod(extent)} devices, "
+            f"{len(layout.ranks)} ranks are listed"
+        )
+    for rank, count in Counter(layout.ranks).items():
+        if count > 1 or rank < 0:
+            raise LayoutError(
+                f"rank {rank} is listed {count} times" if count > 1 else f"rank {rank} < 0"
+            )
+    found = {}
+    for i, rank in enumerate(layout.ranks):
+        place = (
+            dict(zip(devices, (int(x) for x in np.unravel_index(i, extent)), strict=True))
+            if extent
+            else {}
+        )
+        for call in range(sizes[layout.calls] if layout.calls else 1):
+            found[Key(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
+    return found
+
+
+def _check_keys(coordinates: Mapping[Key, object], shapes: Mapping[Key, Shape]) -> None:
+    missing = sorted(set(coordinates) - set(shapes))
+    surplus = sorted(set(shapes) - set(coordinates))
+    if missing:
+        raise LayoutError(f"no piece of {', '.join(map(str, missing[:8]))}, which the layout lists")
+    if surplus:
+        raise LayoutError(
+            f"a piece of {', '.join(map(str, surplus[:8]))}, which the layout does not list"
+        )
+
+
+# -------------------------------------------------------------------------------------- cutting
+
+
+def _lengths(
+    layout: Layout, sizes: Mapping[str, int], shapes: Mapping[Key, Shape], shape: Shape | None
+) -> list[int]:
+    """Return the length of each dimension, filler included."""
+    rank = len(layout.dims)
+    if shape is not None and len(shape) != rank:
+        raise LayoutError(
+            f"the whole tensor {list(shape)} has {len(shape)} dimensions, the layout {rank}"
+        )
+    if shape is None and (layout.flat or layout.padded):
+        raise LayoutError(
+            f"{describe(layout)} hides the shape of the whole tensor; it must be given"
+        )
+    first = next(iter(shapes.values()))
+    if shape is None and len(first) != rank:
+        raise LayoutError(f"a piece {list(first)} has {len(first)} dimensions, the layout {rank}")
+    found = []
+    for d, axes in enumerate(layout.dims):
+        pieces = math.prod(sizes[a] for a in axes if a not in layout.local)
+        told = None
+        if d in layout.owned:
+            told = _owned_length(layout.owned[d], pieces, d)
+        elif d in layout.sizes:
+            told = _sizes_length(layout.sizes[d], pieces, f"dimension {d}")
+        given = layout.padded.get(d, None if shape is None else shape[d])
+        if shape is not None and given is not None and given < shape[d]:
+            raise LayoutError(f"dimension {d} is {shape[d]} long and only {given} with filler")
+        if told is not None and given is not None and told != given:
+            raise LayoutError(
+                f"the pieces of dimension {d} are {told} long together, the tensor {given}"
+            )
+        length = told if told is not None else given if given is not None else first[d] * pieces
+        found.append(length)
+    return found
+
+
+def _owned_length(owned: Sequence[Sequence[int]], pieces: int, d: int) -> int:
+    if len(owned) != pieces:
+        raise LayoutError(
+            f"dimension {d} is cut in {pieces}, the indices of {len(owned)} pieces are given"
+        )
+    counts = Counter(i for part in owned for i in part)
+    total = sum(map(len, owned))
+    for index, count in counts.items():
+        if count > 1 or not 0 <= index < total:
+            why = f"by {count} pieces" if count > 1 else f"but the pieces hold {total} in all"
+            raise LayoutError(f"index {index} of dimension {d} is owned {why}")
+    return total
+
+
+def _sizes_length(lengths: Sequence[int], pieces: int, what: str) -> int:
+    if len(lengths) != pieces or any(n < 0 for n in lengths):
+        raise LayoutError(f"{what} is cut in {pieces}, the lengths {list(lengths)} are given")
+    return sum(lengths)
+
+
+def _flat_sizes(layout: Layout, sizes: Mapping[str, int], elements: int) -> Sequence[int]:
+    pieces = math.prod(sizes[a] for a in layout.flat)
+    padded = layout.padded.get(FLAT, elements)
+    if FLAT in layout.sizes:
+        total = _sizes_length(layout.sizes[FLAT], pieces, "the flattened tensor")
+        if total != padded:
+            raise LayoutError(
+                f"the flat pieces have {total} elements together, the tensor {padded}"
+            )
+        return layout.sizes[FLAT]
+    if padded < elements:
+        raise LayoutError(
+            f"the flattened tensor has {elements} elements, only {padded} with filler"
+        )
+    if padded % pieces:
+        raise LayoutError(f"{padded} flattened elements cannot be cut in {pieces} equal pieces")
+    return [padded // pieces] * pieces
+
+
+def _position(
+    axes: Sequence[str], sizes: Mapping[str, int], place: Mapping[str, int], skip: Iterable[str]
+) -> int:
+    """Return the number of a piece along axes, the first the slowest."""
+    position = 0
+    for axis in axes:
+        if axis not in skip:
+            position = position * sizes[axis] + place[axis]
+    return position
+
+
+def _runs(layout: Layout, sizes: Mapping[str, int], d: int, length: int, position: int) -> Runs:
+    """Return the ranges of one piece of a dimension."""
+    if d in layout.owned:
+        return joined((i, i + 1) for i in layout.owned[d][position])
+    if d in layout.sizes:
+        begin = sum(layout.sizes[d][:position])
+        return joined([(begin, begin + layout.sizes[d][position])])
+    axes = layout.dims[d]
+    rest, digits = position, {}
+    for axis in reversed(axes):
+        if axis not in layout.local:
+            rest, digits[axis] = divmod(rest, sizes[axis])
+    block = layout.block[d] if d < len(layout.block) else 1
+    found: list[tuple[int, int]] = [(0, length)]
+    for axis in axes:
+        n = sizes[axis]
+        choose = range(n) if axis in layout.local else (digits[axis],)
+        found = [
+            run
+            for part in found
+            for p in choose
+            for run in _cut(part, n, p, block if axis in layout.interleaved else 0, d, axis)
+        ]
+    return joined(found)
+
+
+def _cut(
+    run: tuple[int, int], n: int, p: int, block: int, d: int, axis: str
+) -> list[tuple[int, int]]:
+    """Return piece p of n of a range; with blocks: in turns."""
+    begin, length = run[0], run[1] - run[0]
+    if length % (n * max(block, 1)):
+        raise LayoutError(
+            f"dimension {d}: {length} cannot be cut in {n} equal pieces over {axis}"
+            + (f" in blocks of {block}" if block > 1 else "")
+        )
+    if not block:
+        part = length // n
+        return [(begin + p * part, begin + (p + 1) * part)]
+    return [(i, i + block) for i in range(begin + p * block, begin + length, n * block)]
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """Return ranges without empty ones, neighbours joined."""
+    found: list[tuple[int, int]] = []
+    for a, b in runs:
+        if found and found[-1][1] == a:
+            found[-1] = (found[-1][0], b)
+        elif b > a:
+            found.append((a, b))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------- coverage
+
+
+def _check_tiling(lengths: Shape, regions: Sequence[tuple[Runs, ...]]) -> None:
+    """Refuse regions that overlap or leave elements uncovered."""
+    distinct = list(dict.fromkeys(regions))
+    if math.prod(lengths) == 0:
+        return
+    per_dimension = [list(dict.fromkeys(r[d] for r in distinct)) for d in range(len(lengths))]
+    grid = math.prod(map(len, per_dimension)) == len(distinct)
+    if grid and all(_tiles(parts, n) for parts, n in zip(per_dimension, lengths, strict=True)):
+        return
+    edges = [
+        np.unique([0, n, *(x for runs in parts for run in runs for x in run)])
+        for parts, n in zip(per_dimension, lengths, strict=True)
+    ]
+    cells = [len(e) - 1 for e in edges]
+    if math.prod(cells) > _MAX_CELLS:
+        raise LayoutError(
+            f"pieces lie in too many ranges to check that they cover {list(lengths)} once"
+        )
+    count = np.zeros(cells, np.int32)
+    for region in distinct:
+        inside = [_inside(e, runs) for e, runs in zip(edges, region, strict=True)]
+        count[np.ix_(*inside)] += 1
+    wrong = np.argwhere(count != 1)
+    if len(wrong):
+        at = [int(e[i]) for e, i in zip(edges, wrong[0], strict=True)]
+        times = int(count[tuple(wrong[0])])
+        raise LayoutError(
+            f"element {at} of {list(lengths)} is held by "
+            + ("no piece" if not times else f"{times} different pieces")
+        )
+
+
+def _tiles(parts: Sequence[Runs], length: int) -> bool:
+    runs = sorted(run for part in parts for run in part)
+    return (
+        bool(runs)
+        and runs[0][0] == 0
+        and runs[-1][1] == length
+        and all(a[1] == b[0] for a, b in pairwise(runs))
+    )
+
+
+def _inside(
+    edges: "np.ndarray[tuple[int], np.dtype[np.int64]]", runs: Runs
+) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """Return the numbers of the cells between edges that ranges cover."""
+    found = [np.arange(*np.searchsorted(edges, run)) for run in runs]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def _text(region: Iterable[tuple[int, int]]) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in region) + "]"

@@ -1,0 +1,86 @@
+"""Layouts of our own runs, from the recipe: weights, their gradients and moments, and activations.
+
+The only file here that needs the product's own model of layouts; it is imported when a function is called.
+"""
+
+from typing import TYPE_CHECKING
+
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import Layout
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe import Recipe
+    from telechat_moe.sharding.mesh import Mesh
+    from telechat_moe.sharding.shards import Cuts
+
+
+def cuts_of(recipe: "Recipe") -> "Cuts":
+    """Return how a recipe cuts its weights."""
+    from telechat_moe.sharding.shards import Cuts
+
+    return Cuts.of(recipe)
+
+
+def weight(
+    cuts: "Cuts", name: str, itemsize: int = 4, reduce: str | None = None
+) -> tuple[Layout, tuple[int, ...]]:
+    """Return the layout of a weight, or of what has its shape, and the shape of the whole.
+
+    Args:
+        cuts: Of the recipe.
+        name: Of a weight, or ``adam_m.`` or ``adam_v.`` and a weight's.
+        itemsize: Bytes of an element; which weights are shared (ZeRO) depends on it.
+        reduce: ``sum`` or ``mean``: a gradient that data-parallel ranks have not reduced yet; each holds all rows.
+
+    Raises:
+        LayoutError: The recipe's model has no such weight.
+    """
+    from telechat_moe.sharding.mesh import AXES
+    from telechat_moe.sharding.shards import MOMENTS
+
+    prefix, _, rest = name.partition(".")
+    plain = rest if prefix in MOMENTS else name
+    if plain not in cuts.shapes:
+        raise LayoutError(f"the recipe's model has no weight {name}")
+    shape, dims = cuts.shapes[plain], list(cuts.axes(plain))
+    first = cuts.stage(plain) * cuts.mesh.stage_devices
+    free = tuple(a for a in AXES if all(a not in axes for axes in dims))
+    if reduce is None:
+        region = cuts.region(first, plain, itemsize)
+        assert region is not None  # the stage of `first` is the weight's
+        if shape and region[0][1] - region[0][0] < shape[0] // cuts.mesh.size(dims[0]):
+            dims[0] = (*dims[0], *free)
+    partial = (
+        {} if reduce is None else dict.fromkeys((a for a in free if cuts.mesh.sizes[a] > 1), reduce)
+    )
+    return _layout(cuts.mesh, cuts.stage(plain), tuple(dims), partial), shape
+
+
+def activation(mesh: "Mesh", words: str, stage: int = 0, partial: str | None = None) -> Layout:
+    """Return the layout of an activation, in the words of ``telechat_moe.sharding.layouts``: ``stream .``.
+
+    Args:
+        mesh: Of the recipe.
+        words: One for each dimension.
+        stage: Pipeline stage that holds it.
+        partial: Axis word whose ranks hold terms of a sum: ``tp`` after a row-cut product.
+    """
+    from telechat_moe.sharding.layouts import dimensions, resolve
+
+    terms = dict.fromkeys(resolve(partial, mesh), "sum") if partial else {}
+    return _layout(mesh, stage, dimensions(words, mesh), terms)
+
+
+def _layout(
+    mesh: "Mesh", stage: int, dims: tuple[tuple[str, ...], ...], partial: dict[str, str]
+) -> Layout:
+    from telechat_moe.sharding.mesh import AXES
+
+    first = stage * mesh.stage_devices
+    return Layout(
+        mesh=tuple(mesh.sizes[a] for a in AXES),
+        axes=AXES,
+        ranks=tuple(range(first, first + mesh.stage_devices)),
+        dims=dims,
+        partial=partial,
+    )

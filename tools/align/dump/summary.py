@@ -1,0 +1,171 @@
+"""What a dump holds, as plain data and as a table; dumps of any kind: ``read(path)``."""
+
+import csv
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump import msprobe, statistic_csv
+from telechat_moe.tools.align.dump.records import Dump, RankDump, Stats, TensorRecord
+
+COLUMNS = (
+    *("step", "rank", "call", "kind", "phase", "place", "dtype", "shape"),
+    *("max", "min", "mean", "norm", "checksum", "file"),
+)
+NOTHING = "tensors with neither values nor statistics, checksum or fingerprint"
+NO_VALUES = "tensors without values: their elements cannot be compared, operators not replayed"
+NO_BACKWARD = "ranks without any backward call"
+
+
+def read(path: Path) -> Dump:
+    """Return a dump of msprobe or a native one.
+
+    Raises:
+        BadInputError: Neither, or broken.
+    """
+    if not os.path.lexists(path):
+        raise BadInputError(f"{path}: no such file or folder")
+    return _reader(path).read(path)
+
+
+def inspect(
+    path: Path,
+    step: int | None = None,
+    rank: int | None = None,
+    calls: bool = False,
+    verify: bool = False,
+) -> dict[str, Any]:
+    """Return what a dump holds.
+
+    Args:
+        path: The dump.
+        step: Only this one.
+        rank: Only this one.
+        calls: Also every call.
+        verify: Open every file of values.
+
+    Returns:
+        Plain data, as ``telechat-moe align inspect --help`` describes it.
+
+    Raises:
+        BadInputError: Broken, or no such step or rank.
+    """
+    dump = read(path)
+    keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
+    if not keys:
+        raise BadInputError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
+    ranks, listed = [], []
+    missing: Counter[str] = Counter()
+    for key in keys:
+        content = dump.ranks[key]
+        ranks.append(_rank(content, verify, missing))
+        if calls:
+            listed += _calls(content)
+    source = "msprobe" if _reader(path) is msprobe else statistic_csv.NAME
+    report: dict[str, Any] = {"path": str(path), "source": source, "ranks": ranks}
+    report["not_judged"] = {reason: n for reason, n in missing.items() if n}
+    return {**report, "calls": listed} if calls else report
+
+
+def table(dump: Dump, out: Path) -> int:
+    """Write a row for each tensor; return how many.
+
+    Raises:
+        BadInputError: The file exists.
+    """
+    count = 0
+    if os.path.lexists(out):
+        raise BadInputError(f"{out}: exists; name a file to make")
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for (step, rank), content in dump.ranks.items():
+            for call in content.calls.values():
+                for place, t in call.tensors():
+                    head = (step, rank, call.key, call.kind, call.phase.value, place, t.dtype)
+                    shape = "x".join(map(str, t.shape))
+                    file_name = t.path.name if t.path else ""
+                    stats = t.stats or Stats(*[None] * 4)
+                    writer.writerow((*head, shape, *stats, t.crc, file_name))
+                    count += 1
+    return count
+
+
+def _reader(path: Path) -> Any:
+    return statistic_csv if statistic_csv.find(path) else msprobe
+
+
+def _has(record: TensorRecord) -> list[str]:
+    given = {
+        "values": record.read is not None,
+        "statistics": record.stats is not None and any(s is not None for s in record.stats),
+        "checksum": record.crc is not None,
+        "fingerprint": record.fingerprint is not None,
+    }
+    return [name for name, there in given.items() if there]
+
+
+def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, Any]:
+    has: Counter[str] = Counter()
+    dtypes: Counter[str] = Counter()
+    tensors = elements = layouts = 0
+    for call in content.calls.values():
+        for _, t in call.tensors():
+            found = _has(t)
+            has.update(found or ["nothing"])
+            if "values" not in found and math.prod(t.shape):
+                missing[NO_VALUES if found else NOTHING] += 1
+            tensors += 1
+            elements += math.prod(t.shape)
+            layouts += t.layout is not None
+            dtypes[t.dtype] += 1
+            if verify and t.read is not None:
+                t.load()
+    phases = Counter(call.phase.value for call in content.calls.values())
+    missing[NO_BACKWARD] += "backward" not in phases
+    return {
+        "step": content.step,
+        "rank": content.rank,
+        "framework": content.framework,
+        "task": content.task,
+        "level": content.level,
+        "calls": len(content.calls),
+        "phases": dict(phases),
+        "tensors": tensors,
+        "values": has["values"],
+        "statistics": has["statistics"],
+        "checksums": has["checksum"],
+        "fingerprints": has["fingerprint"],
+        "nothing": has["nothing"],
+        "layouts": layouts,
+        "elements": elements,
+        "dtypes": dict(dtypes.most_common()),
+        "verified": verify,
+    }
+
+
+def _calls(content: RankDump) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": content.step,
+            "rank": content.rank,
+            "key": call.key,
+            "kind": call.kind,
+            "phase": call.phase.value,
+            "parent": call.parent,
+            "tensors": [
+                {
+                    "place": place,
+                    "dtype": t.dtype,
+                    "shape": list(t.shape),
+                    **(t.stats or Stats(*[None] * 4))._asdict(),
+                    "has": _has(t),
+                }
+                for place, t in call.tensors()
+            ],
+        }
+        for call in content.calls.values()
+    ]

@@ -1,0 +1,4 @@
+"""Verdicts about calls: isolated replay, data flow, bisection, kinds of faults.
+
+May import dump and operators. Begin with `bisect.py`.
+"""

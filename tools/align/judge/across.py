@@ -1,0 +1,573 @@
+"""Compare two runs that do not run the same calls: cut over other devices, or written for another framework.
+
+Each run is judged by itself: every operator from its own inputs, every collective from what all its ranks gave, over the
+ranks that the layout of its input names. What both runs must have (*points*: gradients of weights, weights and states
+before and after their update, and what a map names) is put together from all ranks and compared. So a fault that computes
+nothing wrong (other data, a missing collective, a weight cut in another place) shows at a point, others at their operator.
+"""
+
+import fnmatch
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
+from telechat_moe.tools.align.dump.ranges import LayoutError
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Layout,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+)
+from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
+from telechat_moe.tools.align.judge.collectives import group_of, kind_of
+from telechat_moe.tools.align.judge.decisions import narrowest
+from telechat_moe.tools.align.judge.propagate import Allowed
+from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.indexing import CHOOSES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+AMPLIFIED = 8.0
+"""How much further apart gradients may be than the weights that they are of (5 in the median of such pairs)."""
+
+STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
+TOLERANCE: Mapping[str, float] = {
+    "float64": 1e-10,
+    "float32": 2e-5,
+    "bfloat16": 0.25,
+    "float16": 6e-2,
+}
+"""How far whole tensors of two correct runs are apart, at most: norm of the difference over the norm.
+
+Where it cannot be derived (``propagate.py``): what earlier operators round differently adds up. Of right pairs of the
+fault benchmark in 30 layouts the gradients of the first step are 10 to 14 roundings of the narrower type apart (median
+over pairs of the worst gradient), 49 at most in any type; allowed are 335 in float32 and 128 and more in narrower types.
+"""
+
+
+class Point(NamedTuple):
+    """A tensor that both runs must have.
+
+    Attributes:
+        values: Whole.
+        dtype: Of the program.
+        rank: First rank that has it.
+        key: Its call.
+        place: Which of its tensors.
+        problem: Why it is not known: copies that differ, no layout.
+        ranks: Who has it.
+        differs: Ranks that must hold the same do not.
+    """
+
+    values: Array | None
+    dtype: str
+    rank: int
+    key: str
+    place: str
+    problem: str = ""
+    ranks: tuple[int, ...] = ()
+    differs: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """An entry of a map: two names of one tensor.
+
+    Attributes:
+        name: What it is called in reports.
+        reference: ``KEY PLACE`` there; several (experts) are stacked.
+        target: Likewise.
+        transposed: The reference's last two dimensions are exchanged.
+        in_any_order: Values along the last dimension are sorted first (choices of a top-k).
+    """
+
+    name: str
+    reference: tuple[str, ...]
+    target: tuple[str, ...]
+    transposed: bool = False
+    in_any_order: bool = False
+
+
+def read_map(path: Path) -> list[Link]:
+    """Read a map: a JSON list of objects with ``name``, ``reference``, ``target``, maybe ``transposed``, ``sorted``.
+
+    Raises:
+        BadInputError: It is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            Link(
+                str(entry["name"]),
+                _names(entry["reference"]),
+                _names(entry["target"]),
+                bool(entry.get("transposed", False)),
+                bool(entry.get("sorted", False)),
+            )
+            for entry in found
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"{path}: no map of tensors: {error}") from None
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
+
+
+def differ_in_layout(reference: Dump, target: Dump) -> bool:
+    """Return whether two dumps were cut differently, or come from other frameworks."""
+    steps = [step for step in target.steps if step in reference.steps]
+    if not steps:
+        return False
+    a, b = reference.at(steps[0]), target.at(steps[0])
+    if {r.framework for r in a} != {r.framework for r in b}:
+        return True
+    one, other = _layouts(a), _layouts(b)
+    return one != other and bool(one or other)
+
+
+def _layouts(ranks: Sequence[RankDump]) -> set[Any]:
+    found = (t.layout for call in ranks[0].calls.values() for _, t in call.tensors())
+    return {(x.mesh, x.axes) for x in found if x is not None}
+
+
+def across(
+    reference: Dump,
+    target: Dump,
+    links: Sequence[Link] = (),
+    tolerance: float | None = None,
+) -> Outcome:
+    """Compare a run with one of another layout or framework; see the module.
+
+    Args:
+        reference: A run that is believed.
+        target: The run to judge.
+        links: A map; none: gradients, weights and states by their weight's name.
+        tolerance: For whole tensors, relative L2; None: derived for each, or by type, :data:`TOLERANCE`.
+    """
+    steps = [step for step in target.steps if step in reference.steps]
+    if not steps:
+        return Outcome("not comparable", reason="the dumps have no step in common")
+    outcome = bisect(with_groups(target), target, Known())  # ranks repeat each other's calls
+    findings, judged = list(outcome.findings), dict(outcome.judged)
+    points = _Points(outcome, tolerance)
+    for step in steps:
+        a, b = reference.at(step), target.at(step)
+        points.type = _narrowest(a, a)
+        pairs = linked(a, b, links) if links else _by_weight(a, b)
+        for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
+            status = "not judged" if finding is None else finding.verdict.status
+            judged[status] = judged.get(status, 0) + 1
+            if finding is not None and status == "diverged":
+                findings.append(finding)
+    unknown = Counter(outcome.unknown) + points.unknown
+    own = {f.verdict.key for f in outcome.findings}
+    findings.sort(key=lambda f: (f.step, f.order, f.verdict.key in own, f.rank))
+    if not findings and not judged.get("pass"):
+        return replace(
+            outcome, verdict="not comparable", reason="not a single tensor could be judged"
+        )
+    verdict = "diverged" if findings else "pass"
+    return replace(outcome, verdict=verdict, findings=findings, judged=judged, unknown=unknown)
+
+
+# ------------------------------------------------------------------ groups
+
+
+def with_groups(dump: Dump) -> Dump:
+    """Return a dump whose collectives name the ranks that the layouts of their inputs name."""
+    return Dump(dump.root, {key: _corrected(rank) for key, rank in dump.ranks.items()})
+
+
+def _corrected(rank: RankDump) -> RankDump:
+    calls = dict(rank.calls)
+    for key, call in calls.items():
+        if kind_of(call) != "allreduce":
+            continue
+        taken = next((t for place, t in call.tensors() if place.startswith("input")), None)
+        if taken is None or taken.layout is None or not taken.layout.partial:
+            continue
+        right = terms_of(taken.layout, rank.rank)
+        if right is not None and group_of(call) not in (None, right):
+            group = Scalar("ProcessGroup", {"group_ranks": right, "group_id": "from the layout"})
+            calls[key] = replace(call, kwargs={**call.kwargs, "group": group})
+    return replace(rank, calls=calls)
+
+
+def terms_of(layout: Layout, rank: int) -> list[int] | None:
+    """Return the ranks that hold the other terms of what a rank holds."""
+    if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
+        return None
+    places = np.arange(len(layout.ranks)).reshape(layout.mesh)
+    at = np.unravel_index(layout.ranks.index(rank), layout.mesh)
+    index = tuple(
+        slice(None) if axis in layout.partial else int(i)
+        for axis, i in zip(layout.axes, at, strict=True)
+    )
+    return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))
+
+
+# ------------------------------------------------------------------ points
+
+
+def _by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
+    """Yield gradients, weights and states that both have, in the order of the target."""
+    theirs = _updates(a)
+    for weight, calls in _updates(b).items():
+        if weight not in theirs:
+            continue
+        places = _places(theirs[weight][0][1])
+        for name, place in _places(calls[0][1]).items():
+            if name in places:
+                one = _put_together(theirs[weight], places[name])
+                other = _put_together(calls, place)
+                assert one is not None
+                assert other is not None
+                yield f"{name[0]} of {weight}{name[1]}", one, other
+
+
+def _updates(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
+    """Return who updates each weight, with which call."""
+    found: dict[str, list[tuple[int, Call]]] = {}
+    for dump in ranks:
+        for call in dump.calls.values():
+            weight = weight_of(call)
+            if weight is not None:
+                found.setdefault(weight, []).append((dump.rank, call))
+    return found
+
+
+def _places(call: Call) -> dict[tuple[str, str], str]:
+    """Return the tensors of an update by what they are."""
+    found = {("gradient", ""): "input.grad"}
+    kept = [state for state in STATES if state in call.kwargs]
+    for i, state in enumerate(kept):
+        found[state, " before"] = f"input.{state}"
+        if i < len(call.outputs):
+            found[state, " after"] = f"output.{i}"
+    return found
+
+
+def weight_of(call: Call) -> str | None:
+    """Return the weight that a call updates."""
+    parts = call.name.split(".")
+    if parts[0] != "Optimizer":
+        return None
+    if len(parts) > 2:
+        return ".".join(parts[1:-1])
+    named = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
+    return next(named, None)
+
+
+def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
+    """Return a tensor put together from all ranks that have it."""
+    calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
+    missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
+    return _put_together(calls, place) or missing
+
+
+def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
+    """Return one tensor of calls of several ranks, several of a rank in their order; None: none has it."""
+    pieces: list[Piece] = []
+    count: Counter[int] = Counter()
+    for rank, call in calls:
+        record = dict(call.tensors()).get(place)
+        if record is not None:
+            pieces.append(Piece(rank, record, count[rank]))
+            count[rank] += 1
+    if not pieces:
+        return None
+    key, first = calls[0][1].key, pieces[0].values
+    assert isinstance(first, TensorRecord)
+    have = tuple(dict.fromkeys(p.rank for p in pieces))
+    try:
+        if len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1):
+            return Point(first.load(), first.dtype, have[0], key, place, ranks=have)
+        merged = merge(pieces, first.layout)
+    except CopiesDifferError as error:
+        return Point(None, first.dtype, have[0], key, place, str(error), have, True)
+    except (LayoutError, BadInputError, LookupError) as error:
+        return Point(None, first.dtype, have[0], key, place, str(error), have)
+    return Point(merged.values, merged.dtype, have[0], key, place, ranks=have)
+
+
+def linked(
+    a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
+) -> Iterator[tuple[str, Point, Point]]:
+    """Yield what a map names: name, and the whole tensors of both runs."""
+    for link in links:
+        one, other = (
+            _stacked(ranks, names, turned)
+            for ranks, names, turned in (
+                (a, link.reference, link.transposed),
+                (b, link.target, False),
+            )
+        )
+        if link.in_any_order:
+            one, other = (
+                p if p.values is None else p._replace(values=np.sort(p.values, -1))
+                for p in (one, other)
+            )
+        yield link.name, one, other
+
+
+def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:
+    """Return the tensor with a name, or several as one."""
+    found = [point(ranks, *_resolved(ranks, name)) for name in names]
+    first = found[0]
+    parts = [p.values for p in found if p.values is not None]
+    if len(parts) < len(found):
+        return next(p for p in found if p.values is None)
+    parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
+    return first._replace(values=np.stack(parts) if len(parts) > 1 else parts[0])
+
+
+def _resolved(ranks: Sequence[RankDump], name: str) -> tuple[str, str]:
+    """Return key and place of a name, whose key may be a pattern, or ``weight NAME`` for an update."""
+    pattern, _, place = name.rpartition(" ")
+    if pattern.startswith("weight "):
+        wanted = pattern.removeprefix("weight ")
+        keys = (k for r in ranks for k, call in r.calls.items() if weight_of(call) == wanted)
+        return next(keys, pattern), place
+    keys = (k for r in ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
+    return next(keys, pattern), place
+
+
+# ------------------------------------------------------------------ routing
+
+
+def _routes(
+    a: Sequence[RankDump], b: Sequence[RankDump]
+) -> Iterator[tuple[str, Point, Point, Point, Point]]:
+    """Yield the choices that both runs make, in order: name, scores in both, what was chosen in both."""
+    theirs = _choices(a)
+    for name, mine in _choices(b).items():
+        if name not in theirs:
+            continue
+        formula = find(mine[0][1].name)
+        chosen = f"output.{CHOOSES[formula.name]}" if formula else ""
+        found = [
+            _put_together(calls, place)
+            for place in ("input.0", chosen)
+            for calls in (theirs[name], mine)
+        ]
+        if all(p is not None and p.values is not None for p in found):
+            yield name, *found  # type: ignore[misc]
+
+
+def _choices(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
+    """Return the calls that choose, by what they choose for: ranks and calls."""
+    found: dict[str, list[tuple[int, Call]]] = {}
+    for dump in ranks:
+        for call in dump.calls.values():
+            formula = find(call.name) if call.phase is Phase.FORWARD else None
+            said = [line for line in call.stack if line.startswith("choice ")]
+            if formula is not None and formula.name == "topk" and said:
+                found.setdefault(said[0], []).append((dump.rank, call))
+    return found
+
+
+def _flipped(name: str, chosen: Point, taken: Point) -> str:
+    """Return how many rows chose otherwise, though their scores are close; empty: none did.
+
+    Each run chose what its own scores say, which replay has seen, so a row chooses otherwise only where its margin is
+    within the difference of the scores. What comes after cannot be compared as a whole.
+    """
+    rows = _otherwise(chosen, taken)
+    said = f"{rows} rows of {name} chose otherwise: nearly equal scores"
+    return f"{said}; whole tensors differ from there on" if rows else ""
+
+
+def _otherwise(chosen: Point, taken: Point) -> int:
+    assert chosen.values is not None
+    assert taken.values is not None
+    one, other = (np.sort(p.reshape(-1, p.shape[-1]), -1) for p in (chosen.values, taken.values))
+    return int(np.any(one != other, -1).sum()) if one.shape == other.shape else 0
+
+
+def chose_otherwise(reference: Dump, target: Dump) -> int:
+    """Return how many rows chose otherwise in two runs, whatever their layouts."""
+    return sum(
+        _otherwise(chosen, taken)
+        for step in target.steps
+        if step in reference.steps
+        for _, _, _, chosen, taken in _routes(reference.at(step), target.at(step))
+    )
+
+
+# ------------------------------------------------------------------ comparison
+
+
+class _Points:
+    """What whole tensors of both runs come to, step after step.
+
+    Args:
+        outcome: Of each operator of the target by itself.
+        tolerance: See :func:`across`.
+    """
+
+    def __init__(self, outcome: Outcome, tolerance: float | None) -> None:
+        self.tolerance = tolerance
+        self.unknown: Counter[str] = Counter()
+        wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
+        self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
+        self.flipped = ""  # rows that chose otherwise: nothing after is comparable as a whole
+        self.allowed = Allowed()
+        self.type = "float32"  # in which the reference computes
+        self.drift = 0.0  # how far weights are apart before the step
+        self.last: dict[str, Array] = {}  # what the updates of the step before made
+
+    def routes(
+        self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]
+    ) -> Iterator[Finding | None]:
+        """Yield what is to be said of the scores of each choice.
+
+        If one came out otherwise though its scores are close, others whose scores are not may follow from it: pipelines
+        give no order of layers, so none of these is judged.
+        """
+        kind, found = _narrowest(a, b), list[Finding | None]()
+        for name, one, other, chosen, taken in () if self.flipped else _routes(a, b):
+            finding = self._compare(name, one, other, step, b, kind)
+            found.append(finding)
+            if finding is not None and finding.verdict.status == "pass":
+                self.flipped = self.flipped or _flipped(name, chosen, taken)
+        for finding in found:
+            follows = finding is not None and finding.verdict.status != "pass" and self.flipped
+            if follows:
+                self.unknown[self.flipped] += 1
+            yield None if follows else finding
+
+    def at(
+        self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
+    ) -> Iterator[Finding | None]:
+        """Yield what is to be said of the points of a step, in order."""
+        made: dict[str, Array] = {}
+        kind = _narrowest(b, b)
+        for name, one, other in pairs:
+            if name.endswith(" after") and other.values is not None:
+                made[name.removesuffix(" after")] = other.values
+            if self.flipped:
+                self.unknown[self.flipped] += 1
+                yield None
+                continue
+            finding = self._compare(name, one, other, step, b, kind)
+            if finding is not None and finding.verdict.status == "diverged":
+                said = self._follows(name, other, step)
+                if said:
+                    verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
+                    finding = replace(finding, verdict=verdict, family="unknown", evidence="")
+            yield finding
+        self.last = made
+
+    def _follows(self, name: str, other: Point, step: int) -> str:
+        """Return why a state may be further off: it follows, without an error, from what was judged before.
+
+        Adam divides by a root that may be next to nothing, so tiny differences of gradients can move a weight by the rate.
+        """
+        state, _, when = name.rpartition(" ")
+        if other.values is None:
+            return ""
+        if when == "after" and (step, other.key) in self.right:
+            return "what the update makes of its gradient and states"
+        last = self.last.get(state)
+        if when == "before" and last is not None and np.array_equal(last, other.values):
+            return "what the update of the step before made"
+        return ""
+
+    def _compare(
+        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump], kind: str
+    ) -> Finding | None:
+        """Return what is to be said of a point; None: nothing can be."""
+        owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
+        call = owner.calls[other.key] if owner is not None else None
+        order = list(owner.calls).index(other.key) if owner is not None else 0
+
+        def finding(verdict: Verdict, family: str = "unknown", evidence: str = "") -> Finding:
+            return Finding(step, other.rank, order, verdict, call, family, evidence)
+
+        if other.differs:
+            said = f"{name}: copies differ: {other.problem}"
+            verdict = Verdict(other.key, other.place, "diverged", math.inf, said)
+            return finding(verdict, "missing reduction", "ranks that must hold the same do not")
+        x, y = other.values, one.values
+        if x is None or y is None:
+            self.unknown[f"a point is not known: {other.problem or one.problem}"[:160]] += 1
+            return None
+        if x.size != y.size:
+            said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
+            return finding(Verdict(other.key, other.place, "diverged", math.inf, said))
+        x, y = x.astype(np.float64).reshape(y.shape), y.astype(np.float64)
+        before = name.endswith(" before")
+        limit = self._derived(ranks, one, other, y)
+        if limit is None:
+            limit = self._limit(one.dtype, other.dtype, *(() if before else (kind,)))
+        off = _distance(x, y, limit)
+        if before and name.startswith("weight ") and math.isfinite(off):
+            self.drift = max(self.drift, off * limit)
+        said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
+        status = "pass" if off <= 1 else "diverged"
+        verdict = Verdict(other.key, other.place, status, off, said, elements=x.size)
+        return finding(verdict, *(_shape_of(x, y) if off > 1 else ()))
+
+    def _derived(
+        self, ranks: Sequence[RankDump], one: Point, other: Point, y: Array
+    ) -> float | None:
+        """Return how far apart the roundings of both runs may take a tensor; None: it cannot be derived."""
+        floats = is_float(one.dtype) and is_float(other.dtype)
+        coarser = FLOATS[self.type].unit > FLOATS[_narrowest(ranks, ranks)].unit
+        if self.tolerance is not None or coarser or not floats:
+            return None
+        found = self.allowed.limit(ranks, other.ranks, (other.key, other.place), y)
+        if found is None:
+            return None
+        least = max(FLOATS[one.dtype].unit, FLOATS[other.dtype].unit)
+        return max(found, least) + AMPLIFIED * self.drift
+
+    def _limit(self, *dtypes: str) -> float:
+        """Return how far whole tensors may be apart: rounding, and what weights that differ make of it."""
+        if self.tolerance is not None:
+            return self.tolerance
+        kinds = [d for d in dtypes if is_float(d)]
+        if not kinds:
+            return 1e-12
+        narrow = min(kinds, key=lambda d: FLOATS[d].bits)
+        return TOLERANCE.get(narrow, TOLERANCE["bfloat16"]) + AMPLIFIED * self.drift
+
+
+def _narrowest(a: Sequence[RankDump], b: Sequence[RankDump]) -> str:
+    """Return the type with the fewest bits in which something of both runs was computed."""
+    found = {narrowest(rank) for rank in (*a, *b)}
+    return min(found, key=lambda d: FLOATS[d].bits)
+
+
+def _distance(x: Array, y: Array, limit: float) -> float:
+    """Return the relative L2 distance over what is allowed."""
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        same = np.array_equal(np.isfinite(x), np.isfinite(y))
+        return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf
+    norm = float(np.linalg.norm(y))
+    off = float(np.linalg.norm(x - y))
+    return off / norm / limit if norm else (0.0 if off < 1e-12 else math.inf)
+
+
+def _shape_of(x: Array, y: Array) -> tuple[str, str]:
+    """Return the family of a difference that a factor explains."""
+    factor = float(np.vdot(x, y) / np.vdot(y, y)) if np.any(y) else math.nan
+    rest = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
+    if rest <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:
+        return "scale", f"{factor:.6g} times the reference's"
+    return "unknown", ""

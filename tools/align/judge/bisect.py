@@ -1,0 +1,465 @@
+"""Find the first call of a run that is wrong.
+
+In the order of the run each call is judged three ways: its inputs (are they what the calls before made, as in the
+reference?), its result (isolated replay), and, going back, whether the gradient that comes in is the sum of those sent.
+The first that fails is the fault; what fails later may follow from it.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
+from telechat_moe.tools.align.judge.collectives import (
+    Exchange,
+    explain,
+    is_exchange,
+    judged_collectives,
+    kind_of,
+)
+from telechat_moe.tools.align.judge.data_flow import Wiring, broken_edges, digest, wrong_sums
+from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
+from telechat_moe.tools.align.judge.fused_calls import Replaced
+from telechat_moe.tools.align.judge.pairing import add_to, aligned, without_repeats
+from telechat_moe.tools.align.judge.replay import forward_key, replay_call
+from telechat_moe.tools.align.judge.step_phase import phase_of
+from telechat_moe.tools.align.judge.verdict import Verdict, worst
+from telechat_moe.tools.align.operators.approx import Array
+
+_STEP = "|"  # between the number of a step and the key of a call
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A call that is wrong.
+
+    Attributes:
+        step: Step.
+        rank: Global rank.
+        order: Place in the order of the run.
+        verdict: What is wrong with it.
+        call: The call; None: the target lacks it.
+        family: What kind of fault it looks like, ``family.py``; ``unknown``.
+        evidence: Why.
+        residual: Difference from what it should be, over the bound, where both are known.
+        phase: In which the call stands, ``phases.py``; None: only its key says.
+        about: What is around it, for the first of a rank; a reproducer is made of it.
+    """
+
+    step: int
+    rank: int
+    order: float
+    verdict: Verdict
+    call: Call | None
+    family: str = "unknown"
+    evidence: str = ""
+    residual: Array | None = field(default=None, repr=False, compare=False)
+    phase: Phase | None = None
+    about: "Wrong | Exchange | None" = field(default=None, repr=False, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as plain JSON types."""
+        v, call = self.verdict, self.call
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "phase": (self.phase or call.phase).value if call else None,
+            "layer": layer_of(call) if call else None,
+            "operator": v.key,
+            "tensor": v.place,
+            "family": self.family,
+            "evidence": self.evidence,
+            "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
+            "reason": v.reason,
+            "element": list(v.element),
+            "wrong_elements": v.wrong,
+            "elements": v.elements,
+            "source": call.stack[0] if call and call.stack else None,
+        }
+
+
+Ranks = Mapping[int, RankDump]
+Seen = tuple[int, int, str, str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison came to.
+
+    Attributes:
+        verdict: ``pass``, ``diverged``, or ``not comparable``.
+        findings: Wrong calls, first ones first.
+        judged: How many tensors were judged, by status.
+        unknown: Why calls were not judged, and how many each.
+        calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
+        reason: Why runs are not comparable.
+    """
+
+    verdict: str
+    findings: list[Finding] = field(default_factory=list)
+    judged: Mapping[str, int] = field(default_factory=dict)
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""
+    calls: list[Seen] = field(default_factory=list, repr=False)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks on which the first wrong call is wrong."""
+        if not self.findings:
+            return []
+        first = self.findings[0]
+        same = (
+            f for f in self.findings if (f.step, f.verdict.key) == (first.step, first.verdict.key)
+        )
+        return sorted({f.rank for f in same})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as plain JSON types."""
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "first": self.findings[0].as_json() if self.findings else None,
+            "ranks": self.ranks,
+            "findings": [f.as_json() for f in self.findings],
+            "judged": dict(self.judged),
+            "not_judged": dict(self.unknown),
+        }
+
+
+@dataclass
+class Known:
+    """What comparisons with one reference may share: its data flow, and verdicts on calls with equal contents."""
+
+    wirings: dict[tuple[int, tuple[str, ...]], Wiring] = field(default_factory=dict)
+    verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict)
+
+    def wiring(self, reference: RankDump) -> Wiring:
+        """Return the data flow of a rank of the reference."""
+        place = reference.rank, tuple(reference.calls)
+        if place not in self.wirings:
+            self.wirings[place] = Wiring(reference)
+        return self.wirings[place]
+
+
+def bisect(
+    reference: Dump, target: Dump, known: Known | None = None, first: bool = False
+) -> Outcome:
+    """Compare a run with a reference of the same layout; see the module.
+
+    Args:
+        reference: A run that is believed.
+        target: The run to judge.
+        known: From comparisons with the same reference; it is filled.
+        first: Stop at the first wrong operator of each rank; what is counted is then what was looked at.
+    """
+    common = [key for key in sorted(target.ranks) if key in reference.ranks]
+    if not common:
+        return Outcome("not comparable", reason="the dumps have no step and rank in common")
+    run = _Comparison(known, first)
+    for place in sorted({*target.ranks} ^ {*reference.ranks}):
+        which = "target" if place in target.ranks else "reference"
+        run.unknown[f"step {place[0]}, rank {place[1]} stands only in the {which}"] += 1
+    names: dict[tuple[int, int], dict[str, str]] = {}
+    ours: dict[tuple[int, int], RankDump] = {}
+    believed: dict[tuple[int, int], RankDump] = {}
+    for place in common:
+        given, names[place] = aligned(reference.ranks[place], target.ranks[place])
+        ours[place] = without_repeats(given, reference.ranks[place])
+        believed[place] = without_repeats(reference.ranks[place], given)
+        if not {*ours[place].calls} & {*believed[place].calls}:
+            said = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
+            return Outcome("not comparable", reason=said)
+    findings: list[Finding] = []
+    for step in sorted({step for step, _ in common}):
+        here = {rank: dump for (s, rank), dump in ours.items() if s == step}
+        theirs_here = {rank: believed[step, rank] for rank in here}
+        findings += run.of_collectives(theirs_here, here)
+    for rank in sorted({rank for _, rank in common}):
+        steps = [step for step, other in common if other == rank]
+        theirs = _joined([believed[s, rank] for s in steps])
+        others = {r: dump for (s, r), dump in ours.items() if r != rank and s == steps[-1]}
+        findings += run.of_rank(theirs, _joined([ours[s, rank] for s in steps]), others)
+    findings = run.with_phases(findings, len({step for step, _ in common}) > 1)
+    findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
+    findings.sort(key=lambda f: (f.step, f.order, f.rank))
+    if not findings and not run.judged["pass"]:
+        said = "not a single tensor could be judged"
+        return Outcome("not comparable", [], run.judged, run.unknown, said, run.seen)
+    verdict = "diverged" if findings else "pass"
+    return Outcome(verdict, findings, run.judged, run.unknown, "", run.seen)
+
+
+class _Comparison:
+    """One comparison: counts, and what is known already."""
+
+    def __init__(self, known: Known | None, first: bool) -> None:
+        self.known, self.first = known or Known(), first
+        self.remembers = known is not None
+        self.judged, self.unknown = Counter[str](), Counter[str]()
+        self.seen: list[Seen] = []
+        self.theirs: dict[int, Wiring] = {}
+        self.limit: tuple[float, float] = (np.inf, np.inf)  # step and order of the first finding
+
+    def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
+        """Return the wrong calls of a rank, in order."""
+        ours, theirs = Wiring(target), self.known.wiring(reference)
+        self.theirs[target.rank] = theirs
+        wrong: dict[str, list[Verdict]] = {}
+        for verdict in (*broken_edges(theirs, ours), *wrong_sums(theirs, ours)):
+            if verdict.status == "not judged":
+                self._count(verdict)
+            else:
+                wrong.setdefault(verdict.key, []).append(verdict)
+        replaced = Replaced(theirs, ours)
+        for verdict in (*replaced.verdicts(), *replaced.otherwise()):
+            self._count(verdict)
+            if verdict.status == "diverged":
+                wrong.setdefault(verdict.key, []).append(verdict)
+        begins = _begins(target)
+        self._replayed(reference, target, wrong, begins)
+        made = [
+            Finding(*_where(target, key), ours.order[key] - begins[key], verdicts[0], call)
+            for key, verdicts in wrong.items()
+            if (call := target.calls.get(key)) is not None
+        ]
+        made += _missing(reference, target, ours, begins, replaced.right)
+        made.sort(key=lambda f: (f.step, f.order))
+        self._limit(made)
+        if made and made[0].call is not None:
+            phase = phase_of(made[0].call, theirs)
+            made[0] = replace(_with_family(made[0], theirs, ours, others), phase=phase)
+        return [_in_step(f) for f in made]
+
+    def _replayed(
+        self,
+        reference: RankDump,
+        target: RankDump,
+        wrong: dict[str, list[Verdict]],
+        begins: Mapping[str, int],
+    ) -> None:
+        places = {key: i for i, key in enumerate(target.calls)}
+        known = [(_split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
+        limit = min([self.limit, *known])
+        for i, (key, call) in enumerate(target.calls.items()):
+            if call.kind != "api" or is_exchange(call):
+                continue
+            if self.first and (_split(key, target.step)[0], i - begins[key]) > limit:
+                return
+            verdicts = self._verdicts(call, reference, target)
+            for verdict in verdicts:
+                self._count(verdict, False)
+            first = worst(verdicts)
+            step, key = _split(first.key, target.step)
+            self.seen.append((step, target.rank, key, first.status, first.ratio))
+            if first.status == "not judged":
+                self.unknown[first.reason] += 1
+            if first.status == "diverged" and first.ratio > 4 * _also_wrong(first.key, reference):
+                wrong.setdefault(first.key, []).append(first)
+                if self.first:
+                    return
+
+    def _verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
+        back = call.phase is Phase.BACKWARD
+        forward = target.calls.get(forward_key(call)) if back else call
+        settings = reference.calls.get(forward_key(call) if back else call.key)
+        if not self.remembers:
+            return replay_call(call, forward, settings)
+        mark = content_of(call, forward, settings)
+        if mark not in self.known.verdicts:
+            self.known.verdicts[mark] = replay_call(call, forward, settings)
+        return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
+
+    def _count(self, verdict: Verdict, reason: bool = True) -> None:
+        self.judged[verdict.status] += 1
+        if reason and verdict.status == "not judged":
+            self.unknown[verdict.reason] += 1
+
+    def _limit(self, findings: list[Finding]) -> None:
+        self.limit = min([self.limit, *((f.step, f.order) for f in findings)])
+
+    def of_collectives(
+        self, believed: Mapping[int, RankDump], ours: Mapping[int, RankDump]
+    ) -> list[Finding]:
+        """Return the collectives of a step that gave a rank something else than the ranks of its group sent."""
+        found: list[Finding] = []
+        for received in judged_collectives([ours[r] for r in sorted(ours)], believed):
+            verdict, rank = received.verdict, received.rank
+            self._count(verdict)
+            if verdict.status != "diverged":
+                continue
+            step, call = ours[rank].step, received.call
+            order = list(ours[rank].calls).index(verdict.key)
+            family = explain(received, ours) or of_received(received, ours)
+            about = Exchange(received, ours, believed)
+            found.append(Finding(step, rank, order, verdict, call, *family, about=about))
+        self._limit(found)
+        return found
+
+    def with_phases(self, findings: list[Finding], joined: bool) -> list[Finding]:
+        """Return findings, those of collectives with their phase."""
+        made: list[Finding] = []
+        for f in findings:
+            if f.phase is None and f.call is not None and is_exchange(f.call):
+                name = f"{f.step}{_STEP}{f.call.key}" if joined else f.call.key
+                f = replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
+            made.append(f)
+        return made
+
+
+def content_of(call: Call, forward: Call | None, settings: Call | None) -> bytes:
+    """Return a digest of everything that a verdict on a call depends on."""
+    mark = hashlib.blake2b(digest_size=16)
+    for each in (call, *([forward] if forward is not None and forward is not call else [])):
+        mark.update(f"{each.name}|{each.phase.value}|".encode())
+        for values in (each.inputs, [*each.kwargs.items()], each.outputs):
+            add_to(mark, values, True)
+    if settings is not None:
+        add_to(mark, [*settings.inputs, *settings.kwargs.items()], False)
+    return mark.digest()
+
+
+def _split(key: str, step: int) -> tuple[int, str]:
+    number, mark, rest = key.partition(_STEP)
+    return (int(number), rest) if mark else (step, key)
+
+
+def _where(target: RankDump, key: str) -> tuple[int, int]:
+    return _split(key, target.step)[0], target.rank
+
+
+def _begins(target: RankDump) -> dict[str, int]:
+    """Return for each call the place of the first call of its step."""
+    first: dict[int, int] = {}
+    return {
+        key: first.setdefault(_split(key, target.step)[0], i) for i, key in enumerate(target.calls)
+    }
+
+
+def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
+    key = names.get(finding.verdict.key, finding.verdict.key)
+    said = finding.verdict.reason.replace(finding.verdict.key, key)
+    call = replace(finding.call, key=key) if finding.call else None
+    return replace(finding, verdict=replace(finding.verdict, key=key, reason=said), call=call)
+
+
+def _in_step(finding: Finding) -> Finding:
+    """Return a finding of joined steps with its own step and key."""
+    step, mark, key = finding.verdict.key.partition(_STEP)
+    if not mark:
+        return finding
+    call = replace(finding.call, key=key) if finding.call else None
+    said = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
+    verdict = replace(finding.verdict, key=key, reason=said)
+    return replace(finding, step=int(step), verdict=verdict, call=call)
+
+
+def _joined(dumps: list[RankDump]) -> RankDump:
+    """Return the steps of a rank as one run, so that weights are followed from an update to their next use."""
+    if len(dumps) == 1:
+        return dumps[0]
+    calls: dict[str, Call] = {}
+    for dump in dumps:
+        for key, call in dump.calls.items():
+            name = f"{dump.step}{_STEP}{key}"
+            calls[name] = replace(call, key=name)
+    return replace(dumps[0], calls=calls)
+
+
+def _also_wrong(key: str, reference: RankDump) -> float:
+    """Return how far the reference's own call is beyond its bound, 0 if it is right: it tells the runs not apart."""
+    call = reference.calls.get(key)
+    if call is None:
+        return 0.0
+    forward = reference.calls.get(forward_key(call)) if call.phase is Phase.BACKWARD else call
+    first = worst(replay_call(call, forward))
+    return first.ratio if first.status == "diverged" else 0.0
+
+
+def _missing(
+    reference: RankDump,
+    target: RankDump,
+    ours: Wiring,
+    begins: Mapping[str, int],
+    right: frozenset[str],
+) -> list[Finding]:
+    """Return calls that only one of the runs made, but not those in whose place others gave the same."""
+    found: list[Finding] = []
+    last = -1.0
+    for key, call in reference.calls.items():
+        if key in target.calls:
+            last = ours.order[key] - begins[key] + 0.5
+        elif call.kind == "api" and forward_key(call) not in right and key not in right:
+            if _gave_back(call, reference, target):
+                continue
+            verdict = Verdict(key, "", "diverged", float("inf"), f"the target does not run {key}")
+            place = _where(reference, key)
+            found.append(Finding(*place, last, verdict, call, _only(call, "missing")))
+    for key, call in target.calls.items():
+        if key in reference.calls or call.kind != "api" or _gave_back(call, reference, target):
+            continue
+        if forward_key(call) not in right and key not in right:
+            verdict = Verdict(
+                key, "", "diverged", float("inf"), f"the reference does not run {key}"
+            )
+            order = ours.order[key] - begins[key]
+            found.append(
+                Finding(*_where(target, key), order, verdict, call, _only(call, "doubled"))
+            )
+    return found
+
+
+def _only(call: Call, word: str) -> str:
+    """Return what kind of fault a call is that only one run makes."""
+    if "reduce" in (kind_of(call) or ""):
+        return f"{word} reduction"
+    return "missing call" if word == "missing" else "extra call"
+
+
+def _gave_back(call: Call, *runs: RankDump) -> bool:
+    """Return whether a call, or the one that it goes back through, gave back its argument in one of the runs.
+
+    A cast to what it was, a detached or copied tensor: another run may do without, and torch has no backward of it.
+    """
+    key = forward_key(call) if call.phase is Phase.BACKWARD else call.key
+    for forward in (run.calls.get(key) for run in runs):
+        sides = [[], []]
+        for place, tensor in forward.tensors() if forward is not None else ():
+            sides[place.startswith("output")].append(tensor)
+        given, made = sides
+        if not given or len(made) != 1 or given[0].read is None or made[0].read is None:
+            continue
+        if given[0].dtype == made[0].dtype and digest(given[0].load()) == digest(made[0].load()):
+            return True
+    return False
+
+
+def _with_family(finding: Finding, theirs: Wiring, ours: Wiring, others: Ranks) -> Finding:
+    if finding.call is None:
+        return finding
+    count = 1
+    if finding.call.phase is not Phase.BACKWARD and len(finding.call.outputs) > 1:
+        settings = theirs.dump.calls.get(finding.call.key)
+        verdicts = replay_call(finding.call, finding.call, settings)
+        count = sum(v.status == "diverged" for v in verdicts)
+    wrong = Wrong(finding.verdict, finding.call, theirs, ours, others, count)
+    finding = replace(finding, about=wrong)
+    if finding.family != "unknown":
+        return finding
+    family, evidence = family_of(wrong)
+    return replace(finding, family=family, evidence=evidence, residual=residual(wrong))
+
+
+def layer_of(call: Call) -> int | None:
+    """Return the number of the layer that a call stands in, from its name or its module's."""
+    for text in (call.parent or "", call.key):
+        match = _LAYER.search(text)
+        if match:
+            return int(match[1])
+    return None

@@ -1,0 +1,483 @@
+"""Replay of collectives: what each rank should have received, from what all ranks of the group gave.
+
+Sums may be made in the tensor's own type, in any order. Which ranks belong together is taken from the reference run
+where there is one: a group that is wrong in the program is wrong in its dump, too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
+from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
+
+Pieces = Sequence[Approx | Array]
+
+
+class Site(NamedTuple):
+    """One collective on all ranks of its group.
+
+    Attributes:
+        calls: The call of each rank, in the order of the group.
+        ranks: Global ranks.
+        op: How values are reduced: ``sum``, ``mean``, ``max``, ``min``, ``prod``.
+        settings: Its other numbers, of each rank.
+    """
+
+    calls: list[Call]
+    ranks: list[int]
+    op: str
+    settings: list[dict[str, Any]]
+
+
+def _reduced(parts: Pieces, op: str) -> Approx | Array:
+    if not isinstance(parts[0], Approx):
+        arrays = np.stack([np.asarray(p) for p in parts])
+        return {"sum": arrays.sum, "max": arrays.max, "min": arrays.min}[op](0)
+    known = [p for p in parts if isinstance(p, Approx)]
+    if op in ("sum", "mean", "avg"):
+        total = concatenate([p.reshape(1, *p.shape) for p in known], 0).sum(0)
+        return total if op == "sum" else total / len(known)
+    values = np.stack([p.value for p in known])
+    return known[0].constant(values.max(0) if op == "max" else values.min(0))
+
+
+def _joined(parts: Pieces) -> Approx | Array:
+    if isinstance(parts[0], Approx):
+        return concatenate([p for p in parts if isinstance(p, Approx)], 0)
+    return np.concatenate([np.asarray(p) for p in parts], 0)
+
+
+def _rows(x: Approx | Array, begin: int, end: int) -> Approx | Array:
+    return x[begin:end]
+
+
+def _all_reduce(parts: Pieces, site: Site) -> list[Approx | Array]:
+    return [_reduced(parts, site.op)] * len(parts)
+
+
+def _all_gather(parts: Pieces, site: Site) -> list[Approx | Array]:
+    return [_joined(parts)] * len(parts)
+
+
+def _reduce_scatter(parts: Pieces, site: Site) -> list[Approx | Array]:
+    whole = _reduced(parts, site.op)
+    rows = whole.shape[0] // len(parts)
+    return [_rows(whole, i * rows, (i + 1) * rows) for i in range(len(parts))]
+
+
+def _all_to_all(parts: Pieces, site: Site) -> list[Approx | Array]:
+    if site.settings[0].get("split_dim") is not None:
+        return _all_to_all_dims(parts, site)
+    cut: list[list[Approx | Array]] = []
+    for part, settings in zip(parts, site.settings, strict=True):
+        sizes = settings.get("input_split_sizes") or [part.shape[0] // len(parts)] * len(parts)
+        ends = np.cumsum(sizes)
+        cut.append([_rows(part, int(e) - int(s), int(e)) for s, e in zip(sizes, ends, strict=True)])
+    return [_joined([cut[j][i] for j in range(len(parts))]) for i in range(len(parts))]
+
+
+def _all_to_all_dims(parts: Pieces, site: Site) -> list[Approx | Array]:
+    """MindSpore's: cut along one dimension, put together along another."""
+    settings, n = site.settings[0], len(parts)
+    split, joint = int(settings["split_dim"]), int(settings["concat_dim"])
+
+    def front(x: Approx | Array, a: int, b: int) -> Approx | Array:
+        return (
+            x.moved(lambda v: np.moveaxis(v, a, b))
+            if isinstance(x, Approx)
+            else np.moveaxis(x, a, b)
+        )
+
+    found: list[Approx | Array] = []
+    for i in range(n):
+        pieces: list[Approx | Array] = []
+        for part in parts:
+            rows = front(part, split, 0)
+            width = rows.shape[0] // n
+            own = front(_rows(rows, i * width, (i + 1) * width), 0, split)
+            pieces.append(front(own, joint, 0))
+        found.append(front(_joined(pieces), 0, joint))
+    return found
+
+
+def _broadcast(parts: Pieces, site: Site) -> list[Approx | Array]:
+    source = site.settings[0].get("src", site.settings[0].get("root_rank", site.ranks[0]))
+    at = site.ranks.index(source) if source in site.ranks else 0
+    return [parts[at]] * len(parts)
+
+
+KINDS: Mapping[str, Callable[[Pieces, Site], list[Approx | Array]]] = {
+    "allreduce": _all_reduce,
+    "allgather": _all_gather,
+    "allgatherintotensor": _all_gather,
+    "allgatherbase": _all_gather,
+    "reducescatter": _reduce_scatter,
+    "reducescattertensor": _reduce_scatter,
+    "reducescatterbase": _reduce_scatter,
+    "alltoall": _all_to_all,
+    "alltoallsingle": _all_to_all,
+    "broadcast": _broadcast,
+}
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
+    "allreduce": ("input", "op", "group"),
+    "broadcast": ("input", "src", "group"),
+    "alltoallsingle": ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
+}
+_INTO = ("output", "input", "op", "group")
+_REDUCE = {
+    "reduceop.sum": "sum",
+    "reduceop.avg": "mean",
+    "reduceop.max": "max",
+    "reduceop.min": "min",
+}
+
+
+def kind_of(call: Call) -> str | None:
+    """Return which collective a call is, None for others."""
+    family, _, rest = call.name.partition(".")
+    short = rest.split(".")[-1].replace("_", "").lower()
+    return (
+        short
+        if family in ("Distributed", "MintDistributed", "Primitive", "Comm") and short in KINDS
+        else None
+    )
+
+
+class Received(NamedTuple):
+    """What a rank received from a collective.
+
+    Attributes:
+        rank: Global rank.
+        call: Its call.
+        verdict: Of what it received.
+        group: Ranks that belong together.
+        kind: Which collective, as in :data:`KINDS`, or ``recv``.
+        keys: The call of each rank of the group.
+        expected: What it should be, of each rank of the group; empty: not known.
+    """
+
+    rank: int
+    call: Call
+    verdict: Verdict
+    group: list[int]
+    kind: str
+    keys: dict[int, str]
+    expected: list[Approx | Array]
+
+
+class Exchange(NamedTuple):
+    """What a rank received, and all ranks of the step in both runs."""
+
+    received: Received
+    target: Mapping[int, RankDump]
+    reference: Mapping[int, RankDump]
+
+
+def is_exchange(call: Call) -> bool:
+    """Return whether a call is a collective, or sends to or receives from another rank."""
+    return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
+
+
+def replay_collectives(
+    dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
+) -> Iterator[tuple[int, Verdict]]:
+    """Yield rank and verdict of every tensor that a collective made.
+
+    Args:
+        dumps: All ranks of a step.
+        references: The same ranks of a run that is believed; says which ranks belong together.
+    """
+    for received in judged_collectives(dumps, references):
+        yield received.rank, received.verdict
+
+
+def judged_collectives(
+    dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
+) -> Iterator[Received]:
+    """Yield what each rank received from each collective; see :func:`replay_collectives`."""
+    by_rank = {dump.rank: dump for dump in dumps}
+    for kind, keys, given in _meetings(by_rank, references or {}):
+        yield from _judge_site(kind, keys, by_rank, given)
+    yield from _messages(by_rank)
+
+
+def _meetings(
+    by_rank: Mapping[int, RankDump], references: Mapping[int, RankDump]
+) -> Iterator[tuple[str, dict[int, str | None], Call]]:
+    """Yield each collective with the key of its call on each rank.
+
+    The n-th call of a kind with a group on one rank meets the n-th on the others, whatever its number in the dump.
+    """
+    found: dict[tuple[str, tuple[int, ...], int], dict[int, str]] = {}
+    about: dict[tuple[str, tuple[int, ...], int], Call] = {}
+    for dump in by_rank.values():
+        count: dict[tuple[str, tuple[int, ...]], int] = {}
+        believed = references.get(dump.rank)
+        for key, call in dump.calls.items():
+            kind = kind_of(call)
+            if kind is None or kind not in KINDS:
+                continue
+            given = believed.calls.get(key, call) if believed else call
+            group = tuple(group_of(given) or sorted(by_rank))
+            number = count[kind, group] = count.get((kind, group), -1) + 1
+            found.setdefault((kind, group, number), {})[dump.rank] = key
+            about.setdefault((kind, group, number), given)
+    for (kind, group, number), keys in found.items():
+        here = {rank: keys.get(rank) for rank in group} | keys
+        yield kind, here, about[kind, group, number]
+
+
+def _messages(by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
+    """Yield what ranks received from one other: the n-th message from it to them."""
+    sent: dict[tuple[int, int], list[tuple[str, TensorRecord]]] = {}
+    for dump in by_rank.values():
+        for key, call in dump.calls.items():
+            if _short(call) in _SEND:
+                peer, record = _peer(call, ("dst", "dest_rank", "peer")), _first(call, False)
+                if peer is not None and record is not None:
+                    sent.setdefault((dump.rank, peer), []).append((key, record))
+    for dump in by_rank.values():
+        count: dict[int, int] = {}
+        for key, call in dump.calls.items():
+            if _short(call) not in _RECEIVE:
+                continue
+            peer, record = _peer(call, ("src", "src_rank", "peer")), _first(call, True)
+            if peer is None or record is None:
+                said = not_judged(key, "who sent it, or what came, is not in the dump")
+                yield Received(dump.rank, call, said, [dump.rank], "recv", {}, [])
+                continue
+            number = count[peer] = count.get(peer, -1) + 1
+            known = sent.get((peer, dump.rank), [])
+            if number >= len(known):
+                said = not_judged(key, f"what rank {peer} sent is not in the dump")
+                yield Received(dump.rank, call, said, [peer, dump.rank], "recv", {}, [])
+                continue
+            maker, values = known[number]
+            expected = _loaded(values)
+            verdict = judge(key, "output.0", record.load(), expected, record.dtype)
+            keys = {peer: maker, dump.rank: key}
+            yield Received(
+                dump.rank, call, verdict, [peer, dump.rank], "recv", keys, [expected, expected]
+            )
+
+
+_SEND, _RECEIVE = {"send", "isend"}, {"recv", "irecv", "receive"}
+
+
+def _short(call: Call) -> str:
+    family, _, rest = call.name.partition(".")
+    here = family in ("Distributed", "MintDistributed", "Primitive", "Comm")
+    return rest.split(".")[-1].lower() if here else ""
+
+
+def _peer(call: Call, names: Sequence[str]) -> int | None:
+    for name in names:
+        value = call.kwargs.get(name)
+        if isinstance(value, Scalar) and isinstance(value.value, int):
+            return value.value
+    numbers = [v.value for v in call.inputs if isinstance(v, Scalar) and type(v.value) is int]
+    return numbers[0] if numbers else None
+
+
+def _first(call: Call, made: bool) -> TensorRecord | None:
+    """Return the tensor of a message: the result, or what torch writes into."""
+    given = [*call.inputs, *call.kwargs.values()]
+    for value in (*call.outputs, *given) if made else given:
+        for record in _flat(value):
+            if record.read is not None:
+                return record
+    return None
+
+
+def group_of(call: Call) -> list[int] | None:
+    """Return the global ranks of a collective's group, None where the dump does not say."""
+    for value in (*call.kwargs.values(), *call.inputs):
+        if isinstance(value, Scalar) and isinstance(value.value, dict):
+            ranks = value.value.get("group_ranks")
+            if ranks:
+                return [int(r) for r in ranks]
+    return None
+
+
+def _judge_site(
+    kind: str, keys: Mapping[int, str | None], by_rank: Mapping[int, RankDump], given: Call
+) -> Iterator[Received]:
+    ranks = list(group_of(given) or sorted(by_rank))
+    here = {r: key for r, key in keys.items() if key is not None and r in by_rank}
+    absent = [r for r in ranks if r not in here]
+
+    def unknown(why: str) -> Iterator[Received]:
+        for rank, key in here.items():
+            call = by_rank[rank].calls[key]
+            yield Received(rank, call, not_judged(key, why), ranks, kind, here, [])
+
+    if absent:
+        yield from unknown(f"rank {absent[0]} of its group is not in the dump")
+        return
+    calls = [by_rank[rank].calls[here[rank]] for rank in ranks]
+    try:
+        bound = [_bind(kind, call) for call in calls]
+        parts = [_loaded(b["input"]) for b in bound]
+        op = _operation(_bind(kind, given))
+        expected = KINDS[kind](parts, Site(calls, ranks, op, bound))
+    except (LookupError, ValueError, TypeError) as error:
+        yield from unknown(f"arguments do not fit {given.name}: {error}")
+        return
+    for rank, call, own in zip(ranks, calls, expected, strict=True):
+        verdict = _judge_rank(here[rank], call, own)
+        yield Received(rank, call, verdict, ranks, kind, here, expected)
+
+
+def _judge_rank(key: str, call: Call, expected: Approx | Array) -> Verdict:
+    found = [r for value in call.outputs for r in _flat(value)]
+    if not found:
+        return not_judged(key, "what it received was not dumped")
+    values: Array = found[0].load()
+    if len(found) > 1:
+        values = np.concatenate([r.load() for r in found], 0)
+    return judge(key, "output.0", values, expected, found[0].dtype)
+
+
+def _bind(kind: str, call: Call) -> dict[str, Any]:
+    """Return the arguments by name; of tensors the record."""
+    names = _ARGUMENTS.get(kind, _INTO)
+    tensors = [v for v in call.inputs if isinstance(v, TensorRecord | list)]
+    if names[0] == "output" and len(tensors) == 1 and "output" not in call.kwargs:
+        names = names[1:]  # MindSpore's primitives return their result
+    values: dict[str, Any] = {}
+    values.update(zip(names, call.inputs, strict=False))
+    for name, value in call.kwargs.items():
+        values[_OTHER.get(name) or name] = value
+    return {name: v.value if isinstance(v, Scalar) else v for name, v in values.items()}
+
+
+_OTHER = {"tensor": "input", "input_tensor": "input", "output_tensor": "output", "x": "input"}
+
+
+def _operation(arguments: Mapping[str, Any]) -> str:
+    op = str(arguments.get("op") or "sum").lower()
+    return _REDUCE.get(op, op.rsplit(".", 1)[-1])
+
+
+def _loaded(record: Any) -> Approx | Array:
+    if not isinstance(record, TensorRecord):
+        raise LookupError("its input was not dumped")
+    values = record.load()
+    return Approx(values, record.dtype, record.dtype) if is_float(record.dtype) else values
+
+
+def _flat(value: Value) -> Iterator[TensorRecord]:
+    if isinstance(value, TensorRecord):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _flat(item)
+
+
+def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str] | None:
+    """Return what a wrong exchange did instead: no reduction, another group, twice, another order.
+
+    The weight of each rank's part in what was received is found by least squares; weights that explain the whole
+    tensor are an answer.
+
+    Args:
+        received: What a rank received.
+        dumps: All ranks of the step.
+    """
+    values = [r for value in received.call.outputs for r in _flat(value)]
+    if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):
+        return None
+    x, dtype = values[0].load().astype(np.float64), values[0].dtype
+    group, rank = received.group, received.rank
+    for other, own in zip(group, received.expected, strict=False):
+        if other != rank and isinstance(own, Approx) and own.shape == x.shape:
+            right = received.expected[group.index(rank)]
+            same = isinstance(right, Approx) and np.array_equal(own.value, right.value)
+            if not same and np.all(np.abs(x - own.value) <= own.bound(dtype)):
+                return "wrong order", f"rank {rank} has what rank {other} should have"
+    if "reduce" not in received.kind or not np.any(x):
+        return None
+    parts = _parts(received, dumps, x)
+    return _weighed(x, parts, received, dtype) or _other_reduction(x, parts, group, dtype)
+
+
+def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
+    """Return what each rank gave, as far as it goes to this rank."""
+    found: dict[int, Array] = {}
+    own = received.keys[received.rank]
+    for rank, dump in dumps.items():
+        call = dump.calls.get(received.keys.get(rank) or own)
+        try:
+            if call is None or kind_of(call) != received.kind:
+                continue
+            part = _loaded(_bind(received.kind, call)["input"])
+        except (LookupError, TypeError):
+            continue
+        value = part.value if isinstance(part, Approx) else part.astype(np.float64)
+        if received.kind != "allreduce" and len(value) == len(x) * len(received.group):
+            at = received.group.index(received.rank)
+            value = value[at * len(x) : (at + 1) * len(x)]
+        if value.shape == x.shape:
+            found[rank] = value
+    return found
+
+
+def _weighed(
+    x: Array, parts: dict[int, Array], received: Received, dtype: str
+) -> tuple[str, str] | None:
+    group, rank = received.group, received.rank
+    ranks = [*(r for r in group if r in parts), *sorted(r for r in parts if r not in group)]
+    if rank not in parts or not np.all(np.isfinite(x)):
+        return None
+    for these in (ranks[: len(group)], ranks):
+        columns = np.stack([parts[r].reshape(-1) for r in these], 1)
+        size = np.linalg.norm(columns, axis=0)
+        size[size == 0] = 1.0
+        if not np.all(np.isfinite(size)):
+            return None
+        weight = np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0] / size
+        n = len(group)
+        weight = np.array([_simple(w, n) for w in weight])
+        exact = Approx(columns, dtype, dtype) * weight
+        total = exact.sum(1).reshape(*x.shape)
+        if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):
+            named = {r: w for r, w in zip(these, weight.tolist(), strict=True) if w}
+            return _said(named, group, rank)
+    return None
+
+
+def _simple(weight: float, n: int) -> float:
+    """Return the nearest of whole numbers and n-ths."""
+    whole, part = float(np.rint(weight)), float(np.rint(weight * n)) / n
+    return whole if abs(weight - whole) <= abs(weight - part) + 1e-3 else part
+
+
+def _said(weights: dict[int, float], group: list[int], rank: int) -> tuple[str, str] | None:
+    kinds, ranks = set(weights.values()), sorted(weights)
+    if weights == {rank: 1.0}:
+        return "missing reduction", f"rank {rank} kept its own values"
+    if kinds == {1.0}:
+        return "wrong group", f"summed over ranks {ranks}, not {group}"
+    if len(kinds) != 1 or ranks != sorted(group):
+        return ("wrong reduction", f"ranks count {weights}") if weights else None
+    times = kinds.pop()
+    if times == len(group):
+        return "doubled reduction", f"summed over ranks {group} {len(group)} times"
+    if abs(times * len(group) - 1) < 1e-9:
+        return "scale", "the mean over the group, not the sum"
+    return "scale", f"{times:g} times the sum over ranks {group}"
+
+
+def _other_reduction(
+    x: Array, parts: dict[int, Array], group: list[int], dtype: str
+) -> tuple[str, str] | None:
+    values = [parts[r] for r in group if r in parts]
+    for name, function in (("max", np.maximum), ("min", np.minimum), ("product", np.multiply)):
+        y = Approx(function.reduce(values), dtype)
+        if len(values) == len(group) > 1 and np.all(np.abs(x - y.value) <= 2 * y.bound(dtype)):
+            return "wrong reduction", f"the {name} over the group, not the sum"
+    return None

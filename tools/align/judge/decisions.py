@@ -1,0 +1,433 @@
+"""Discrete decisions: chosen experts, arg-max, order of a sort, tokens that an expert keeps.
+
+A choice that comes out differently in two runs (a flip) is no fault where the scores nearly tie. It is legal if
+
+1. each run chose what its own scores say;
+2. the margin, the difference of the swapped candidates' scores in the *reference*, is within the bound of how far the
+   two runs' scores may differ there;
+3. the token's row of the router's input does not itself differ by several times what the profile allows.
+
+The bound is propagated: the operators from the router's input to the scores (linear, sigmoid or softmax, bias ...) are
+computed in float64 from the input of each run, and what the difference of the inputs makes of the scores, plus the
+rounding bounds of both runs (``approx.py``), is what their scores may differ by. Scores of the target that its input does
+not give make every flip illegal. Where these operators are not in the dump, the bound is the profile's tolerance of the
+scores in the narrowest type of the run.
+
+Which inputs are the scores, and along which dimension was chosen, is read off the reference: the indices of a choice are
+those of its largest (or smallest) elements. So fused routers need no entry in a list.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.compare.profiles import Profile
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.replay import exactly
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.operators.registry import UNFIT
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+PRODUCTS = {"matmul", "rmatmul", "linear", "addmm", "baddbmm", "einsum"}
+"""Formulas behind which a router's input stands."""
+
+VIEWS = {"reshape", "squeeze", "unsqueeze", "flatten"}
+"""Formulas that only give tokens another shape."""
+
+_ROWS = 4.0
+"""A token's row may be so much further off than most elements of its tensor, in L2, and its flips be legal still."""
+
+_BACK = 48  # calls to look back for the one that made a tensor
+_DEPTH = 8  # operators from the scores back to the product
+
+
+class Flip(NamedTuple):
+    """A choice that the two runs made differently.
+
+    Attributes:
+        row: Which choice: the token, where tokens choose experts.
+        gone: Candidates that only the reference chose; where the order alone differs, the first that moved.
+        came: Candidates that only the target chose.
+        margin: Largest difference of swapped candidates' scores in the reference.
+        bound: By how much these differences may differ in the two runs.
+        legal: See the module; None: cannot be said.
+        why: Where the bound comes from, or what is wrong.
+    """
+
+    row: int
+    gone: tuple[int, ...]
+    came: tuple[int, ...]
+    margin: float
+    bound: float
+    legal: bool | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The flips of one call.
+
+    Attributes:
+        rows: How many choices it made.
+        flips: The different ones.
+        tokens: Rows of the token dimension that are concerned.
+        count: Length of that dimension.
+    """
+
+    rows: int
+    flips: list[Flip]
+    tokens: frozenset[int]
+    count: int
+
+    @property
+    def legal(self) -> bool | None:
+        """Whether all flips are; None: none is illegal, but some cannot be judged."""
+        found = {f.legal for f in self.flips}
+        return False if False in found else None if None in found else True
+
+
+class _Choice(NamedTuple):
+    """Scores [row, candidate] of both runs, higher ones first chosen, and what was chosen [row, slot]."""
+
+    scores: tuple[Array, Array]
+    chosen: tuple[Array, Array]
+    record: tuple[TensorRecord, TensorRecord]
+    sign: float
+    last: bool
+
+
+def decide(
+    reference: RankDump,
+    target: RankDump,
+    key: str,
+    chosen: tuple[Array, Array],
+    profile: Profile,
+    follows: bool = False,
+) -> Decision | None:
+    """Return the flips between two runs of a call; None: no input explains its indices as a choice.
+
+    Args:
+        reference: A run that is believed.
+        target: The run to judge, calls named as the reference's.
+        key: Of the call.
+        chosen: Its indices in both runs, reference first.
+        profile: Says how far tensors may differ.
+        follows: Earlier legal flips explain differing inputs.
+    """
+    calls = reference.calls[key], target.calls[key]
+    choice = _choice(calls, chosen)
+    if choice is None:
+        return None
+    rows = np.flatnonzero((choice.chosen[0] != choice.chosen[1]).any(1))
+    bounds = _Bounds.of((reference, target), key, choice, rows, profile)
+    flips = [
+        _flip(choice, int(row), i, bounds, profile, follows) for i, row in enumerate(rows.tolist())
+    ]
+    flips = [f for f in flips if f.margin or f.gone != f.came]
+    if choice.last:
+        return Decision(
+            len(choice.chosen[0]), flips, frozenset(f.row for f in flips), len(choice.scores[0])
+        )
+    moved = frozenset(i for f in flips for i in (*f.gone, *f.came))
+    return Decision(len(choice.chosen[0]), flips, moved, choice.scores[0].shape[1])
+
+
+def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | None:
+    """Return the input that explains the reference's indices."""
+    pairs = zip(_floats(calls[0]), _floats(calls[1]), strict=False)
+    for (place, mine), (other, theirs) in pairs:
+        if place != other or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
+            continue
+        for axis in _axes(mine.shape, chosen[0].shape):
+            indices = [_rows(c, axis, len(mine.shape), c.ndim < len(mine.shape)) for c in chosen]
+            scores = [
+                np.moveaxis(np.asarray(r.load(), np.float64), axis, -1).reshape(
+                    -1, mine.shape[axis]
+                )
+                for r in (mine, theirs)
+            ]
+            if any(
+                i.size and (i.min() < 0 or i.max() >= s.shape[1])
+                for i, s in zip(indices, scores, strict=True)
+            ):
+                continue
+            for sign in (1.0, -1.0):
+                if _explained(scores[0] * sign, indices[0]).all():
+                    both = (scores[0] * sign, scores[1] * sign)
+                    last = axis == len(mine.shape) - 1
+                    return _Choice(both, (indices[0], indices[1]), (mine, theirs), sign, last)
+    return None
+
+
+def _floats(call: Call) -> Iterator[tuple[str, TensorRecord]]:
+    for place, record in call.tensors():
+        if not place.startswith("output") and is_float(record.dtype) and record.shape:
+            yield place, record
+
+
+def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
+    """Return the dimensions along which indices of that shape may have been chosen, the last first."""
+    found: list[int] = []
+    for d in reversed(range(len(scores))):
+        kept = scores[:d] + scores[d + 1 :]
+        same = len(indices) == len(scores) and indices[:d] + indices[d + 1 :] == kept
+        if (same and indices[d] <= scores[d]) or indices == kept:
+            found.append(d)
+    return found
+
+
+def _rows(indices: Array, axis: int, ndim: int, removed: bool) -> Array:
+    indices = np.expand_dims(indices, axis) if removed else indices
+    del ndim
+    return np.moveaxis(indices.astype(np.int64), axis, -1).reshape(-1, indices.shape[axis])
+
+
+def _explained(scores: Array, chosen: Array) -> Array:
+    """Return for each row whether what was chosen are its highest scores, once each."""
+    picked = np.take_along_axis(scores, chosen, 1)
+    rest = scores.copy()
+    np.put_along_axis(rest, chosen, -np.inf, 1)
+    distinct = np.ones(len(chosen), np.bool_)
+    if chosen.shape[1] > 1:
+        distinct = (np.diff(np.sort(chosen, 1), axis=1) > 0).all(1)
+    return distinct & (picked.min(1) >= rest.max(1))
+
+
+def _flip(
+    choice: _Choice, row: int, i: int, bounds: "_Bounds", profile: Profile, follows: bool
+) -> Flip:
+    mine, theirs = (c[row].tolist() for c in choice.chosen)
+    gone = tuple(e for e in mine if e not in theirs)
+    came = tuple(e for e in theirs if e not in mine)
+    pairs = [(e, f) for e in gone for f in came]
+    if not pairs:  # the order alone
+        pairs = [(e, f) for e, f in zip(mine, theirs, strict=True) if e != f]
+        gone, came = (pairs[0][0],), (pairs[0][1],)
+    scores = choice.scores[0][row]
+    margins = [float(abs(scores[e] - scores[f])) for e, f in pairs]
+    allowed = [bounds.between(i, e, f, choice, row) for e, f in pairs]
+    worst = max(range(len(pairs)), key=lambda j: (margins[j] > allowed[j], margins[j]))
+    legal, why = _legal(choice, row, i, bounds, profile, follows, margins[worst] <= allowed[worst])
+    return Flip(row, gone, came, margins[worst], allowed[worst], legal, why)
+
+
+def _legal(
+    choice: _Choice,
+    row: int,
+    i: int,
+    bounds: "_Bounds",
+    profile: Profile,
+    follows: bool,
+    within: bool,
+) -> tuple[bool | None, str]:
+    one = slice(row, row + 1)
+    if not _explained(choice.scores[1][one], choice.chosen[1][one])[0]:
+        return False, "the target's own scores do not give this choice"
+    if bounds.propagated and bounds.strange[i]:
+        return False, "the target's scores are not what its router's input gives"
+    if bounds.propagated and not follows and bounds.apart[i] > 1:
+        return (
+            False,
+            f"the router's input differs by {bounds.apart[i]:.3g} times what {profile.name} allows",
+        )
+    if not bounds.propagated and follows and not within:
+        return None, "what made the scores is not in the dump, and earlier flips change them"
+    return within, "bound propagated from the router's input" if bounds.propagated else (
+        f"bound from {profile.name} in {bounds.dtype}"
+    )
+
+
+@dataclass
+class _Bounds:
+    """How far the scores of the flipped rows may differ; arrays are [flip, candidate]."""
+
+    propagated: bool
+    dtype: str
+    tolerance: tuple[float, float]
+    change: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    rounding: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    strange: Array = field(default_factory=lambda: np.zeros(0))
+    apart: Array = field(default_factory=lambda: np.zeros(0))
+
+    @staticmethod
+    def of(
+        dumps: tuple[RankDump, RankDump],
+        key: str,
+        choice: _Choice,
+        rows: Array,
+        profile: Profile,
+    ) -> "_Bounds":
+        dtype = narrowest(dumps[1])
+        bounds = _Bounds(False, dtype, profile.tolerance(profile.line(dtype)) or (0.0, 0.0))
+        if not choice.last or not len(rows):
+            return bounds
+        runs: list[tuple[Approx, list[tuple[Array, str]]]] = []
+        for dump, record in zip(dumps, choice.record, strict=True):
+            made = _Scores(dump, key, record, rows)
+            try:
+                scores = made.evaluate()
+            except UNFIT:
+                return bounds
+            if scores is None or scores.shape != (len(rows), choice.scores[0].shape[1]):
+                return bounds
+            runs.append((scores, made.leaves))
+        kept = [s[rows] * choice.sign for s in choice.scores]
+        errors = [r.bound(rec.dtype) for (r, _), rec in zip(runs, choice.record, strict=True)]
+        with np.errstate(invalid="ignore"):  # infinity less infinity: what is masked in both runs
+            off = [np.abs(r.value - s) > e for (r, _), s, e in zip(runs, kept, errors, strict=True)]
+            if off[0].any():
+                return bounds  # then the reference says nothing of what scores should be
+            bounds.propagated = True
+            bounds.change = np.nan_to_num(runs[1][0].value - runs[0][0].value, posinf=np.inf)
+        bounds.rounding = errors[0] + errors[1]
+        bounds.strange = off[1].any(1)
+        bounds.apart = _apart(runs[0][1], runs[1][1], len(rows), profile)
+        return bounds
+
+    def between(self, i: int, e: int, f: int, choice: _Choice, row: int) -> float:
+        """Return by how much the difference of two candidates' scores may differ."""
+        if self.propagated:
+            change = abs(self.change[i, f] - self.change[i, e])
+            return float(change + self.rounding[i, e] + self.rounding[i, f])
+        rtol, atol = self.tolerance
+        scores = np.abs(choice.scores[0][row, [e, f]])
+        return float(np.sum(atol + rtol * scores))
+
+
+def narrowest(dump: RankDump) -> str:
+    """Return the floating-point type with the fewest bits among the tensors of a dump."""
+    kinds = filter(is_float, dump.dtypes)
+    return min(kinds, key=lambda k: FLOATS[k].bits, default="float32")
+
+
+def _apart(
+    mine: Sequence[tuple[Array, str]],
+    theirs: Sequence[tuple[Array, str]],
+    rows: int,
+    profile: Profile,
+) -> Array:
+    """Return how far the rows of the inputs are apart, in L2, over what the profile allows."""
+    found = np.zeros(rows)
+    for (x, _), (y, dtype) in zip(mine, theirs, strict=True):
+        allowed = profile.tolerance(profile.line(dtype))
+        if x.shape != y.shape or allowed is None or len(x) != rows:
+            continue
+        rtol, atol = (_ROWS * part for part in allowed)
+        limit = rtol * np.linalg.norm(x, axis=1) + atol * math.sqrt(x.shape[1])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.linalg.norm(y - x, axis=1) / limit
+        found = np.maximum(found, np.nan_to_num(ratio, nan=0.0, posinf=np.inf))
+    return found
+
+
+class _Scores:
+    """Scores computed again from what went into the router, for some rows.
+
+    Args:
+        dump: Of the run.
+        key: Of the call that chooses.
+        record: The scores that it was given.
+        rows: Which rows of them.
+    """
+
+    def __init__(self, dump: RankDump, key: str, record: TensorRecord, rows: Array) -> None:
+        calls = list(dump.calls.values())
+        at = next(i for i, call in enumerate(calls) if call.key == key)
+        self._calls = [c for c in calls[:at] if c.kind == "api" and c.phase is Phase.FORWARD][
+            -_BACK:
+        ]
+        self._record, self._rows = record, rows
+        self._count = math.prod(record.shape[:-1])
+        self.leaves: list[tuple[Array, str]] = []
+
+    def evaluate(self) -> Approx | None:
+        """Return the scores of the rows; None: what made them is not in the dump, or no product is among it."""
+        value, crossed = self._value(self._record, len(self._calls), _DEPTH)
+        return value.reshape(len(self._rows), -1) if crossed else None
+
+    def _maker(self, record: TensorRecord, before: int) -> tuple[int, int] | None:
+        """Return the last call before that made a tensor, and which output it is."""
+        wanted: Array | None = None
+        for i in range(before - 1, -1, -1):
+            for j, output in enumerate(self._calls[i].outputs):
+                if not isinstance(output, TensorRecord) or output.read is None:
+                    continue
+                if output.dtype == record.dtype and math.prod(output.shape) == math.prod(
+                    record.shape
+                ):
+                    wanted = record.load() if wanted is None else wanted
+                    if np.array_equal(output.load().reshape(wanted.shape), wanted):
+                        return i, j
+        return None
+
+    def _value(self, record: TensorRecord, before: int, depth: int) -> tuple[Approx, bool]:
+        """Return a tensor's rows, computed if possible, and whether a product was passed."""
+        made = self._maker(record, before) if depth else None
+        if made is not None:
+            i, j = made
+            call = self._calls[i]
+            formula = find(call.name)
+            sources = [v for v in call.inputs if isinstance(v, TensorRecord)]
+            view = formula is not None and formula.name in VIEWS and len(sources) == 1
+            if view and self._fits(sources[0]) and sources[0].shape[-1] == record.shape[-1]:
+                return self._value(sources[0], i, depth)
+            if formula is not None and self._fits(call.outputs[j]):
+                product = formula.name in PRODUCTS
+                crossed = product
+
+                def given(value: Value) -> Any:
+                    nonlocal crossed
+                    if not isinstance(value, TensorRecord):
+                        return _plain(value)
+                    if not is_float(value.dtype):  # a mask
+                        values = value.load()
+                        return self._cut(values) if self._fits(value) else values
+                    x, passed = self._value(value, i, 0 if product else depth - 1)
+                    crossed = crossed or passed
+                    return x
+
+                arguments = formula.bind(
+                    [given(v) for v in call.inputs], {n: given(v) for n, v in call.kwargs.items()}
+                )
+                result = list(formula.compute(arguments))[j]
+                if isinstance(result, Approx):
+                    return result, crossed
+        return self._leaf(record, before), False
+
+    def _fits(self, record: Value) -> bool:
+        known = isinstance(record, TensorRecord) and len(record.shape) > 1
+        return known and math.prod(record.shape[:-1]) == self._count
+
+    def _cut(self, values: Array) -> Array:
+        return values.reshape(-1, values.shape[-1])[self._rows]
+
+    def _leaf(self, record: TensorRecord, before: int) -> Approx:
+        values = np.asarray(record.load(), np.float64)
+        if self._fits(record):
+            values = self._cut(values)
+            self.leaves.append((values, self._narrow(record, before)))
+        return exactly(values, record.dtype, False)
+
+    def _narrow(self, record: TensorRecord, before: int) -> str:
+        """Return the type that a tensor had before it was cast to a wider one."""
+        made = self._maker(record, before)
+        if made is None:
+            return record.dtype
+        inputs = [v for v in self._calls[made[0]].inputs if isinstance(v, TensorRecord)]
+        if len(inputs) == 1 and inputs[0].shape == record.shape and is_float(inputs[0].dtype):
+            return min(inputs[0].dtype, record.dtype, key=lambda k: FLOATS[k].bits)
+        return record.dtype
+
+
+def _plain(value: Value) -> Any:
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if not isinstance(value, Scalar):
+        return None
+    return slice(*value.value) if value.type == "slice" else value.value

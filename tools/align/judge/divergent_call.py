@@ -1,0 +1,185 @@
+"""A wrong call with what is known around it: what it should have made, and where its values come from."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.data_flow import Place, Wiring, digest, wanted
+from telechat_moe.tools.align.judge.replay import arguments_of, expected_of, forward_key
+from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.registry import UNFIT
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong call.
+
+    Attributes:
+        verdict: What is wrong.
+        call: The call.
+        reference: Data flow of its rank in the run that is believed.
+        target: In the run that is judged.
+        others: Other ranks of the run that is judged.
+        wrong_outputs: How many of its outputs are wrong.
+    """
+
+    verdict: Verdict
+    call: Call
+    reference: Wiring
+    target: Wiring
+    others: Mapping[int, RankDump] = field(default_factory=dict)
+    wrong_outputs: int = 1
+
+    @property
+    def forward(self) -> Call | None:
+        """The forward call that belongs to it; of others itself."""
+        if self.call.phase is not Phase.BACKWARD:
+            return self.call
+        return self.target.dump.calls.get(forward_key(self.call))
+
+    @property
+    def settings(self) -> Call | None:
+        """The reference's call, with its numbers and flags."""
+        back = self.call.phase is Phase.BACKWARD
+        return self.reference.dump.calls.get(forward_key(self.call) if back else self.call.key)
+
+    @property
+    def dtype(self) -> str:
+        """Type of the wrong tensor."""
+        return dict(self.call.tensors())[self.verdict.place].dtype
+
+    def expected(
+        self, forward: Call | None = None, settings: Call | None = None
+    ) -> Approx | Array | None:
+        """Return what the wrong output should be, or would be with another forward call."""
+        place = self.verdict.place
+        if self.call.phase is Phase.BACKWARD:
+            return expected_of(self.call, forward or self.forward, settings, place)
+        made = self.all_expected(forward, settings)
+        return made[int(place.split(".")[1])] if made and place.count(".") == 1 else None
+
+    def all_expected(
+        self, forward: Call | None = None, settings: Call | None = None
+    ) -> list[Approx | Array]:
+        """Return what all outputs of a forward call should be; empty: no formula says it."""
+        call = forward or self.call
+        formula = find(call.name)
+        if formula is None:
+            return []
+        try:
+            arguments, _ = arguments_of(call, formula, settings)
+            made = list(formula.compute(arguments))
+        except UNFIT:
+            return []
+        except ArithmeticError:
+            return []
+        return made if len(made) >= len(self.call.outputs) else []
+
+    def in_narrow(self, dtype: str) -> tuple[Array, Array] | None:
+        """Return what a forward call should make, and the bound of a program that rounds and adds up in a narrow type."""
+        formula, place = find(self.call.name), self.verdict.place
+        if formula is None or self.call.phase is not Phase.FORWARD or place.count(".") != 1:
+            return None
+        try:
+            arguments, tensors = arguments_of(self.call, formula, self.settings, True)
+            for tensor in tensors:
+                tensor.stored = tensor.accumulated = dtype
+            found = list(formula.compute(arguments))[int(place.split(".")[1])]
+        except UNFIT:
+            return None
+        if not isinstance(found, Approx):
+            return None
+        return found.value, np.broadcast_to(found.bound(dtype), found.shape)
+
+    def wanted(self) -> tuple[Array, Array] | None:
+        """Return what the wrong tensor should hold, and the bound."""
+        if not self.verdict.place.startswith("output"):
+            return wanted((self.call.key, self.verdict.place), self.reference, self.target)
+        found = self.expected(None, self.settings)
+        if found is None:
+            return None
+        if not isinstance(found, Approx):
+            return np.asarray(found, np.float64), np.zeros(np.shape(found))
+        return found.value, np.broadcast_to(found.bound(self.dtype), found.shape)
+
+    def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
+        """Yield what an operator might have been given: tensors with where they are, those of near calls first.
+
+        Of its rank what was there before it, and what comes from outside, as in the reference; then of other ranks.
+        """
+        at = self.target.order.get(self.call.key, 0)
+        for dump in (self.target.dump, *self.others.values()):
+            mine = dump is self.target.dump
+            rank = "" if mine else f" of rank {dump.rank}"
+            calls = list(dump.calls.values())
+            for i in sorted(range(len(calls)), key=lambda i: abs(i - at)):
+                for place, tensor in calls[i].tensors():
+                    same = i == at and not mine and not place.startswith("output")
+                    outside = mine and self._from_outside((calls[i].key, place))
+                    there = i < at or same or outside
+                    if there and tensor.read is not None:
+                        yield f"{place} of {calls[i].key}{rank}", tensor
+
+    def _from_outside(self, place: Place) -> bool:
+        """Return whether a call takes what the reference's takes, and no call has made."""
+        content = self.target.content.get(place)
+        same = content is not None and self.reference.content.get(place) == content
+        given = same and not place[1].startswith("output")
+        return given and not self.reference.sources_of(place)
+
+    def kind(self, place: str, name: str) -> str:
+        """Return what it is if a tensor of a name, as :meth:`tensors` gives it, stands in a place of the forward call."""
+        if " of rank " in name:
+            return "wrong shard"
+        forward = self.forward
+        step, mark, key = forward.key.partition("|") if forward is not None else ("", "", "")
+        other, _, same = name.removeprefix(f"{place} of ").partition("|")
+        if mark and same == key and other.isdigit() and int(other) < int(step):
+            return "stale weight"  # what the same call was given in an earlier step
+        return "wrong tensor"
+
+    def elsewhere(self, found: Array) -> tuple[str, str] | None:
+        """Return which other tensor of the run an input is, to the last bit."""
+        if self.verdict.place.startswith("output") or found.size < 2:
+            return None
+        content = digest(found)
+        stale = self._older(content)
+        if stale is not None:
+            return stale
+        own = f"{self.verdict.place} of {self.call.key}"
+        for name, tensor in self.tensors():
+            same = tensor.dtype == self.dtype and int(np.prod(tensor.shape)) == found.size
+            if same and name != own and digest(tensor.load()) == content:
+                return self.kind(self.verdict.place, name), f"it is {name}"
+        return None
+
+    def _older(self, content: bytes) -> tuple[str, str] | None:
+        """Return whether an input is what a weight or moment was before its last updates."""
+        if not is_float(self.dtype):
+            return None
+        place = self.call.key, self.verdict.place
+        for source in self.reference.sources_of(place)[-1:]:
+            seen: set[str] = set()
+            while source is not None and source[0] not in seen:
+                seen.add(source[0])
+                source = self._before(source)
+                tensor = self.target.tensors.get(source) if source else None
+                if tensor is not None and tensor.read and digest(tensor.load()) == content:
+                    assert source is not None
+                    return "stale weight", f"it is {source[1]} of {source[0]}: before an update"
+        return None
+
+    def _before(self, made: tuple[str, str]) -> tuple[str, str] | None:
+        """Return what an update, a cast or a gathering made a weight from."""
+        call = self.reference.dump.calls[made[0]]
+        if call.phase is Phase.OPTIMIZER:
+            names = ("input.weight", "input.exp_avg", "input.exp_avg_sq")
+            return call.key, names[min(int(made[1].split(".")[1]), 2)]
+        places = [p for p, _ in call.tensors() if p.startswith("input")]
+        sources = self.reference.sources_of((call.key, places[0])) if len(places) == 1 else []
+        return sources[-1] if sources else None

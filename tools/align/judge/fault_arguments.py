@@ -1,0 +1,362 @@
+"""With which other arguments a wrong result would be right: another setting, tensor, order, mask, operator."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.operators.approx import Approx, Array
+
+if TYPE_CHECKING:
+    from telechat_moe.tools.align.judge.divergent_call import Wrong
+
+Answer = tuple[str, str]
+
+_MOST_OTHERS = 256
+_MOST_LEFT = 0.1
+"""Of the squared error, what an explanation may leave."""
+_CLEARLY = 4.0
+"""How much less than an earlier explanation a later one must leave to be believed."""
+_SMALL_AXIS = 16
+_FEW = 4
+_OPERATORS = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "square", "sqrt", "softplus", "abs")
+_STEPS = 12
+
+
+def close(x: Array, value: Array, bound: Array) -> bool:
+    """Return whether every element is within its bound; infinities and NaN must be equal."""
+    with np.errstate(invalid="ignore"):
+        good = (np.abs(x - value) <= bound) | (x == value) | (np.isnan(x) & np.isnan(value))
+    return bool(good.all())
+
+
+def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
+    """Return with which other arguments a wrong output is right; None: none was found."""
+    if not finding.verdict.place.startswith("output"):
+        return None
+    forward, settings = finding.forward, finding.settings
+    if forward is None:
+        return None
+    given = _believed(forward, settings)
+    best, answer = np.inf, None
+    for changed, family, said in _variants(given, finding):
+        left = _left(x, finding, changed)
+        if left is not None and left < best:
+            best, answer = left / _CLEARLY, (family, said)
+        if best == 0:
+            break
+    return answer or _solved(x, finding, given)
+
+
+def other_mask(x: Array, finding: "Wrong") -> Answer | None:
+    """Return with which other mask a wrong output is right; None: none was found."""
+    forward = finding.forward
+    if forward is None or not finding.verdict.place.startswith("output"):
+        return None
+    given = _believed(forward, finding.settings)
+    for path, value in _leaves(given):
+        if isinstance(value, TensorRecord) and value.dtype == "bool" and value.read is not None:
+            for mask, family, said in _masks(value.load()):
+                if _left(x, finding, _with(given, (path, _holding(value, mask)))) is not None:
+                    return family, f"{_name(path)} {said}"
+    return None
+
+
+def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:
+    """Return which share of the error other arguments leave; None: they do not explain all that the call made."""
+    with np.errstate(all="ignore"):
+        expected = finding.expected(changed)
+        right = finding.wanted()
+    left = _unexplained(x, expected, finding.dtype, right[0] if right else None)
+    if left is None or finding.call.phase is Phase.BACKWARD or len(finding.call.outputs) < 2:
+        return left
+    for record, value in zip(finding.call.outputs, finding.all_expected(changed), strict=False):
+        known = isinstance(record, TensorRecord) and record.read is not None
+        if known and _unexplained(record.load(), value, record.dtype, None) is None:
+            return None
+    return left
+
+
+def _unexplained(
+    x: Array, expected: Approx | Array | None, dtype: str, right: Array | None
+) -> float | None:
+    """Return which share of the error is left if values should be others; None: they are not as expected.
+
+    They must be within the bound, and far closer than to the right ones.
+    """
+    if expected is None:
+        return None
+    if not isinstance(expected, Approx):
+        return 0.0 if np.array_equal(x, np.reshape(expected, x.shape)) else None
+    if expected.value.size != x.size:
+        return None
+    value = expected.value.reshape(x.shape)
+    bound = 2 * np.broadcast_to(expected.bound(dtype), expected.shape).reshape(x.shape)
+    if not close(x, value, bound):
+        return None
+    if right is None or right.size != x.size:
+        return 0.0
+    golden = right.reshape(x.shape)
+    known = np.isfinite(x) & np.isfinite(value) & np.isfinite(golden) & np.isfinite(bound)
+    same = (x == value) | (np.isnan(x) & np.isnan(value))
+    if not np.all(known | same):
+        return None
+    left = float(np.square(x[known] - value[known]).sum())
+    error = float(np.square(x[known] - golden[known]).sum())
+    if np.any(np.isfinite(x) != np.isfinite(golden)):
+        return 0.0
+    return left / error if error and left <= _MOST_LEFT * error else None
+
+
+def _believed(call: Call, settings: Call | None) -> Call:
+    """Return a call with its own tensors and the reference's numbers."""
+    if settings is None:
+        return call
+
+    def mixed(own: Value, other: Value) -> Value:
+        if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+            return [mixed(a, b) for a, b in zip(own, other, strict=True)]
+        return other if isinstance(own, Scalar) and isinstance(other, Scalar) else own
+
+    inputs = [
+        mixed(v, settings.inputs[i] if i < len(settings.inputs) else v)
+        for i, v in enumerate(call.inputs)
+    ]
+    kwargs = {k: mixed(v, settings.kwargs.get(k, v)) for k, v in call.kwargs.items()}
+    return replace(call, inputs=inputs, kwargs=kwargs)
+
+
+Path = tuple[int | str, ...]
+
+
+def _leaves(call: Call) -> list[tuple[Path, Value]]:
+    found: list[tuple[Path, Value]] = []
+
+    def walk(path: Path, value: Value) -> None:
+        if isinstance(value, list):
+            for i, item in enumerate(value):
+                walk((*path, i), item)
+        else:
+            found.append((path, value))
+
+    for i, value in enumerate(call.inputs):
+        walk(("inputs", i), value)
+    for name, value in call.kwargs.items():
+        walk(("kwargs", name), value)
+    return found
+
+
+def _with(call: Call, *changes: tuple[Path, Value]) -> Call:
+    """Return a call with some arguments changed."""
+
+    def put(old: Any, path: Path, new: Value) -> Any:
+        if not path:
+            return new
+        if isinstance(old, dict):
+            return {**old, path[0]: put(old[path[0]], path[1:], new)}
+        return [put(v, path[1:], new) if i == path[0] else v for i, v in enumerate(old)]
+
+    for path, value in changes:
+        if path[0] == "inputs":
+            call = replace(call, inputs=put(call.inputs, path[1:], value))
+        else:
+            call = replace(call, kwargs=put(dict(call.kwargs), path[1:], value))
+    return call
+
+
+def _name(path: Path) -> str:
+    if path[0] == "kwargs":
+        return ".".join(map(str, path[1:]))
+    return "argument " + ".".join(map(str, path[1:]))
+
+
+def _place(path: Path) -> str:
+    return ".".join(map(str, ("input", *path[1:])))
+
+
+def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
+    """Yield calls with other arguments, the kind of fault that would be, and what it is in words."""
+    leaves = _leaves(call)
+    tensors = [
+        (path, v)
+        for path, v in leaves
+        if isinstance(v, TensorRecord) and v.read is not None and v.shape
+    ]
+    for path, value in leaves:
+        for other in _numbers(value.value) if isinstance(value, Scalar) else ():
+            said = f"{_name(path)} {other}, not {value.value}"  # type: ignore[union-attr]
+            yield _with(call, (path, Scalar("", other))), "wrong setting", said
+    yield from _exchanged(call, tensors)
+    numbers = [(p, v) for p, v in leaves if isinstance(v, Scalar) and type(v.value) is float]
+    for (path, a), (at, b) in combinations(numbers, 2):
+        if a.value != b.value:
+            said = f"{_name(path)} and {_name(at)} are exchanged"
+            yield _with(call, (path, b), (at, a)), "wrong setting", said
+    for path, value in tensors:
+        for values, family, said in _moves(value):
+            yield _with(call, (path, _holding(value, values))), family, f"{_name(path)} {said}"
+    if len(tensors) == 1 and len(leaves) == 1:
+        for name in _OPERATORS:
+            yield replace(call, name=f"Torch.{name}"), "wrong operator", f"it is {name}"
+    for path, value in tensors:
+        for name, other in _others(value, finding):
+            kind = finding.kind(_place(path), name)
+            yield _with(call, (path, other)), kind, f"{_name(path)} is {name}"
+
+
+def _exchanged(
+    call: Call, tensors: list[tuple[Path, TensorRecord]]
+) -> Iterator[tuple[Call, str, str]]:
+    """Yield calls with two arguments exchanged, or all but the first shifted."""
+    for i, (path, a) in enumerate(tensors):
+        for at, b in tensors[i + 1 :]:
+            if a.shape == b.shape and a.dtype == b.dtype:
+                said = f"{_name(path)} and {_name(at)} are exchanged"
+                yield _with(call, (path, b), (at, a)), "wrong argument order", said
+    rest = [(p, v) for p, v in tensors[1:] if is_float(v.dtype) and len(v.shape) > 1]
+    for shift in (-1, 1) if len(rest) > 1 else ():
+        moved = [(p, _holding(v, np.roll(v.load(), shift, 0))) for p, v in rest]
+        said = f"{', '.join(_name(p) for p, _ in rest)} are shifted by one"
+        yield _with(call, *moved), "permutation", said
+
+
+def _numbers(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [v for v in (*range(-3, 4), value - 1, value + 1, 2 * value) if v != value]
+    if isinstance(value, float) and np.isfinite(value):
+        found = [0.0, 1.0, -value, 2 * value, value / 2, value * value, 1e6]
+        found += [1 / value, abs(value) ** 0.5] if value else []
+        return [v for v in found if v != value]
+    return []
+
+
+def _moves(record: TensorRecord) -> Iterator[tuple[Array, str, str]]:
+    """Yield what a tensor may have been taken for."""
+    x = record.load()
+    if record.dtype == "bool":
+        yield from _masks(x)
+        return
+    if x.ndim >= 2:
+        swapped = np.swapaxes(x, -1, -2)
+        misread = x.reshape(swapped.shape).swapaxes(-1, -2)
+        yield misread, "transpose", "was read in the other order of its dimensions"
+        if x.shape[-1] == x.shape[-2]:
+            yield swapped, "transpose", "was transposed"
+    if is_float(record.dtype):
+        yield -x, "sign", "has the other sign"
+        yield np.ones_like(x), "wrong tensor", "is all ones"
+        yield np.zeros_like(x), "zero", "is all zeros"
+    elif x.ndim == 1 and len(x) <= 4 * _SMALL_AXIS:
+        yield from _counts(x)
+    yield from _orders(x, is_float(record.dtype))
+
+
+def _masks(x: Array) -> Iterator[tuple[Array, str, str]]:
+    yield np.ones_like(x), "mask ignored", "lets everything pass"
+    yield np.zeros_like(x), "mask ignored", "lets nothing pass"
+    for axis in range(max(0, x.ndim - 2), x.ndim):
+        for shift in (-1, 1):
+            yield np.roll(x, shift, axis), "mask shift", f"is shifted by {shift}"
+            yield _shifted(x, shift, axis), "mask shift", f"is shifted by {shift}"
+
+
+def _counts(x: Array) -> Iterator[tuple[Array, str, str]]:
+    for i in range(len(x)):
+        for j in ((i + 1) % len(x), (i - 1) % len(x)):
+            y = x.copy()
+            y[i], y[j] = y[i] - 1, y[j] + 1
+            if i != j and y.min() >= 0:
+                yield y, "wrong index", f"has one of {i} counted to {j}"
+
+
+def _orders(x: Array, floating: bool) -> Iterator[tuple[Array, str, str]]:
+    for shift in (-1, 1) if x.ndim > 1 and floating else ():
+        yield np.roll(x, shift), "permutation", f"is rolled by {shift} in memory"
+    for axis, n in enumerate(x.shape):
+        # Rows of a stack of matrices are experts.
+        family = "expert swap" if axis == 0 and x.ndim == 3 and floating else "permutation"
+        for shift in range(1, n) if n <= _SMALL_AXIS else (1, n // 2, n - 1):
+            yield np.roll(x, shift, axis), family, f"is rolled by {shift} in dimension {axis}"
+        pairs = family == "expert swap" and n <= _SMALL_AXIS
+        for i, j in combinations(range(n), 2) if pairs else ():
+            order = np.arange(n)
+            order[[i, j]] = j, i
+            yield x[order], family, f"has {i} and {j} exchanged"
+
+
+def _shifted(x: Array, shift: int, axis: int) -> Array:
+    """Return a mask moved by one, the edge repeated."""
+    index = np.clip(np.arange(x.shape[axis]) - shift, 0, x.shape[axis] - 1)
+    return x.take(index, axis)
+
+
+def _others(record: TensorRecord, finding: "Wrong") -> Iterator[tuple[str, TensorRecord]]:
+    """Yield other tensors of the same shape and type."""
+    seen = {record.load().tobytes()}
+    for name, tensor in finding.tensors():
+        if len(seen) > _MOST_OTHERS:
+            return
+        if tensor.shape == record.shape and tensor.dtype == record.dtype:
+            content = tensor.load().tobytes()
+            if content not in seen:
+                seen.add(content)
+                yield name, tensor
+
+
+def _holding(record: TensorRecord, values: Array) -> TensorRecord:
+    return replace(record, shape=values.shape, read=lambda: values)
+
+
+def _solved(x: Array, finding: "Wrong", call: Call) -> Answer | None:
+    """Find the number with which the result is right, by Gauss and Newton from a coarse grid.
+
+    A number that is free explains no result of a few elements: there is always one.
+    """
+    if x.size < _FEW:
+        return None
+    for path, value in _leaves(call):
+        if not isinstance(value, Scalar) or isinstance(value.value, bool):
+            continue
+        if not isinstance(value.value, float) or not np.isfinite(value.value):
+            continue
+        number = _number(x, finding, call, path, value)
+        if number is not None:
+            said = f"{_name(path)} {number:.6g}, not {value.value:g}"
+            return "wrong setting", said
+    return None
+
+
+def _number(x: Array, finding: "Wrong", call: Call, path: Path, value: Scalar) -> float | None:
+    def at(v: float) -> Array | None:
+        with np.errstate(all="ignore"):
+            found = finding.expected(_with(call, (path, replace(value, value=v))))
+        if not isinstance(found, Approx) or found.value.size != x.size:
+            return None
+        return found.value.reshape(x.shape)
+
+    size = abs(value.value) or 1e-6
+    grid = [value.value, *(s * size * 10.0**k for k in range(-4, 7) for s in (1, -1))]
+    scored = [(float(np.square(x - y).sum()), v) for v in grid if (y := at(v)) is not None]
+    scored = [pair for pair in scored if np.isfinite(pair[0])]
+    if not scored:
+        return None
+    v = min(scored)[1]
+    for _ in range(_STEPS):
+        here, near = at(v), at(v * (1 + 1e-4) + 1e-12)
+        if here is None or near is None:
+            return None
+        slope = (near - here) / (v * 1e-4 + 1e-12)
+        square = float(np.square(slope).sum())
+        if not square or not np.isfinite(square):
+            return None
+        v += float((slope * (x - here)).sum()) / square
+        if not np.isfinite(v):
+            return None
+    fits = _left(x, finding, _with(call, (path, replace(value, value=v)))) is not None
+    return v if fits else None

@@ -1,0 +1,377 @@
+"""What kind of fault a wrong tensor looks like, from what it holds and what it should.
+
+Each kind is a hypothesis that explains the whole tensor: with it, the difference is within the bound. The first that
+does is the answer; a kind that merely comes close is none.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.judge.collectives import Received
+from telechat_moe.tools.align.judge.data_flow import digest
+from telechat_moe.tools.align.judge.fault_arguments import (
+    Answer,
+    close,
+    other_arguments,
+    other_mask,
+)
+from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to, spacing
+from telechat_moe.tools.align.operators.approx import Approx, Array
+
+if TYPE_CHECKING:
+    from telechat_moe.tools.align.judge.divergent_call import Wrong
+
+
+def family_of(finding: "Wrong") -> Answer:
+    """Return the kind of fault of a wrong call and what speaks for it."""
+    verdict, call = finding.verdict, finding.call
+    setting = _wrong_setting(call, finding)
+    if setting is not None:
+        return setting
+    tensor = dict(call.tensors()).get(verdict.place)
+    if tensor is None or tensor.read is None:
+        return "unknown", ""
+    right = finding.wanted()
+    if right is None:
+        return "unknown", ""
+    found = tensor.load()
+    value, bound = right
+    if value.shape != found.shape:
+        if value.size != found.size:
+            return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
+        value, bound = value.reshape(found.shape), bound.reshape(found.shape)
+    if not is_float(tensor.dtype):
+        return finding.elsewhere(found) or _of_integers(found, value)
+    x = found.astype(np.float64)
+    # A mask says why values pass, better than that they do; several wrong outputs have one cause: an argument.
+    answer = other_mask(x, finding)
+    masked = any(t.dtype == "bool" for _, t in call.tensors())
+    if finding.wrong_outputs > 1 or (masked and not np.all(np.isfinite(x))):
+        answer = answer or other_arguments(x, finding)
+    for hypothesis in () if answer else _HYPOTHESES:
+        answer = hypothesis(x, value, bound, call, tensor)
+        if answer is not None:
+            break
+    answer = answer or finding.elsewhere(found) or other_arguments(x, finding)
+    answer = answer or _precision(x, value, bound, tensor, finding)
+    answer = answer or _region(x, value, bound, call, tensor)
+    return answer or ("unknown", f"{verdict.wrong} of {verdict.elements} elements")
+
+
+def of_received(received: Received, dumps: Mapping[int, RankDump]) -> Answer:
+    """Return the kind of fault of what a rank received, where it is no wrong reduction.
+
+    Args:
+        received: What it received.
+        dumps: All ranks of the step.
+    """
+    verdict, call = received.verdict, received.call
+    tensor = dict(call.tensors()).get(verdict.place)
+    if tensor is None or tensor.read is None or not received.expected:
+        return "wrong exchange", verdict.reason
+    expected = received.expected[received.group.index(received.rank)]
+    found = tensor.load()
+    value = expected.value if isinstance(expected, Approx) else np.asarray(expected)
+    if value.shape != found.shape:
+        return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
+    if not isinstance(expected, Approx):
+        return _of_integers(found, value)
+    bound = np.broadcast_to(expected.bound(tensor.dtype), value.shape)
+    x = found.astype(np.float64)
+    for hypothesis in _HYPOTHESES:
+        answer = hypothesis(x, value, bound, call, tensor)
+        if answer is not None:
+            return answer
+    answer = _elsewhere(found, received, dumps) or _precision(x, value, bound, tensor)
+    answer = answer or _region(x, value, bound, call, tensor)
+    return answer or ("wrong exchange", verdict.reason)
+
+
+def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) -> Answer | None:
+    """Return which tensor, made before, was received in place of the right one."""
+    content = digest(found)
+    for rank, dump in dumps.items():
+        for key, call in dump.calls.items():
+            if key == received.keys.get(rank, received.call.key):
+                break
+            for place, tensor in call.tensors():
+                same = tensor.shape == found.shape and tensor.read is not None
+                if same and place.startswith("output") and digest(tensor.load()) == content:
+                    return "wrong tensor", f"it is {place} of {key} of rank {rank}"
+    return None
+
+
+def residual(finding: "Wrong") -> Array | None:
+    """Return the difference of a wrong tensor from what it should be, over its bound; None where that is not known."""
+    tensor = dict(finding.call.tensors()).get(finding.verdict.place)
+    right = finding.wanted() if tensor is not None else None
+    if right is None or tensor is None or tensor.read is None:
+        return None
+    found = tensor.load().astype(np.float64)
+    if right[0].size != found.size:
+        return None
+    value, bound = (x.reshape(found.shape) for x in right)
+    with np.errstate(all="ignore"):
+        return (found - value) / np.where(bound > 0, bound, 1.0)
+
+
+def _wrong_setting(call: Call, finding: "Wrong") -> Answer | None:
+    """A number or flag of the call is another one, and with it the result is right."""
+    if call.phase is Phase.BACKWARD or finding.settings is None:
+        return None
+    theirs, ours = _settings(finding.settings), _settings(call)
+    changed = {k for k in theirs.keys() | ours.keys() if theirs.get(k) != ours.get(k)}
+    if changed and all(v.status == "pass" for v in replay_call(call, call)):
+        names = ", ".join(
+            f"{k} {ours.get(k)} (reference: {theirs.get(k)})" for k in sorted(changed)
+        )
+        return "wrong setting", names
+    return None
+
+
+def _settings(call: Call) -> dict[str, Any]:
+    return {k: repr(v) for k, v in _scalars("", [*call.inputs]) | _scalars("", dict(call.kwargs))}
+
+
+def _scalars(prefix: str, value: Any) -> set[tuple[str, str]]:
+    if isinstance(value, TensorRecord):
+        return set()
+    if isinstance(value, list):
+        return set().union(*(_scalars(f"{prefix}.{i}", v) for i, v in enumerate(value)), set())
+    if isinstance(value, dict):
+        return set().union(*(_scalars(f"{prefix}.{k}", v) for k, v in value.items()), set())
+    return {(prefix.lstrip("."), repr(value.value) if isinstance(value, Scalar) else repr(value))}
+
+
+def _of_integers(found: Array, value: Array) -> Answer:
+    a, b = found.reshape(-1), value.reshape(-1)
+    if a.size == b.size and np.array_equal(np.sort(a), np.sort(b)):
+        return "permutation", "the same numbers in another order"
+    wrong = int((a != b).sum())
+    if wrong == 1:
+        return "single element", "one number differs"
+    return "wrong index", f"{wrong} of {a.size} numbers differ"
+
+
+# ------------------------------------------------------------------ hypotheses
+
+_MOST_ROUNDINGS = 64  # of a narrow accumulator, in units of the largest value
+
+
+def _not_finite(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    bad = ~np.isfinite(x) & np.isfinite(value)
+    if not bad.any():
+        return None
+    kind = "NaN" if np.isnan(x[bad]).any() else "infinity"
+    return "not finite", f"{kind} in {int(bad.sum())} of {x.size} elements"
+
+
+def _single(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    wrong = np.abs(x - value) > bound
+    if wrong.sum() != 1 or x.size < 4:
+        return None
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return "single element", f"{list(at)} only: {x[at]:.6g} for {value[at]:.6g}"
+
+
+def _zero(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
+    return (
+        ("zero", "every element is 0") if not np.any(x) and np.any(np.abs(value) > bound) else None
+    )
+
+
+def _scale(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
+    finite = np.isfinite(value)
+    if not np.array_equal(x[~finite], value[~finite], equal_nan=True):
+        return None
+    x, value, bound = x[finite], value[finite], np.broadcast_to(bound, finite.shape)[finite]
+    square = float((value * value).sum())
+    if not square:
+        return None
+    k = float((x * value).sum()) / square
+    room = 2 * (1 + abs(k)) * bound + 1e-6 * np.abs(k * value) + spacing(x, tensor.dtype)
+    if abs(k - 1) < 1e-9 or not close(x, k * value, room):
+        return None
+    if not _better(x, k * value, value):
+        return None
+    if abs(k + 1) < 1e-3:
+        return "sign", "every element has the other sign"
+    whole = next((n for n in range(2, 65) if abs(k - n) < 1e-3 * n), None)
+    part = next((n for n in range(2, 65) if abs(k * n - 1) < 1e-3), None)
+    if x.size < 2 and not (whole or part):
+        return None  # any number is some other one times a factor
+    if whole:
+        return "scale", f"every element is {whole} times what it should be"
+    if part:
+        return "scale", f"every element is 1/{part} of what it should be"
+    return "scale", f"every element is {k:.6g} times what it should be"
+
+
+def _better(x: Array, explained: Array, value: Array) -> bool:
+    """Return whether an explanation leaves far less of the difference than there was."""
+    return bool(np.square(x - explained).sum() <= 0.1 * np.square(x - value).sum())
+
+
+def _offset(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    places: list[tuple[str, int | None]] = [("element", None)]
+    places += [(f"place of dimension {i}", i) for i in range(x.ndim) if x.shape[i] >= 4]
+    for word, axis in places if x.size >= 4 and np.all(np.isfinite(x)) else ():
+        c = np.median(x - value, axis, keepdims=axis is not None)
+        explained = value + c
+        room = 2 * bound + 1e-7 * np.abs(c) + spacing(x, tensor.dtype)
+        if close(x, explained, room) and _better(x, explained, value):
+            by = f"{float(c):.6g}" if axis is None else "the same"
+            return "offset", f"every {word} is off by {by}"
+    return None
+
+
+def _clipped(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    """Some elements are at a limit, the others right; or all have lost their sign."""
+    wrong = np.abs(x - value) > bound
+    if wrong.sum() < 2 or not np.all(np.isfinite(x)):
+        return None
+    if np.any(x[wrong]) and close(x, np.abs(value), bound):
+        return "sign", "every element is the absolute value"
+    low, high = float(x.min()), float(x.max())
+    at_limit = np.all((x[wrong] == low) | (x[wrong] == high))
+    if at_limit and low < high and close(x, np.clip(value, low, high), bound):
+        return "clipped", f"nothing is beyond {low:.6g} and {high:.6g}"
+    return None
+
+
+def _skipped(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    own = next((p for p, t in call.tensors() if t is tensor), "")
+    for place, other in call.tensors() if own.startswith("output") else ():
+        here = place.startswith("input") and other.shape == x.shape and other.read is not None
+        if here and np.array_equal(other.load().astype(np.float64), x):
+            return "skipped", f"the result is {place}, unchanged"
+    return None
+
+
+def _moved(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
+    if (
+        x.ndim >= 2
+        and x.shape[-1] == x.shape[-2]
+        and close(x, np.swapaxes(value, -1, -2), np.swapaxes(bound, -1, -2))
+    ):
+        return "transpose", "the last two dimensions are exchanged"
+    for axis in range(x.ndim):
+        order = _order(
+            np.moveaxis(x, axis, 0), np.moveaxis(value, axis, 0), np.moveaxis(bound, axis, 0)
+        )
+        if order is None or np.array_equal(order, np.arange(len(order))):
+            continue
+        kind = "permutation" if len(set(order.tolist())) == len(order) else "duplicated"
+        off = np.flatnonzero(order != np.arange(len(order)))
+        said = f"{len(off)} of {len(order)} places of dimension {axis} hold another's values, {off[0]} those of {order[off[0]]}"
+        return kind, said
+    flat_x, flat_v = np.sort(x, None), np.sort(value, None)
+    if x.size > 1 and close(flat_x, flat_v, np.max(bound) + np.zeros(x.size)):
+        return "permutation", "the same values in another order"
+    return None
+
+
+def _order(x: Array, value: Array, bound: Array) -> Array | None:
+    """Return which row of ``value`` each row of ``x`` is, None unless all are."""
+    rows, a, b = len(x), x.reshape(len(x), -1), value.reshape(len(x), -1)
+    if not 2 <= rows <= 4096 or a.shape[1] < 2:
+        return None
+    limit = bound.reshape(rows, -1)
+    right = (np.abs(a - b) <= limit).all(1)
+    order = np.arange(rows)
+    free = ~right  # rows that no right row stands for
+    for i in np.flatnonzero(~right):
+        off = np.abs(b - a[i])
+        fits = np.flatnonzero((off <= limit + np.abs(b) * 1e-6).all(1))
+        if not len(fits):
+            return None
+        own = fits[free[fits]] if free[fits].any() else fits
+        order[i] = own[np.argmin(off[own].sum(1))]
+        free[order[i]] = False
+    return order
+
+
+def _dropped(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    wrong = np.abs(x - value) > bound
+    if x.ndim >= 2 and np.any(wrong) and np.all(x[wrong] == 0):
+        rows = np.flatnonzero(wrong.reshape(len(x), -1).any(1))
+        whole = not np.any(x[rows])
+        return "dropped", f"rows {rows[:6].tolist()} are 0" if whole else "some elements are 0"
+    return None
+
+
+def _precision(
+    x: Array, value: Array, bound: Array, tensor: TensorRecord, finding: "Wrong | None" = None
+) -> Answer | None:
+    """The result was rounded to, or added up in, a narrower type."""
+    scale = np.abs(value).max() or 1.0
+    for narrow in ("float16", "bfloat16", "float8_e4m3", "float8_e5m2"):
+        if FLOATS[narrow].bits >= FLOATS[tensor.dtype].bits:
+            continue
+        if np.array_equal(round_to(x, narrow), x) and close(
+            x, value, bound + 2 * FLOATS[narrow].unit * np.abs(value) + 1e-30
+        ):
+            return "wrong dtype", f"every value is one of {narrow}"
+    # Rounded more often than it should be: relative to the largest, an error like a sum in a narrow type.
+    error = np.abs(x - value)
+    for narrow in ("float16", "bfloat16"):
+        unit = FLOATS[narrow].unit
+        small = error.max() <= _MOST_ROUNDINGS * unit * scale
+        if small and np.median(error) >= unit * scale / 256 and _narrow(x, narrow, finding):
+            return (
+                "accumulator",
+                f"the error is that of sums in {narrow} ({error.max() / scale:.2g} of the largest value)",
+            )
+    return None
+
+
+def _narrow(x: Array, dtype: str, finding: "Wrong | None") -> bool:
+    """Return whether a program that stores all it computes in a narrow type could have made a result; unknown: True."""
+    found = finding.in_narrow(dtype) if finding is not None else None
+    if found is None or found[0].size != x.size:
+        return True
+    return close(x, found[0].reshape(x.shape), found[1].reshape(x.shape))
+
+
+def _region(
+    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
+) -> Answer | None:
+    """One part is wrong, the rest right."""
+    wrong = np.abs(x - value) > bound
+    share = wrong.mean()
+    if share > 0.9 or x.ndim == 0:
+        return None
+    for axis in range(x.ndim):
+        hit = np.flatnonzero(wrong.any(tuple(i for i in range(x.ndim) if i != axis)))
+        if len(hit) < 0.5 * x.shape[axis] or len(hit) == 1:
+            return "part", f"dimension {axis}: only {hit[:6].tolist()} of {x.shape[axis]} wrong"
+    return None
+
+
+_HYPOTHESES: tuple[Callable[..., Answer | None], ...] = (
+    _not_finite,
+    _zero,
+    _single,
+    _skipped,
+    _scale,
+    _moved,
+    _clipped,
+    _dropped,
+    _offset,
+)

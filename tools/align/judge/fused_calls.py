@@ -1,0 +1,226 @@
+"""Operators that stand in the place of others: a fused one for several, or several for one.
+
+Calls that only one of the runs makes are no fault where they give the same. What the reference's calls would have made
+from the target's own tensors is computed, with its bound; what the target's next calls take must be that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
+from telechat_moe.tools.align.judge.collectives import is_exchange
+from telechat_moe.tools.align.judge.data_flow import Place, Wiring
+from telechat_moe.tools.align.judge.replay import arguments_of
+from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.registry import UNFIT
+
+_DEEP = 64
+
+
+class Replaced:
+    """The calls that only one of two runs makes.
+
+    Args:
+        reference: Data flow of the run that is believed.
+        target: Of the run to judge, with the reference's keys where calls belong together.
+    """
+
+    def __init__(self, reference: Wiring, target: Wiring) -> None:
+        self.reference, self.target = reference, target
+        self._made: dict[str, list[Approx | Array] | None] = {}
+        self._wrong: set[str] = set()
+        self._unknown: set[str] = set()
+
+    @cached_property
+    def lost(self) -> list[Call]:
+        """Forward calls that the target does not make."""
+        ours = self.target.dump.calls
+        return [c for k, c in self.reference.dump.calls.items() if k not in ours and _counts(c)]
+
+    @cached_property
+    def new(self) -> list[Call]:
+        """Forward calls that the reference does not make."""
+        theirs = self.reference.dump.calls
+        return [c for k, c in self.target.dump.calls.items() if k not in theirs and _counts(c)]
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Yield a verdict for each input of the target that the lost calls made in the reference."""
+        if not self.lost:
+            return
+        lost = {c.key for c in self.lost}
+        for place in self.reference.inputs():
+            tensor = self.target.tensors.get(place)
+            sources = [s for s in self.reference.sources_of(place) if s[0] in lost]
+            whole = len(sources) == len(self.reference.sources_of(place))
+            if not sources or not whole or tensor is None or tensor.read is None:
+                continue
+            if self.reference.dump.calls[place[0]].phase is not Phase.FORWARD:
+                continue
+            if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
+                continue  # a mask of another kind: what comes of it is judged
+            verdict = self._judged(place, sources, tensor)
+            if verdict is not None:
+                yield verdict
+
+    def otherwise(self) -> Iterator[Verdict]:
+        """Yield verdicts on calls that take other tensors than in the reference (a mask, a bias, more weights): by what they give."""
+        for key, call in self.reference.dump.calls.items():
+            ours = self.target.dump.calls.get(key)
+            if ours is None or not _counts(call) or is_exchange(call) or ours.name != call.name:
+                continue
+            theirs, mine = (dict(c.tensors()) for c in (call, ours))
+            if theirs.keys() == mine.keys() or not all(t.read for t in mine.values()):
+                continue
+            lacks = ", ".join([*theirs.keys() - mine.keys(), *mine.keys() - theirs.keys()][:4])
+            said = f"{lacks}: only one of the runs has it"
+            made = [t for p, t in ours.tensors() if p.startswith("output")]
+            if len(made) != sum(p.startswith("output") for p in theirs):
+                yield Verdict(key, "", "diverged", np.inf, said)
+                continue
+            expected = self._evaluated(call, 0)
+            for i, tensor in enumerate(made if expected is not None else ()):
+                assert expected is not None
+                found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
+                yield replace(found, place="", reason=f"{said}; {found.reason}")
+            if expected is None:
+                yield Verdict(
+                    key, "", "not judged", reason="takes other tensors than in the reference"
+                )
+
+    def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
+        expected = self._imagined(sources[-1], 0)
+        if expected is None:
+            self._unknown |= {s[0] for s in sources}
+            said = (
+                f"{sources[-1][0]} stands only in the reference, and no formula says what it gives"
+            )
+            return Verdict(place[0], "", "not judged", reason=said)
+        found = tensor.load()
+        if np.size(_plain(expected)) == found.size:
+            expected = (
+                expected.reshape(*found.shape)
+                if isinstance(expected, Approx)
+                else np.asarray(expected).reshape(found.shape)
+            )
+        verdict = judge(*place, found, expected, tensor.dtype)
+        if verdict.status != "diverged":
+            return verdict
+        self._wrong |= {s[0] for s in sources}
+        return None  # the missing call is the finding
+
+    @cached_property
+    def right(self) -> frozenset[str]:
+        """Calls of either run in whose place others gave the same."""
+        list(self.verdicts())
+        if not self.lost and not self.new:
+            return frozenset()
+        used = {c.key for c in self.lost if self._made.get(c.key) is not None}
+        good = used - self._wrong - self._unknown if not self._wrong else set()
+        if not good:
+            return frozenset()
+        # New calls are judged by themselves; what they lead to is what the lost ones would have given.
+        return frozenset(good | {c.key for c in self.new} | {c.key for c in self.lost})
+
+    def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
+        """Return what an output of a lost call would be from the target's tensors."""
+        key = place[0]
+        if depth > _DEEP:
+            return None
+        if key not in self._made:
+            self._made[key] = None
+            self._made[key] = self._evaluated(self.reference.dump.calls[key], depth)
+        made, number = self._made[key], place[1].split(".")
+        if made is None or len(number) != 2 or int(number[1]) >= len(made):
+            return None
+        return made[int(number[1])]
+
+    def _evaluated(self, call: Call, depth: int) -> list[Approx | Array] | None:
+        formula = find(call.name)
+        if formula is None or is_exchange(call):
+            return None
+        given: dict[str, Approx | Array] = {}
+        for place, tensor in call.tensors():
+            if place.startswith("output"):
+                continue
+            value = self._here((call.key, place), tensor, depth)
+            if value is None:
+                return None
+            given[place] = value
+        narrow = _narrowest(given)
+        given = {place: _leaf(value, narrow) for place, value in given.items()}
+        try:
+            arguments, tensors = arguments_of(_with(call, given, narrow), formula, None, True)
+            floats = [given[p] for p, t in call.tensors() if p in given and is_float(t.dtype)]
+            for x, known in zip(tensors, floats, strict=True):
+                if isinstance(known, Approx):
+                    x.sigma, x.limit = known.sigma, known.limit
+            return list(formula.compute(arguments))
+        except UNFIT:
+            return None
+
+    def _here(self, place: Place, tensor: TensorRecord, depth: int) -> Approx | Array | None:
+        """Return what the target has in the place of an input of the reference."""
+        sources = self.reference.sources_of(place)
+        for source in sources:
+            ours = self.target.tensors.get(source)
+            if ours is None or ours.read is None:
+                continue
+            if is_float(ours.dtype) == is_float(tensor.dtype):
+                values = ours.load()
+                if values.size == np.prod(tensor.shape):
+                    values = values.reshape(tensor.shape)
+                return Approx(values, ours.dtype) if is_float(ours.dtype) else values
+        for source in sources:
+            found = self._imagined(source, depth + 1)
+            if found is not None:
+                return found
+        return None if sources or tensor.read is None else tensor.load()
+
+
+def _narrowest(given: dict[str, Approx | Array]) -> str:
+    """Return the type in which the target computes, from what it made."""
+    kinds = [v.stored for v in given.values() if isinstance(v, Approx)]
+    return min(kinds, key=lambda kind: FLOATS[kind].bits, default="float32")
+
+
+def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
+    """Return what comes from outside, where it must be the reference's but for a rounding to the target's type."""
+    if isinstance(value, Approx) or value.dtype.kind != "f":
+        return value
+    known = round_to(value, dtype)
+    error = np.abs(np.where(np.isfinite(value), known - value, 0.0))
+    return Approx(known, dtype, sigma=error, limit=error)
+
+
+def _counts(call: Call) -> bool:
+    return call.kind == "api" and call.phase is Phase.FORWARD
+
+
+def _plain(x: Approx | Array) -> Array:
+    return x.value if isinstance(x, Approx) else np.asarray(x)
+
+
+def _with(call: Call, given: dict[str, Approx | Array], dtype: str) -> Call:
+    """Return a call with other values in its tensors, floating-point ones of a type."""
+
+    def changed(place: str, value: Any) -> Any:
+        if isinstance(value, TensorRecord):
+            array = _plain(given[place])
+            kind = dtype if is_float(value.dtype) else value.dtype
+            return replace(value, dtype=kind, shape=array.shape, read=lambda: array)
+        if isinstance(value, list):
+            return [changed(f"{place}.{i}", v) for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return {k: changed(f"{place}.{k}", v) for k, v in value.items()}
+        return value
+
+    inputs = [changed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
+    kwargs = {k: changed(f"input.{k}", v) for k, v in call.kwargs.items()}
+    return replace(call, inputs=inputs, kwargs=kwargs)

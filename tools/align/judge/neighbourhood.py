@@ -1,0 +1,89 @@
+"""The calls around one of them: what it took, what took its results, two steps each way."""
+
+from dataclasses import replace
+from typing import Any
+
+from telechat_moe.tools.align.dump.records import Call, Dump, RankDump
+from telechat_moe.tools.align.judge.data_flow import Wiring
+
+REACH = 2  # calls away from the one in the middle
+_WINDOW = 120  # calls before and behind in the order of the run: others are not searched
+_WIDE = 5  # calls shown at one distance
+
+
+def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
+    """Return the neighbourhood of a call in the data flow, None where it is not in the dump.
+
+    Args:
+        dump: The run.
+        step: Step.
+        rank: Global rank.
+        key: Of the call.
+
+    Returns:
+        ``nodes`` (key, name, phase, layer's module, distance: below 0 before the call) and ``edges`` (from, to, tensor,
+        shape), as plain JSON types.
+    """
+    found = dump.ranks.get((step, rank))
+    if found is None or key not in found.calls:
+        return None
+    part = _window(found, key)
+    wiring = Wiring(part)
+    edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
+    for call in part.calls.values():
+        for place, tensor in call.tensors():
+            if place.startswith("output"):
+                continue
+            sources = wiring.sources_of((call.key, place))
+            if sources:  # of several with the same content the nearest one
+                edges.setdefault((sources[-1][0], call.key), (place, tensor.shape))
+    distance = _distances(key, list(edges))
+    kept = {k: d for k, d in distance.items() if abs(d) <= REACH}
+    nodes = [
+        _node(part.calls[k], d) for k, d in sorted(kept.items(), key=lambda i: wiring.order[i[0]])
+    ]
+    shown = [
+        {"from": a, "to": b, "tensor": place, "shape": list(shape)}
+        for (a, b), (place, shape) in edges.items()
+        if a in kept and b in kept
+    ]
+    return {"nodes": nodes, "edges": shown}
+
+
+def _window(dump: RankDump, key: str) -> RankDump:
+    keys = list(dump.calls)
+    at = keys.index(key)
+    near = keys[max(0, at - _WINDOW) : at + _WINDOW + 1]
+    calls = {k: dump.calls[k] for k in near if dump.calls[k].kind == "api"}
+    calls.setdefault(key, dump.calls[key])
+    return replace(dump, calls=calls)
+
+
+def _distances(key: str, edges: list[tuple[str, str]]) -> dict[str, int]:
+    """Return how many calls away others are: below 0 those that lead to it, above 0 those that it leads to."""
+    found = {key: 0}
+    for sign, a, b in ((-1, 1, 0), (1, 0, 1)):
+        border = [key]
+        for step in range(1, REACH + 1):
+            near = list(
+                dict.fromkeys(
+                    e[b] for k in border for e in edges if e[a] == k and e[b] not in found
+                )
+            )
+            near = near[-_WIDE:] if sign < 0 else near[:_WIDE]
+            found |= dict.fromkeys(near, sign * step)
+            border = near
+    return found
+
+
+def _node(call: Call, distance: int) -> dict[str, Any]:
+    made = next((t for p, t in call.tensors() if p.startswith("output")), None)
+    return {
+        "key": call.key,
+        "name": call.name,
+        "phase": call.phase.value,
+        "parent": call.parent,
+        "distance": distance,
+        "shape": list(made.shape) if made else None,
+        "dtype": made.dtype if made else None,
+    }

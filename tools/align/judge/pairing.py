@@ -1,0 +1,133 @@
+"""Which calls of two runs belong together, by name, order and content."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from difflib import SequenceMatcher
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.collectives import is_exchange
+from telechat_moe.tools.align.operators import find
+
+_EXTRA = "+"  # behind the key of a call that the reference does not make
+
+
+def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, str]]:
+    """Return the target with the reference's names and numbers of calls, and its own key of each call.
+
+    A call more or less shifts the numbers of all calls of its name after it; the order of the names tells which belong
+    together. Where the runs have no name in common (other scopes, another front end), operators are names.
+    """
+    ours, theirs = _forwards(target), _forwards(reference)
+    if [key for key, _ in ours] == [key for key, _ in theirs]:
+        return target, {}
+    mine, other = ([call.name for _, call in calls] for calls in (ours, theirs))
+    if not {*mine} & {*other}:
+        mine, other = ([_operator(call) for _, call in calls] for calls in (ours, theirs))
+    new = {key: f"{_head(key)}{_EXTRA}.forward" for key, _ in ours}
+    new |= {ours[a][0]: theirs[b][0] for a, b in _pairs(mine, other, ours, theirs)}
+    known = {_head(key): _head(name) for key, name in new.items()}
+    calls: dict[str, Call] = {}
+    names: dict[str, str] = {}
+    for key, call in target.calls.items():
+        head = _head(key)
+        name = known.get(head, head) + key.removeprefix(head)
+        alike = reference.calls.get(name)
+        own = call.name if alike is None or find(alike.name) is None else alike.name
+        calls[name], names[name] = replace(call, key=name, name=own), key
+    return replace(target, calls=calls), names
+
+
+def _pairs(
+    mine: list[str],
+    other: list[str],
+    ours: list[tuple[str, Call]],
+    theirs: list[tuple[str, Call]],
+) -> Iterator[tuple[int, int]]:
+    """Yield which calls of two runs belong together: by the order of names, else by name and what they hold, wherever."""
+    left, right = set(range(len(mine))), set(range(len(other)))
+    for a, b, size in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
+        yield from ((a + i, b + i) for i in range(size))
+        left -= set(range(a, a + size))
+        right -= set(range(b, b + size))
+    waiting: dict[bytes, list[int]] = {}
+    for b in sorted(right):
+        waiting.setdefault(_content(theirs[b][1]), []).append(b)
+    for a in sorted(left):
+        found = waiting.get(_content(ours[a][1]))
+        if found:
+            yield a, found.pop(0)
+
+
+def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
+    """Return a run without calls that the other lacks and that repeat another call to the last bit: recomputation.
+
+    A backward call that belongs to such a one is the other's.
+    """
+    only = {key for key, _ in _forwards(dump) if key not in other.calls}
+    only = {key for key in only if not is_exchange(dump.calls[key])}
+    kinds = {_operator(dump.calls[key]) for key in only}
+    first: dict[bytes, str] = {}
+    for key, call in _forwards(dump) if only else ():
+        if key not in only and _operator(call) in kinds:
+            first.setdefault(_content(call), key)
+    again = {key: first[mark] for key in only if (mark := _content(dump.calls[key])) in first}
+    if not again:
+        return dump
+    calls = {key: call for key, call in dump.calls.items() if key not in again}
+    for key, same in again.items():
+        back, own = (f"{_head(k)}.backward" for k in (key, same))
+        if back in calls and own in calls:
+            return dump
+        if back in calls:  # in its place in the order
+            calls[same] = replace(dump.calls[key], key=same)
+            calls = {
+                (own if k == back else k): replace(c, key=own) if k == back else c
+                for k, c in calls.items()
+            }
+    return replace(dump, calls=calls)
+
+
+def _content(call: Call) -> bytes:
+    """Return a digest of what an operator was given and made; one of its own where values are not known."""
+    if any(t.read is None for _, t in call.tensors()):
+        return call.key.encode()
+    mark = hashlib.blake2b(_operator(call).encode(), digest_size=16)
+    add_to(mark, [call.inputs, [*call.kwargs.items()], call.outputs], True)
+    return mark.digest()
+
+
+def add_to(mark: Any, value: Any, tensors: bool) -> None:
+    """Add arguments to a digest, tensors with their contents or only as being there."""
+    if isinstance(value, TensorRecord):
+        mark.update(f"{value.dtype}{value.shape}".encode() if tensors else b"tensor")
+        if tensors and value.read is not None:
+            mark.update(np.ascontiguousarray(value.load()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            add_to(mark, item, tensors)
+    else:
+        mark.update(repr(value).encode())
+
+
+def _head(key: str) -> str:
+    """Return a key without its direction."""
+    return key.removesuffix(".forward").removesuffix(".backward")
+
+
+def _operator(call: Call) -> str:
+    """Return what an operator computes, whatever the scope or front end that its name begins with."""
+    formula = find(call.name)
+    return formula.name if formula is not None else call.name.rsplit(".", 1)[-1]
+
+
+def _forwards(dump: RankDump) -> list[tuple[str, Call]]:
+    """Return the operators' calls, but not backward ones, in order."""
+    return [
+        (key, call)
+        for key, call in dump.calls.items()
+        if call.kind == "api" and call.phase is not Phase.BACKWARD
+    ]

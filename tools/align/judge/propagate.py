@@ -1,0 +1,216 @@
+"""How far the tensors of two right runs may be apart: the roundings of one run, carried along its data flow.
+
+Each operator is recomputed as ``replay`` does, but its inputs are known only as well as the calls that made them: standard
+deviations of rounding errors go from outputs to the inputs that are equal to them, through each operator's own
+derivatives (first order, errors of different elements independent). The other run rounds as often, elsewhere: two runs
+differ by the root of twice the sum of squares. Weights and data are exact.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.collectives import group_of, kind_of
+from telechat_moe.tools.align.judge.data_flow import Place, Wiring, digest
+from telechat_moe.tools.align.judge.replay import arguments_of, exactly, forward_key
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array, gradients
+from telechat_moe.tools.align.operators.registry import UNFIT, Arguments, Formula
+
+MOST = 1 << 26
+"""Elements of a rank's step, beyond which nothing is derived: deviations are kept, four bytes each."""
+
+_SUMMED = ("allreduce", "reducescatter")
+
+
+class Deviations:
+    """Standard deviations of the rounding errors of a rank's tensors.
+
+    Args:
+        dump: The rank, with values.
+    """
+
+    def __init__(self, dump: RankDump) -> None:
+        self.dump, self.wiring = dump, Wiring(dump)
+        self.made: dict[Place, Array] = {}
+        """Of outputs; of others nothing is known: their call cannot be recomputed, or takes such a tensor."""
+        self._holding: dict[bytes, Array | None] = {}  # by what a tensor holds; None: not known
+        for call in dump.calls.values():
+            if call.kind == "api":
+                self._run(call)
+
+    def of(self, place: Place) -> Array | None:
+        """Return the deviation of a tensor, 0 of one from outside; None: not known."""
+        if place in self.made:
+            return self.made[place]
+        values = self.wiring.tensors[place].load()
+        content = digest(values)
+        if content in self._holding:
+            known = self._holding[content]
+            return None if known is None else known.reshape(values.shape)
+        if not self._comes_back(place) or values.min() == values.max():
+            return np.zeros(values.shape)
+        parts = [self.made.get(p) for p in self.wiring.summed_from(place)]
+        if not parts or any(p is None for p in parts):
+            return None
+        squares = [np.square(p).reshape(values.shape) for p in parts if p is not None]
+        return np.sqrt(np.sum(squares, 0))
+
+    def _comes_back(self, place: Place) -> bool:
+        """Return whether a tensor is a gradient, which must come from somewhere."""
+        phase = self.dump.calls[place[0]].phase
+        return phase is Phase.BACKWARD or place[1] == "input.grad"
+
+    def _run(self, call: Call) -> None:
+        try:
+            found = self._collective(call) if kind_of(call) is not None else self._operator(call)
+        except UNFIT:
+            found = {}
+        for place, record in call.tensors():
+            if not place.startswith("output") or not is_float(record.dtype):
+                continue
+            deviation = found.get(place)
+            known = deviation is not None and deviation.size == int(np.prod(record.shape))
+            content = digest(record.load())
+            if known and deviation is not None:
+                kept = deviation.astype(np.float32).reshape(record.shape)
+                self.made[call.key, place] = self._holding[content] = kept
+            else:
+                self._holding.setdefault(content, None)
+
+    def _carried(self, call: Call, tensors: list[Approx]) -> None:
+        """Give a call's tensors the deviations that they come with."""
+        places = [p for p, t in call.tensors() if not p.startswith("output") and is_float(t.dtype)]
+        for place, x in zip(places, tensors, strict=False):
+            self._give(x, self.of((call.key, place)))
+
+    def _give(self, x: Approx, deviation: Array | None) -> None:
+        if deviation is None:
+            raise ValueError("what goes in is not known")
+        x.sigma = np.hypot(x.sigma, deviation)
+        x.limit = x.limit + 8 * deviation
+
+    def _operator(self, call: Call) -> dict[str, Array]:
+        back = call.phase is Phase.BACKWARD
+        forward = self.dump.calls.get(forward_key(call)) if back else call
+        formula = find(forward.name) if forward is not None else None
+        if formula is None or forward is None:
+            return {}
+        arguments, tensors = arguments_of(forward, formula, None, back)
+        self._carried(forward, tensors)
+        if back:
+            return self._gradients(call, formula, arguments, tensors)
+        outputs = [(p, t) for p, t in call.tensors() if p.startswith("output")]
+        arguments.made = [t for _, t in outputs]
+        made = zip(outputs, formula.compute(arguments), strict=False)
+        return {
+            place: _stored(x, record.dtype, formula.exact)
+            for (place, record), x in made
+            if isinstance(x, Approx)
+        }
+
+    def _gradients(
+        self, call: Call, formula: Formula, arguments: Arguments, tensors: list[Approx]
+    ) -> dict[str, Array]:
+        outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
+        coming = [(p, t) for p, t in call.tensors() if p.startswith("input") and is_float(t.dtype)]
+        seeds: list[tuple[Approx, Approx]] = []
+        for output, (place, record) in zip(outputs, coming, strict=False):
+            x = exactly(record.load(), record.dtype, True)
+            self._give(x, self.of((call.key, place)))
+            seeds.append((output, x))
+        made = iter([g for g in gradients(seeds, tensors) if g is not None])
+        found: dict[str, Array] = {}
+        for place, record in call.tensors():
+            if place.startswith("output"):
+                fits = next((g for g in made if g.shape == record.shape), None)
+                if fits is not None:
+                    found[place] = _stored(fits, record.dtype, formula.exact)
+        return found
+
+    def _collective(self, call: Call) -> dict[str, Array]:
+        """Return the deviation of what an exchange brings: other ranks' terms are as far off as the own one."""
+        taken = [(p, t) for p, t in call.tensors() if p.startswith("input") and is_float(t.dtype)]
+        own = [self.of((call.key, p)) for p, _ in taken]
+        if not own or any(d is None for d in own):
+            return {}
+        size = np.sqrt(np.mean([np.mean(np.square(d)) for d in own if d is not None]))
+        ranks = len(group_of(call) or [0])
+        terms = ranks if kind_of(call) in _SUMMED else 1
+        found: dict[str, Array] = {}
+        for place, record in call.tensors():
+            if place.startswith("output") and is_float(record.dtype):
+                own_rounding = _unit(record.dtype) * np.abs(record.load()) * (terms - 1) ** 0.5
+                found[place] = np.hypot(size * terms**0.5, own_rounding)
+        return found
+
+
+def _unit(dtype: str) -> float:
+    """Return the standard deviation of a rounding, relative: errors are uniform in +-1 unit roundoff."""
+    return FLOATS[dtype].unit * 3**-0.5
+
+
+def _stored(x: Approx, dtype: str, exact: bool) -> Array:
+    """Return the deviation of a result as its tensor holds it."""
+    if exact or FLOATS[dtype].unit <= x.unit:
+        return np.broadcast_to(x.sigma, x.shape).astype(np.float64)
+    return np.hypot(x.sigma, _unit(dtype) * np.abs(x.value))
+
+
+class Allowed:
+    """How far whole tensors of two right runs may be apart, by the deviations of one of them; of one step at a time."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Deviations] = {}
+
+    def limit(
+        self, ranks: Sequence[RankDump], owners: Sequence[int], place: Place, whole: Array
+    ) -> float | None:
+        """Return the largest relative L2 distance; None: it cannot be derived.
+
+        As elsewhere eight standard deviations: errors of a tensor may have one cause, so their norm is as uncertain as
+        one error.
+
+        Args:
+            ranks: Of a step.
+            owners: Those that have pieces of the tensor.
+            place: Where it stands in their dumps.
+            whole: The tensor.
+        """
+        if len(set(owners)) < len(ranks):
+            return None  # a stage of a pipeline: what other stages rounded is not in its dump
+        norm = float(np.linalg.norm(whole.astype(np.float64)))
+        squares: list[float] = []
+        for dump in ranks:
+            if dump.rank not in owners or place[0] not in dump.calls:
+                continue
+            deviations = self._of(dump)
+            found = None if deviations is None else deviations.of(place)
+            if found is None:
+                return None
+            squares.append(float(np.mean(np.square(found, dtype=np.float64))))
+        if not squares or not norm:
+            return None
+        return SIGMAS * (2 * float(np.mean(squares)) * whole.size) ** 0.5 / norm
+
+    def _of(self, dump: RankDump) -> Deviations | None:
+        key = dump.step, dump.rank
+        if key not in self._known:
+            self._known = {k: v for k, v in self._known.items() if k[0] == dump.step}
+            records = [t for call in dump.calls.values() for _, t in call.tensors()]
+            if any(t.read is None for t in records) or sum(map(_size, records)) > MOST:
+                return None
+            self._known[key] = Deviations(dump)
+        return self._known[key]
+
+
+def _size(record: TensorRecord) -> int:
+    return int(np.prod(record.shape))
+
+
+def apart(values: Array, deviation: Array) -> float:
+    """Return how far two right runs are from each other as a standard deviation, relative to the norm of one."""
+    norm = float(np.sqrt(np.mean(np.square(values.astype(np.float64)))))
+    return float(np.sqrt(2 * np.mean(np.square(deviation)))) / norm if norm else 0.0

@@ -1,0 +1,305 @@
+"""Isolated replay: recompute each operator from the inputs that the program itself gave it.
+
+A verdict so depends on nothing that happened upstream: no error grows along the network, and a token that took another
+expert changes nothing for the operators after. What is recomputed is the formula of the definition in float64
+(``operators/``), with the reference's own settings where a reference run is given; integers must be met exactly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.collectives import kind_of
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.operators import Arguments, Formula, find
+from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
+from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
+from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
+
+
+def replay(dump: RankDump, reference: RankDump | None = None) -> Iterable[list[Verdict]]:
+    """Yield the verdicts of each operator of a rank, in the order of the dump.
+
+    Args:
+        dump: The run to judge.
+        reference: A run that is believed; its numbers and flags (axis, eps, scale) are used instead of the dump's.
+    """
+    for call in dump.calls.values():
+        if call.kind != "api" or kind_of(call) is not None:
+            continue
+        forward = call
+        if call.phase is Phase.BACKWARD:
+            forward = dump.calls.get(forward_key(call))
+        settings = _settings(call, reference)
+        yield replay_call(call, forward, settings)
+
+
+def forward_key(call: Call) -> str:
+    """Return the key of the forward call that a backward one belongs to."""
+    return call.key.removesuffix("backward") + "forward"
+
+
+def _settings(call: Call, reference: RankDump | None) -> Call | None:
+    if reference is None:
+        return None
+    return reference.calls.get(forward_key(call) if call.phase is Phase.BACKWARD else call.key)
+
+
+def replay_call(call: Call, forward: Call | None, settings: Call | None = None) -> list[Verdict]:
+    """Return the verdicts of one operator, one for each tensor that it made.
+
+    Args:
+        call: The operator.
+        forward: Its forward call; of a forward call, itself.
+        settings: The reference's forward call, whose numbers and flags are used.
+    """
+    try:
+        if forward is None:
+            raise NotJudgedError("its forward call is not in the dump")
+        formula = find(forward.name)
+        if formula is None:
+            raise NotJudgedError(f"no formula for {forward.name}")
+        if call.phase is not Phase.BACKWARD:
+            return _defined(_forward(call, formula, settings), [call])
+        return _defined(_backward(call, forward, formula, settings), [call, forward])
+    except NotJudgedError as error:
+        return [not_judged(call.key, str(error))]
+    except LookupError as error:
+        return [not_judged(call.key, str(error))]
+    except BadInputError:
+        raise
+    except (ValueError, IndexError, TypeError, AttributeError, FloatingPointError) as error:
+        return [not_judged(call.key, f"arguments do not fit {call.name}: {error}")]
+
+
+def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
+    """Leave out what only NaN or infinity in the calls' own tensors explains: right kernels differ in what they make of it.
+
+    Minus infinity is how masks are filled, and stays judged.
+    """
+    if not any(v.not_finite for v in verdicts):
+        return verdicts
+    fed = (r for call in calls for r in _flat([*call.inputs, *call.kwargs.values()]))
+    if not any(is_float(r.dtype) and _has_no_value(r.load()) for r in fed):
+        return verdicts
+    return [
+        not_judged(v.key, f"{v.place}: NaN or infinity goes in and comes out: {v.reason}")
+        if v.status == "diverged" and v.wrong == v.not_finite
+        else v
+        for v in verdicts
+    ]
+
+
+def _has_no_value(x: Array) -> bool:
+    return bool(np.any(np.isnan(x) | np.isposinf(x)))
+
+
+def arguments_of(
+    call: Call, formula: Formula, settings: Call | None = None, stores: bool = False
+) -> tuple[Arguments, list[Approx]]:
+    """Return a forward call's arguments, tensors loaded, and its floating-point tensors in order.
+
+    Args:
+        call: Forward call.
+        formula: Its formula.
+        settings: See :func:`replay_call`.
+        stores: Intermediate results are rounded to the tensors' type, as in backward kernels.
+    """
+    tensors: list[Approx] = []
+    stores = stores or formula.stores
+    given = settings if settings is not None else call
+    positional = [_argument(v, s, tensors, stores) for v, s in _both(call.inputs, given.inputs)]
+    named = {
+        name: _argument(value, given.kwargs.get(name, value), tensors, stores)
+        for name, value in call.kwargs.items()
+    }
+    for name, value in given.kwargs.items():  # a setting that the program was not given
+        if name not in named and isinstance(value, Scalar):
+            named[name] = value.value
+    return formula.bind(positional, named), tensors
+
+
+def _both(values: list[Value], settings: list[Value]) -> Iterable[tuple[Value, Value]]:
+    for i, value in enumerate(values):
+        yield value, settings[i] if i < len(settings) else value
+    for extra in settings[len(values) :]:
+        if isinstance(extra, Scalar):
+            yield extra, extra
+
+
+def _argument(value: Value, setting: Value, tensors: list[Approx], stores: bool) -> Any:
+    if isinstance(value, TensorRecord):
+        array = value.load()
+        if not is_float(value.dtype):
+            return array
+        x = exactly(array, value.dtype, stores)
+        tensors.append(x)
+        return x
+    if isinstance(value, list):
+        other = setting if isinstance(setting, list) and len(setting) == len(value) else value
+        return [_argument(v, s, tensors, stores) for v, s in zip(value, other, strict=True)]
+    if isinstance(value, Mapping):
+        return {k: _argument(v, v, tensors, stores) for k, v in value.items()}
+    chosen = setting if isinstance(setting, Scalar) or setting is None else value
+    if _is_extreme(value) and _is_extreme(setting):
+        chosen = value  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
+    return _plain(chosen)
+
+
+def _is_extreme(value: Value) -> bool:
+    """Return whether a number is the smallest or largest of a floating-point type."""
+    known = isinstance(value, Scalar) and isinstance(value.value, float)
+    return known and abs(value.value) in _LARGEST
+
+
+_LARGEST = {kind.largest for kind in FLOATS.values()} | {float("inf")}
+
+
+def exactly(values: Array, dtype: str, stores: bool) -> Approx:
+    """Return a tensor of the dump; what follows from it is stored in its type, or in float32 if that is wider."""
+    stored = dtype if stores or dtype == "float64" else "float32"
+    size = np.abs(np.asarray(values, np.float64))
+    flushed = (size > 0) & (size < 2.0 ** FLOATS[dtype].low)
+    if dtype == "float16" or not np.any(flushed):
+        return Approx(values, stored)
+    gone = np.where(flushed, size, 0.0)  # some kernels read subnormal numbers as zero
+    return Approx(values, stored, sigma=gone, limit=gone)
+
+
+def _plain(value: Value) -> Any:
+    if not isinstance(value, Scalar):
+        return None
+    if value.type == "slice":
+        return slice(*value.value)
+    if value.type == "ellipsis":
+        return Ellipsis
+    return value.value
+
+
+def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdict]:
+    arguments, tensors = arguments_of(call, formula, settings)
+    if formula.name in CHOOSES and any(np.isnan(x.value).any() for x in tensors):
+        raise NotJudgedError("NaN goes in: which element is the largest is not defined")
+    found = list(_flat(call.outputs))
+    if not found:
+        raise NotJudgedError("no output was dumped")
+    arguments.made = found
+    expected = list(formula.compute(arguments))
+    verdicts: list[Verdict] = []
+    for i, record in enumerate(found):
+        place = f"output.{i}"
+        if i >= len(expected):
+            verdicts.append(
+                not_judged(call.key, f"{place}: the formula gives {len(expected)} outputs")
+            )
+            continue
+        values = record.load()
+        free = free_choices(formula, arguments, i, values, expected[i])
+        verdicts.append(judge(call.key, place, values, expected[i], record.dtype, free))
+    return verdicts
+
+
+def free_choices(
+    formula: Formula, arguments: Arguments, place: int, found: Array, expected: Approx | Array
+) -> Array | None:
+    """Return where indices of a choice may differ, because elements are equal."""
+    if CHOOSES.get(formula.name) != place or isinstance(expected, Approx):
+        return None
+    x = (
+        arguments.input.value
+        if isinstance(arguments.input, Approx)
+        else np.asarray(arguments.input)
+    )
+    dim = None if arguments.dim is None else int(arguments.dim)
+    if found.shape != expected.shape or (dim is not None and found.ndim != x.ndim):
+        return None
+    return same_choice(x, found.astype(np.int64), expected, dim)
+
+
+def _flat(values: Any) -> Iterable[TensorRecord]:
+    if isinstance(values, TensorRecord):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _flat(value)
+
+
+def _backward(call: Call, forward: Call, formula: Formula, settings: Call | None) -> list[Verdict]:
+    return _match(call, *_gradients(call, forward, formula, settings))
+
+
+def _gradients(
+    call: Call, forward: Call, formula: Formula, settings: Call | None
+) -> tuple[list[Approx | None], list[Approx]]:
+    """Return the gradients of a call's floating-point tensors, and those tensors."""
+    arguments, tensors = arguments_of(forward, formula, settings, True)
+    place, made = CHOOSES.get(formula.name), list(_flat(forward.outputs))
+    if place is not None and place < len(made) and not is_float(made[place].dtype):
+        arguments.chosen = made[place].load().astype(np.int64)
+    outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
+    coming = list(_flat(call.inputs))
+    if not coming or not outputs:
+        raise NotJudgedError("no gradient of an output was dumped")
+    if len(coming) > len(outputs):
+        raise NotJudgedError(f"{len(coming)} gradients come in for {len(outputs)} outputs")
+    seeds: list[tuple[Approx, Approx]] = []
+    for output, record in zip(outputs, coming, strict=False):
+        gradient = exactly(record.load(), record.dtype, True)
+        if gradient.shape != output.shape:
+            raise NotJudgedError(
+                f"a gradient of shape {gradient.shape} for an output of shape {output.shape}"
+            )
+        seeds.append((output, gradient))
+    return gradients(seeds, tensors), tensors
+
+
+def expected_of(
+    call: Call, forward: Call | None, settings: Call | None, place: str
+) -> Approx | Array | None:
+    """Return what one output of a call should be, None where no formula says it."""
+    formula = find(call.name)
+    if formula is None or forward is None or place.count(".") != 1:
+        return None
+    number = int(place.split(".")[1])
+    try:
+        if call.phase is Phase.FORWARD:
+            arguments, _ = arguments_of(call, formula, settings)
+            return list(formula.compute(arguments))[number]
+        found, tensors = _gradients(call, forward, formula, settings)
+        fits = [g for g, x in zip(found, tensors, strict=True) if x.shape == _shape(call, number)]
+        return fits[0] if len(fits) == 1 else found[number]
+    except UNFIT:
+        return None
+
+
+def _shape(call: Call, number: int) -> tuple[int, ...]:
+    record = call.outputs[number]
+    return record.shape if isinstance(record, TensorRecord) else ()
+
+
+def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> list[Verdict]:
+    """Compare gradients that went out with those of the tensors that they fit, in order."""
+    verdicts: list[Verdict] = []
+    place = 0
+    for i, value in enumerate(call.outputs):
+        for record in _flat(value):
+            while place < len(found) and tensors[place].shape != record.shape:
+                place += 1
+            if place == len(found):
+                verdicts.append(
+                    not_judged(call.key, f"output.{i}: no input has shape {record.shape}")
+                )
+                break
+            gradient = found[place]
+            if gradient is None:
+                verdicts.append(not_judged(call.key, f"output.{i}: no formula for this gradient"))
+            else:
+                verdicts.append(
+                    judge(call.key, f"output.{i}", record.load(), gradient, record.dtype)
+                )
+            place += 1
+    return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]

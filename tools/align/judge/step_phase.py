@@ -1,0 +1,111 @@
+"""In which phase of a step a call stands, where its key does not say: calls on the way back, reductions, updates."""
+
+import re
+from collections.abc import Callable
+
+from telechat_moe.tools.align.dump.records import Call, Phase
+from telechat_moe.tools.align.judge.collectives import kind_of
+from telechat_moe.tools.align.judge.data_flow import Place, Wiring
+
+_GRADIENT = re.compile(r"(Grad|Backward)(V\d)?$")
+_STEP = "|"  # between the number of a step and the key of a call, where steps are joined
+
+
+def phase_of(call: Call, wiring: Wiring) -> Phase:
+    """Return the phase of a call.
+
+    A forward key on the way back (a collective, the clipping of gradients) is told by the data flow: what a backward
+    call takes is backward, a collective over gradients that none takes is a reduction, what comes after is the
+    optimizer's.
+
+    Args:
+        call: Of the run.
+        wiring: Of a run that is believed, with the same keys.
+    """
+    if call.stage is not Phase.FORWARD or call.key not in wiring.order:
+        return call.stage
+    step = call.key.partition(_STEP)[0] if _STEP in call.key else ""
+    at = wiring.order[call.key]
+    back = [
+        wiring.order[key]
+        for key, other in wiring.dump.calls.items()
+        if other.phase is Phase.BACKWARD and (not step or key.startswith(step + _STEP))
+    ]
+    if not back:
+        return _in_graph(call.key, wiring)
+    if _goes_back(call.key, wiring):
+        return Phase.BACKWARD
+    if at < min(back):
+        return Phase.FORWARD
+    if call.key not in wiring.late:
+        return Phase.FORWARD
+    if _is_gradient(call, wiring):
+        return Phase.REDUCTION if kind_of(call) is not None else Phase.OPTIMIZER
+    return Phase.OPTIMIZER if at > max(back) else Phase.FORWARD
+
+
+def _in_graph(key: str, wiring: Wiring) -> Phase:
+    """Return the phase of a call of a compiled graph, whose gradient operators are told by their names.
+
+    Between two of them is backward, too (a fused operator without such a name); behind all of them is the optimizer's.
+    """
+    step = key.partition(_STEP)[0] + _STEP if _STEP in key else ""
+    calls = {k: c for k, c in wiring.dump.calls.items() if k.startswith(step)}
+    back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
+    if key in back:
+        return Phase.BACKWARD
+
+    def taken(k: str) -> set[str]:
+        sources = wiring.makers_of(k)
+        return {p[0] for s in sources for p in wiring.taken.get(s, []) if p[0] in calls}
+
+    def given(k: str) -> set[str]:
+        places = _inputs(calls[k], wiring)
+        return {s[0] for p in places for s in wiring.sources_of(p) if s[0] in calls}
+
+    if not _reaches(key, back, given):
+        return Phase.FORWARD
+    return Phase.BACKWARD if _reaches(key, back, taken) else Phase.OPTIMIZER
+
+
+def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> bool:
+    """Return whether one of some calls can be reached."""
+    seen, left = {key}, [key]
+    while left:
+        found = near(left.pop()) - seen
+        if found & wanted:
+            return True
+        seen |= found
+        left += found
+    return False
+
+
+def _goes_back(key: str, wiring: Wiring) -> bool:
+    """Return whether a backward call takes what a call made, alone or in a sum."""
+    made = wiring.makers_of(key)
+    return any(
+        wiring.dump.calls[place[0]].phase is Phase.BACKWARD
+        for source in made
+        for place in wiring.taken.get(source, [])
+    ) or any(source in wiring.summands for source in made)
+
+
+def _is_gradient(call: Call, wiring: Wiring) -> bool:
+    """Return whether backward calls, or reductions over what they made, made what goes into a call."""
+    for place in _inputs(call, wiring):
+        sources = wiring.sources_of(place) or wiring.summed_from(place)
+        for source in sources:
+            maker = wiring.dump.calls[source[0]]
+            if maker.phase is Phase.BACKWARD:
+                return True
+            if kind_of(maker) is not None and _is_gradient(maker, wiring):
+                return True
+    return False
+
+
+def _inputs(call: Call, wiring: Wiring) -> list[Place]:
+    return [
+        (call.key, place)
+        for place, _ in call.tensors()
+        if not place.startswith("output") and (call.key, place) in wiring.tensors
+    ]

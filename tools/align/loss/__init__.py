@@ -1,0 +1,4 @@
+"""Verdicts on loss curves.
+
+May import report. Begin with `verdict.py`.
+"""

@@ -1,0 +1,436 @@
+"""What noise does not explain in a run's losses: the evidence that :mod:`telechat_moe.tools.align.loss.verdict` judges by.
+
+Three kinds of noise are told apart:
+
+- of the step: both runs see a batch a little differently; it is autocorrelated, of changing size, and averages out;
+- of the run: where runs part through rounding alone (:func:`_chaos`), they settle on slightly different ways for good.
+  This does not average out. Its size is taken from the base runs and from a prior, and the rest needs evidence from
+  the steps before rounding errors have grown (:func:`_early`);
+- single steps: judged by the tail that the noise itself has.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.tools.align.loss import migration_standard as gates
+from telechat_moe.tools.align.loss import statistics as stats
+
+Floats = NDArray[np.float64]
+
+WANDER = 0.5
+"""Prior of how far runs alike drift apart for good, as a share of the spread of their single steps' difference."""
+PRIOR = 8.0
+"""Degrees of freedom of that prior."""
+ROUNDING = 6e-8
+"""Relative rounding error of a float32 loss."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What counts.
+
+    Attributes:
+        margin: A lasting relative difference below this is as good as none (proved, not assumed).
+        negligible: A difference below this is no divergence, however certain it is.
+        spike: A single step below this is none either.
+        alpha: Probability of `diverged` for two runs alike; half of it goes to single steps and stretches.
+        steps: Fewest steps of a `pass`.
+    """
+
+    margin: float = 0.003
+    negligible: float = 0.0005
+    spike: float = 0.03
+    alpha: float = 0.005
+    steps: int = gates.STEPS
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that noise does not explain.
+
+    Attributes:
+        kind: ``not finite``, ``first loss``, ``early departure``, ``single step``, ``lasting difference`` or ``passing
+            difference``.
+        first: First step concerned.
+        last: Last step concerned.
+        size: Relative difference; positive: the target's loss is higher.
+        low: With ``high`` the 90 % range of the first step, where it is estimated.
+        high: See ``low``.
+        p: Probability of such a thing under noise; None where noise cannot do it.
+        text: All of it in words.
+    """
+
+    kind: str
+    first: int
+    last: int
+    size: float
+    low: int
+    high: int
+    p: float | None
+    text: str
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A jump of the loss: where, how high over its surroundings in base and target, and which of them has it."""
+
+    step: int
+    base: float
+    target: float
+    where: str
+
+
+@dataclass
+class Case:
+    """Curves on common steps, and what has been found about them."""
+
+    steps: NDArray[np.int64]
+    bases: list[Floats]
+    target: Floats
+    every: int
+    settings: Settings
+    findings: list[Finding] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured. Differences are relative; ``difference`` has NaN where a loss is not finite.
+
+    Attributes:
+        difference: At each compared step.
+        blocks: Of the difference, with the inflation that the base runs ask for.
+        time: Correlation time.
+        spread: Of single steps.
+        mean: Test of the mean.
+        error: Standard error of the mean, drift of runs alike included.
+        wander: Part of it that is drift.
+        interval: 90 % interval of the mean that these runs had.
+        margin: That the mean must keep.
+        envelope: Half-width in which the smoothed difference of runs alike stays (95 %).
+    """
+
+    difference: Floats
+    blocks: stats.Blocks
+    time: float
+    spread: float
+    mean: stats.MeanTest
+    error: float
+    wander: float
+    interval: stats.Interval
+    margin: float
+    envelope: Floats
+
+
+def examine(case: Case, finite: NDArray[np.bool_], gate: gates.Gate) -> Evidence | None:
+    """Test the differences; adds findings, reasons and notes to the case. None: too few steps."""
+    settings = case.settings
+    kept = np.flatnonzero(finite)
+    logs = [np.log(x[kept]) for x in case.bases]
+    d = np.log(case.target[kept]) - np.mean(logs, axis=0)
+    steps = case.steps[kept]
+    if len(d) < 5 * stats.MIN_BLOCKS:
+        case.reasons.append(
+            f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
+        )
+        return None
+    tamed = stats.tame(d)
+    white = stats.whiten(tamed)
+    share = settings.alpha / 5
+    spread = stats.spread(tamed - stats.levels(tamed))
+    chaos = _chaos(d, spread)
+    factor, margin, apart = _base_noise(case, logs, share, chaos)
+    if len(d) / white.time < stats.MIN_BLOCKS:
+        case.reasons.append(
+            f"the difference is correlated over {white.time:.0f} values; at least "
+            f"{int(stats.MIN_BLOCKS * white.time) * case.every:,} steps are needed"
+        )
+        factor *= 2  # the noise is known badly: only what is far outside of it counts
+    blocks = stats.Blocks.of(white).inflated(factor)
+    early = chaos and _early(case, d, steps, spread, white.time)
+    wander, freedom = _wander(d, logs, spread) if chaos else (0.0, np.inf)
+    drift = _Drift(0.0, 0.0)
+    if chaos and not early:
+        drift = _Drift(stats.t_limit(freedom, share) * wander, apart)
+    error = blocks.error if early else float(np.hypot(blocks.error, wander))
+    freedom = blocks.freedom if early else min(blocks.freedom, freedom)
+    mean = stats.mean_test(blocks.mean, error, freedom, share)
+    _single_steps(case, d, steps, stats.outliers(d, share, settings.spike), share, kept)
+    _first_loss(case, d, steps, gate)
+    scanned = stats.scan(blocks, 3 * share, settings.negligible)
+    _lasting(case, tamed, white, steps, blocks, scanned, drift)
+    return Evidence(
+        _fill(d, finite),
+        blocks,
+        white.time,
+        spread,
+        mean,
+        error,
+        wander,
+        stats.equivalence(blocks),
+        margin,
+        _envelope(blocks, wander, finite),
+    )
+
+
+def _chaos(d: Floats, spread: float) -> bool:
+    """Whether the runs were as good as equal at first, so that all their difference has grown from rounding."""
+    return float(np.sqrt(np.mean(np.square(d[1:9])))) < 0.05 * spread
+
+
+def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, float]:
+    """Return the standard deviation of lasting differences between runs alike (target to base), and its freedom."""
+    ratio = 1 + 1 / len(logs)
+    variance, freedom = (WANDER * spread) ** 2 / ratio, PRIOR
+    if len(logs) > 1:
+        late = np.array([x[len(d) // 3 :].mean() for x in logs])
+        freedom += len(logs) - 1
+        variance = (PRIOR * variance + np.square(late - late.mean()).sum()) / freedom
+    return float(np.sqrt(variance * ratio)), freedom
+
+
+def _early(case: Case, d: Floats, steps: NDArray[np.int64], spread: float, time: float) -> bool:
+    """Look for a systematic difference before rounding errors have grown.
+
+    Grown rounding errors have the sign of the moment. A target that computes something else departs smoothly: many
+    steps in a row on one side, far above the rounding of the first losses. Such steps are evidence however small they
+    are, and a finding if they are not negligible.
+    """
+    floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(case))
+    grown = np.flatnonzero(np.abs(d) > 0.5 * spread)
+    end = int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)
+    side = np.where(np.abs(d[:end]) > floor, np.sign(d[:end]), 0.0)
+    change = np.flatnonzero(np.diff(np.concatenate([[0.0], side, [0.0]])))
+    runs = [(a, b) for a, b in pairwise(change) if side[a] != 0]
+    first, last = max(runs, key=lambda run: run[1] - run[0], default=(0, 0))
+    if last - first < max(16, 14 * time):
+        return False
+    most = float(d[first:last][np.argmax(np.abs(d[first:last]))])
+    a, b = int(steps[first]), int(steps[last - 1])
+    text = (
+        f"before rounding errors have grown, the target departs to one side in steps {a} to {b}, by up to {100 * most:+.2g} %; "
+        f"equal computations would agree within {100 * floor:.0e} %"
+    )
+    p = min(1.0, 2.0 ** (1 - (last - first) / time) * end)
+    if abs(most) > case.settings.negligible:
+        case.findings.append(Finding("early departure", a, b, most, a, a, p, text))
+    else:
+        case.notes.append(text)
+    return True
+
+
+def _resolution(case: Case) -> float:
+    """Return the relative size of the last digit that the files give."""
+    values = np.concatenate([case.target[:64], *(b[:64] for b in case.bases)])
+    values = values[np.isfinite(values)]
+    for digits in range(2, 8):
+        if np.allclose(values, np.round(values, digits), rtol=0, atol=1e-9):
+            return 10.0**-digits / float(np.median(np.abs(values)))
+    return 0.0
+
+
+class _Drift(NamedTuple):
+    """Lasting differences of runs alike: how large they may be, and how large base runs show them."""
+
+    allowed: float
+    shown: float
+
+
+def _base_noise(
+    case: Case, logs: list[Floats], share: float, chaos: bool
+) -> tuple[float, float, float]:
+    """Return by how much base runs exceed noise among themselves, the margin they leave, and how far they are apart.
+
+    Where they part through rounding alone, their lasting differences are drift and not badly estimated noise.
+    """
+    factor, margin, apart = 1.0, case.settings.margin, 0.0
+    for one, other in combinations(logs, 2):
+        e = stats.tame(other - one)
+        apart = max(apart, abs(float(e[len(e) // 3 :].mean())))
+        margin = max(margin, abs(float(e.mean())))
+        if not chaos:
+            blocks = stats.Blocks.of(stats.whiten(e))
+            found = stats.scan(blocks, 3 * share)
+            mean = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, share)
+            excess = max(abs(found.statistic) / found.limit, abs(mean.statistic) / mean.limit)
+            # One pair shows such an excess only roughly: what is seen once is allowed twice.
+            factor = max(factor, 2 * excess if excess > 1 else 1.0)
+    if factor > 1:
+        case.notes.append(
+            f"base runs differ from each other more than noise explains: errors are taken {factor:.1f} times larger"
+        )
+    if margin > case.settings.margin:
+        case.notes.append(
+            f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
+        )
+    return factor, margin, apart
+
+
+def _single_steps(
+    case: Case,
+    d: Floats,
+    steps: NDArray[np.int64],
+    singles: list[tuple[int, float]],
+    share: float,
+    kept: NDArray[np.int64],
+) -> None:
+    base = np.mean([np.log(x[kept]) for x in case.bases], axis=0)
+    target = np.log(case.target[kept])
+    jumps = [curve - stats.rolling_median(curve, 51) for curve in (base, target)]
+    runs: list[list[tuple[int, float]]] = []
+    for single in singles:  # neighbours are one event
+        if runs and single[0] - runs[-1][-1][0] <= 3:
+            runs[-1].append(single)
+        else:
+            runs.append([single])
+    for run in runs:
+        at, size = max(run, key=lambda item: abs(item[1]))
+        who = "target" if abs(jumps[1][at]) > abs(jumps[0][at]) else "base"
+        first, last = int(steps[run[0][0]]), int(steps[run[-1][0]])
+        where = f"step {first}" if first == last else f"steps {first} to {last}"
+        text = f"{where}: the {who} alone jumps by {np.expm1(jumps[who == 'target'][at]):+.1%}, a difference of {np.expm1(size):+.1%}"
+        case.findings.append(Finding("single step", first, last, size, first, last, share, text))
+
+
+def _first_loss(case: Case, d: Floats, steps: NDArray[np.int64], gate: gates.Gate) -> None:
+    """The first loss is before any update: noise that grows later is no excuse for it."""
+    rest = d[1:31]
+    first = int(steps[0])
+    known = any(f.first == first for f in case.findings)
+    if gate.first.ok or known or first != case.steps[0]:
+        return
+    if abs(d[0]) > 10 * float(np.sqrt(np.mean(np.square(rest)))):
+        text = (
+            f"first loss (step {first}) off by {np.expm1(d[0]):+.2%}, allowed {gate.first.relative_limit:.2%}; the next "
+            f"{len(rest)} are off by {float(np.sqrt(np.mean(np.square(rest)))):.2%}"
+        )
+        case.findings.append(
+            Finding("first loss", first, first, float(d[0]), first, first, None, text)
+        )
+
+
+def _lasting(
+    case: Case,
+    tamed: Floats,
+    white: stats.Whitened,
+    steps: NDArray[np.int64],
+    blocks: stats.Blocks,
+    scanned: stats.Scan,
+    drift: _Drift,
+) -> None:
+    """Look for a mean other than 0, over the run or a stretch of it, that runs alike do not show."""
+    limit = case.settings.negligible
+    test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, case.settings.alpha / 5)
+    certain = abs(test.statistic) > test.limit
+    part = abs(scanned.statistic) > scanned.limit
+    if not part and not (certain and abs(blocks.mean) > limit):
+        if certain:
+            case.notes.append(
+                f"a mean difference of {blocks.mean:+.4%} is certain, and negligible (below {limit:.2%})"
+            )
+        return
+    first, last, since = _when(tamed, white, blocks, scanned if part else None)
+    size = float(tamed[first:last].mean())
+    if abs(size) < limit:
+        return
+    lasting = last == len(tamed)
+    at, end, low, high = (int(steps[min(i, len(steps) - 1)]) for i in (first, last - 1, *since))
+    p = max(min(test.p, scanned.p), 1e-12)
+    when = f"from step {at} on (90 %: {low} to {high})" if lasting else f"in steps {at} to {end}"
+    if first == 0 and lasting:
+        when = "from the start"
+    side = "higher" if size > 0 else "lower"
+    text = (
+        f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{_shape(tamed[first:last])}"
+    )
+    if abs(size) < drift.allowed:
+        text += "; these runs part through rounding alone, and then runs alike may differ for good by up to"
+        if abs(size) <= max(drift.shown, case.settings.margin):
+            case.notes.append(f"{text} {drift.allowed:.2%}")
+        else:
+            case.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would tell")
+        return
+    text += f"; noise of single steps does this with a probability of {p:.0e}"
+    kind = "lasting difference" if lasting else "passing difference"
+    case.findings.append(Finding(kind, at, end, size, low, high, p, text))
+
+
+def _when(
+    tamed: Floats, white: stats.Whitened, blocks: stats.Blocks, scanned: stats.Scan | None
+) -> tuple[int, int, tuple[int, int]]:
+    """Return first index and one past the last of the difference, and the 90 % range of the first."""
+    count, a = len(blocks.means), white.coefficients
+    if scanned is None:
+        return 0, len(tamed), (0, 0)
+    lasting = scanned.last >= count - max(2, count // 20)
+    end = len(tamed) if lasting else int(blocks.edges[scanned.last])
+    since = stats.onset(tamed[:end], a, blocks.inflation)
+    if not lasting:
+        back = stats.onset(tamed[since.first :][::-1], a, blocks.inflation)
+        end = max(since.first + 1, len(tamed) - back.first)
+    if since.low <= max(5, blocks.edges[1]):
+        return 0, end, (0, since.high)
+    return since.first, end, (since.low, since.high)
+
+
+def _shape(d: Floats) -> str:
+    """Say whether a difference grows or fades, if it clearly does."""
+    if len(d) < 80:
+        return ""
+    blocks = stats.Blocks.of(stats.whiten(d), most=40)
+    half = len(blocks.means) // 2
+    early, late = blocks.means[:half], blocks.means[half:]
+    change = float(late.mean() - early.mean())
+    error = float(
+        np.sqrt(
+            np.square(blocks.errors[:half]).mean() / half
+            + np.square(blocks.errors[half:]).mean() / len(late)
+        )
+    )
+    if abs(change) < 4 * error:
+        return ""
+    return ", growing" if change * blocks.mean > 0 else ", fading"
+
+
+def find_spikes(case: Case, finite: NDArray[np.bool_]) -> list[Spike]:
+    """List jumps of either curve, matched within two values."""
+    kept = np.flatnonzero(finite)
+    if len(kept) < 30:
+        return []
+    base = np.mean([np.log(x[kept]) for x in case.bases], axis=0)
+    jumps = []
+    for curve in (base, np.log(case.target[kept])):
+        over = curve - stats.rolling_median(curve, 51)
+        jumps.append((over, over > np.maximum(6 * stats.local_spread(over), 0.03)))
+    any_of = np.flatnonzero(jumps[0][1] | jumps[1][1])
+    found: list[Spike] = []
+    for group in np.split(any_of, np.flatnonzero(np.diff(any_of) > 3) + 1):
+        if len(group):
+            near = slice(max(0, group[0] - 2), group[-1] + 3)
+            mine, its = bool(jumps[1][1][near].any()), bool(jumps[0][1][near].any())
+            where = "both" if mine and its else "target" if mine else "base"
+            heights = [float(np.expm1(jump[group].max())) for jump, _ in jumps]
+            top = group[int(np.argmax(jumps[1 if mine else 0][0][group]))]
+            found.append(Spike(int(case.steps[kept[top]]), heights[0], heights[1], where))
+    return found
+
+
+def _fill(d: Floats, finite: NDArray[np.bool_]) -> Floats:
+    whole = np.full(len(finite), np.nan)
+    whole[finite] = d
+    return whole
+
+
+def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) -> Floats:
+    """Half-width at each compared step in which a mean over 1/25 of the run stays under noise (95 %)."""
+    middle = (blocks.edges[:-1] + blocks.edges[1:]) / 2
+    each = len(blocks.means) / 25
+    width = 1.96 * np.hypot(blocks.errors / np.sqrt(max(1.0, each)), wander)
+    at = np.cumsum(finite) - 1
+    return np.interp(at, middle, width)

@@ -1,0 +1,121 @@
+"""The published standard for migrated models, as MindFormers' guide words it ("Large Model Migration Precision Standard").
+
+- first loss: absolute error below 0.005, or relative error below 0.5 %;
+- average over the run: absolute error below 0.01, or relative error below 1 %;
+- monitored, never judged: the average relative error of the global norm is at most 10 %;
+- observed for 5,000 steps by default, never fewer than 1,000: with fewer there is no verdict;
+- if the benchmark itself fluctuates more than this, the standard is relaxed to its fluctuation;
+- the error must fluctuate around 0.
+
+Where the guide leaves a choice, it is made here: errors are averaged without their sign; the first base run is the
+benchmark; its fluctuation is the largest such error between two base runs, times :data:`SLACK` since two or three runs
+show it only roughly. "Around 0" has no number in the guide: the share of positive errors is given, and
+:mod:`telechat_moe.tools.align.loss.verdict` tests it.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+FIRST = (0.005, 0.005)
+"""Absolute and relative error of the first loss."""
+AVERAGE = (0.01, 0.01)
+"""Average absolute and relative error."""
+NORM = 0.10
+"""Average relative error of the global norm."""
+STEPS = 1000
+"""Fewest steps of a verdict."""
+SLACK = (3.0, 1.5)
+"""How many times the base runs' own error is allowed: first loss, average."""
+
+
+class Check(NamedTuple):
+    """One line of the standard: what was found, what is allowed (with relaxation), whether it is met."""
+
+    absolute: float
+    relative: float
+    absolute_limit: float
+    relative_limit: float
+    relaxed: bool
+    ok: bool
+
+
+class Gate(NamedTuple):
+    """The standard's answer: ``verdict`` is pass, fail or not judged."""
+
+    verdict: str
+    steps: int
+    first: Check
+    average: Check
+    norm: float | None
+    norm_ok: bool | None
+    positive: float
+
+
+def gate(
+    bases: Sequence[Floats],
+    target: Floats,
+    norms: Sequence[Floats],
+    target_norm: Floats,
+    every: int = 1,
+    least: int = STEPS,
+) -> Gate:
+    """Judge a run by the standard.
+
+    Args:
+        bases: Losses of the base runs at the compared steps.
+        target: Losses of the judged run.
+        norms: Norms of the gradient of the base runs; NaN where unknown.
+        target_norm: That of the judged run.
+        every: Training steps from one value to the next.
+        least: Fewest steps for a verdict.
+    """
+    pairs = [_errors(one, other) for one, other in combinations(bases, 2)]
+    absolute, relative = _errors(bases[0], target)
+    first = _check((absolute[0], relative[0]), FIRST, [(a[0], r[0]) for a, r in pairs], SLACK[0])
+    average = _check(
+        (absolute.mean(), relative.mean()),
+        AVERAGE,
+        [(a.mean(), r.mean()) for a, r in pairs],
+        SLACK[1],
+    )
+    known = np.isfinite(norms[0]) & np.isfinite(target_norm) & (norms[0] > 0)
+    norm = None
+    if known.any():
+        norm = float(np.mean(np.abs(target_norm[known] - norms[0][known]) / norms[0][known]))
+    steps = len(target) * every
+    verdict = "not judged" if steps < least else "pass" if first.ok and average.ok else "fail"
+    positive = float(np.mean(target > bases[0]) + np.mean(target == bases[0]) / 2)
+    return Gate(
+        verdict, steps, first, average, norm, None if norm is None else norm <= NORM, positive
+    )
+
+
+def _errors(base: Floats, other: Floats) -> tuple[Floats, Floats]:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        absolute = np.abs(other - base)
+        return absolute, np.where(absolute == 0, 0.0, absolute / np.abs(base))
+
+
+def _check(
+    found: tuple[float, float],
+    limits: tuple[float, float],
+    fluctuation: Sequence[tuple[float, float]],
+    slack: float,
+) -> Check:
+    own = [max((f[i] * slack for f in fluctuation), default=0.0) for i in (0, 1)]
+    allowed = [max(limit, mine) for limit, mine in zip(limits, own, strict=True)]
+    ok = any(value < limit for value, limit in zip(found, allowed, strict=True))
+    return Check(
+        float(found[0]),
+        float(found[1]),
+        float(allowed[0]),
+        float(allowed[1]),
+        allowed != list(limits),
+        bool(ok),
+    )

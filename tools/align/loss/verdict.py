@@ -1,0 +1,324 @@
+"""The verdict on a loss curve: pass, diverged, or not judged, with the power that it has.
+
+    report = judge([read("base1/metrics.jsonl"), read("base2/metrics.jsonl")], read("run/metrics.jsonl"))
+    print(report.verdict, report.sentence)
+
+``diverged`` needs a finding that noise does not explain: a NaN, a first loss or single step out of the noise's own
+tail, a mean difference over the run or over a stretch of it. ``pass`` needs proof of the opposite: the mean difference
+lies within the margin with 95 % confidence on either side, the published standard is met
+(:mod:`telechat_moe.tools.align.loss.migration_standard`), and enough steps were seen. Everything between is ``not judged``.
+
+With two base runs or more, what they differ from each other is noise by definition: errors and margin grow to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.tools.align.loss import migration_standard as gates
+from telechat_moe.tools.align.loss import statistics as stats
+from telechat_moe.tools.align.loss.evidence import (
+    Case,
+    Evidence,
+    Finding,
+    Settings,
+    Spike,
+    examine,
+    find_spikes,
+)
+from telechat_moe.tools.align.loss.read import Curve
+
+Floats = NDArray[np.float64]
+
+PASS, DIVERGED, NOT_JUDGED = "pass", "diverged", "not judged"
+EXIT_CODES = {PASS: 0, DIVERGED: 1, NOT_JUDGED: 4}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The verdict and what it rests on; :meth:`plain` is what ``--json`` writes.
+
+    Attributes:
+        verdict: pass, diverged or not judged.
+        sentence: The verdict for a person.
+        reasons: Why not judged; empty otherwise.
+        findings: What noise does not explain, the earliest first.
+        gate: The published standard's answer; None if no step can be compared.
+        bias: Mean difference, its error, interval and test; None where noise could not be estimated.
+        power: What would have been seen.
+        noise: Of the differences: ``spread`` of single steps, ``correlation_time`` in values, ``inflation`` of
+            standard errors, ``wander`` (lasting differences of runs alike, as a standard deviation).
+        spikes: Jumps of either curve.
+        notes: What a reader should know.
+        inputs: Path, kind, metric, steps of each curve.
+        settings: As given.
+        steps: Compared steps.
+        difference: Relative difference at each; NaN where a loss is not finite.
+        base: Mean loss of the base runs.
+        target: Loss of the judged run.
+        envelope: Half-width in which the smoothed difference of runs alike stays (95 %).
+        bases: Loss of each base run.
+    """
+
+    verdict: str
+    sentence: str
+    reasons: list[str]
+    findings: list[Finding]
+    gate: gates.Gate | None
+    bias: dict[str, float] | None
+    power: dict[str, float] | None
+    noise: dict[str, float] | None
+    spikes: list[Spike]
+    notes: list[str]
+    inputs: list[dict[str, Any]]
+    settings: Settings
+    steps: NDArray[np.int64] = field(repr=False)
+    base: Floats = field(repr=False)
+    target: Floats = field(repr=False)
+    difference: Floats = field(repr=False)
+    envelope: Floats = field(repr=False)
+    bases: list[Floats] = field(repr=False)
+
+    @property
+    def exit_code(self) -> int:
+        """0 pass, 1 diverged, 4 not judged."""
+        return EXIT_CODES[self.verdict]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the report as plain data without the curves."""
+        gate = None
+        if self.gate is not None:
+            g = self.gate
+            gate = g._asdict() | {"first": g.first._asdict(), "average": g.average._asdict()}
+        found = {
+            "verdict": self.verdict,
+            "sentence": self.sentence,
+            "reasons": self.reasons,
+            "findings": [asdict(f) for f in self.findings],
+            "gate": gate,
+            "bias": self.bias,
+            "power": self.power,
+            "noise": self.noise,
+            "spikes": [asdict(s) for s in self.spikes],
+            "steps": {
+                "compared": len(self.steps),
+                "first": int(self.steps[0]) if len(self.steps) else None,
+                "last": int(self.steps[-1]) if len(self.steps) else None,
+            },
+            "notes": self.notes,
+            "inputs": self.inputs,
+            "settings": asdict(self.settings),
+        }
+        return _json_safe(found)
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_safe(item) for item in value]
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = None) -> Report:
+    """Compare a run's losses with those of one base run or, better, several.
+
+    Args:
+        bases: Runs of the benchmark: same weights, data and settings, nothing deterministic switched on.
+        target: The run to judge.
+        settings: Margins and risks.
+    """
+    chosen = settings or Settings()
+    curves = [*bases, target]
+    inputs = [
+        {"path": c.path, "kind": c.kind, "metric": c.metric, "steps": len(c.steps)} for c in curves
+    ]
+    steps: NDArray[np.int64] = bases[0].steps
+    for curve in curves[1:]:
+        steps = np.intersect1d(steps, curve.steps, assume_unique=True)
+    losses = [c.loss[np.isin(c.steps, steps)] for c in curves]
+    norms = [c.norm[np.isin(c.steps, steps)] for c in curves]
+    every = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
+    case = Case(steps, losses[:-1], losses[-1], every, chosen)
+    case.notes += [f"{c.path}: {note}" for c in curves for note in c.notes]
+    _check_inputs(case, curves)
+    if len(bases) == 1:
+        case.notes.append(
+            "one base run: how much the base differs from itself is unknown; give a second one"
+        )
+    if len(steps) == 0:
+        return _report(case, inputs, None, None, [])
+    finite = np.isfinite(losses).all(axis=0)
+    judged = np.isfinite(losses).any(axis=0)  # where none is finite there is nothing to judge
+    if not judged.any():
+        case.reasons.append("no step has a finite loss")
+        return _report(case, inputs, None, None, [])
+    on = [x[judged] for x in (*losses, *norms)]
+    gate = gates.gate(
+        on[: len(bases)], on[len(bases)], on[len(curves) : -1], on[-1], every, chosen.steps
+    )
+    _not_finite(case)
+    positive = (~(np.array(losses) <= 0)).all(axis=0)
+    if not positive.all():
+        at = int(steps[np.argmin(positive)])
+        case.reasons.append(
+            f"a loss of 0 or less at step {at}: relative differences need positive losses"
+        )
+        return _report(case, inputs, gate, None, [])
+    spikes = find_spikes(case, finite)
+    return _report(case, inputs, gate, examine(case, finite, gate), spikes)
+
+
+def _check_inputs(case: Case, curves: Sequence[Curve]) -> None:
+    names = {c.metric.replace("-", "_").replace(" ", "_") for c in curves}
+    if len(names) > 1:
+        case.notes.append(f"the curves are called differently: {', '.join(sorted(names))}")
+    shortest = min(len(c.steps) for c in curves)
+    if len(case.steps) < shortest / 2:
+        spans = "; ".join(f"{c.path}: {c.steps[0]} to {c.steps[-1]}" for c in curves)
+        case.reasons.append(f"only {len(case.steps)} common steps ({spans})")
+
+
+def _not_finite(case: Case) -> None:
+    base = np.all([np.isfinite(x) for x in case.bases], axis=0)
+    target = np.isfinite(case.target)
+    alone = np.flatnonzero(base & ~target)
+    if len(alone):
+        first, last = (int(case.steps[alone[i]]) for i in (0, -1))
+        value = case.target[alone[0]]
+        text = f"loss {value} at step {first}, finite in the base" + (
+            f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
+        )
+        case.findings.append(
+            Finding("not finite", first, last, float("nan"), first, first, None, text)
+        )
+    lost = np.flatnonzero(~base & target)
+    if len(lost):
+        case.reasons.append(
+            f"a base run has no finite loss at step {case.steps[lost[0]]}"
+            + (f" and {len(lost) - 1} others" if len(lost) > 1 else "")
+            + ": it is no reference there"
+        )
+    both = int((~base & ~target).sum())
+    if both:
+        case.notes.append(f"{both} steps are left out: not finite in base and target alike")
+
+
+def _report(
+    case: Case,
+    inputs: list[dict[str, Any]],
+    gate: gates.Gate | None,
+    found: Evidence | None,
+    spikes: list[Spike],
+) -> Report:
+    settings = case.settings
+    findings = sorted(case.findings, key=lambda f: f.first)
+    bias = power = noise = None
+    if found is not None:
+        limit = found.mean.limit
+        noise = {
+            "spread": found.spread,
+            "correlation_time": found.time,
+            "inflation": found.blocks.inflation,
+            "wander": found.wander,
+        }
+        bias = {
+            "mean": found.blocks.mean,
+            "error": found.error,
+            "low": found.interval.low,
+            "high": found.interval.high,
+            "margin": found.margin,
+            "statistic": found.mean.statistic,
+            "limit": limit,
+            "p": found.mean.p,
+            "effective_steps": len(case.steps) / found.time,
+        }
+        power = {
+            "seen_95": stats.detectable(found.error, 0.95, limit),
+            "margin": stats.power(found.error, found.margin, limit),
+        }
+        if not -found.margin < found.interval.low <= found.interval.high < found.margin:
+            case.reasons.append(_too_noisy(case, found))
+    if gate is not None:
+        case.reasons += _gate_reasons(gate, settings, noise)
+    verdict = DIVERGED if findings else NOT_JUDGED if case.reasons else PASS
+    return Report(
+        verdict,
+        _sentence(verdict, case, findings, bias, power),
+        [] if verdict == PASS else case.reasons,
+        findings,
+        gate,
+        bias,
+        power,
+        noise,
+        spikes,
+        case.notes,
+        inputs,
+        settings,
+        case.steps,
+        np.mean(case.bases, axis=0),
+        case.target,
+        found.difference if found else np.full(len(case.steps), np.nan),
+        found.envelope if found else np.full(len(case.steps), np.nan),
+        case.bases,
+    )
+
+
+def _gate_reasons(
+    gate: gates.Gate, settings: Settings, noise: dict[str, float] | None
+) -> list[str]:
+    reasons = []
+    # Where differences are of this size all the time, the first is no sign of a wrong forward pass.
+    common = noise is not None and gate.first.relative < 3 * noise["spread"]
+    if gate.steps < settings.steps:
+        reasons.append(f"{gate.steps:,} steps; a verdict needs {settings.steps:,}")
+    for name, check in (("first loss", gate.first), ("average error", gate.average)):
+        if not check.ok and not (check is gate.first and common):
+            reasons.append(
+                f"the published standard is not met: {name} {check.absolute:.4f} or {check.relative:.2%}, allowed "
+                f"{check.absolute_limit:.4f} or {check.relative_limit:.2%}; a second base run would show whether the base "
+                "itself differs as much"
+            )
+    return reasons
+
+
+def _too_noisy(case: Case, found: Evidence) -> str:
+    low, high, mean = found.interval.low, found.interval.high, found.blocks.mean
+    room = found.margin - abs(mean)
+    text = f"the mean difference lies between {low:+.2%} and {high:+.2%}, the margin is ±{found.margin:.2%}"
+    if room > 0.2 * found.margin:
+        factor = (max(high - mean, mean - low) / room) ** 2
+        steps = int(np.ceil(len(case.steps) * case.every * factor * 1.2 / 100) * 100)
+        text += f"; about {steps:,} steps would do"
+    return text
+
+
+def _sentence(
+    verdict: str,
+    case: Case,
+    findings: list[Finding],
+    bias: dict[str, float] | None,
+    power: dict[str, float] | None,
+) -> str:
+    said = ""
+    if power is not None:
+        said = (
+            f" A lasting difference of {power['seen_95']:.2g} would have been seen with a probability of 95 % in "
+            f"{len(case.steps) * case.every:,} steps."
+        ).replace(f"{power['seen_95']:.2g}", f"{power['seen_95'] * 100:.2g} %")
+    if verdict == DIVERGED:
+        texts = [f.text for f in findings[:3]]
+        more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
+        return "Diverged: " + "; ".join(texts) + more + "."
+    if verdict == NOT_JUDGED:
+        return "Not judged: " + "; ".join(case.reasons) + "." + said
+    assert bias is not None
+    return (
+        f"Pass: the mean difference is {bias['mean']:+.3%}, between {bias['low']:+.3%} and {bias['high']:+.3%} (90 %), within "
+        f"the margin of ±{bias['margin']:.2%}." + said
+    )

@@ -1,0 +1,327 @@
+"""The cases of phase one: each operator of `telechat_moe.ops` at the sizes of a recipe, and its formula. Needs MindSpore.
+
+Those of the experts and of the update are in ``phase_experts.py``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from telechat_moe.ops import (
+    attention,
+    cross_entropy,
+    matmul,
+    norm,
+    rope,
+    routing,
+    softmax,
+    swiglu,
+)
+from telechat_moe.ops.select import face as chosen_face
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
+from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
+from telechat_moe.tools.align.phases.inputs import narrow
+
+ROWS = 256
+"""Tokens of a case, and positions of attention."""
+
+COLUMNS = 1024
+"""Columns of a result at most: inner dimensions are what bounds depend on."""
+
+ELEMENTS = 1 << 20
+"""Of a tensor, about: wide ones have fewer rows or columns."""
+
+_HEADS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator at the sizes of a recipe.
+
+    Attributes:
+        operator: As in ``ops/select.py``.
+        what: Where in the model it stands.
+        build: Makes what computes it; called once for each implementation.
+        inputs: Floating point; gradients are taken by them.
+        formula: The same from :class:`Approx`; first argument: the implementation, because MindSpore's own
+            exponential on CPU is less exact than ours. Several results as a list.
+        constants: What it takes after its inputs: tables, labels, indices.
+        faces: The implementations that take these inputs; empty: all.
+        backward: It is differentiated, by its first result; else all its results are judged.
+        dtype: Of its values; empty: the recipe's.
+        stored: Type that it rounds what it passes on inside to: float32 on CPU, whatever type its inputs had.
+    """
+
+    operator: str
+    what: str
+    build: Callable[[], Any]
+    inputs: Sequence[Array]
+    formula: Callable[..., Any]
+    constants: Sequence[Array] = ()
+    faces: Sequence[str] = ()
+    backward: bool = True
+    dtype: str = ""
+    stored: str = "float32"
+
+
+class Draw:
+    """Values for inputs.
+
+    Args:
+        dtype: Type of the recipe, to which values are rounded.
+        rng: Where they come from.
+    """
+
+    def __init__(self, dtype: str, rng: np.random.Generator) -> None:
+        self.dtype, self.rng = dtype, rng
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Array:
+        """Return normal values."""
+        return narrow(self.rng.standard_normal(shape) * scale, self.dtype)
+
+
+def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Case]:
+    """Return the cases of a recipe's model section.
+
+    Args:
+        config: ``recipe.model_config``.
+        tokens: Of a micro-batch.
+        rng: For the values.
+    """
+    draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
+    found = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
+    found += [_turning(config, rows, draw), *_attending(config, rows, draw)]
+    if config.n_routed_experts:
+        found.append(_routing(config, rows, draw))
+    return found
+
+
+def fewer(rows: int, width: int) -> int:
+    """Return as many rows of a width as :data:`ELEMENTS` allow, but 16 at least."""
+    return min(rows, max(16, ELEMENTS // width))
+
+
+def rounded(compute: str) -> str:
+    """Return the type of what a fused operator of several products passes on inside."""
+    return "bfloat16" if compute == "bfloat16" else "float32"
+
+
+def _linear(config: Any, rows: int, x: Draw) -> list[Case]:
+    compute = getattr(ms, config.compute_dtype)
+    found: list[Case] = []
+    for inner, outer in sorted(_products(config)):
+        columns = fewer(min(outer, COLUMNS), inner)
+        taken = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
+        found.append(
+            Case(
+                "matmul",
+                f"{inner} to {outer}",
+                lambda: matmul.matmul(compute),
+                taken,
+                lambda face, a, b: a.matmul(b.swap(-1, -2)),
+            )
+        )
+    return found
+
+
+def _pointwise(config: Any, rows: int, x: Draw) -> list[Case]:
+    hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
+    labelled = fewer(rows, classes)
+    found = [
+        Case("softmax", f"{rows} scores", softmax.Softmax, [x(rows, rows, scale=3.0)], _softmax),
+        Case(
+            "cross_entropy",
+            f"{classes} classes",
+            cross_entropy.CrossEntropy,
+            [x(labelled, classes)],
+            _loss(labelled, classes),
+            [_labels(labelled, classes), np.ones(labelled, np.float32)],
+        ),
+    ]
+    for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
+        build = lambda w=width: norm.RMSNorm(w, eps)  # noqa: E731
+        found.append(
+            Case(
+                "rms_norm",
+                f"width {width}",
+                build,
+                [x(fewer(rows, width), width)],
+                _rms(width, eps),
+            )
+        )
+    for width in sorted(
+        {config.intermediate_size, config.moe_intermediate_size or config.intermediate_size}
+    ):
+        taken = [x(fewer(rows, width), width) for _ in range(2)]
+        found.append(Case("swiglu", f"width {width}", swiglu.SwiGLU, taken, _swiglu))
+    return found
+
+
+def _turning(config: Any, rows: int, x: Draw) -> Case:
+    wide = config.qk_pos_emb_head_dim or config.qk_rope_head_dim
+    heads = min(config.num_attention_heads, _HEADS)
+    cos, sin = (t[None, :rows, None] for t in rope.rope_table(wide, rows, config.rope_theta))
+    pairs = bool(config.rope_interleave)
+    return Case(
+        "rope",
+        f"width {wide}, theta {config.rope_theta}",
+        lambda: rope.Rope(wide, pairs),
+        [x(1, rows, heads, wide)],
+        _rope(cos, sin, pairs),
+        [cos, sin],
+    )
+
+
+def _attending(config: Any, rows: int, x: Draw) -> list[Case]:
+    query, value, scale = config.query_width, config.v_head_dim, config.query_width**-0.5
+    heads = min(config.num_attention_heads, _HEADS)
+    taken = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
+    build = lambda: _Attention(heads, scale, getattr(ms, config.compute_dtype))  # noqa: E731
+    stored = {"fused": rounded(config.compute_dtype), "plain": "float32"}
+    what = f"{heads} heads of {query} and {value}"
+    return [
+        Case("attention", what, build, taken, _attention(scale), faces=[f], stored=kind)
+        for f, kind in stored.items()
+    ]
+
+
+def _routing(config: Any, rows: int, x: Draw) -> Case:
+    rule = routing.Rule(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        scale=config.routed_scaling_factor or 1.0,
+    )
+    return Case(
+        "routing",
+        f"{rule.experts} experts",
+        lambda: routing.routing(rule),
+        [x(rows, rule.experts)],
+        sigmoid,
+        [np.zeros(rule.experts, np.float32)],
+    )
+
+
+def _products(config: Any) -> set[tuple[int, int]]:
+    hidden = config.hidden_size
+    pairs = {
+        (hidden, config.intermediate_size),
+        (config.intermediate_size, hidden),
+        (hidden, config.vocab_size),
+    }
+    pairs.add((config.num_attention_heads * config.v_head_dim, hidden))
+    if config.n_routed_experts:
+        pairs |= {(hidden, config.n_routed_experts), (config.moe_intermediate_size, hidden)}
+    return pairs
+
+
+def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
+    """Return the floating-point results of a formula of the tool."""
+    formula = find(name)
+    assert formula is not None
+    made = formula.compute(formula.bind(list(arguments), named))
+    return [o for o in made if isinstance(o, Approx)]
+
+
+def _rms(width: int, eps: float) -> Callable[..., Approx]:
+    return lambda face, a: call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
+
+
+def sigmoid(face: str, a: Approx) -> Approx:
+    """Return a sigmoid as precise as an implementation's."""
+    y = a.sigmoid()
+    if face == "plain":
+        y = loose(y, a)
+        known = y.stop()
+        y.parents = ((a, lambda g: g * known * (1 - known)),)
+    return y
+
+
+def _swiglu(face: str, gate: Approx, up: Approx) -> Approx:
+    s = sigmoid(face, gate).stop()
+    y = gate * s
+    y.parents = ((gate, lambda g: g * (s * (gate.stop() * (1 - s) + 1))),)
+    return y * up
+
+
+def _softmax(face: str, a: Approx) -> Approx:
+    y = call("softmax", a, -1)[0]
+    if face == "plain":
+        y = loose(y, a - a.value.max(-1, keepdims=True))
+        known = y.stop()
+        y.parents = ((a, lambda g: known * (g - (g * known).sum(-1, True))),)
+    return y
+
+
+def _loss(rows: int, classes: int) -> Callable[..., Approx]:
+    def formula(face: str, a: Approx) -> Approx:
+        found = call("cross_entropy", a, _labels(rows, classes))[0].reshape(1)
+        return found.plus(LOG * 2.0**-24) if face == "plain" else found
+
+    return formula
+
+
+def _labels(rows: int, classes: int) -> Array:
+    return (np.arange(rows, dtype=np.int64) * 7919) % classes
+
+
+def _rope(cos: Array, sin: Array, pairs: bool) -> Callable[..., Approx]:
+    def formula(face: str, a: Approx) -> Approx:
+        half = a.shape[-1] // 2
+        first, second = (
+            a[..., i::2] if pairs else a[..., i * half : (i + 1) * half] for i in (0, 1)
+        )
+        return concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    return formula
+
+
+def _attention(scale: float) -> Callable[..., Approx]:
+    def formula(face: str, q: Approx, k: Approx, v: Approx) -> Approx:
+        q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
+        if face == "plain":
+            hidden = np.triu(np.full((q.shape[-2], q.shape[-2]), -1e30), 1)
+            made = _softmax(face, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
+        else:
+            made = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
+        return made.transpose(0, 2, 1, 3)
+
+    return formula
+
+
+class _Attention(nn.Cell):
+    """Brings both implementations to the same inputs and result."""
+
+    def __init__(self, heads: int, scale: float, compute: Any) -> None:
+        super().__init__()
+        self.fused = chosen_face("attention") == "fused"
+        self.heads = heads
+        fused = lambda: attention.FlashAttention(scale, compute)  # noqa: E731
+        self.core = fused() if self.fused else attention.PlainAttention(scale)
+
+    def construct(self, q: Any, k: Any, v: Any) -> Any:
+        """Return ``[B, S, N, D]``, causal."""
+        length = q.shape[1]
+        if self.fused:
+            return self.core(q, k, v, Tensor(np.zeros((1, length), np.int32)))[0]
+        hidden = np.triu(np.full((1, 1, length, length), -1e30, np.float32), 1)
+        q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
+        made = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
+        return (made[0] if isinstance(made, tuple) else made).transpose(0, 2, 1, 3)
+
+
+class First(nn.Cell):
+    """The first result of a cell or primitive, by which it is differentiated."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.core = core
+
+    def construct(self, *inputs: Any) -> Any:
+        """Return it."""
+        made = self.core(*inputs)
+        return made[0] if isinstance(made, tuple) else made

@@ -1,0 +1,433 @@
+"""Cases of phase one whose rows depend on the routing, and those of the update. Needs MindSpore.
+
+Where rows go is computed here from what ``ops/permute.py`` says of each implementation: sorted by expert in a stable
+order (fused), or padded to blocks of one expert each (plain).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from telechat_moe.model.dispatch import DroplessDispatch, build_dispatch, drops
+from telechat_moe.ops import grouped_matmul, permute
+from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, where
+from telechat_moe.tools.align.phases.cases import (
+    COLUMNS,
+    ROWS,
+    Case,
+    Draw,
+    call,
+    fewer,
+    rounded,
+    sigmoid,
+)
+from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.step import GlobalNorm
+
+_EXPERTS = (
+    4  # weights of a case: a bound depends on an expert's rows, not on how many experts there are
+)
+_BLOCK = 8
+
+
+class _Rows(NamedTuple):
+    """Where pairs of token and expert go.
+
+    Attributes:
+        row: Of each pair.
+        token: Of each row; of one that no pair takes 0.
+        taken: Rows that a pair takes.
+    """
+
+    row: Array
+    token: Array
+    taken: Array
+
+
+def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Case]:
+    """Return the cases of a model section's experts; none if it has none.
+
+    Args:
+        config: ``recipe.model_config``.
+        tokens: Of a micro-batch.
+        rng: For the values.
+    """
+    if not config.n_routed_experts:
+        return []
+    draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
+    found = [*_dispatched(config, rows, draw), *_grouped(config, rows, draw)]
+    return [*found, _dropping(config, rows, draw)] if drops(config) else found
+
+
+# ------------------------------------------------------------------ rows in the order of experts
+
+
+def sorted_rows(index: Array) -> _Rows:
+    """Return rows in the order of their experts, equal ones in that of the pairs."""
+    pair = np.argsort(index.reshape(-1), kind="stable")
+    return _Rows(np.argsort(pair), pair // index.shape[1], np.ones(pair.size, bool))
+
+
+def block_rows(index: Array, experts: int, block: int) -> _Rows:
+    """Return rows in whole blocks of one expert; as many blocks as the worst routing needs."""
+    flat = index.reshape(-1)
+    blocks = -(-np.bincount(flat, minlength=experts) // block)
+    begin = (np.cumsum(blocks) - blocks) * block
+    row = np.zeros(flat.size, np.int64)
+    for expert in range(experts):
+        mine = flat == expert
+        row[mine] = begin[expert] + np.arange(mine.sum())
+    total = (flat.size + experts * (block - 1)) // block * block
+    token, taken = np.zeros(total, np.int64), np.zeros(total, bool)
+    token[row], taken[row] = np.arange(flat.size) // index.shape[1], True
+    return _Rows(row, token, taken)
+
+
+def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
+    """Return different experts for each token, the first ones more often, the last (of three or more) never."""
+    known = max(per_token, experts - 1) if experts > 2 else experts
+    scores = rng.standard_normal((rows, known)) - np.arange(known) * 2 / known
+    return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
+
+
+def _dispatched(config: Any, rows: int, x: Draw) -> list[Case]:
+    experts, per_token = config.n_routed_experts, config.num_experts_per_tok
+    index = _choices(rows, experts, per_token, x.rng)
+    width = min(config.hidden_size, COLUMNS // 4)
+    block = DroplessDispatch(experts).rows(index.size)
+    layouts = {"fused": sorted_rows(index), "plain": block_rows(index, experts, block)}
+    weight = np.abs(x(rows, per_token))
+    what = f"{per_token} of {experts} experts"
+    found = []
+    for face, where_to in layouts.items():
+        size = block if face == "plain" else 0
+        build = lambda s=size: _Permuted(experts, s)  # noqa: E731
+        back = lambda s=size: _Unpermuted(experts, s)  # noqa: E731
+        taken = [x(rows, width)]
+        found.append(
+            Case("permute", f"to {what}", build, taken, _to_experts(where_to), [index], [face])
+        )
+        taken = [x(where_to.token.size, width), weight]
+        found.append(
+            Case("permute", f"back from {what}", back, taken, _to_tokens(where_to), [index], [face])
+        )
+    return found
+
+
+def _to_experts(rows: _Rows) -> Callable[..., Approx]:
+    def formula(face: str, a: Approx) -> Approx:
+        filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
+        return where(filled, a[rows.token], a.value[rows.token])
+
+    return formula
+
+
+def _to_tokens(rows: _Rows) -> Callable[..., Approx]:
+    def formula(face: str, y: Approx, weight: Approx) -> Approx:
+        parts = y[rows.row].reshape(*weight.shape, y.shape[1])
+        return (parts * weight.reshape(*weight.shape, 1)).sum(1)
+
+    return formula
+
+
+class _Held(nn.Cell):
+    """A plan of integers that is not differentiated; outside a graph it would be."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.core = core
+
+    def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Return it."""
+        return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
+
+
+class _Plan(nn.Cell):
+    """Makes the plan of either implementation from the chosen experts; block 0: the fused one."""
+
+    def __init__(self, experts: int, block: int) -> None:
+        super().__init__()
+        self.block = block
+        self.held = _Held(permute.BlockPlan(experts) if block else permute.SortPlan(experts))
+
+    def plan(self, index: Tensor) -> tuple[Tensor, ...]:
+        """Return rows of pairs, and experts of blocks or pairs of rows."""
+        return self.held(index, self.block) if self.block else self.held(index)
+
+
+class _Permuted(_Plan):
+    """Tokens to the rows of their experts."""
+
+    def __init__(self, experts: int, block: int) -> None:
+        super().__init__(experts, block)
+        self.core = permute.Permute() if block else permute.FusedPermute()
+
+    def construct(self, x: Tensor, index: Tensor) -> Tensor:
+        """Return ``[rows, H]``."""
+        if self.block:
+            row, blocks = self.plan(index)
+            return self.core(x, row, blocks.shape[0] * self.block)
+        row, pair, _ = self.plan(index)
+        return self.core(x, pair, row)
+
+
+class _Unpermuted(_Plan):
+    """Rows of experts to weighted sums of tokens."""
+
+    def __init__(self, experts: int, block: int) -> None:
+        super().__init__(experts, block)
+        self.core = permute.Unpermute() if block else permute.FusedUnpermute()
+
+    def construct(self, y: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        if self.block:
+            return self.core(y, self.plan(index)[0], weight)
+        row, pair, _ = self.plan(index)
+        return self.core(y, pair, row, weight)
+
+
+# ------------------------------------------------------------------ experts with a capacity
+
+
+def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
+    """Return which pairs an expert has room for: those of the highest weight, or the first."""
+    flat = index.reshape(-1)
+    order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
+    kept = np.zeros(flat.size, bool)
+    for expert in np.unique(flat):
+        kept[[i for i in order if flat[i] == expert][:capacity]] = True
+    return kept.reshape(index.shape)
+
+
+def _dropping(config: Any, rows: int, x: Draw) -> Case:
+    """Return the whole way to experts that change nothing, and back: a sum of the weights that are kept."""
+    index = _choices(rows, config.n_routed_experts, config.num_experts_per_tok, x.rng)
+    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+    weight = np.abs(x(*index.shape))
+    capacity = int(np.ceil(factor * index.size / config.n_routed_experts))
+    keep = kept_pairs(index, weight, capacity, policy == "probs").astype(np.float64)
+
+    def formula(face: str, a: Approx, w: Approx) -> Approx:
+        a = a.reshape(a.shape[0], 1, a.shape[1])
+        return (w.times(keep).reshape(*w.shape, 1) * a).sum(1)
+
+    taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
+    what = f"there and back, capacity {capacity} of {policy}"
+    return Case("permute", what, lambda: _ThereAndBack(config), taken, formula, [index])
+
+
+class _ThereAndBack(nn.Cell):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.core = build_dispatch(config)
+        self.core.plan = _Held(self.core.plan)
+        if self.core.fused:
+            self.core.sort_plan = _Held(self.core.sort_plan)
+
+    def construct(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
+        """Return ``[T, H]``."""
+        return self.core(x, index, weight, lambda rows, group=None: rows)
+
+
+# ------------------------------------------------------------------ products of experts
+
+
+def _grouped(config: Any, rows: int, x: Draw) -> list[Case]:
+    hidden, wide = config.hidden_size, config.moe_intermediate_size
+    compute = getattr(ms, config.compute_dtype)
+    experts = min(config.n_routed_experts, _EXPERTS)
+    rows = fewer(rows, max(hidden, wide))
+    sizes = _uneven(rows, experts)
+    blocks = np.repeat(np.arange(experts), -(-sizes // _BLOCK)).astype(np.int32)
+    found = []
+    for inner, outer in sorted({(hidden, wide), (wide, hidden)}):
+        what = f"{inner} to {outer}, {experts} experts"
+        weight = x(experts, inner, _columns(inner, outer, experts), scale=inner**-0.5)
+        coming = x(rows, weight.shape[2])
+        into = lambda: _IntoMainGrad(compute)  # noqa: E731
+        fused = lambda: grouped_matmul.FusedGroupedMatmul(compute)  # noqa: E731
+        taken = [x(rows, inner), weight]
+        adding = [*taken, coming, x(*weight.shape)]
+        found += [
+            Case("grouped_matmul", what, fused, taken, _products(sizes), [sizes], ["fused"]),
+            Case("grouped_matmul", f"{what}, added to the main gradient", into, adding, _added(sizes),
+                 [sizes], ["fused"], backward=False),
+            Case("grouped_matmul", what, grouped_matmul.GroupedMatmul,
+                 [x(blocks.size, _BLOCK, inner), weight], _block_products(blocks), [blocks], ["plain"]),
+        ]  # fmt: skip
+    gates = [
+        x(experts, hidden, _columns(hidden, wide, experts), scale=hidden**-0.5) for _ in range(2)
+    ]
+    both = lambda: grouped_matmul.GroupedSwiGLU(compute)  # noqa: E731
+    what = f"{hidden} to {wide} with SwiGLU, {experts} experts"
+    taken = [x(rows, hidden), *gates]
+    found.append(
+        Case(
+            "grouped_matmul",
+            what,
+            both,
+            taken,
+            _activated(sizes),
+            [sizes],
+            ["fused"],
+            stored=rounded(config.compute_dtype),
+        )
+    )
+    return found
+
+
+def _columns(inner: int, outer: int, experts: int) -> int:
+    return fewer(min(outer, COLUMNS // experts), inner * experts)
+
+
+def _uneven(rows: int, experts: int) -> Array:
+    """Return rows of each expert: falling, odd ones, the last expert (of two or more) without any."""
+    if experts == 1:
+        return np.array([rows], np.int32)
+    share = np.arange(experts - 1, 0, -1)
+    sizes = rows * share // share.sum()
+    sizes[0] += rows - sizes.sum()
+    return np.append(sizes, 0).astype(np.int32)
+
+
+def _experts(x: Approx, w: Approx, sizes: Array) -> Approx:
+    ends = np.cumsum(sizes)
+    parts = [
+        x[e - n : e].matmul(w[i]) for i, (n, e) in enumerate(zip(sizes, ends, strict=True)) if n
+    ]
+    return concatenate(parts, 0)
+
+
+def _products(sizes: Array) -> Callable[..., Approx]:
+    return lambda face, x, w: _experts(x, w, sizes)
+
+
+def _block_products(blocks: Array) -> Callable[..., Approx]:
+    return lambda face, x, w: x.matmul(w[blocks])
+
+
+def _activated(sizes: Array) -> Callable[..., Approx]:
+    def formula(face: str, x: Approx, gate: Approx, up: Approx) -> Approx:
+        g, u = _experts(x, gate, sizes), _experts(x, up, sizes)
+        return g * sigmoid(face, g) * u
+
+    return formula
+
+
+def _added(sizes: Array) -> Callable[..., list[Approx]]:
+    def formula(face: str, x: Approx, w: Approx, coming: Approx, main: Approx) -> list[Approx]:
+        ends = np.cumsum(sizes)
+        into, out = [], []
+        for i, (n, e) in enumerate(zip(sizes, ends, strict=True)):
+            rows = slice(int(e - n), int(e))
+            if n:
+                into.append(coming[rows].matmul(w[i].swap(-1, -2)))
+                made = main[i] + x[rows].swap(-1, -2).matmul(coming[rows])
+            else:
+                made = main[i]
+            out.append(made.reshape(1, *made.shape))
+        return [concatenate(into, 0), concatenate(out, 0)]
+
+    return formula
+
+
+class _IntoMainGrad:
+    """GMMAdd: gradient of the rows, and the main gradient that the weights' was added to."""
+
+    def __init__(self, compute: Any) -> None:
+        self.core = grouped_matmul.GroupedMatmulIntoMainGrad(compute)
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, coming: Tensor, main: Tensor, sizes: Tensor
+    ) -> tuple[Any, Any]:
+        kept = Parameter(main, name="main")
+        back = ops.GradOperation(get_all=True, sens_param=True)(self.core)
+        return back(x, weight, sizes, kept, coming)[0], kept
+
+
+# ------------------------------------------------------------------ the update
+
+
+def update_cases(recipe: Any, rng: np.random.Generator) -> list[Case]:
+    """Return the cases of a recipe's optimizer: its first and its tenth update, and the norm of gradients.
+
+    Args:
+        recipe: Of which ``optimizer``, ``lr_schedule`` and ``model_config`` count.
+        rng: For the values.
+    """
+    given, rate = recipe.optimizer, float(recipe.lr_schedule.learning_rate)
+    hidden = recipe.model_config.hidden_size
+    x = Draw("float32", rng)
+    shapes = [(ROWS, min(hidden, COLUMNS)), (hidden,)]
+    grads = [x(*s, scale=1e-3) for s in shapes]
+    found = [
+        Case("adamw", f"norm of gradients, width {hidden}", lambda: _Norm(len(shapes)), grads, _norm,
+             backward=False, dtype="float32")
+    ]  # fmt: skip
+    for step in (1, 10):
+        taken: list[Array] = []
+        for shape, grad in zip(shapes, grads, strict=True):
+            first, second = x(*shape, scale=1e-3), x(*shape, scale=1e-3) ** 2
+            states = [0 * first, 0 * second] if step == 1 else [first, second]
+            taken += [x(*shape, scale=0.02), *states, grad]
+        build = lambda s=step: _Update(given, shapes, rate, s)  # noqa: E731
+        found.append(
+            Case("adamw", f"update {step} at rate {rate:g}", build, taken, _updated(given, rate, step),
+                 backward=False, dtype="float32")
+        )  # fmt: skip
+    return found
+
+
+_CLIP = 0.375
+
+
+class _Norm:
+    def __init__(self, tensors: int) -> None:
+        self.core = GlobalNorm(tensors)
+
+    def __call__(self, *grads: Tensor) -> Sequence[Any]:
+        return self.core(grads)
+
+
+def _norm(face: str, *grads: Approx) -> list[Approx]:
+    sums = concatenate([(g * g).sum().reshape(1) for g in grads], 0)
+    return [sums.sum().sqrt(), sums]
+
+
+class _Update:
+    """AdamW on several tensors, of which the last is not decayed: weights and moments after it."""
+
+    def __init__(
+        self, given: Any, shapes: Sequence[tuple[int, ...]], rate: float, step: int
+    ) -> None:
+        names = [f"w{i}" for i in range(len(shapes) - 1)] + ["norm"]
+        self.params = [
+            Parameter(Tensor(np.zeros(s, np.float32)), name=n)
+            for s, n in zip(shapes, names, strict=True)
+        ]
+        self.core = AdamW(self.params, tuple(given.betas), given.eps, given.weight_decay, ["norm"])
+        self.scalars = self.core.scalars(step, rate)
+
+    def __call__(self, *states: Tensor) -> list[Any]:
+        kept = (self.params, self.core.moment1, self.core.moment2)
+        for i, parameters in enumerate(kept):
+            for parameter, value in zip(parameters, states[i::4], strict=True):
+                parameter.set_data(value)
+        self.core(states[3::4], *self.scalars, Tensor(np.float32(_CLIP)))
+        return [x for row in zip(*kept, strict=True) for x in row]
+
+
+def _updated(given: Any, rate: float, step: int) -> Callable[..., list[Approx]]:
+    def formula(face: str, *states: Approx) -> list[Approx]:
+        found: list[Approx] = []
+        for i in range(0, len(states), 4):
+            weight, first, second, grad = states[i : i + 4]
+            decay = given.weight_decay if i + 4 < len(states) else 0.0
+            settings = (step, rate, given.betas, given.eps, decay)
+            found += call("AdamW", weight, grad * _CLIP, first, second, *settings)
+        return found
+
+    return formula

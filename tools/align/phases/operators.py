@@ -1,0 +1,140 @@
+"""Phase one: the operators of `telechat_moe.ops` alone, over a recipe's own shapes, against the float64 formulas.
+
+    python -m telechat_moe.tools.align.phases.operators RECIPE OUT.json [KEY=VALUE ...]
+
+A process of its own, because it needs MindSpore. Widths, heads' sizes and inner dimensions are the recipe's; rows and
+columns are fewer (``phase_cases.py``), which no bound depends on. Values are drawn in the recipe's type. Each
+implementation runs forward and backward; those that only Ascend has are not judged here and counted.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.judge.verdict import worst as worst_of
+from telechat_moe.tools.align.operators.approx import Approx, gradients
+from telechat_moe.tools.align.phases.inputs import narrow
+
+if TYPE_CHECKING:
+    from telechat_moe.tools.align.phases.cases import Case
+
+
+def run_case(case: "Case", face: str, dtype: str, rng: np.random.Generator) -> list[Verdict]:
+    """Run one implementation, forward and backward, and judge each of its results.
+
+    Args:
+        case: What to run.
+        face: Which implementation.
+        dtype: Of the recipe.
+        rng: For the gradient that comes in.
+    """
+    from mindspore import Tensor, ops
+
+    from telechat_moe.ops import select
+    from telechat_moe.tools.align.phases.cases import First
+
+    with select.using(face):
+        cell = First(case.build()) if case.backward else case.build()
+    inputs = [Tensor(x.astype(np.float32)) for x in case.inputs]
+    constants = [
+        Tensor(x.astype(np.int32 if x.dtype.kind == "i" else np.float32)) for x in case.constants
+    ]
+    exact = [Approx(x, case.stored) for x in case.inputs]
+    made = case.formula(face, *exact)
+    expected = made if isinstance(made, list) else [made]
+    results = cell(*inputs, *constants)
+    found = [x.asnumpy() for x in (results if isinstance(results, tuple | list) else [results])]
+    verdicts = [
+        judge(case.operator, f"result {i}" if i else "forward", x, y, "float32")
+        for i, (x, y) in enumerate(zip(found, expected, strict=False))
+    ]
+    if not case.backward:
+        return verdicts
+    coming = narrow(rng.standard_normal(found[0].shape), dtype)
+    back = ops.GradOperation(get_all=True, sens_param=True)(cell)
+    going = back(*inputs, *constants, Tensor(coming.astype(np.float32)))
+    slopes = gradients([(expected[0], Approx(coming, case.stored))], exact)
+    for i, (slope, gradient) in enumerate(zip(slopes, going, strict=False)):
+        if slope is not None:
+            place = f"gradient of input {i}"
+            verdicts.append(judge(case.operator, place, gradient.asnumpy(), slope, "float32"))
+    return verdicts
+
+
+def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
+    """Return the report of the phase: a row for each operator and implementation."""
+    import mindspore as ms
+
+    from telechat_moe.ops import select
+    from telechat_moe.tools.align.phases import cases as phase_cases
+    from telechat_moe.tools.align.phases import expert_cases as phase_experts
+
+    ms.set_context(mode=ms.PYNATIVE_MODE, device_target="CPU")
+    config = recipe.model_config
+    rng = np.random.default_rng(seed)
+    tokens = recipe.runner_config.batch_size * config.seq_length
+    cases = [
+        *phase_cases.cases(config, tokens, rng),
+        *phase_experts.cases(config, tokens, rng),
+        *phase_experts.update_cases(recipe, rng),
+    ]
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        for face in case.faces or select.OPERATORS[case.operator]:
+            if face != "ascend":
+                what = f"{face}: {select.OPERATORS[case.operator][face]}"
+                verdicts = run_case(case, face, config.compute_dtype, rng)
+                rows.append(_row(case, what, case.dtype or config.compute_dtype, verdicts))
+    operators = {case.operator for case in cases}
+    unknown = {f"{name}: the recipe has none" for name in set(select.OPERATORS) - operators}
+    unknown |= {
+        f"{name}: {faces['ascend']} runs on Ascend only"
+        for name, faces in select.OPERATORS.items()
+        if name in operators and "ascend" in faces
+    }
+    return _report(rows, dict.fromkeys(sorted(unknown), 1))
+
+
+def _report(rows: list[dict[str, Any]], unknown: dict[str, int]) -> dict[str, Any]:
+    wrong = [r for r in rows if r["verdict"] == "diverged"]
+    said = f"{len(rows) - len(wrong)} of {len(rows)} operators and implementations are within their bounds"
+    if wrong:
+        first = wrong[0]
+        said = f"{first['operator']} ({first['face']}, {first['shapes']}): {first['reason']}"
+    verdict = "diverged" if wrong else "pass" if rows else "not judged"
+    return {"verdict": verdict, "sentence": said, "operators": rows, "not_judged": unknown}
+
+
+def _row(case: "Case", face: str, dtype: str, verdicts: list[Verdict]) -> dict[str, Any]:
+    v = worst_of(verdicts)
+    shapes = ", ".join(" x ".join(map(str, x.shape)) for x in case.inputs)
+    return {
+        "operator": case.operator,
+        "face": face,
+        "shapes": f"{case.what}: {shapes}",
+        "dtype": dtype,
+        "verdict": v.status,
+        "observed_over_bound": v.ratio if np.isfinite(v.ratio) else None,
+        "elements": sum(x.elements for x in verdicts),
+        "reason": f"{v.place}: {v.reason}",
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the report of a recipe; arguments as in the module's docstring."""
+    os.environ.setdefault("GLOG_v", "3")
+    from telechat_moe.recipe import load
+
+    recipe, out, *overrides = arguments
+    Path(out).write_text(json.dumps(check(load(recipe, overrides)), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

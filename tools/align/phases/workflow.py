@@ -1,0 +1,267 @@
+"""Three phases before a production run: operators alone, one step, the loss curve. One verdict; resumable.
+
+Each phase writes its report into the folder and is not run again while nothing changed that it depends on. A phase that
+diverged ends the run, because those after it would only show the consequences; they are "not judged" then.
+"""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.tools.align.report.combined import VERDICTS
+
+TITLES = ("operators alone", "one step", "loss curve")
+Phase = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to check.
+
+    Attributes:
+        recipe: Name or file.
+        out: Folder of the reports.
+        overrides: ``KEY=VALUE`` for the recipe.
+        reference: Dump of the run that is believed; None: the step is judged by replay alone.
+        target: Dump of a step of the recipe; None: it is captured here.
+        map: File that says which tensors of the two are the same, where their calls differ.
+        bases: Curves of runs that are believed.
+        curve: Curve of the recipe's run; None: it is trained here for as many steps as the recipe says.
+        steps: Fewest steps that a curve must have.
+        again: Run all phases, whatever there is.
+        go_on: Run the phases after one that diverged, too.
+    """
+
+    recipe: str
+    out: Path
+    overrides: Sequence[str] = ()
+    reference: Path | None = None
+    target: Path | None = None
+    map: Path | None = None
+    bases: Sequence[str] = ()
+    curve: str | None = None
+    steps: int = 1000
+    again: bool = False
+    go_on: bool = False
+    say: Callable[[str], None] = field(default=print, compare=False)
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Run what is not done yet; return the report, which is also in ``phases.json``.
+
+    Raises:
+        BadInputError: Something given is not there, or a command that a phase needs failed.
+    """
+    plan.out.mkdir(parents=True, exist_ok=True)
+    phases: list[Phase] = []
+    for number, (title, work) in enumerate(
+        zip(TITLES, (_operators, _step, _curve), strict=True), 1
+    ):
+        wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
+        if wrong and not plan.go_on:
+            found = _unjudged(
+                f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
+            )
+        else:
+            found = _kept(plan, number, work)
+        phases.append({"title": title, **found})
+        took = f" ({found['wall_s']:.0f} s)" if "wall_s" in found else ""
+        plan.say(f"{number}. {title}: {found['verdict']}: {found['sentence']}{took}")
+    answers = [p["verdict"] for p in phases]
+    verdict = next(v for v in VERDICTS if v in answers)
+    report = {
+        "verdict": verdict,
+        "recipe": plan.recipe,
+        "sentence": _sentence(phases),
+        "phases": phases,
+    }
+    (plan.out / "phases.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return report
+
+
+def _sentence(phases: Sequence[Phase]) -> str:
+    for word in ("diverged", "not comparable", "not judged"):
+        for p in phases:
+            if p["verdict"] == word:
+                return f"{p['title']}: {p['sentence']}"
+    return "Operators, step and loss curve are right as far as they were judged."
+
+
+def _unjudged(why: str) -> Phase:
+    return {"verdict": "not judged", "sentence": why, "not_judged": {why: 1}}
+
+
+def _kept(plan: Plan, number: int, work: Callable[[Plan], Phase]) -> Phase:
+    """Return a phase's report: the one in the folder while all that it depends on is as it was."""
+    path, key = plan.out / f"phase{number}.json", _state(plan, number)
+    if path.exists() and not plan.again:
+        try:
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["state"] == key:
+                return kept["report"]
+        except (ValueError, KeyError, TypeError):
+            pass  # cut off while it was written
+    begin = time.monotonic()
+    found = work(plan)
+    found["wall_s"] = round(time.monotonic() - begin, 1)
+    if found["verdict"] in ("pass", "diverged"):
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({"state": key, "report": found}), encoding="utf-8")
+        part.rename(path)
+    return found
+
+
+def _state(plan: Plan, number: int) -> str:
+    """Return a digest of what a phase depends on."""
+    from telechat_moe.recipe import load
+
+    recipe = json.dumps(
+        load(plan.recipe, list(plan.overrides)).to_dict(), sort_keys=True, default=str
+    )
+    given: list[Any] = [number, recipe]
+    if number == 2:
+        given += [_age(p) for p in (plan.reference, plan.target, plan.map)]
+    if number == 3:
+        given += [_age(Path(p)) for p in (*plan.bases, plan.curve or "-")] + [plan.steps]
+    return hashlib.sha256(json.dumps(given, default=str).encode()).hexdigest()
+
+
+def _age(path: Path | None) -> Any:
+    """Return name, size and time of a file, of a folder those of its newest dump.json."""
+    if path is None or not path.exists():
+        return str(path)
+    files = sorted(path.rglob("dump.json")) if path.is_dir() else [path]
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def _align(*arguments: Any) -> int:
+    """Run a sub-verb; 1 and 4 are answers, others are failures."""
+    return _command(["-m", "telechat_moe.cli", "align", *map(str, arguments)], (0, 1, 4))
+
+
+def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool = False) -> int:
+    """Run a command; return its exit code.
+
+    Args:
+        arguments: Of Python.
+        good: Exit codes that are answers; others are failures.
+        shown: On a terminal, what it prints is seen there.
+
+    Raises:
+        BadInputError: It failed.
+    """
+    out = sys.stderr if shown and sys.stderr.isatty() else subprocess.PIPE
+    done = subprocess.run(
+        [sys.executable, *arguments], stdout=out, stderr=subprocess.PIPE, text=True
+    )
+    if done.returncode not in good:
+        said = done.stderr.strip() or (done.stdout or "").strip() or "no message"
+        last = said.splitlines()[-1]
+        raise BadInputError(f"{' '.join(arguments[1:4])}: exit code {done.returncode}: {last}")
+    return done.returncode
+
+
+def _operators(plan: Plan) -> Phase:
+    path = plan.out / "operators.json"
+    _command(
+        ["-m", "telechat_moe.tools.align.phases.operators", plan.recipe, str(path), *plan.overrides]
+    )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _step(plan: Plan) -> Phase:
+    target = plan.target
+    if target is None:
+        target = plan.out / "step"
+        _own(plan, target)
+        if not target.exists():
+            settings = [part for o in plan.overrides for part in ("--set", o)]
+            _align("capture", plan.recipe, "--out", target, "--steps", "0", *settings)
+            _mark(plan, target)
+    reports: dict[str, Any] = {}
+    wanted = [("replay", ["replay", target])]
+    if plan.reference is not None:
+        more = [] if plan.map is None else ["--map", plan.map]
+        wanted.append(("bisect", ["bisect", plan.reference, target, *more]))
+    for name, arguments in wanted:
+        path = plan.out / f"{name}.json"
+        _align(*arguments, "--json", path)
+        reports[name] = json.loads(path.read_text(encoding="utf-8"))
+    return _of_reports(reports, plan.reference is None)
+
+
+def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
+    from telechat_moe.tools.align.report.combined import document, summary
+
+    documents = [document(name, data) for name, data in reports.items()]
+    verdict = next(v for v in VERDICTS if v in [d.verdict for d in documents])
+    first = next(d for d in documents if d.verdict == verdict)
+    unknown = {}
+    if alone:
+        unknown[
+            "weights, data and settings: no reference dump was given, each operator was judged by its own inputs"
+        ] = 1
+    return {
+        "verdict": verdict,
+        "sentence": summary(first),
+        "reports": reports,
+        "not_judged": unknown,
+    }
+
+
+def _own(plan: Plan, folder: Path) -> None:
+    """Refuse what another recipe left in a folder; with ``again`` remove what this one did."""
+    mark = folder.with_suffix(".state")
+    if not folder.exists():
+        return
+    if not mark.exists() or mark.read_text(encoding="utf-8") != _state(plan, 1):
+        raise BadInputError(
+            f"{folder}: of another recipe, or cut off; remove it or give another --out"
+        )
+    if plan.again:
+        shutil.rmtree(folder)
+
+
+def _mark(plan: Plan, folder: Path) -> None:
+    folder.with_suffix(".state").write_text(_state(plan, 1), encoding="utf-8")
+
+
+def _curve(plan: Plan) -> Phase:
+    if not plan.bases:
+        return _unjudged("no curve of a run that is believed was given (--base)")
+    curve = plan.curve
+    if curve is None:
+        folder = plan.out / "run"
+        _own(plan, folder)
+        _mark(plan, folder)
+        settings = [
+            part for o in (*plan.overrides, f"output_dir={folder}") for part in ("--set", o)
+        ]
+        resume = ["--resume"] if (folder / "checkpoints").exists() else []
+        _command(["-m", "telechat_moe.cli", "train", plan.recipe, *settings, *resume], shown=True)
+        curve = str(folder / "metrics.jsonl")
+    path = plan.out / "loss.json"
+    _align("loss", *plan.bases, curve, "--min-steps", plan.steps, "--json", path)
+    return _of_reports({"loss": json.loads(path.read_text(encoding="utf-8"))}, False)
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return the page of all phases.
+
+    Raises:
+        TelechatMoeError: The report is broken.
+    """
+    from telechat_moe.tools.align.report import combined as pages
+
+    try:
+        return pages.page([pages.document("phases.json", report)])
+    except BadInputError as error:
+        raise TelechatMoeError(str(error)) from None

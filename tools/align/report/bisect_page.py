@@ -1,0 +1,368 @@
+"""The outcome of a bisection, drawn: facts, the call in the data flow, the residual as a picture, counts; and JUnit XML."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.judge.bisect import Outcome
+from telechat_moe.tools.align.operators.approx import Array
+from telechat_moe.tools.align.report.junit import Case, suite
+from telechat_moe.tools.align.report.shell import shell
+
+NEIGHBOURS = 8
+_CELLS, _SIDE = 48, 12  # of the picture
+_NODE, _HIGH, _GAP, _ROW = 196, 46, 14, 92  # of the graph
+
+
+def page(
+    outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
+) -> str:
+    """Return the page of a bisection.
+
+    Args:
+        outcome: From :func:`telechat_moe.tools.align.judge.bisect.bisect`.
+        reference: Name of the run that is believed.
+        target: Name of the run that was judged.
+        graph: What is around the first wrong call, from ``around.py``.
+    """
+    report = plain(outcome, reference, target, graph)
+    word = outcome.verdict
+    heading = f"Alignment: <span class={word.replace(' ', '-')}>{escape(word)}</span>"
+    return shell(f"Alignment: {word}", heading, body(report))
+
+
+def plain(
+    outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return all that the page shows as plain JSON types: what ``align bisect --json`` writes."""
+    report = outcome.as_json() | {
+        "runs": {"reference": reference, "target": target},
+        "sentence": sentence(outcome),
+    }
+    if outcome.findings:
+        first = outcome.findings[0]
+        report["neighbours"] = _near(outcome)
+        report["graph"] = graph
+        if first.residual is not None and first.residual.size > 1:
+            report["picture"] = _fields(first.residual)
+    return report
+
+
+def body(report: Mapping[str, Any]) -> str:
+    """Return the HTML of a bisection's report, as :func:`plain` makes it."""
+    runs = report.get("runs") or {}
+    parts: list[str] = []
+    if runs:
+        parts.append(
+            f"<p class=soft>{escape(runs['target'])} against {escape(runs['reference'])}</p>"
+        )
+    if report.get("sentence"):
+        parts.append(f"<p class=sentence>{escape(report['sentence'])}</p>")
+    first = report.get("first")
+    if first:
+        parts += ["<h2>The first wrong call</h2>", _facts(first, report.get("ranks") or [])]
+        if report.get("graph"):
+            parts += ["<h2>Around it</h2>", _graph(report["graph"], report, first["operator"])]
+        if report.get("picture"):
+            parts += ["<h2>Where it is wrong</h2>", _picture(report["picture"])]
+        if report.get("neighbours"):
+            parts += ["<h2>Before and after, in the order of the run</h2>", _neighbours(report)]
+        parts += ["<h2>All wrong calls</h2>", _findings(report["findings"])]
+    parts += [
+        "<h2>What was judged</h2>",
+        counts(report.get("judged") or {}, report.get("not_judged") or {}),
+    ]
+    return "".join(parts)
+
+
+def sentence(outcome: Outcome) -> str:
+    """Say what the comparison came to."""
+    judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
+    if not outcome.findings:
+        return outcome.reason or (
+            f"{judged} tensors are what their operators must give, within the derived bounds; {unknown} were not judged."
+        )
+    first = outcome.findings[0]
+    where = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"
+    family = f" ({first.family}: {first.evidence})" if first.evidence else ""
+    return f"{first.verdict.key} is the first wrong call, {where}{family}."
+
+
+def junit(outcome: Outcome, target: str) -> str:
+    """Return the outcome as JUnit XML: a case for each step and rank."""
+    places = sorted({(step, rank) for step, rank, *_ in outcome.calls})
+    first = {(f.step, f.rank): f.verdict for f in reversed(outcome.findings)}
+    cases: list[Case] = []
+    for step, rank in places:
+        wrong, name = first.get((step, rank)), f"step {step} rank {rank}"
+        said = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
+        cases.append(Case(target, name, **said))
+    return suite("align", cases)
+
+
+def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
+    ratio = first["observed_over_bound"]
+    rows = [
+        ("call", f"<code>{escape(first['operator'])}</code>"),
+        ("tensor", f"<code>{escape(first['tensor'])}</code>" if first["tensor"] else "-"),
+        ("phase", escape(first["phase"] or "-")),
+        ("layer", "-" if first["layer"] is None else str(first["layer"])),
+        ("step", str(first["step"])),
+        ("ranks", ", ".join(map(str, ranks))),
+        ("kind of fault", f"<b>{escape(first['family'])}</b>: {escape(first['evidence'])}"),
+        ("observed / bound", "must be equal" if ratio is None else f"{ratio:.3g}"),
+        ("where", escape(first["reason"])),
+        ("wrong elements", f"{first['wrong_elements']:,} of {first['elements']:,}"),
+    ]
+    if first.get("source"):
+        rows.append(("source", f"<code>{escape(first['source'])}</code>"))
+    lines = "".join(f"<tr><th>{name}<td class=why>{value}" for name, value in rows)
+    return f"<div class=scroll><table>{lines}</table></div>"
+
+
+# ---------------------------------------------------------------- the graph
+
+
+def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> str:
+    """Draw the calls around one, from top to bottom as data flows."""
+    levels: dict[int, list[Mapping[str, Any]]] = {}
+    for node in graph["nodes"]:
+        levels.setdefault(node["distance"], []).append(node)
+    answers = {
+        n["key"]: (n["status"], n["observed_over_bound"]) for n in report.get("neighbours") or []
+    }
+    answers |= {f["operator"]: ("diverged", f["observed_over_bound"]) for f in report["findings"]}
+    widest = max(map(len, levels.values()))
+    width = max(2, widest) * (_NODE + _GAP) + _GAP
+    places: dict[str, tuple[float, float]] = {}
+    drawn: list[str] = []
+    for row, distance in enumerate(sorted(levels)):
+        nodes = levels[distance]
+        left = (width - len(nodes) * (_NODE + _GAP) + _GAP) / 2
+        for i, node in enumerate(nodes):
+            x, y = left + i * (_NODE + _GAP), 8 + row * _ROW
+            places[node["key"]] = x, y
+            drawn.append(_node(node, x, y, answers.get(node["key"]), node["key"] == first))
+    lines = [_edge(places, edge, first) for edge in graph["edges"]]
+    height = 8 + (len(levels) - 1) * _ROW + _HIGH + 10
+    return (
+        f"<div class=scroll><svg width={width} viewBox='0 0 {width} {height}' style='min-width:{min(width, 620)}px' role=img "
+        "aria-label='calls around the first wrong one'>"
+        "<defs>" + _tip("tip", "tip") + _tip("hot", "tip hot") + "</defs>"
+        f"{''.join(lines)}{''.join(drawn)}</svg></div>"
+        "<p class=soft>Data flow downwards: what it took stands above, what took its results below. Red frame: wrong, too. "
+        "Dashed: not judged. Point at a box for the whole name.</p>"
+    )
+
+
+def _tip(name: str, kind: str) -> str:
+    return (
+        f"<marker id={name} viewBox='0 0 8 8' refX=7 refY=4 markerWidth=7 markerHeight=7 orient=auto>"
+        f"<path class='{kind}' d='M0 0L8 4L0 8Z'/></marker>"
+    )
+
+
+def _node(
+    node: Mapping[str, Any],
+    x: float,
+    y: float,
+    answer: tuple[str, float | None] | None,
+    first: bool,
+) -> str:
+    status, ratio = answer or ("", None)
+    kind = "first" if first else status.split()[0] if status else ""
+    parts = node["key"].split(".")
+    name = ".".join(parts[1:-2]) if len(parts) > 3 else node["key"]
+    number = parts[-2] if len(parts) > 2 else ""
+    said = (
+        status
+        if ratio is None
+        else f"{status}, {ratio:.2g} of bound"
+        if status != "diverged"
+        else f"{ratio:.3g} x bound"
+    )
+    shape = " x ".join(map(str, node["shape"])) if node["shape"] else ""
+    small = " · ".join(p for p in (node["phase"], shape, node["dtype"] or "") if p)
+    title = f"{node['key']}{'; ' + said if said else ''}{'; in ' + node['parent'] if node['parent'] else ''}"
+    return (
+        f"<g class='node {kind}'><title>{escape(title)}</title><rect x={x:.0f} y={y:.0f} width={_NODE} height={_HIGH} rx=6 />"
+        f"<text x={x + 10:.0f} y={y + 19:.0f}>{escape(_tail(name, 20))} <tspan class=small>#{escape(number)}</tspan></text>"
+        f"<text class=small x={x + 10:.0f} y={y + 36:.0f}>{escape(_short(small, 32))}</text></g>"
+    )
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _tail(text: str, most: int) -> str:
+    return text if len(text) <= most else "…" + text[1 - most :]  # what it computes stands last
+
+
+def _edge(places: Mapping[str, tuple[float, float]], edge: Mapping[str, Any], first: str) -> str:
+    (a, b), (c, d) = places[edge["from"]], places[edge["to"]]
+    hot = edge["from"] == first
+    x0, y0, x1, y1 = a + _NODE / 2, b + _HIGH, c + _NODE / 2, d - 2
+    if d <= b:  # the same row, or back: around the right side
+        path = f"M{a + _NODE:.0f} {b + _HIGH / 2:.0f}C{a + _NODE + 30:.0f} {b + _HIGH / 2 + 30:.0f} {x1:.0f} {d + _HIGH + 40:.0f} {x1:.0f} {d + _HIGH + 2:.0f}"
+    else:
+        bend = (y1 - y0) / 2
+        path = f"M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} {x1:.0f} {y1:.0f}"
+    title = f"{edge['tensor']} {edge['shape']}"
+    return (
+        f"<path class='edge{' hot' if hot else ''}' marker-end='url(#{'hot' if hot else 'tip'})' d='{path}'>"
+        f"<title>{escape(title)}</title></path>"
+    )
+
+
+# ---------------------------------------------------------------- the residual
+
+
+def _fields(residual: Array) -> dict[str, Any]:
+    """Return the residual as a map: rows are the first dimension, columns all others."""
+    rows = residual.reshape(residual.shape[0] if residual.ndim > 1 else 1, -1)
+    fields = _blocks(np.nan_to_num(np.abs(rows), nan=np.inf))
+    shown = [[None if not np.isfinite(v) else float(f"{v:.4g}") for v in line] for line in fields]
+    return {
+        "shape": list(residual.shape),
+        "rows": rows.shape[0],
+        "columns": rows.shape[1],
+        "fields": shown,
+    }
+
+
+def _picture(picture: Mapping[str, Any]) -> str:
+    """Draw it; a single row as bars."""
+    fields = picture["fields"]
+    shape = " x ".join(map(str, picture["shape"]))
+    keys = "".join(
+        f"<span><i style='background:{_fill(v)}'></i>{said}</span>"
+        for v, said in (
+            (1.0, "within the bound"),
+            (3.0, "beyond it"),
+            (100.0, "100 times"),
+            (1e4, "10,000 times and more"),
+        )
+    )
+    drawn = _bars(fields[0]) if len(fields) == 1 else _map(picture, fields)
+    return (
+        f"<p class=keys>{keys}</p>{drawn}"
+        f"<p class=soft>Shape {shape}. Each {'bar' if len(fields) == 1 else 'field'} is the worst of its elements.</p>"
+    )
+
+
+def _fill(value: float | None) -> str:
+    if value is not None and value <= 1:
+        return "var(--line)"
+    depth = 1.0 if value is None else min(1.0, 0.35 + 0.16 * np.log10(max(value, 1.0)))
+    return f"color-mix(in srgb, var(--bad) {depth * 100:.0f}%, var(--paper))"
+
+
+def _map(picture: Mapping[str, Any], fields: Sequence[Sequence[float | None]]) -> str:
+    side = max(_SIDE, min(26, 560 // max(len(fields), len(fields[0]))))
+    drawn = [
+        f"<rect x={58 + j * side} y={20 + i * side} width={side - 1} height={side - 1} style='fill:{_fill(value)}'>"
+        f"<title>{_said(value)}</title></rect>"
+        for i, line in enumerate(fields)
+        for j, value in enumerate(line)
+    ]
+    width, height = 66 + len(fields[0]) * side, 26 + len(fields) * side
+    columns, rows = (f"{picture[n]:,} {n}" for n in ("columns", "rows"))
+    return (
+        f"<svg class=map width={width} viewBox='0 0 {max(width, 150)} {height}' role=img aria-label='residual over bound'>"
+        f"<text x=58 y=13>{columns}</text><text x=0 y=33>{rows}</text>{''.join(drawn)}</svg>"
+    )
+
+
+def _bars(line: Sequence[float | None]) -> str:
+    wide = max(8, 620 // len(line))
+    drawn = []
+    for j, value in enumerate(line):
+        high = (
+            120
+            if value is None
+            else min(120.0, 6 + 24 * max(0.0, np.log10(max(value, 1e-9)) + 0.4))
+        )
+        drawn.append(
+            f"<rect x={j * wide} y={126 - high:.0f} width={wide - 1} height={high:.0f} style='fill:{_fill(value)}'>"
+            f"<title>{_said(value)}</title></rect>"
+        )
+    width = len(line) * wide
+    return f"<svg class=map width={width} viewBox='0 0 {width} 128' role=img aria-label='residual over bound'>{''.join(drawn)}</svg>"
+
+
+def _said(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g} times the bound"
+
+
+def _blocks(x: Array) -> Array:
+    """Return the largest value of each field of a map with at most 48 x 48 fields."""
+    for axis in (0, 1):
+        parts = min(_CELLS, x.shape[axis])
+        starts = np.linspace(0, x.shape[axis], parts, endpoint=False).astype(int)
+        x = np.maximum.reduceat(x, starts, axis)
+    return x
+
+
+# ---------------------------------------------------------------- tables
+
+
+def _near(outcome: Outcome) -> list[dict[str, Any]]:
+    """Return the calls before and after the first wrong one, in the order of the run."""
+    first = outcome.findings[0]
+    calls = [c for c in outcome.calls if c[:2] == (first.step, first.rank)]
+    at = next((i for i, c in enumerate(calls) if c[2] == first.verdict.key), None)
+    if at is None:
+        return []
+    return [
+        {
+            "key": key,
+            "status": status,
+            "observed_over_bound": ratio if np.isfinite(ratio) else None,
+            "first": i == at,
+        }
+        for i, (_, _, key, status, ratio) in enumerate(calls)
+        if abs(i - at) <= NEIGHBOURS
+    ]
+
+
+def _neighbours(report: Mapping[str, Any]) -> str:
+    rows = []
+    for near in report["neighbours"]:
+        ratio, status = near["observed_over_bound"], near["status"]
+        wide = 100.0 if ratio is None else 100 * min(1.0, np.log10(1 + 9 * min(ratio, 1e6)) / 3)
+        said = "-" if status == "not judged" else "not equal" if ratio is None else f"{ratio:.3g}"
+        kind = status.split()[0]
+        rows.append(
+            f"<tr{' class=lit' if near['first'] else ''}><td><code>{escape(near['key'])}</code><td class={kind}>{escape(status)}"
+            f"<td class=n>{said}<td class=track><div class='bar {kind}' style='width:{wide:.0f}%'></div>"
+        )
+    return (
+        "<div class=scroll><table><tr><th>call<th>verdict<th class=n>observed / bound<th></tr>"
+        f"{''.join(rows)}</table></div>"
+    )
+
+
+def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
+    rows = "".join(
+        f"<tr><td class=n>{f['step']}<td class=n>{f['rank']}<td><code>{escape(f['operator'])}</code><td><code>"
+        f"{escape(f['tensor'])}</code><td class=why>{escape(f['reason'])}"
+        for f in findings[:50]
+    )
+    more = f"<p class=soft>and {len(findings) - 50} more</p>" if len(findings) > 50 else ""
+    return (
+        "<p class=soft>Those after the first may follow from it.</p><div class=scroll><table><tr><th class=n>step<th class=n>rank"
+        f"<th>call<th>tensor<th>what</tr>{rows}</table></div>{more}"
+    )
+
+
+def counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> str:
+    """Return the table of how many tensors were judged, and why others were not."""
+    rows = "".join(f"<tr><td>{escape(name)}<td class=n>{count:,}" for name, count in judged.items())
+    why = "".join(
+        f"<tr><td class=why>not judged: {escape(reason)}<td class=n>{count:,}"
+        for reason, count in sorted(unknown.items(), key=lambda item: -item[1])
+    )
+    return f"<table><tr><th>tensors<th class=n>number</tr>{rows}{why}</table>"

@@ -1,0 +1,442 @@
+"""The answers of several `align` verbs, read from their JSON, as one page that stands alone, and as JUnit XML.
+
+Each verb's report is known by its keys. What it shows is the verb's own page (``page.py``, ``loss_page.py``); above them
+stand the verdict on all of it, a card for each, and what was not judged and why.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.report import bisect_page as bisect_page
+from telechat_moe.tools.align.report.junit import Case, suite
+from telechat_moe.tools.align.report.shell import shell
+
+VERDICTS = ("diverged", "not comparable", "not judged", "pass")
+"""Of a report, the worst first; the last two mean that nothing is wrong as far as could be judged."""
+
+_KEYS = {
+    "phases": ("phases", "recipe"),
+    "bisect": ("first", "findings", "judged"),
+    "replay": ("closest", "wrong"),
+    "compare": ("profile", "rows", "basis"),
+    "merge": ("merged", "how"),
+    "loss": ("gate", "power", "inputs"),
+    "ckpt": ("beyond", "a", "b"),
+}
+_ROWS = 25
+
+
+@dataclass(frozen=True)
+class Document:
+    """The report of one verb.
+
+    Attributes:
+        name: Of its file, or its place in a report of phases.
+        verb: Which sub-verb wrote it.
+        data: Its content.
+    """
+
+    name: str
+    verb: str
+    data: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> str:
+        """One of :data:`VERDICTS`."""
+        return self.data["verdict"]
+
+
+def read(path: Path) -> Document:
+    """Read a file that a verb wrote with ``--json``.
+
+    Raises:
+        BadInputError: There is no such file, it is no JSON, or no report of a verb that gives a verdict.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(
+            f"{path}: not JSON: {str(error)[:80]}; give what a verb wrote with --json"
+        ) from None
+    return document(str(path), data)
+
+
+def document(name: str, data: Any) -> Document:
+    """Return a report with the verb that wrote it.
+
+    Raises:
+        BadInputError: Its keys are those of no verb.
+    """
+    if isinstance(data, Mapping):
+        for verb, keys in _KEYS.items():
+            if all(key in data for key in keys) and data.get("verdict") in VERDICTS:
+                return _checked(Document(name, verb, data))
+    known = ", ".join(_KEYS)
+    raise BadInputError(
+        f"{name}: no report of `align {known}`; expected what one of these wrote with --json"
+    )
+
+
+def _checked(one: Document) -> Document:
+    try:
+        summary(one)
+        judged(one)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _broken(one, error) from None
+    return one
+
+
+def _broken(one: Document, error: Exception) -> BadInputError:
+    said = f"{type(error).__name__} {error}"
+    return BadInputError(f"{one.name}: broken report of `align {one.verb}`: {said}")
+
+
+def verdict(documents: Sequence[Document]) -> str:
+    """Return the worst verdict; without a single report nothing was judged."""
+    found = [d.verdict for d in documents]
+    return next((v for v in VERDICTS if v in found), "not judged")
+
+
+def page(documents: Sequence[Document]) -> str:
+    """Return the page.
+
+    Raises:
+        BadInputError: A report lacks what its verb writes.
+    """
+    word = verdict(documents)
+    heading = f"Alignment: <span class={_kind(word)}>{escape(word)}</span>"
+    parts = [f"<p class=sentence>{escape(_said(documents))}</p>", _cards(documents)]
+    for number, one in enumerate(documents):
+        title = f"{one.verb}: <span class={_kind(one.verdict)}>{escape(one.verdict)}</span>"
+        parts.append(
+            f"<section id=r{number}><h2>{title}</h2><p class=soft>{escape(one.name)}</p>{body(one)}</section>"
+        )
+    return shell(f"Alignment: {word}", heading, "".join(parts))
+
+
+def body(one: Document) -> str:
+    """Return the HTML of one report.
+
+    Raises:
+        BadInputError: It lacks what its verb writes.
+    """
+    try:
+        return _BODIES[one.verb](one.data)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _broken(one, error) from None
+
+
+def junit(documents: Sequence[Document]) -> str:
+    """Return a case for each report: failed where it diverged, skipped where nothing could be judged."""
+    cases: list[Case] = []
+    for one in documents:
+        how = {"pass": None, "diverged": "failure"}.get(one.verdict, "skipped")
+        cases.append(Case(f"align.{one.verb}", one.name, **({how: summary(one)} if how else {})))
+    return suite("align", cases)
+
+
+def summary(one: Document) -> str:
+    """Say in one sentence what a report came to."""
+    data = one.data
+    if one.verb == "bisect":
+        return data.get("sentence") or _of_bisect(data)
+    if one.verb == "loss":
+        return data["sentence"]
+    if one.verb == "replay":
+        count, wrong = sum(data["tensors"].values()), len(data["wrong"])
+        if wrong:
+            return f"{wrong} of {count:,} tensors are not what their operators must give."
+        unknown = data["tensors"].get("not judged", 0)
+        said = f"{count - unknown:,} tensors are what their operators must give"
+        return f"{said}; {unknown:,} were not judged." if unknown else f"{said}, all of them."
+    if one.verb == "compare":
+        return data["reason"] or f"By {data['profile']}: " + _tallied(data["tensors"])
+    if one.verb == "merge":
+        return f"{data['merged']:,} of {data['tensors']:,} tensors merged into {data['out']}."
+    if one.verb == "ckpt":
+        return f"{len(data['beyond'])} of {len(data['tensors']):,} tensors differ by more than allowed."
+    return data.get("sentence", one.verdict)
+
+
+def judged(one: Document) -> tuple[int, int]:
+    """Return how many tensors (of phases and losses: checks) were judged, and how many were not."""
+    data = one.data
+    if one.verb in ("replay", "compare", "bisect"):
+        counts = data["judged" if one.verb == "bisect" else "tensors"]
+        unknown = counts.get("not judged", 0)
+        return sum(counts.values()) - unknown, unknown
+    if one.verb == "merge":
+        return data["merged"], data["tensors"] - data["merged"]
+    if one.verb == "ckpt":
+        return len(data["tensors"]), len(data["not_comparable"])
+    if one.verb == "phases":
+        parts = [p["verdict"] in ("pass", "diverged") for p in data["phases"]]
+        return sum(parts), len(parts) - sum(parts)
+    return data["steps"]["compared"], 0
+
+
+def _of_bisect(data: Mapping[str, Any]) -> str:
+    first = data["first"]
+    if first is None:
+        return data["reason"] or f"{_tallied(data['judged'])}."
+    return f"{first['operator']} is the first wrong call, step {first['step']}, rank {first['rank']}: {first['family']}."
+
+
+def _tallied(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n:,} {name}" for name, n in counts.items()) or "nothing"
+
+
+def _kind(word: str) -> str:
+    return word.replace(" ", "-")
+
+
+def _said(documents: Sequence[Document]) -> str:
+    wrong = [d for d in documents if d.verdict == "diverged"]
+    open_ = [d for d in documents if d.verdict in ("not judged", "not comparable")]
+    if wrong:
+        return summary(wrong[0])
+    if open_:
+        done = len(documents) - len(open_)
+        first = f"{open_[0].verb}: {summary(open_[0])}" if len(documents) > 1 else summary(open_[0])
+        return (
+            f"Nothing is wrong, but {len(open_)} of {len(documents)} could not be judged. {first}"
+            if done
+            else first
+        )
+    if len(documents) == 1:
+        return summary(documents[0])
+    return f"All {len(documents)} checks pass."
+
+
+def _cards(documents: Sequence[Document]) -> str:
+    cards = []
+    for number, one in enumerate(documents):
+        yes, no = judged(one)
+        unit = {"loss": "steps", "phases": "phases"}.get(one.verb, "tensors")
+        count = f"{yes:,} {unit} judged" + (f", {no:,} not" if no else "")
+        cards.append(
+            f"<a class='card {_kind(one.verdict)}' href='#r{number}'><b>{escape(one.verb)}: {escape(one.verdict)}</b>"
+            f"<span class=what>{escape(_short(summary(one)))}</span><span>{count}</span></a>"
+        )
+    return f"<div class=cards>{''.join(cards)}</div>"
+
+
+def _short(text: str, most: int = 150) -> str:
+    return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0] + " …"
+
+
+# ---------------------------------------------------------------- bodies
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]], total: int | None = None) -> str:
+    """Return a table; a title that ends in a space aligns its column to the right, a list is escaped cell by cell."""
+    head = "".join(
+        f"<th{' class=n' if t.endswith(' ') else ''}>{escape(t.strip())}" for t in titles
+    )
+    lines = []
+    most = len(rows) if len(rows) <= 2 * _ROWS else _ROWS
+    for row in rows[:most]:
+        cells = "".join(f"<td{_column(t)}>{_cell(v)}" for t, v in zip(titles, row, strict=True))
+        lines.append(f"<tr>{cells}")
+    left = (len(rows) if total is None else total) - most
+    more = f"<p class=soft>and {left:,} more</p>" if left > 0 else ""
+    return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
+
+
+def _column(title: str) -> str:
+    wide = title in ("why", "what", "where", "what it came to")
+    return " class=n" if title.endswith(" ") else " class=why" if wide else ""
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, list):
+        return ", ".join(map(_cell, value))
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    if text in VERDICTS:
+        return f"<span class={_kind(text)}>{escape(text)}</span>"
+    return f"<code>{escape(text)}</code>" if "." in text and " " not in text else escape(text)
+
+
+def _replay(data: Mapping[str, Any]) -> str:
+    parts = [f"<p class=sentence>{escape(summary(Document('', 'replay', data)))}</p>"]
+    if data["wrong"]:
+        rows = [
+            [w["step"], w["rank"], w["call"], w["tensor"], w["observed_over_bound"], w["reason"]]
+            for w in data["wrong"]
+        ]
+        titles = ["step ", "rank ", "call", "tensor", "observed / bound ", "what"]
+        parts += ["<h3>Wrong</h3>", _table(titles, rows)]
+    if data["closest"]:
+        rows = [[c["tensor"], c["observed_over_bound"]] for c in data["closest"]]
+        parts += [
+            "<h3>Closest to their bound, and within it</h3>",
+            _table(["tensor", "observed / bound "], rows),
+        ]
+    parts += ["<h3>What was judged</h3>", bisect_page.counts(data["tensors"], data["not_judged"])]
+    return "".join(parts)
+
+
+def _compare(data: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            r["status"],
+            r["step"],
+            r["rank"],
+            f"{r['key']} {r['place']}",
+            r["metric"],
+            r["observed"],
+            r["limit"],
+            r["reason"],
+        ]
+        for r in data["rows"]
+    ]
+    titles = ["", "step ", "rank ", "tensor", "metric", "observed ", "limit ", "why"]
+    flips = {f"choices, {name}": len(said) for name, said in data["flips"].items() if said}
+    parts = [f"<p class=sentence>{escape(summary(Document('', 'compare', data)))}</p>"]
+    parts += ["<h3>Tensors, worst first</h3>", _table(titles, rows)]
+    said = [line for name in ("illegal", "not judged", "legal") for line in data["flips"][name]]
+    if said:
+        items = "".join(f"<li>{escape(line)}" for line in said[:_ROWS])
+        parts.append(
+            f"<details><summary>{len(said)} choices came out differently</summary><ul>{items}</ul></details>"
+        )
+    parts += [
+        "<h3>What was judged</h3>",
+        bisect_page.counts({**data["tensors"], **flips}, data["not_judged"]),
+    ]
+    return "".join(parts)
+
+
+def _merge(data: Mapping[str, Any]) -> str:
+    rows = [[p["step"], p["key"], p["place"], p["how"], p["problem"]] for p in data["problems"]]
+    parts = [f"<p class=sentence>{escape(summary(Document('', 'merge', data)))}</p>"]
+    if rows:
+        parts += [
+            "<h3>Not merged</h3>",
+            _table(["step ", "call", "tensor", "layout from", "why"], rows),
+        ]
+    found = {f"layout from: {name}": n for name, n in data["how"].items()}
+    found |= {f"copies: {name}": n for name, n in data["copies"].items()}
+    return "".join([*parts, "<h3>Where layouts came from</h3>", bisect_page.counts(found, {})])
+
+
+def _ckpt(data: Mapping[str, Any]) -> str:
+    sides = [[s, data[s]["path"], data[s]["step"], data[s]["layout"]] for s in ("a", "b")]
+    different = [(n, t) for n, t in data["tensors"].items() if not t["bitwise"]]
+    rows = [
+        [
+            "diverged" if n in data["beyond"] else "pass",
+            n,
+            t["dtype"],
+            t["different"],
+            t["max_abs"],
+            t["relative_l2"],
+        ]
+        for n, t in sorted(different, key=lambda item: item[0] not in data["beyond"])
+    ]
+    equal = len(data["tensors"]) - len(different)
+    parts = [
+        _table(["", "path", "step ", "layout"], sides),
+        f"<p>{equal:,} tensors are equal to the last bit.</p>",
+    ]
+    if rows:
+        titles = ["", "tensor", "type", "elements that differ ", "largest ", "relative L2 "]
+        parts += ["<h3>Those that differ</h3>", _table(titles, rows)]
+    if data["not_comparable"]:
+        parts += [
+            "<h3>Not compared</h3>",
+            _table(["tensor", "why"], list(data["not_comparable"].items())),
+        ]
+    return "".join(parts)
+
+
+def _loss(data: Mapping[str, Any]) -> str:
+    """Draw the curves if they are still where the report says, and give the same verdict."""
+    from telechat_moe.tools.align.loss import page as loss_page
+    from telechat_moe.tools.align.loss import read as loss_read
+    from telechat_moe.tools.align.loss import verdict as loss
+
+    try:
+        curves = [loss_read.read(i["path"], i["metric"]) for i in data["inputs"]]
+        report = loss.judge(curves[:-1], curves[-1], loss.Settings(**data["settings"]))
+    except (BadInputError, OSError) as error:
+        why = f"The curves cannot be drawn: {error}"
+    else:
+        if (report.verdict, report.sentence) == (data["verdict"], data["sentence"]):
+            return loss_page.body(report)
+        why = "The curves are not drawn: they have changed since this report was written."
+    rows = [[f["kind"], f["first"], f["text"]] for f in data["findings"]]
+    found = _table(["kind", "step ", "what"], rows) if rows else ""
+    items = "".join(f"<li>{escape(reason)}" for reason in data["reasons"])
+    return f"<p class=sentence>{escape(data['sentence'])}</p>{found}<ul>{items}</ul><p class=soft>{escape(why)}</p>"
+
+
+def _phases(data: Mapping[str, Any]) -> str:
+    """Show a phase after another, each with the report of its verb."""
+    rows = [[p["verdict"], p["title"], p["sentence"]] for p in data["phases"]]
+    parts = [
+        f"<p class=soft>{escape(str(data['recipe']))}</p>",
+        _table(["", "phase", "what it came to"], rows),
+    ]
+    for number, part in enumerate(data["phases"], 1):
+        parts.append(f"<h2>{number}. {escape(part['title'])}</h2>")
+        if part.get("operators"):
+            parts.append(_operators(part["operators"]))
+        for name, found in (part.get("reports") or {}).items():
+            inner = document(name, found)
+            parts.append(
+                f"<h3>{escape(name)}: <span class={_kind(inner.verdict)}>{escape(inner.verdict)}</span></h3>"
+            )
+            parts.append(body(inner))
+        if part.get("not_judged"):
+            parts.append(bisect_page.counts({}, part["not_judged"]))
+    return "".join(parts)
+
+
+def _operators(found: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            o["verdict"],
+            o["operator"],
+            o["face"],
+            o["shapes"],
+            o["dtype"],
+            o["observed_over_bound"],
+            o["elements"],
+            o["reason"],
+        ]
+        for o in sorted(found, key=lambda o: o["verdict"] != "diverged")
+    ]
+    titles = [
+        "",
+        "operator",
+        "implementation",
+        "shapes",
+        "type",
+        "observed / bound ",
+        "elements ",
+        "where",
+    ]
+    return _table(titles, rows)
+
+
+_BODIES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "bisect": bisect_page.body,
+    "replay": _replay,
+    "compare": _compare,
+    "merge": _merge,
+    "loss": _loss,
+    "ckpt": _ckpt,
+    "phases": _phases,
+}

@@ -1,0 +1,91 @@
+"""Time of collectives on a node with fast links and a network, alpha-beta model.
+
+Rings inside a node and between nodes; a group that has g members on each node uses g network ports together.
+Symbols: n members, g of them on a node, b bytes on each member (the full buffer), s seconds.
+"""
+
+import numpy as np
+
+from telechat_moe.tools.plan.cost.columns import Array
+from telechat_moe.tools.plan.cost.device import Constants, Device
+
+
+def bus(inside: Array, nodes: Array, device: Device, c: Constants) -> Array:
+    """Return the bandwidth of a ring, bytes/s: the slower of the links inside and the ports that the group has."""
+    fast = device.intra_bandwidth * c.intra_share
+    ports = np.minimum(inside * device.inter_bandwidth * c.inter_share, fast)
+    return np.where(nodes > 1, ports, fast)
+
+
+def spread(members: Array, stride: Array, device: Device) -> tuple[Array, Array]:
+    """Return members on one node, and nodes, of a group whose neighbours are ``stride`` ranks apart."""
+    inside = np.clip(np.floor(device.node_devices / stride), 1, members)
+    return inside, np.ceil(members / inside)
+
+
+def latency(members: Array, nodes: Array, c: Constants) -> Array:
+    """Return the time before data flows: half a start for each step of the ring inside the node, hops as a tree between nodes."""
+    hops = np.ceil(np.log2(np.maximum(nodes, 1)))
+    inside = np.ceil(members / nodes)
+    start = c.collective_host_s * (1 + inside) / 2
+    return np.where(members > 1, start + hops * c.inter_latency_s, 0.0)
+
+
+def all_gather(
+    size: Array,
+    members: Array,
+    stride: Array,
+    device: Device,
+    c: Constants,
+    calls: Array | float = 1.0,
+) -> Array:
+    """Return the time of all-gathers (or reduce-scatters) of ``size`` bytes in all: (n-1)/n b / bus, a latency a call."""
+    inside, nodes = spread(members, stride, device)
+    moved = size * (members - 1) / members
+    return moved / bus(inside, nodes, device, c) + calls * latency(members, nodes, c)
+
+
+def all_reduce(size: Array, members: Array, stride: Array, device: Device, c: Constants) -> Array:
+    """Return the time of an all-reduce: a reduce-scatter and an all-gather in one call."""
+    inside, nodes = spread(members, stride, device)
+    moved = 2 * size * (members - 1) / members
+    return moved / bus(inside, nodes, device, c) + 2 * latency(members, nodes, c)
+
+
+def all_to_all(
+    size: Array,
+    members: Array,
+    stride: Array,
+    device: Device,
+    c: Constants,
+    copies: Array | float = 0.0,
+) -> Array:
+    """Return the time of an all-to-all, ``size`` bytes leaving each member.
+
+    What stays inside the node and what leaves it go at the same time; the longer one counts.
+
+    Args:
+        size: Bytes that leave a member.
+        members: Members of the group.
+        stride: Ranks between neighbours.
+        device: Device and network.
+        c: Its constants.
+        copies: Of each token in ``size``: hierarchical, one copy goes to each node that has a destination and is handed
+            on there; uniform destinations hit (n - 1) (1 - (1 - 1/n)^copies) of the other nodes. 0: direct.
+    """
+    inside, nodes = spread(members, stride, device)
+    once = copies > 0
+    hit = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies) / np.maximum(copies, 1)
+    leaving = np.where(once, hit, (members - inside) / members)
+    staying = (inside - 1) / np.where(once, inside, members)
+    within = size * staying / (device.intra_bandwidth * c.intra_share)
+    outside = size * leaving / (device.inter_bandwidth * c.inter_share)
+    return np.maximum(within, outside) + latency(members, nodes, c)
+
+
+def point_to_point(size: Array, outside: Array, device: Device, c: Constants) -> Array:
+    """Return the time to send ``size`` bytes to a neighbour, on another node where ``outside`` is 1."""
+    fast = device.intra_bandwidth * c.intra_share
+    slow = device.inter_bandwidth * c.inter_share
+    start = c.collective_host_s + outside * c.inter_latency_s
+    return size / np.where(outside > 0, slow, fast) + start

@@ -1,0 +1,151 @@
+"""Architectures and layouts as arrays, one entry a configuration: what the cost model computes on."""
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.layout import Layout
+
+Array = NDArray[np.float64]
+
+_ARCHITECTURE = (
+    "hidden", "heads", "kv_heads", "head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "qk_nope", "qk_rope",
+    "ffn", "matrices", "experts", "top_k", "moe_ffn", "shared_width", "mtp", "vocab", "tied", "seq", "positions",
+    "attention_weights", "dense_weights", "expert_weights", "shared_weights", "small_weights", "mtp_weights",
+    "dense_layers", "moe_layers", "window", "pair_share",
+)  # fmt: skip
+_LAYOUT = (
+    "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "input_bytes", "own_graph",
+    "flash", "skips", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "fused_experts", "permute_bytes", "gathered", "graphs", "imbalance", "devices",
+)  # fmt: skip
+PARTLY = {
+    # full, attention, core, mlp, norm, activation
+    "save_qkv": (0.0, 0.45, 1.0, 0.67, 1.0, 1.0),  # the last product is never needed again
+    "save_half": (0.0, 0.5, 0.0, 0.5, 1.0, 1.0),  # every other product is kept
+}
+"""Share of each part of a layer that policies of compilers recompute."""
+
+_SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early", "swap")
+
+
+class Columns:
+    """Arrays by field name; a field of the architecture may be one number for all configurations."""
+
+    def __init__(self, values: dict[str, Array]) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Array:  # reached only for names that are missing
+        raise AttributeError(f"columns: no field {name}")
+
+    def __len__(self) -> int:
+        return len(self.dp)
+
+
+def _arrays(items: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
+    get = attrgetter(*names)
+    table = np.array([get(item) for item in items], dtype=np.float64)
+    return {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(names)}
+
+
+def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
+    """Return, per part of a layer, whether the backward pass computes it again; and whether layers are swapped instead."""
+    cache: dict[str, tuple[float, ...]] = {}
+    for policy in set(policies):
+        words = set(policy.split("+"))
+        full = "full" in words
+        attention = full or "attention" in words
+        core = attention or bool(words & {"selective", "core_attention"})
+        mlp = full or bool(words & {"mlp", "experts"})
+        norm = full or "norm" in words
+        activation = mlp or "activation" in words
+        early = "early_stop" in words
+        parts = (full, attention, core, mlp, norm, activation, early, "swap" in words)
+        cache[policy] = tuple(float(x) for x in parts)
+        for word, shares in PARTLY.items():
+            if word in words:
+                cache[policy] = (*shares, 0.0, 0.0)
+    table = np.array([cache[policy] for policy in policies])
+    return {f"re_{name}": np.ascontiguousarray(table[:, i]) for i, name in enumerate(_SMALL)}
+
+
+def _stages(
+    pairs: Sequence[tuple[Architecture, Layout]],
+) -> tuple[Array, Array, Array, Array]:
+    """Return dense and MoE layers, and recomputed ones of each, of each pipeline stage [n, largest pp]."""
+    width = max(layout.pp for _, layout in pairs)
+    out = np.zeros((4, len(pairs), width))
+    cache: dict[object, Array] = {}
+    for row, (a, x) in enumerate(pairs):
+        key = (a.layers, x.pp, x.vpp, x.chunks, x.recompute_layers, x.schedule)
+        if key not in cache:
+            cache[key] = _one(a, x)
+        out[:, row, : x.pp] = cache[key]
+    return out[0], out[1], out[2], out[3]
+
+
+def stage_of_chunk(layout: Layout) -> list[int]:
+    """Return the stage of each global chunk: round by round, or there and back for V schedules."""
+    p, v = layout.pp, layout.vpp
+    if layout.schedule in ("zb-v", "dualpipev") and v == 2:
+        return [*range(p), *reversed(range(p))]
+    return [chunk % p for chunk in range(p * v)]
+
+
+def _one(a: Architecture, x: Layout) -> Array:
+    table = np.zeros((4, x.pp))
+    place, layer = stage_of_chunk(x), 0
+    for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
+        stage = place[chunk]
+        again = count if x.recompute_layers is None else min(x.recompute_layers[chunk], count)
+        for i, kind in enumerate(a.layers[layer : layer + count]):
+            row = 0 if kind == "dense" else 1
+            table[row, stage] += 1
+            table[row + 2, stage] += i < again
+        layer += count
+    return table
+
+
+def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
+    """Return the arrays of configurations.
+
+    Args:
+        pairs: Architecture and layout of each.
+    """
+    architectures = [a for a, _ in pairs]
+    layouts = [x for _, x in pairs]
+    if all(a is architectures[0] for a in architectures):
+        values = _arrays(architectures[:1], _ARCHITECTURE)  # one row, broadcast
+    else:
+        values = _arrays(architectures, _ARCHITECTURE)
+    values |= _arrays(layouts, _LAYOUT)
+    values |= _recomputed([x.recompute for x in layouts])
+    mla = np.array([a.attention == "mla" for a in architectures], dtype=np.float64)
+    values["mla"] = mla
+    values["fp8"] = np.array([x.compute in ("fp8", "fp4") for x in layouts], dtype=np.float64)
+    values["fp4"] = np.array([x.compute == "fp4" for x in layouts], dtype=np.float64)
+    values["fp32"] = np.array([x.compute == "fp32" for x in layouts], dtype=np.float64)
+    names = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
+    values |= dict(zip(names, _stages(pairs), strict=True))
+    bubble = {"gpipe": 0.0, "1f1b": 0.0, "interleaved": 1.0, "zb-h1": 2.0, "zb-h2": 3.0}
+    values["order"] = np.array([bubble.get(x.schedule, 4.0) for x in layouts])
+    values["gpipe"] = np.array([x.schedule == "gpipe" for x in layouts], dtype=np.float64)
+    last_stage = np.array([stage_of_chunk(x)[-1] for x in layouts])
+    values["last_stage"] = last_stage.astype(np.float64)
+    apart = np.array([x.ends != "last" for x in layouts], dtype=np.float64)
+    values["mtp_apart"] = apart
+    values["mtp_stage"] = np.array(
+        [stage_of_chunk(x)[-1 - (x.ends != "last")] for x in layouts], dtype=np.float64
+    )
+    values["expert_copies"] = (
+        values["dp"] * values["cp"] * values["tp"] / (values["ep"] * values["etp"])
+    )
+    last_moe = np.array([a.layers[-1] == "moe" for a in architectures], dtype=np.float64)
+    values["mtp_moe"] = last_moe
+    # recipes that count recomputed layers leave MTP out; it is never swapped
+    again = [x.recompute_layers is None and x.recompute != "swap" for x in layouts]
+    values["mtp_again"] = np.array(again, dtype=np.float64)
+    return Columns(values)

@@ -1,0 +1,256 @@
+"""What a device and its network can do: published figures and at most 12 fitted constants, from a YAML file."""
+
+import re
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from telechat_moe.errors import BadInputError
+
+FOLDER = Path(__file__).parents[1] / "devices"
+LIMIT = 12
+"""Most fitted constants that a description may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """Fitted constants, the only free numbers of the cost model. Each has a unit in its name or is a share."""
+
+    matmul_share: float = 0.75
+    """Largest share of the peak that a large matrix product reaches."""
+
+    matmul_half: float = 256.0
+    """Size at which a product's dimension costs half its efficiency (elements)."""
+
+    attention_share: float = 0.5
+    """Share of the peak in attention's core."""
+
+    memory_share: float = 0.75
+    """Share of the memory bandwidth in elementwise operators."""
+
+    fp8_share: float = 0.6
+    """Share of the float8 peak relative to `matmul_share`."""
+
+    eager_share: float = 0.8
+    """Rate of attention and matrix products in stacks without fused kernels, relative to fused ones."""
+
+    layer_host_s: float = 2e-4
+    """Host time to launch one layer's forward kernels: a floor under its device time."""
+
+    collective_host_s: float = 2e-5
+    """Time of starting one collective inside a node, on host and device."""
+
+    intra_share: float = 0.7
+    """Share of the link bandwidth inside a node that collectives reach."""
+
+    inter_share: float = 0.6
+    """Share of the network bandwidth that collectives reach."""
+
+    inter_latency_s: float = 2e-5
+    """Latency of one hop between nodes."""
+
+    exposed: float = 0.3
+    """Share of overlapped communication that still shows."""
+
+    tensor_exposed: float = 0.4
+    """The same where collectives are cut up and run under their own matrix products."""
+
+    step_host_s: float = 5e-3
+    """Time of a step that no micro-batch accounts for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device, its node and its network. Bandwidths are per device and direction."""
+
+    name: str
+    peak_flops: dict[str, float]
+    """Dense peak by type, FLOP/s: fp32, fp16, bf16, fp8."""
+
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes/s."""
+
+    node_devices: int
+    """Devices joined by the fast links."""
+
+    intra_bandwidth: float
+    """Bytes/s of a device to the others of its node."""
+
+    inter_bandwidth: float
+    """Bytes/s of a device to other nodes."""
+
+    host_bandwidth: float = 0.0
+    """Bytes/s of a device to its host's memory, each direction; 0: not known, nothing is swapped."""
+
+    reserved_bytes: float = 1.5 * 2**30
+    """Memory that the runtime, libraries and communication buffers hold."""
+
+    constants: Constants = field(default_factory=Constants)
+    sources: dict[str, str] = field(default_factory=dict)
+    """Where each figure comes from."""
+
+    fitted: tuple[str, ...] = ()
+    """Constants that were fitted for this device; the rest are defaults or another device's (see `sources`)."""
+
+    measured: tuple[str, ...] = ()
+    """Constants that were measured by themselves (`fitted: false`): a fit leaves them."""
+
+    prior_weight: float = 0.0
+    """How strongly a fit holds the constants to `fit.TYPICAL`; 0: hardly, to the defaults."""
+
+    aliases: tuple[str, ...] = ()
+    step: dict[str, float] = field(default_factory=dict)
+    """Coefficients of `cpu_step`, on a machine that measured itself (`plan calibrate`)."""
+
+    def peak(self, compute: str) -> float:
+        """Return the peak of a type in FLOP/s.
+
+        Raises:
+            BadInputError: The device has none.
+        """
+        if compute not in self.peak_flops:
+            known = ", ".join(sorted(self.peak_flops))
+            raise BadInputError(f"device {self.name}: no peak for {compute}; it has {known}")
+        return self.peak_flops[compute]
+
+
+def names() -> list[str]:
+    """Return the devices that ship."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
+
+
+def load_device(name: str | Path) -> Device:
+    """Read a device description.
+
+    Args:
+        name: A shipped name (`a100`, `ascend-910b`) or alias, or a YAML file.
+
+    Raises:
+        BadInputError: There is none, or the file does not fit.
+    """
+    file = Path(name)
+    if file.suffix not in (".yaml", ".yml"):
+        found = _by_name(str(name))
+        if found is None:
+            raise BadInputError(
+                f"device {name}: no such description; there are {', '.join(names())}, or give a YAML file"
+            )
+        file = found
+    if not file.is_file():
+        raise BadInputError(f"device {name}: no file {file}")
+    return _read(file)
+
+
+def _key(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
+
+
+def _by_name(name: str) -> Path | None:
+    wanted = _key(name)
+    for file in sorted(FOLDER.glob("*.yaml")):
+        if _key(file.stem) == wanted:
+            return file
+    for file in sorted(FOLDER.glob("*.yaml")):
+        if wanted in (_key(alias) for alias in _read(file).aliases):
+            return file
+    return None
+
+
+def _read(file: Path) -> Device:
+    return _parsed(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: Path, changed: int) -> Device:
+    """Read a description; the time of its last change is part of the cache's key."""
+    del changed
+    raw = _merged(file)
+    values, fitted, notes = _constants(file, raw.pop("constants", None) or {})
+    measured = tuple(name for name in values if name not in fitted)
+    sources = {**(raw.pop("sources", None) or {}), **notes}
+    allowed = {f.name for f in fields(Device)}
+    wrong = [key for key in raw if key not in allowed]
+    if wrong:
+        raise BadInputError(
+            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(allowed))}"
+        )
+    lacks = [f.name for f in fields(Device) if _required(f) and f.name not in {"name", *raw}]
+    if lacks:
+        raise BadInputError(f"{file}: missing {', '.join(lacks)}")
+    raw["aliases"] = tuple(raw.get("aliases") or ())
+    raw.setdefault("name", file.stem)
+    try:
+        raw["peak_flops"] = {str(k): float(v) for k, v in raw["peak_flops"].items()}
+        for key in raw:
+            if key.endswith(("_bytes", "_bandwidth")):
+                raw[key] = float(raw[key])
+        raw["node_devices"] = int(raw["node_devices"])
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadInputError(f"{file}: expected numbers ({error})") from None
+    return Device(
+        **raw, constants=Constants(**values), sources=sources, fitted=fitted, measured=measured
+    )
+
+
+def _required(one: "Field[Any]") -> bool:
+    return one.default is MISSING and one.default_factory is MISSING
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        told = " ".join(str(error)[:80].split())
+        raise BadInputError(f"{file}: not a YAML file in UTF-8 ({told})") from None
+    if not isinstance(raw, dict):
+        raise BadInputError(f"{file}: expected a mapping, found {type(raw).__name__}")
+    for key in ("constants", "sources"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise BadInputError(f"{file}: {key} is {raw[key]!r}, expected a mapping")
+    return raw
+
+
+def _merged(file: Path) -> dict[str, Any]:
+    """Return what a file says, over what its ``base`` says: another product with the same device."""
+    raw = _mapping(file)
+    if "base" not in raw:
+        return raw
+    name = f"{raw.pop('base')}.yaml"
+    beside = file.parent / name
+    base = _mapping(beside if beside.is_file() else FOLDER / name)
+    own = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
+    both = {
+        key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
+    }
+    return {**base, **raw, **both, **own}
+
+
+def _constants(
+    file: Path, given: dict[str, Any]
+) -> tuple[dict[str, float], tuple[str, ...], dict[str, str]]:
+    """Return values, names of the fitted ones, and sources of those that name one."""
+    known = {f.name for f in fields(Constants)}
+    fitted: list[str] = []
+    values: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    for key, entry in given.items():
+        if key not in known:
+            raise BadInputError(
+                f"{file}: constants.{key} is unknown; there are {', '.join(sorted(known))}"
+            )
+        detail = entry if isinstance(entry, dict) else {"value": entry}
+        if "source" in detail:
+            notes[f"constants.{key}"] = str(detail["source"])
+        if detail.get("fitted", True):
+            fitted.append(key)
+        number = detail.get("value")
+        if not isinstance(number, int | float):
+            raise BadInputError(f"{file}: constants.{key} is {number!r}, expected a number")
+        values[key] = float(number)
+    if len(fitted) > LIMIT:
+        raise BadInputError(f"{file}: {len(fitted)} fitted constants, at most {LIMIT} are allowed")
+    return values, tuple(fitted), notes

@@ -1,0 +1,262 @@
+"""Collectives of a step on a device, as the compiled graph has them: from a recipe's numbers alone.
+
+`telechat_moe.sharding` places the operators, MindSpore derives the collectives; this is the same by formula, so the two can
+be held against each other. Where the graph does more than an ideal would, so do the formulas:
+
+* The columns of the batch are gathered over dp once a step, because micro-batches are cut along the dimension that dp cuts.
+* The stream crosses stages in its own type, float32 with `fp32_residual_connection`; the balance loss crosses with it.
+* Embedding rows are summed in float32, the table's type.
+* A backward pass sums the balance losses' gradient over dp once, however many routers it has.
+* Where MTP's layers are recomputed, the head's inputs are gathered once more, too.
+
+Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`width`) in products, 4 in norms, router, losses.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import stage_of_chunk
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.weights import Weight, stage_weights
+
+
+class Call(NamedTuple):
+    """A collective of a step."""
+
+    phase: str
+    """`forward`, `recompute`, `backward` or `optimizer`."""
+
+    kind: str
+    """MindSpore's name."""
+
+    ranks: tuple[int, ...]
+    """Of Send and Receive: both ends."""
+
+    bytes: int
+    """The larger of input and output; of AlltoAllV with evenly spread tokens."""
+
+
+REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
+
+
+class _Once(NamedTuple):
+    """A collective of a forward pass and what becomes of it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    back: bool = True
+    """It has a counterpart in the backward pass."""
+
+    again: bool = True
+    """A layer that is recomputed needs its result."""
+
+
+class Calls:
+    """Collectives of one recipe.
+
+    Args:
+        a: The model: MLA, gated feed-forwards, balance loss by sequence, no z-loss.
+        x: Its layout; experts reached by AlltoAllV.
+        threshold: Bytes from which weights share their optimizer's states among copies; None: they do not.
+        width: Bytes of an element in products.
+    """
+
+    def __init__(self, a: Architecture, x: Layout, threshold: int | None, width: int = 2) -> None:
+        self.a, self.x, self.threshold, self.width = a, x, threshold, width
+        sp = x.sequence_parallel and x.tp > 1
+        self.mesh = Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
+        self.whole = x.micro_batch * a.seq
+        self.token = self.whole // x.cp
+        self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
+
+    def of(self, rank: int) -> Counter[Call]:
+        """Return the calls of a step of a device."""
+        stage = self.mesh.stage(rank)
+        self.rank, self.calls = rank, Counter[Call]()
+        self._passes(stage)
+        self._batch(stage)
+        self._boundaries(stage)
+        for weight in stage_weights(self.a, self.x)[stage]:
+            self._weight(weight)
+        everyone = tuple(range(self.mesh.devices))
+        routers = self.a.moe_layers + self.a.mtp * (self.a.layers[-1] == "moe")
+        for size in (1, 3, max(1, routers) * max(1, self.a.experts)):
+            self._put("optimizer", "AllReduce", everyone, 4 * size)
+        return self.calls
+
+    def _put(self, phase: str, kind: str, ranks: Sequence[int], size: int, times: int = 1) -> None:
+        if len(ranks) > 1 and times:
+            self.calls[Call(phase, kind, tuple(ranks), size)] += times
+
+    def _passes(self, stage: int) -> None:
+        """Add what forward and backward passes of all micro-batches need."""
+        a, x = self.a, self.x
+        place, at, last = stage_of_chunk(x), 0, x.pp * x.vpp - 1
+        full = "full" in x.recompute
+        for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
+            kinds = list(a.layers[at : at + count])
+            at += count
+            marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
+            marks = [full and i < marked for i in range(count)]
+            if chunk == last:
+                kinds += [a.layers[-1]] * a.mtp
+                marks += [full and x.recompute_layers is None] * a.mtp
+            if place[chunk] != stage:
+                continue
+            if chunk == 0:
+                for _ in range(1 + a.mtp):
+                    self._run(self._sum_tp(4), False)
+            for kind, again in zip(kinds, marks, strict=True):
+                self._run(self._block(kind), again)
+            if chunk == last:
+                # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
+                # so, nothing asks for it
+                whole = full and x.recompute_layers is None and a.mtp > 0
+                for depth in range(1 + a.mtp):
+                    self._run(self._loss(), whole and (depth > 0 or x.pp > 1))
+            if "moe" in kinds:  # one gradient for all routers of the pass
+                ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
+                self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
+
+    def _run(self, once: Sequence[_Once], again: bool) -> None:
+        for call in once:
+            ranks = self.mesh.group(self.rank, call.axes)
+            times = self.x.micro_batches
+            self._put("forward", call.kind, ranks, call.bytes, times)
+            if again and call.again:
+                self._put("recompute", call.kind, ranks, call.bytes, times)
+            if call.back:
+                kind = REVERSE.get(call.kind, call.kind)
+                self._put("backward", kind, ranks, call.bytes, times)
+
+    def _gather_tp(self, size: int) -> list[_Once]:
+        """Return the gather of rows that sequence parallelism spreads."""
+        return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
+
+    def _sum_tp(self, element: int | None = None, again: bool = False) -> list[_Once]:
+        """Return the sum over tp of `[T, H]`."""
+        kind = "ReduceScatter" if self.mesh.sp else "AllReduce"
+        size = (element or self.width) * self.token * self.a.hidden
+        return [_Once(kind, self.mesh.axes("tp"), size, again=again)]
+
+    def _block(self, kind: str) -> list[_Once]:
+        a, mesh = self.a, self.mesh
+        calls: list[_Once] = []
+        if a.q_lora_rank:
+            calls += self._gather_tp(self.width * self.token * a.q_lora_rank)
+        else:
+            calls += self._gather_tp(self.width * self.token * a.hidden)
+        for width in (a.kv_lora_rank, a.qk_rope):
+            size = self.width * self.whole * width
+            if mesh.sp and mesh.cp > 1 and width == a.kv_lora_rank:  # rows over both: one gather
+                calls.append(_Once("AllGather", mesh.axes("cp", "tp"), size))
+                continue
+            calls += self._gather_tp(self.width * self.token * width)
+            calls.append(_Once("AllGather", mesh.axes("cp"), size))
+        calls += self._sum_tp(again=True)
+        rows = self._gather_tp(self.width * self.token * a.hidden)
+        if kind == "dense":
+            return calls + rows + self._sum_tp()
+        if a.shared_width and not mesh.sp:
+            calls += self._sum_tp()
+        return calls + self._experts() + self._balance()
+
+    def _experts(self) -> list[_Once]:
+        a, mesh = self.a, self.mesh
+        calls: list[_Once] = []
+        tp, ep = mesh.axes("tp"), mesh.axes("ep")
+        if mesh.expert_tp:
+            calls += self._gather_tp(self.width * self.token * a.hidden)
+            size = 4 * self.token * a.top_k
+            calls += [_Once("AllGather", tp, size, back=False), _Once("AllGather", tp, size)]
+        if self.x.ep > 1:
+            calls.append(_Once("AlltoAll", ep, 4 * a.experts, back=False))
+            calls += [_Once("AlltoAllV", ep, self.width * self.pairs * a.hidden)] * 2
+        if mesh.expert_tp:
+            calls += self._sum_tp()
+        elif not mesh.sp:
+            calls.append(_Once("AllGather", tp, self.width * self.token * a.hidden, again=False))
+        return calls
+
+    def _balance(self) -> list[_Once]:
+        mesh, size = self.mesh, 4 * self.x.micro_batch * self.a.experts
+        within, across = mesh.axes("cp", "tp"), mesh.axes("dp")
+        chosen = _Once("AllReduce", within, size, back=False, again=False)
+        scores = _Once("AllReduce", within, size)
+        return [chosen, scores, _Once("AllReduce", across, 4, back=False, again=False)]
+
+    def _loss(self) -> list[_Once]:
+        """Return head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
+        mesh, tp = self.mesh, self.mesh.axes("tp")
+        tokens = mesh.axes("dp", "cp")
+        part = 4 * self.token
+        calls = self._gather_tp(self.width * self.token * self.a.hidden)
+        for axes, size, back in (
+            (tp, part, False),
+            (tp, part, True),
+            (tp, part, True),
+            (tokens, 4, True),
+            (tokens, 4, False),
+        ):
+            calls.append(_Once("AllReduce", axes, size, back, again=False))
+        return calls
+
+    def _batch(self, stage: int) -> None:
+        """Add the gathers of the columns that a stage reads: tokens, labels, mask, positions."""
+        a, x = self.a, self.x
+        if x.micro_batches == 1 and x.pp == 1:
+            return
+        place = stage_of_chunk(x)
+        first, last = place[0] == stage, place[-1] == stage
+        layers = any(
+            n for n, at in zip(x.chunk_layers(len(a.layers)), place, strict=True) if at == stage
+        )
+        columns = [first, last or (first and a.mtp > 0), last, layers or (last and a.mtp > 0)]
+        size = 4 * x.dp * x.micro_batch * x.micro_batches * a.seq
+        ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
+        self._put("forward", "AllGather", ranks, size, sum(columns))
+
+    def _boundaries(self, stage: int) -> None:
+        """Add sends and receives: the stream, the balance losses once there are some, MTP's embeddings."""
+        a, x = self.a, self.x
+        place = stage_of_chunk(x)
+        rows = self.token // (x.tp if self.mesh.sp else 1) * a.hidden
+        at, borders = 0, []
+        for chunk, count in enumerate(x.chunk_layers(len(a.layers))[:-1]):
+            at += count
+            sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:at] else [])]
+            borders += [(place[chunk], place[chunk + 1], size) for size in sizes]
+        borders += [(place[0], place[-1], self.width * rows)] * a.mtp
+        for here, there, size in borders:
+            if here == there or stage not in (here, there):
+                continue
+            other = there if stage == here else here
+            peer = self.rank + (other - stage) * self.mesh.stage_devices
+            kinds = ("Send", "Receive") if stage == here else ("Receive", "Send")
+            for phase, kind in zip(("forward", "backward"), kinds, strict=True):
+                self._put(phase, kind, sorted((self.rank, peer)), size, x.micro_batches)
+
+    def _weight(self, weight: Weight) -> None:
+        """Add the sum of a gradient over the copies of its weight, and the gather of one that they share."""
+        mesh = self.mesh
+        axes = {"whole": mesh.axes("dp", "cp", "tp"), "tp": mesh.axes("dp", "cp")}
+        inner = {*mesh.axes("ep"), *(mesh.axes("tp") if mesh.expert_tp else ())}
+        outer = tuple(axis for axis in axes["whole"] if axis not in inner)
+        ranks = mesh.group(self.rank, axes.get(weight.cut, outer))
+        if self._is_shared(weight, len(ranks)):
+            self._put("backward", "ReduceScatter", ranks, 4 * weight.elements)
+            self._put("forward", "AllGather", ranks, weight.read_bytes * weight.elements)
+        else:
+            self._put("backward", "AllReduce", ranks, 4 * weight.elements)
+
+    def _is_shared(self, weight: Weight, copies: int) -> bool:
+        return (
+            self.threshold is not None
+            and copies > 1
+            and weight.shape[0] % copies == 0
+            and 4 * weight.elements >= self.threshold
+        )

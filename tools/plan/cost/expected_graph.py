@@ -1,0 +1,226 @@
+"""What the compiled graph of a recipe must have, stage by stage, without compiling it; and where a dry run differs.
+
+Parameters and collectives must be equal to the last one, activations at the peak within `TOLERANCE`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.sharding.recipe import dispatcher, shard_threshold
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import columns, stage_of_chunk
+from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
+from telechat_moe.tools.plan.cost.layout import MODULES, Layout
+from telechat_moe.tools.plan.cost.saved_activations import Saved, saved
+from telechat_moe.tools.plan.cost.weights import stage_elements
+from telechat_moe.tools.plan.schedules.known import generate
+from telechat_moe.tools.plan.schedules.program import Kind
+
+TOLERANCE = 0.05
+"""Relative difference of peak activations that is called equal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device must have."""
+
+    elements: int
+    """Trained parameters, before the optimizer's states are shared among copies."""
+
+    calls: Counter[Call]
+    """Collectives of a step."""
+
+    activations: int
+    """Bytes alive at once, at most."""
+
+
+def predict(recipe: Recipe, rank: int) -> Device:
+    """Return what a device must have.
+
+    Args:
+        recipe: Loaded recipe.
+        rank: Global rank.
+
+    Raises:
+        BadInputError: See `refuse`.
+    """
+    refuse(recipe)
+    a, x = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
+    calls = Calls(a, x, shard_threshold(recipe))
+    stage = calls.mesh.stage(rank)
+    return Device(
+        elements=stage_elements(a, x)[stage],
+        calls=calls.of(rank),
+        activations=activations(a, x)[stage],
+    )
+
+
+def refuse(recipe: Recipe) -> None:
+    """Refuse a recipe of another step than the formulas are for.
+
+    Raises:
+        BadInputError: The recipe has something that no formula here covers.
+    """
+    c, data = recipe.model_config, recipe.train_dataset.data_loader.config
+    others = sorted({*recipe.telechat_moe.sharding.recompute} - {*MODULES.values()})
+    given = [
+        ("model_type", isinstance(c, ModelConfig), True),
+        ("moe_router_load_balancing_type", c.moe_router_load_balancing_type, "seq_aux_loss"),
+        ("moe_aux_loss_coeff", bool(c.moe_aux_loss_coeff), True),
+        ("moe_z_loss_coeff", c.moe_z_loss_coeff or 0.0, 0.0),
+        ("compute_dtype", c.compute_dtype, "bfloat16"),
+        ("params_dtype", c.params_dtype, "float32"),
+        ("layernorm_compute_dtype", c.layernorm_compute_dtype, "float32"),
+        ("router_dense_type", c.router_dense_type, "float32"),
+        ("qk_layernorm", c.qk_layernorm, True),
+        ("dispatcher", dispatcher(recipe, "Ascend"), "alltoallv"),
+        ("use_parallel", recipe.use_parallel, True),
+        ("tie_word_embeddings", c.tie_word_embeddings, False),
+        ("create_attention_mask", bool(data and data.create_attention_mask), False),
+        ("mp_comm_recompute", recipe.recompute_config.mp_comm_recompute, True),
+        ("telechat_moe.sharding.recompute: other modules", others, []),
+    ]
+    for name, found, expected in given:
+        if found != expected:
+            raise BadInputError(
+                f"{recipe.source}: {name} is {found}; the compiled graph is predicted for {expected} only"
+            )
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A part of a chunk: bytes that a micro-batch keeps of it, and that its backward pass needs besides."""
+
+    kept: float
+    working: float = 0.0
+
+
+def activations(a: Architecture, x: Layout) -> list[int]:
+    """Return the bytes of activations that are alive at once on each stage, at most.
+
+    Forward and backward passes in their order: what micro-batches in flight keep, and in a backward pass, item by item from
+    the last one, what its operators make while what it kept is still there.
+    """
+    chunks, place = _chunks(a, x), stage_of_chunk(x)
+    name = "interleaved" if x.vpp > 1 else x.schedule
+    program = generate(name, x.pp, x.micro_batches, x.vpp)
+    entry = float(saved(columns([(a, x)])).entry[0])
+    peaks = []
+    for stage in range(x.pp):
+        held = peak = 0.0
+        # the gradient of MTP's embeddings has come before the stage's own
+        early = a.mtp * entry if stage == place[0] else 0.0
+        for op in program.ops[stage]:
+            items = chunks[op.chunk]
+            size = sum(item.kept for item in items)
+            if op.kind is Kind.F:
+                held += size
+                peak = max(peak, held)
+                continue
+            left = held
+            for item in reversed(items):
+                peak = max(peak, left + item.working + early)
+                left -= item.kept
+            held -= size
+        peaks.append(round(peak))
+    return peaks
+
+
+def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
+    """Return the items of every chunk, along the model."""
+    full = "full" in x.recompute
+    s = saved(columns([(a, x)]))
+    entry, at, last = float(s.entry[0]), 0, x.pp * x.vpp - 1
+    layers = {
+        "dense": _Item(float(s.dense[0]), float(s.dense_working[0])),
+        "moe": _Item(float(s.moe[0]), float(s.moe_working[0])),
+    }
+
+    def layer(kind: str, again: bool) -> _Item:
+        whole = layers[kind]
+        return _Item(entry, whole.working + whole.kept - entry) if again else whole
+
+    found = []
+    for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
+        marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
+        items = [_Item(float(s.ends[0]))]
+        if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
+            items.append(_Item(a.mtp * entry, 4 * a.vocab // x.tp * a.hidden))
+        kinds = a.layers[at : at + count]
+        items += [layer(kind, full and i < marked) for i, kind in enumerate(kinds)]
+        at += count
+        if chunk == last:
+            items += _end(a, s, entry, layer(a.layers[-1], full and x.recompute_layers is None))
+        found.append(items)
+    return found
+
+
+def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
+    """Return final norm, losses and MTP, as they go forward. MTP's loss goes back before its block, the other loss last.
+
+    Logits' gradients in bfloat16 stay until the head's gradient, which is one product for all of them.
+    """
+    loss, first, logits = (float(v[0]) for v in (s.loss, s.loss_working, s.logits))
+    if not a.mtp:
+        return [_Item(entry), _Item(loss, max(first, float(s.head_gradient[0]) - 1.5 * logits))]
+    late = a.mtp * logits / 2
+    gradient = float(s.head_gradient[0]) + (a.mtp - 1.5) * logits
+    items = [_Item(entry), _Item(loss, max(2 * logits + late, gradient))]
+    for _ in range(
+        a.mtp
+    ):  # the norm's output, both inputs of the projection, the block, its output
+        items.append(_Item(3 * entry, late))
+        items.append(_Item(block.kept, block.working + late))
+    return [*items, _Item(a.mtp * loss, first)]
+
+
+def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return, for each stage of a dry run's report, both sides and what differs.
+
+    Args:
+        recipe: That was compiled.
+        report: Of `telechat-moe dryrun --json`, for target Ascend.
+    """
+    found = []
+    for stage in report["stages"]:
+        one = predict(recipe, stage["rank"])
+        compiled = calls_of(stage)
+        lines = [
+            f"{c.phase} {c.kind} over {len(c.ranks)} ranks {list(c.ranks[:3])}..., {c.bytes} bytes: "
+            f"{one.calls[c]} predicted, {compiled[c]} compiled"
+            for c in sorted(one.calls.keys() | compiled.keys())
+            if one.calls[c] != compiled[c]
+        ]
+        memory = stage["memory"]
+        elements, alive = memory["gradients"] // 4, memory["activations"]
+        if elements != one.elements:
+            lines.append(f"trained parameters: {one.elements} predicted, {elements} compiled")
+        off = one.activations / alive - 1
+        if abs(off) > TOLERANCE:
+            lines.append(
+                f"activations at the peak: {one.activations} bytes predicted, {alive} compiled"
+            )
+        found.append(
+            {
+                "stage": stage["stage"],
+                "parameters": [one.elements, elements],
+                "calls": [sum(c.values()) for c in (one.calls, compiled)],
+                "bytes": [sum(n * c.bytes for c, n in m.items()) for m in (one.calls, compiled)],
+                "activations": [one.activations, alive],
+                "differences": lines,
+            }
+        )
+    return found
+
+
+def calls_of(stage: dict[str, Any]) -> Counter[Call]:
+    """Return the collectives of a stage of a dry run's report, as its first device has them."""
+    found: Counter[Call] = Counter()
+    for row in stage["collectives"]:
+        size = row["bytes"] // row["count"]
+        found[Call(row["phase"], row["kind"], tuple(row["ranks"]), size)] += row["count"]
+    return found

@@ -1,0 +1,273 @@
+"""Bytes on a device, stage by stage: state that stays, activations that come and go, buffers.
+
+Activation bytes per layer follow Korthikanti et al. 2022 (eq. 1-4) for the parts that a layer keeps, written out per
+tensor so that MLA, GQA, gated and MoE layers follow the same rule. T tokens of a micro-batch, h width, 2-byte elements.
+What this package's own step keeps is another table (`saved`), for layouts with `own_graph`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.saved_activations import saved
+
+WORKSPACE = 96 * 2**20
+"""Bytes that matrix-product libraries hold."""
+
+
+@dataclass
+class Memory:
+    """Bytes per stage, [n, P]; zero where a configuration has fewer stages."""
+
+    parameters: Array
+    gradients: Array
+    optimizer: Array
+    activations: Array
+    """Of all micro-batches in flight at the peak."""
+
+    buffers: Array
+    """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
+
+    peak: Array
+
+
+def local_parameters(x: Columns) -> tuple[Array, Array]:
+    """Return parameters of a device by stage [n, P]: those that all data-parallel copies hold, and experts."""
+    layers = x.stage_dense + x.stage_moe
+    tp = x.tp[:, None]
+    one = x.attention_weights / x.tp + x.small_weights
+    shared = x.shared_weights / x.tp
+    dense = layers * _column(one, x) + x.stage_dense * _column(x.dense_weights / x.tp, x)
+    dense = dense + x.stage_moe * _column(shared, x)
+    rows = np.arange(len(x))
+    dense[:, 0] += (x.vocab / x.tp + x.positions) * x.hidden
+    last = x.last_stage.astype(int)
+    spare = x.vocab * x.hidden / x.tp * np.where((x.tied > 0) & (last == 0), 0.0, 1.0)
+    dense[rows, last] += spare + x.hidden
+    held = x.experts * x.expert_weights / (x.ep * x.etp)
+    experts = x.stage_moe * _column(held, x)
+    moe_mtp, mtp_stage = x.mtp * x.mtp_moe, x.mtp_stage.astype(int)
+    dense[rows, mtp_stage] += x.mtp * (2 * x.hidden**2 / x.tp + one) + moe_mtp * shared
+    dense[rows, mtp_stage] += (x.mtp - moe_mtp) * x.dense_weights / x.tp
+    experts[rows, mtp_stage] += moe_mtp * held
+    if np.any(x.own_graph):
+        dense = dense + _uncut(x, layers) * (x.own_graph * (1 - 1 / x.tp))[:, None]
+    inside = np.arange(layers.shape[1])[None, :] < x.pp[:, None]
+    return dense * inside * np.ones_like(tp), experts * inside
+
+
+def _largest_layer(x: Columns) -> Array:
+    """Return the parameters of a device's larger kind of layer, which ZeRO-3 gathers."""
+    experts = x.experts * x.expert_weights / (x.ep * x.etp)
+    moe = (x.shared_weights / x.tp + experts) * (x.moe_layers > 0)
+    dense = x.dense_weights / x.tp * (x.dense_layers > 0)
+    return x.attention_weights / x.tp + x.small_weights + np.maximum(dense, moe)
+
+
+def _uncut(x: Columns, layers: Array) -> Array:
+    """Return the elements that this package holds whole on every tensor-parallel device, [n, P]; see `exact`."""
+    down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
+    shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
+    router = x.hidden * x.experts
+    found = layers * _column(down, x) + x.stage_moe * _column(router + shared, x)
+    block = down + x.mtp_moe * (router + shared)
+    found[np.arange(len(x)), x.mtp_stage.astype(int)] += x.mtp * (2 * x.hidden**2 + block)
+    return found
+
+
+def _column(values: Array, x: Columns) -> Array:
+    return np.broadcast_to(values, (len(x),))[:, None]
+
+
+def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
+    """Return bytes that a dense layer and a MoE layer keep for one micro-batch, and those of its input alone."""
+    if not np.any(x.own_graph):
+        return _common(x)
+    s, own = saved(x), x.own_graph > 0
+    pairs = zip((s.dense, s.moe, s.entry), _common(x), strict=True)
+    dense, moe, entry = (np.where(own, mine, other) for mine, other in pairs)
+    return dense, moe, entry
+
+
+def _common(x: Columns) -> tuple[Array, Array, Array]:
+    """Return what frameworks keep in common."""
+    t, h, tp = x.micro_batch * x.seq / x.cp, x.hidden, x.tp
+    rows = t / np.where(x.sequence_parallel > 0, tp, 1)
+    width = np.where(x.fp32 > 0, 4, 2)
+    q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
+    kv = x.kv_heads * (x.head_dim + x.value_dim) / tp
+    latents = np.where(x.mla > 0, x.q_lora_rank + x.kv_lora_rank + x.qk_rope, 0)
+    scores = np.where(x.flash > 0, 4 * t * x.heads / tp, 5 * t * x.seq * x.heads / tp)
+    core = width * t * (q + kv + v) + scores * (1 - x.re_core)
+    attention = (width * t * latents + core) * (1 - x.re_attention)
+    # policies that choose operator by operator keep attention's result, and those of the last products like the others
+    singly = width * ((x.re_mlp > 0) & (x.re_mlp < 1))
+    attention = attention + singly * t * v * x.re_attention * (1 - x.re_core)
+    attention = attention + singly * rows * h * (2 - x.re_attention - x.re_mlp)
+    entered = np.where(x.fp32 > 0, 4, x.input_bytes)
+    norm = (
+        (2 * entered + width) * rows * h * (1 - x.re_norm)
+    )  # outputs of both norms, input of the second
+    residual = np.where(x.fused > 0, 0.0, 2.0) * rows * h * (1 - x.re_full)
+    f = x.ffn / tp
+    # of an element of the inner width: the first products' results, and the last one's input
+    kept = width * (x.matrices - 1) + entered * (1 - x.re_activation)
+    dense = t * f * kept * (1 - x.re_mlp)
+    pairs = t / tp * x.top_k * x.etp * x.imbalance
+    g = x.moe_ffn / np.maximum(x.etp, 1)
+    moe = pairs * ((width + entered) * h + g * kept) + t * x.shared_width / tp * kept
+    moe = (moe + 4 * t / tp * x.experts) * (1 - x.re_mlp)
+    entry = width * rows * h
+    common = attention + (norm + residual) * (1 - x.re_full) + entry
+    return common + dense, common + moe, entry
+
+
+def in_flight(x: Columns) -> Array:
+    """Return micro-batches whose activations a stage holds at its peak, [n, P], in whole stages."""
+    stage = np.arange(x.stage_dense.shape[1])[None, :]
+    m, p, v = x.micro_batches[:, None], x.pp[:, None], x.vpp[:, None]
+    plain = np.minimum(p - stage, m)
+    # interleaved: (p - stage - 1) 2 + (v - 1) p + 1 chunks of 1/v of the stage each
+    mixed = np.minimum(((p - stage - 1) * 2 + (v - 1) * p + 1) / v, m)
+    even = np.minimum(p + 0.0, m)  # V shapes hold the same everywhere
+    order = x.order[:, None]
+    chosen = np.where(order == 1, mixed, np.where(order >= 3, even, plain))
+    chosen = np.where(x.gpipe[:, None] > 0, m, chosen)
+    return np.where(stage < p, chosen, 0.0)
+
+
+def no_memory(x: Columns) -> Memory:
+    """Return zeros, for callers that want times only."""
+    return Memory(*[np.zeros_like(x.stage_dense)] * 6)
+
+
+def memory(x: Columns, device: Device) -> Memory:
+    """Return the bytes of each stage at the step's peak."""
+    del device
+    dense, experts = local_parameters(x)
+    copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
+    cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]
+
+    def held(level: int) -> Array:
+        on = (x.zero >= level)[:, None]
+        return dense / np.where(on, cut_dense, 1) + experts / np.where(on, cut_experts, 1)
+
+    parameters = held(3) * x.parameter_bytes[:, None]
+    gradients = held(2) * x.gradient_bytes[:, None]
+    whole, shard = dense + experts, held(1) * x.parameter_bytes[:, None]
+    parameters = np.where(x.gathered[:, None] > 0, shard + 2 * whole, parameters)
+    gradients = np.where(x.gathered[:, None] > 0, whole * x.gradient_bytes[:, None], gradients)
+    optimizer = held(1) * x.optimizer_bytes[:, None]
+    one_dense, one_moe, entry = (_column(a, x) for a in layer_activations(x))
+    full, swapped = x.re_full[:, None], x.re_swap[:, None]
+    kept = np.where(full > 0, entry, one_dense) * (1 - swapped)
+    kept_moe = np.where(full > 0, entry, one_moe) * (1 - swapped)
+    whole_dense, whole_moe = (_column(a, x) for a in whole_layers(x))
+    per_micro = (
+        x.stage_dense_again * kept
+        + x.stage_moe_again * kept_moe
+        + (x.stage_dense - x.stage_dense_again) * whole_dense
+        + (x.stage_moe - x.stage_moe_again) * whole_moe
+    )
+    activations = per_micro * in_flight(x)
+    if np.any(x.own_graph):
+        activations = activations + _besides(x, whole_dense, whole_moe)
+    working = _working(x, whole_dense, whole_moe, entry)
+    rows = np.arange(len(x))
+    buffers = working * (x.stage_dense.astype(bool) | x.stage_moe.astype(bool))
+    logits = _end(x, whole_moe, whole_dense)
+    last = x.last_stage.astype(int)
+    # logits live while the last stage holds one micro-batch less than a whole set of layers needs
+    buffers[rows, last] = np.maximum(buffers[rows, last], np.broadcast_to(logits, (len(x),)))
+    gathered = (dense + experts).max(axis=1) / np.maximum(
+        (x.stage_dense + x.stage_moe).max(axis=1), 1
+    )
+    gathered = np.where(x.own_graph > 0, _largest_layer(x), gathered)
+    buffers = buffers + np.where((x.zero == 3), 4.0 * gathered, 0.0)[:, None]
+    buffers = buffers + WORKSPACE
+    peak = parameters + gradients + optimizer + activations + buffers
+    inside = np.arange(peak.shape[1])[None, :] < x.pp[:, None]
+    return Memory(parameters, gradients, optimizer, activations, buffers * inside, peak * inside)
+
+
+def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
+    """Return what the backward pass of a layer needs besides what layers keep, the largest of each stage.
+
+    Args:
+        x: Configurations.
+        dense: Bytes that a dense layer keeps that is not recomputed, [n, 1].
+        moe: That a MoE layer keeps.
+        entry: That a recomputed layer keeps.
+    """
+    # of swapped layers two are there, one that is used and one on its way
+    full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
+    again = np.where(x.stage_moe_again > 0, moe, dense)
+    again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
+    if not np.any(x.own_graph):
+        return again
+    s = saved(x)
+    one_dense, one_moe = _column(s.dense_working, x), _column(s.moe_working, x)
+    has_moe = _column(x.moe_layers, x) > 0
+    mine = np.where(has_moe, np.maximum(one_dense, one_moe), one_dense)
+    for layers, working, kept in (
+        (x.stage_dense_again, one_dense, dense),
+        (x.stage_moe_again, one_moe, moe),
+    ):
+        besides = np.where(swapped, 2 * kept, kept - entry)
+        mine = np.maximum(mine, np.where((layers > 0) & (full | swapped), working + besides, 0.0))
+    return np.where(x.own_graph[:, None] > 0, mine, again)
+
+
+def _end(x: Columns, moe: Array, dense: Array) -> Array:
+    """Return what losses need on the last stage, for one micro-batch: MTP's layers, too, where the loss comes back first."""
+    t = x.micro_batch * x.seq / x.cp
+    # fused: float32 logits that turn into their gradient in place, and a 2-byte copy; else each step's result: result and
+    # gradients of log-softmax and of the choice, in float32; cut over tp the gradient is three operators more
+    steps = np.where(x.tp > 1, 22.0, 14.0)
+    logits = np.where(x.fused_loss > 0, 6.0, steps) * t * x.vocab / x.tp
+    # outputs of all micro-batches; and what FSDP has gathered outside of layers
+    logits = logits + 2 * x.gathered * (x.micro_batches - 1) * t * x.vocab / x.tp
+    logits = logits + 2 * x.fsdp * (2 - x.tied) * x.vocab * x.hidden / x.tp
+    if not np.any(x.own_graph):
+        return logits
+    s = saved(x)
+    layer = np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
+    marked = (x.re_full > 0) & (x.mtp_again > 0)
+    needs = np.where(x.mtp_moe > 0, s.moe_working, s.dense_working)
+    needs = needs + np.where(marked, layer - s.entry, 0.0)
+    mtp = x.mtp * np.where(x.mtp_apart > 0, s.entry, 3 * s.entry + np.where(marked, s.entry, layer))
+    # MTP's loss goes back first, then its layer, then the other loss, last the head's gradient
+    mine = s.entry + mtp + (1 + x.mtp) * s.loss + s.loss_working
+    block = s.entry + mtp + s.loss + s.logits / 2 + needs
+    head = s.entry + s.loss + s.head_gradient + (x.mtp - 1.5) * s.logits
+    together = (x.mtp > 0) & (x.mtp_apart == 0)
+    mine = np.maximum(mine, np.maximum(np.where(together, block, 0.0), head))
+    return np.where(x.own_graph > 0, mine, logits)
+
+
+def _besides(x: Columns, dense: Array, moe: Array) -> Array:
+    """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings.
+
+    And MTP's layer, where it stands before the last chunk: its working set is that of the layers beside it.
+    """
+    s, flight = saved(x), in_flight(x)
+    found = flight * _column(s.ends * x.vpp * x.own_graph, x)
+    found[:, 0] += (flight[:, 0] + 1) * x.mtp * s.entry * x.own_graph
+    if np.any(x.mtp_apart > 0):
+        layer = 3 * s.entry + np.where(x.mtp_moe > 0, moe[:, 0], dense[:, 0])
+        ahead = np.minimum(
+            np.where(x.vpp > 1, 3, 2), x.micro_batches
+        )  # forward passes of that chunk
+        kept = ahead * x.mtp * layer * x.own_graph * x.mtp_apart
+        found[np.arange(len(x)), x.mtp_stage.astype(int)] += kept
+    return found
+
+
+def whole_layers(x: Columns) -> tuple[Array, Array]:
+    """Return the bytes that a dense and a MoE layer keep which is not recomputed at all, of one micro-batch."""
+    names = ("re_full", "re_attention", "re_core", "re_mlp", "re_norm", "re_activation")
+    plain = Columns(dict(vars(x)) | {name: np.zeros_like(x.re_full) for name in names})
+    dense, moe, _ = layer_activations(plain)
+    return dense, moe

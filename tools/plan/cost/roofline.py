@@ -1,0 +1,344 @@
+"""Time of a layer's operators on one device: roofline with fitted efficiencies.
+
+All functions take `Columns` and return arrays, one entry a configuration, in seconds per micro-batch. T tokens of a
+micro-batch on a device (of its context slice), h width, S keys.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, all_to_all
+from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.memory import whole_layers
+
+SHARP = 8.0
+"""Exponent of the smooth maximum of device and host time: they overlap, but not perfectly near the crossing."""
+
+START = 0.3
+"""What starting kernels costs on the device, relative to what launching them costs on the host."""
+
+ROUTING = 3.0
+"""What the host waits in a MoE layer for counts of tokens, over a dense layer's launch: megatron_bridge_perf has Qwen3 30B
+on 8 B200 with one sequence a micro-batch at 8.8 ms a layer, with four at 12.7."""
+
+EARLY_ATTENTION = 0.5
+"""Rate of the first flash kernels (Triton, with a bias) relative to those of a fused library."""
+
+MEMORY_BACKWARD = 1.5
+"""Elementwise bytes of the backward pass over the forward's: gradient and saved input read, gradient written."""
+
+MERGE_BYTES = 40
+"""Of an element where two partial results of attention are joined in float32, operator by operator."""
+
+
+@dataclass
+class Pass:
+    """Seconds of one part of the model for one micro-batch."""
+
+    matmul: Array
+    attention: Array
+    memory: Array
+    tensor: Array
+    """Tensor-parallel and context-parallel communication that shows."""
+
+    expert: Array
+    """Expert all-to-all that shows."""
+
+    host: Array
+    """Floor: what the host needs to launch it."""
+
+    wait: Array
+    """More floor: the host waits for the device and launches nothing."""
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+    def __mul__(self, factor: Array | float) -> "Pass":
+        return Pass(*(a * factor for a in vars(self).values()))
+
+    @property
+    def device(self) -> Array:
+        """Device time without the host's floor."""
+        return self.matmul + self.attention + self.memory + self.tensor + self.expert
+
+    @property
+    def time(self) -> Array:
+        """Device time, or the host's where that is longer."""
+        busy, floor = self.device + START * self.host, self.host + self.wait
+        scale = np.maximum(np.maximum(busy, floor), 1e-30)  # so that powers stay in range
+        return scale * ((busy / scale) ** SHARP + (floor / scale) ** SHARP) ** (1 / SHARP)
+
+
+@dataclass
+class Rates:
+    """Device and constants as the operators need them."""
+
+    device: Device
+    c: Constants
+    peak: Array
+    """FLOP/s of attention and of the head."""
+
+    linear: Array
+    """FLOP/s of the layers' matrices."""
+
+    stream: float
+    """Bytes/s of elementwise operators."""
+
+
+def rates(x: Columns, device: Device, c: Constants) -> Rates:
+    """Return the rates of a device for each configuration's type."""
+    wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
+    peak = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
+    eight = device.peak_flops.get("fp8", wide) * c.fp8_share
+    four = device.peak_flops.get("fp4", wide) * c.fp8_share
+    eager = np.where(x.fused > 0, 1.0, c.eager_share)
+    linear = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
+    stream = device.memory_bandwidth * c.memory_share
+    return Rates(device, c, peak * eager, linear * eager, stream)
+
+
+def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
+    """Return the time of a product [m, k] x [k, n]: compute at the size's efficiency, or its operands' traffic."""
+    half = r.c.matmul_half
+    share = r.c.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
+    flops = 2 * m * n * k / (peak * share)
+    return np.maximum(flops, 2 * (m * k + k * n + m * n) / r.stream)
+
+
+def tokens(x: Columns) -> Array:
+    """Return T: tokens of a micro-batch on a device, before tensor parallelism."""
+    return x.micro_batch * x.seq / x.cp
+
+
+def causal_share(x: Columns) -> Array:
+    """Return the share of all query-key pairs that the kernel computes: what documents or a causal mask leave, or a window."""
+    window = np.where(x.window > 0, np.minimum(x.window, x.seq), x.seq)
+    causal = (window - window**2 / (2 * x.seq)) / x.seq
+    return np.where(x.skips > 0, np.where(x.pair_share > 0, x.pair_share, causal), 1.0)
+
+
+def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]:
+    """Return matmul, core, the core's backward, and memory time of one attention layer; forward but for the third."""
+    t, h, tp = tokens(x), x.hidden, x.tp
+    q, v = x.heads * x.head_dim / tp, x.heads * x.value_dim / tp
+    kv = x.kv_heads * (x.head_dim + x.value_dim) / tp
+    usual = product(t, q + kv, h, r, r.linear)
+    rank_q = np.maximum(x.q_lora_rank, 1)
+    down = x.q_lora_rank + x.kv_lora_rank + x.qk_rope
+    latent = product(t, np.maximum(down, 1), h, r, r.linear)  # not cut over tp
+    latent = latent + product(t, q, np.where(x.q_lora_rank > 0, rank_q, h), r, r.linear)
+    up = x.heads * (x.qk_nope + x.value_dim) / tp
+    latent = latent + product(t, np.maximum(up, 1), np.maximum(x.kv_lora_rank, 1), r, r.linear)
+    matmul = np.where(x.mla > 0, latent, usual) + product(t, h, v, r, r.linear)
+    # scores and weighted values; causal halves only where the kernel skips the upper triangle
+    pairs = t * x.seq * x.heads / tp
+    flops = 2 * pairs * (x.head_dim + x.value_dim)
+    kernels = np.where(x.fused_attention > 0, 1.0, EARLY_ATTENTION)
+    flash = flops * causal_share(x) / (r.peak * r.c.attention_share * kernels)
+    heads = np.maximum(x.head_dim, 1)
+    plain = flops / (r.peak * r.c.matmul_share / (1 + r.c.matmul_half / heads))
+    plain = np.maximum(plain, 4 * pairs / r.stream)
+    # a causal softmax reads half of the scores and writes all; dropout reads, writes, and writes a mask
+    softmax = np.where(x.fused > 0, 8.0, 14.0) * pairs / r.stream
+    softmax_back = np.where(x.fused > 0, 9.0, 16.0) * pairs / r.stream
+    core = np.where(x.flash > 0, flash, plain + softmax)
+    # flash computes the scores again
+    core_back = np.where(x.flash > 0, 2.5 * flash, 2 * plain + softmax_back)
+    # learned positions: only the result is transposed; else queries and keys are split and rotated, too
+    memory = np.where(x.positions > 0, 4 * t * v, 6 * t * (q + kv)) / r.stream
+    return matmul, core, core_back, memory
+
+
+CAST_BYTES = 4.0
+"""Of an element that becomes float8: read in 2 bytes, written for the product and transposed for the gradient's."""
+
+
+def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
+    """Return the time of casting a layer's inputs (forward) and gradients (backward) to float8."""
+    t = tokens(x)
+    q, v = x.heads * x.head_dim / x.tp, x.heads * x.value_dim / x.tp
+    kv = x.kv_heads * (x.head_dim + x.value_dim) / x.tp
+    ahead, back = t * v, t * (q + kv + x.hidden)
+    rows, f, entry = t, x.ffn / x.tp, np.zeros_like(x.hidden)  # norms write float8 themselves
+    if moe:
+        rows = t / x.tp * x.top_k * x.etp * x.imbalance
+        f = np.where(x.fused_experts > 0, 0.0, np.maximum(x.moe_ffn / x.etp, 1))
+        entry = x.hidden
+        shared = x.shared_width / x.tp
+        ahead = ahead + t * shared * (x.shared_width > 0)
+        back = back + t * (x.matrices - 1) * shared * (x.shared_width > 0)
+    ahead, back = ahead + rows * (entry + f), back + rows * ((x.matrices - 1) * f + x.hidden)
+    return CAST_BYTES * ahead * x.fp8 / r.stream, CAST_BYTES * back * x.fp8 / r.stream
+
+
+def norms(x: Columns, r: Rates) -> Array:
+    """Return the time of a layer's two norms and residual additions, forward."""
+    rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
+    traffic = np.where(x.fused > 0, 20.0, 34.0)
+    return traffic * rows * x.hidden / r.stream
+
+
+def dense_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return matmul and memory time of a dense feed-forward."""
+    t, h, f = tokens(x), x.hidden, x.ffn / x.tp
+    matmul = product(t, f * (x.matrices - 1), h, r, r.linear) + product(t, h, f, r, r.linear)
+    return matmul, 2 * x.matrices * t * f / r.stream
+
+
+def moe_forward(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return matmul and memory time of experts, shared experts and router."""
+    t, h = tokens(x), x.hidden
+    rows = t / x.tp * x.top_k * x.etp * x.imbalance  # on one device, over all its experts
+    local = np.maximum(x.experts / x.ep, 1)
+    each = np.maximum(rows / local, 1)
+    f = np.maximum(x.moe_ffn / x.etp, 1)
+    matmul = local * (
+        product(each, f * (x.matrices - 1), h, r, r.linear) + product(each, h, f, r, r.linear)
+    )
+    shared = np.maximum(x.shared_width / x.tp, 1)
+    matmul = matmul + np.where(
+        x.shared_width > 0,
+        product(t, shared * (x.matrices - 1), h, r, r.linear) + product(t, h, shared, r, r.linear),
+        0.0,
+    )
+    matmul = matmul + product(t / x.tp, np.maximum(x.experts, 1), h, r, r.peak)
+    gate = np.where(x.fused_experts > 0, 0.0, 2 * x.matrices * rows * f)
+    memory = (gate + x.permute_bytes * rows * h) / r.stream  # permute and unpermute
+    memory = memory + 2 * x.matrices * t * shared * (x.shared_width > 0) / r.stream
+    return matmul, memory
+
+
+def tensor_forward(x: Columns, r: Rates) -> Array:
+    """Return the time of a layer's tensor-parallel collectives, forward."""
+    t, one = tokens(x), np.ones_like(x.tp)
+    size = 2 * t * x.hidden
+    reduce = all_reduce(size, x.tp, one, r.device, r.c)
+    gather = 2 * all_gather(size, x.tp, one, r.device, r.c)
+    once = np.where(x.sequence_parallel > 0, gather, reduce)
+    shown = np.where(x.tp_overlap > 0, r.c.tensor_exposed, 1.0)
+    return 2 * once * shown * (x.tp > 1)
+
+
+def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
+    """Return the time of context parallelism that shows in a layer, forward and backward.
+
+    Overlapped: keys and values around the ring under attention; backward they go around again, with their gradients.
+    Not: those of all query heads are gathered first, partial results are merged in float32, float32 gradients follow.
+    """
+    t, overlapped = tokens(x), x.cp_overlap > 0
+    heads = np.where((x.mla > 0) | ~overlapped, x.heads, x.kv_heads)
+    whole = t * x.cp * heads * (x.head_dim + x.value_dim) / x.tp
+    ring = all_gather(2 * whole, x.cp, x.tp, r.device, r.c)
+    gradients = all_gather(4 * whole, x.cp, x.tp, r.device, r.c)
+    merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
+    forward = np.where(overlapped, ring * r.c.exposed, ring + merges)
+    backward = np.where(overlapped, 2 * ring * r.c.exposed, ring + gradients + merges)
+    return forward * (x.cp > 1), backward * (x.cp > 1)
+
+
+def expert_forward(x: Columns, r: Rates) -> Array:
+    """Return the time of dispatch and combine of one MoE layer, forward."""
+    rows = tokens(x) / x.tp * x.top_k * x.imbalance
+    size = 2 * rows * x.hidden
+    members = x.ep * x.etp
+    copies = x.top_k * x.hierarchical
+    once = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
+    shown = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
+    return 2 * once * shown * (members > 1)
+
+
+def head_forward(x: Columns, r: Rates) -> Pass:
+    """Return the output head and its loss, forward; the backward is twice that."""
+    t, n = tokens(x), x.vocab / x.tp
+    zero = np.zeros_like(t * x.tp)
+    memory = np.where(x.fused_loss > 0, 14.0, 34.0) * t * n / r.stream
+    host = 2 * r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    return Pass(product(t, n, x.hidden, r, r.peak), zero, memory, zero, zero, zero + host, zero)
+
+
+def embedding_forward(x: Columns, r: Rates) -> Pass:
+    """Return the embedding, forward."""
+    t = tokens(x)
+    zero = np.zeros_like(t * x.tp)
+    tensor = np.where(
+        x.tp > 1, all_reduce(2 * t * x.hidden, x.tp, np.ones_like(x.tp), r.device, r.c), 0.0
+    )
+    host = r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0)
+    return Pass(zero, zero, 8 * t * x.hidden / r.stream + zero, tensor, zero, zero + host, zero)
+
+
+@dataclass
+class Layer:
+    """One decoder layer of a kind: forward, backward (dX and dW), and what is computed again or waited for before it."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+
+
+def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) -> Array:
+    """Return what copying a layer's activations to the host and back takes beyond its own passes, under which it runs.
+
+    Raises:
+        BadInputError: The device's description has no link to its host.
+    """
+    if not r.device.host_bandwidth:
+        raise BadInputError(
+            f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
+        )
+    copy = whole_layers(x)[moe] / (r.device.host_bandwidth * r.c.intra_share)
+    return np.maximum(copy - forward.time, 0.0) + np.maximum(copy - backward.time, 0.0)
+
+
+def layer(x: Columns, r: Rates, moe: bool) -> Layer:
+    """Return the times of a dense or a MoE layer."""
+    a_matmul, core, core_back, a_memory = attention_forward(x, r)
+    f_matmul, f_memory = moe_forward(x, r) if moe else dense_forward(x, r)
+    norm = norms(x, r)
+    cast, cast_back = casts(x, r, moe)
+    zero = np.zeros_like(core + norm)
+    tensor = zero + tensor_forward(x, r)
+    around, around_back = context_exchange(x, r)
+    tensor_back, tensor = tensor + around_back, tensor + around
+    expert = zero + (expert_forward(x, r) if moe else 0.0)
+    kernels = 2.0 if moe else 1.0
+    meet = 2 * r.c.collective_host_s * x.tp * (x.tp > 1)  # the slowest of tp hosts, twice a layer
+    host = zero + (r.c.layer_host_s * kernels + meet) * np.where(x.graphs > 0, 0.0, 1.0)
+    wait = ROUTING * r.c.layer_host_s * np.where(x.graphs > 0, 0.0, 1.0) * moe
+    forward = Pass(
+        zero + a_matmul + f_matmul,
+        zero + core,
+        zero + a_memory + f_memory + norm + cast,
+        tensor,
+        expert,
+        host,
+        zero + wait,
+    )
+    backward = Pass(
+        forward.matmul * 2,
+        zero + core_back,
+        (forward.memory - cast) * MEMORY_BACKWARD + cast_back,
+        tensor_back,
+        expert,
+        host * 2,
+        zero + wait * 2,
+    )
+    # where recomputation stops once all inputs are there again, the last product is not repeated
+    again_mlp = x.re_mlp - x.re_early / x.matrices
+    again = Pass(
+        zero + a_matmul * x.re_attention + f_matmul * again_mlp,
+        zero + core * x.re_core,
+        zero + a_memory * x.re_attention + f_memory * x.re_activation + norm * x.re_norm,
+        tensor * x.re_full,
+        expert * x.re_full,
+        host * np.maximum(x.re_full, 0.1 * x.re_core),
+        wait * x.re_full,
+    )
+    if np.any(x.re_swap > 0):
+        again.memory = again.memory + x.re_swap * swap_wait(x, r, moe, forward, backward)
+    return Layer(forward, backward, again)

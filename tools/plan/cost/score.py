@@ -1,0 +1,215 @@
+"""The simulator against published measurements: every row predicted or refused with a reason."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.plan_published.cells import Row
+from benchmarks.plan_published.fit import Problem, held_out
+from benchmarks.plan_published.validate import implausible
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.flops import utilisation
+from telechat_moe.tools.plan.cost.step import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """A row with what was predicted."""
+
+    row: Row
+    step_s: float | None = None
+    memory_bytes: float | None = None
+    fits: bool | None = None
+    mfu: float | None = None
+    """Share of the peak that the measured time means, `model` convention."""
+
+    @property
+    def error(self) -> float | None:
+        """Signed relative error of the step time."""
+        if self.step_s is None or not self.row.step_s:
+            return None
+        return self.step_s / self.row.step_s - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Signed relative error of the peak memory."""
+        if self.memory_bytes is None or not self.row.memory_bytes:
+            return None
+        return self.memory_bytes / self.row.memory_bytes - 1
+
+
+def device_of(row: Row, default: str) -> Device | None:
+    """Return the description of a row's device; None: there is none."""
+    try:
+        return load_device(row.device or default)
+    except BadInputError:
+        return None
+
+
+def checked(rows: Sequence[Row], default: str) -> list[Row]:
+    """Return the rows with a reason on those that cannot be predicted."""
+    out: list[Row] = []
+    for row in rows:
+        if not row.reason:
+            device = device_of(row, default)
+            empty = _empty(row)
+            if empty:
+                row = replace(row, reason=f"missing: {empty}")
+            elif device is None:
+                row = replace(row, reason=f"device without a description: {row.device}")
+            elif row.step_s is None and row.memory_bytes is None:
+                row = replace(row, reason="missing: a measured time or memory")
+            elif row.architecture and row.layout and row.step_s is not None:
+                if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
+                    row = replace(row, reason=f"device without a description of fp8: {device.name}")
+                else:
+                    row = replace(
+                        row, reason=implausible(row.architecture, row.layout, row.step_s, device)
+                    )
+        out.append(row)
+    return out
+
+
+def _empty(row: Row) -> str:
+    """Return what of the row's model or layout cannot be; empty: nothing."""
+    a, x = row.architecture, row.layout
+    if a is None or x is None:
+        return ""
+    if x.pp * x.vpp > len(a.layers) + 2 + a.mtp:
+        return f"a consistent layout (pp x vpp = {x.pp} x {x.vpp}, the model has {len(a.layers)} layers)"
+    dense = a.ffn if "dense" in a.layers else 1
+    sizes = {
+        "layers": len(a.layers), "hidden": a.hidden, "heads": a.heads, "kv_heads": a.kv_heads,
+        "head_dim": a.head_dim, "ffn": dense, "seq": a.seq, "vocab": a.vocab,
+    }  # fmt: skip
+    return next((f"{name} of the model" for name, size in sizes.items() if size < 1), "")
+
+
+def score(rows: Sequence[Row], default: str) -> list[Scored]:
+    """Predict rows with the devices' frozen constants; rows with a reason are passed through."""
+    out: list[Scored] = [Scored(row=row) for row in rows]
+    by_device: dict[str, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        if not row.reason:
+            by_device[load_device(row.device or default).name].append(i)
+    for name, index in by_device.items():
+        device = load_device(name)
+        architectures = [rows[i].architecture for i in index]
+        layouts = [rows[i].layout for i in index]
+        table = evaluate(architectures, layouts, device)  # type: ignore[arg-type]
+        for at, i in enumerate(index):
+            row, peak = rows[i], table.memory.peak[at]
+            stage = int(peak.argmax()) if row.memory_stage is None else row.memory_stage
+            architecture, layout = row.architecture, row.layout
+            used = None
+            if row.step_s and architecture and layout:
+                used = utilisation(architecture, layout, row.step_s, device.peak("bf16"))["model"]
+            out[i] = Scored(
+                row=row,
+                step_s=float(table.step_s[at]) if row.step_s else None,
+                memory_bytes=float(peak[stage]) if row.memory_bytes else None,
+                fits=bool(table.fits[at]),
+                mfu=used,
+            )
+    return out
+
+
+def refit(
+    scored: Sequence[Scored],
+    default: str,
+    by: str,
+    moved: Callable[[str, int, int | None], None] | None = None,
+) -> list[Scored]:
+    """Replace predictions by those of constants fitted without the row's group.
+
+    Args:
+        scored: What `score` returned.
+        default: Device of rows that name none.
+        by: `model` (a model of a table with all its scales) or `scale` (one scale of it).
+        moved: Told what is refitted, how many groups are done and how many there are.
+    """
+    out = list(scored)
+    bases: dict[str, list[int]] = defaultdict(list)
+    for i, one in enumerate(scored):
+        if one.error is not None:
+            bases[base_name(load_device(one.row.device or default).name)].append(i)
+    for base, index in bases.items():
+        rows = [scored[i].row for i in index]
+        groups = [row.group if by == "scale" else row.group.rsplit("/", 1)[0] for row in rows]
+        predicted = held_out(Problem(rows, load_device(base), default), groups, moved)
+        for i, seconds in zip(index, predicted, strict=True):
+            out[i] = replace(out[i], step_s=float(seconds))
+    return out
+
+
+def base_name(name: str) -> str:
+    """Return the device whose constants a variant shares: the longest shipped name that begins it."""
+    from telechat_moe.tools.plan.cost.device import FOLDER
+
+    file = FOLDER / f"{name}.yaml"
+    if file.is_file():
+        import yaml
+
+        return str(yaml.safe_load(file.read_text(encoding="utf-8")).get("base", name))
+    return name
+
+
+def statistics(errors: Sequence[float]) -> dict[str, float]:
+    """Return count, MAPE, median, 95th percentile and bias (median signed error) of relative errors."""
+    if not errors:
+        return {"rows": 0}
+    size = np.abs(errors)
+    return {
+        "rows": len(errors),
+        "mape": float(size.mean()),
+        "median": float(np.median(size)),
+        "p95": float(np.percentile(size, 95)),
+        "bias": float(np.median(errors)),
+    }
+
+
+def report(scored: Sequence[Scored], tables: Sequence[str]) -> dict[str, Any]:
+    """Return the whole result as plain data."""
+    summary: dict[str, Any] = {}
+    for name in tables:
+        mine = [s for s in scored if s.row.table == name]
+        summary[name] = {
+            **statistics([s.error for s in mine if s.error is not None]),
+            "memory": statistics([s.memory_error for s in mine if s.memory_error is not None]),
+            "rejected": sum(bool(s.row.reason) for s in mine),
+            "of": len(mine),
+        }
+    fits = [s.fits for s in scored if s.fits is not None]
+    return {
+        "tables": summary,
+        "overall": statistics([s.error for s in scored if s.error is not None]),
+        "memory": statistics([s.memory_error for s in scored if s.memory_error is not None]),
+        "fits": sum(fits) / len(fits) if fits else None,
+        "rejected": dict(Counter(s.row.reason for s in scored if s.row.reason).most_common()),
+        "rows": [_plain(s) for s in scored],
+    }
+
+
+def _plain(s: Scored) -> dict[str, Any]:
+    return {
+        "table": s.row.table,
+        "line": s.row.line,
+        "model": s.row.model,
+        "device": s.row.device,
+        "layout": s.row.layout.short() if s.row.layout else None,
+        "predicted_s": s.step_s,
+        "measured_s": s.row.step_s,
+        "error": s.error,
+        "predicted_bytes": s.memory_bytes,
+        "measured_bytes": s.row.memory_bytes,
+        "memory_error": s.memory_error,
+        "fits": s.fits,
+        "measured_mfu": s.mfu,
+        "provenance": s.row.provenance,
+        "source": s.row.source,
+        "rejected": s.row.reason or None,
+    }

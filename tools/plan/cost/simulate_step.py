@@ -1,0 +1,215 @@
+"""One step in full: chunk times from the cost model, the schedule event by event, memory over time.
+
+`step.evaluate` scores many layouts with closed forms; this takes one layout, simulates its program exactly and says
+where time and memory go. "Bubble" is the idle share of the makespan over all stages, start-up included.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import memory as step_memory
+from telechat_moe.tools.plan.cost.roofline import Layer, Rates, head_forward, layer, rates
+from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
+from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
+from telechat_moe.tools.plan.schedules.interleaved import interleaved, overlapped
+from telechat_moe.tools.plan.schedules.one_f_one_b import gpipe, one_f_one_b
+from telechat_moe.tools.plan.schedules.program import Program, Times
+from telechat_moe.tools.plan.schedules.simulate import Result, simulate
+from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
+
+PAIRED = ("overlap", "dualpipe", "dualpipev")
+"""Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
+
+_PROGRAMS: dict[str, Callable[[int, int], Program]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe": dualpipe,
+    "dualpipev": dualpipev,
+}
+_CHUNKS = {"zb-v": 2, "dualpipev": 2, "dualpipe": 1}
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The idle share of the makespan, by cause; the four add up to `total`."""
+
+    total: float
+    ideal: float
+    """With equal chunks and free sends: the schedule's own."""
+    imbalance: float
+    """Added by unequal chunks."""
+    recompute: float
+    """Added by chunks that recompute more than others; negative where recomputation evens chunks out."""
+    neighbours: float
+    """Added by sends between stages."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One simulated step."""
+
+    architecture: Architecture
+    layout: Layout
+    device: Device
+    program: Program
+    times: Times
+    """Seconds and bytes of each chunk."""
+    again_s: Array
+    """Recomputation of each chunk, a part of its backward."""
+    layers: tuple[int, ...]
+    """Decoder layers of each chunk."""
+    result: Result
+    bubble: Bubble
+    table: Table
+    """The closed forms of the same layout, one entry: data parallelism, optimizer, host, breakdown."""
+    fixed_bytes: Array
+    """Parameters, gradients, optimizer and buffers of each stage."""
+
+    @property
+    def step_s(self) -> float:
+        """Time of the whole step."""
+        return self.result.makespan + self.after_s
+
+    @property
+    def after_s(self) -> float:
+        """What follows the pipeline: gradients between copies, the update, the host."""
+        t = self.table
+        return float(t.data_s[0] + t.optimizer_s[0] + t.host_s[0])
+
+    @property
+    def peak_bytes(self) -> Array:
+        """Most memory of each stage, at any time."""
+        return self.fixed_bytes + self.result.peak
+
+
+def make_program(layout: Layout) -> Program:
+    """Return the program of a layout's schedule.
+
+    Raises:
+        BadInputError: The schedule does not exist for these stages, chunks or micro-batches.
+    """
+    p, m, v = layout.pp, layout.micro_batches, layout.vpp
+    if p == 1:
+        return replace(one_f_one_b(1, m), name="one stage") if v == 1 else interleaved(1, m, v)
+    if layout.schedule == "interleaved":
+        return interleaved(p, m, v)
+    if layout.schedule == "overlap":
+        return overlapped(p, m, v)
+    wanted = _CHUNKS.get(layout.schedule, 1)
+    if v != wanted:
+        raise BadInputError(
+            f"schedule {layout.schedule} has {wanted} chunk(s) a stage, the layout vpp {v}; "
+            "set vpp accordingly or take `interleaved`"
+        )
+    return _PROGRAMS[layout.schedule](p, m)
+
+
+def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Array]:
+    """Return seconds and activation bytes of each global chunk, and the recomputation in its backward.
+
+    The weight gradient (dW) is half of the backward products; all else of the backward is dX.
+    """
+    count = layout.pp * layout.vpp
+    flat = layout.but(
+        pp=count,
+        vpp=1,
+        schedule="1f1b",
+        micro_batches=1,
+        chunks=layout.chunk_layers(len(architecture.layers)),
+        ep_overlap=layout.ep_overlap and layout.schedule not in PAIRED,
+    )
+    x = columns([(architecture, flat)])
+    r = rates(x, device, device.constants)
+    stages = stage_times(x, r)
+    dense = layer(x, r, False)
+    moe = layer(x, r, True) if architecture.moe_layers else None
+    weights = _weight_gradients(x, r, dense, moe)
+    backward = stages.backward[0]
+    weights = np.minimum(weights, backward - stages.again[0])
+    exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
+    held = step_memory(x, device).activations[0]
+    paired = layout.schedule in PAIRED
+    once = float(np.max(send(x, device, device.constants)))
+    times = Times(
+        stages.forward[0],
+        backward - weights,
+        weights,
+        comm=once if layout.pp > 1 else 0.0,
+        forward_exposed=exposed if paired else np.zeros(count),
+        backward_exposed=exposed if paired else np.zeros(count),
+        activation=held,
+    )
+    return times, stages.again[0]
+
+
+def weight_gradient(one: Layer) -> Array:
+    """Return the seconds of a layer's dW: half of its backward products, with their share of what the host adds."""
+    device = np.maximum(one.backward.device, 1e-30)
+    return 0.5 * one.backward.matmul / device * one.backward.time
+
+
+def _weight_gradients(x: Columns, r: Rates, dense: Layer, moe: Layer | None) -> Array:
+    """Return the seconds of each chunk's dW."""
+    weights = x.stage_dense[0] * weight_gradient(dense)[0]
+    if moe is not None:
+        weights = weights + x.stage_moe[0] * weight_gradient(moe)[0]
+    head = float(head_forward(x, r).matmul[0])
+    weights[-1] += head * (1 + float(np.atleast_1d(x.mtp)[0]))
+    return weights
+
+
+def simulate_step(architecture: Architecture, layout: Layout, device: Device) -> Step:
+    """Simulate one step.
+
+    Raises:
+        BadInputError: The schedule does not exist for this layout.
+    """
+    program = make_program(layout)
+    times, again = chunk_times(architecture, layout, device)
+    result = simulate(program, times)
+    table = evaluate(architecture, [layout], device)
+    held = table.memory
+    fixed = held.parameters + held.gradients + held.optimizer + held.buffers
+    return Step(
+        architecture,
+        layout,
+        device,
+        program,
+        times,
+        again,
+        layout.chunk_layers(len(architecture.layers)),
+        result,
+        _bubble(program, times, again, result.bubble),
+        table,
+        fixed[0, : layout.pp],
+    )
+
+
+def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubble:
+    """Split the bubble: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
+
+    def mean(values: Array) -> Array:
+        return np.full_like(values, values.mean())
+
+    alone = times.dx - again
+    equal = Times(
+        mean(times.forward),
+        mean(times.dx),
+        mean(times.dw),
+        forward_exposed=mean(times.forward_exposed),
+        backward_exposed=mean(times.backward_exposed),
+    )
+    ideal = simulate(program, equal).bubble
+    uneven = simulate(program, replace(times, dx=alone + again.mean(), comm=0.0)).bubble
+    recomputed = simulate(program, replace(times, comm=0.0)).bubble
+    return Bubble(total, ideal, uneven - ideal, recomputed - uneven, total - recomputed)

@@ -1,0 +1,349 @@
+"""The whole step: stages, pipeline, data parallelism, optimizer; many configurations at once.
+
+Symbols: P stages, V chunks a stage, m micro-batches, F_s and B_s a stage's forward and backward of one micro-batch
+(B includes recomputation). "Bubble" is the idle share of the pipeline's makespan, start-up included, over all stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, point_to_point
+from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import Memory, local_parameters, memory, no_memory
+from telechat_moe.tools.plan.cost.roofline import (
+    Layer,
+    Pass,
+    Rates,
+    embedding_forward,
+    head_forward,
+    layer,
+    product,
+    rates,
+    tokens,
+)
+
+
+@dataclass
+class Stages:
+    """Seconds of each stage for one micro-batch, [n, P]; zero where a configuration has fewer stages."""
+
+    forward: Array
+    backward: Array
+    again: Array
+    """Recomputation, a part of `backward`."""
+
+    parts: dict[str, Array]
+    """The same seconds by kind of operator, of the slowest stage, [n]."""
+
+
+@dataclass
+class Table:
+    """What `evaluate` returns: one entry a configuration."""
+
+    step_s: Array
+    pipeline_s: Array
+    data_s: Array
+    """Gradient reduction and parameter gathering that shows."""
+
+    optimizer_s: Array
+    host_s: Array
+    bubble: Array
+    """Idle share of the pipeline's makespan over all stages."""
+
+    bubble_ideal_s: Array
+    bubble_imbalance_s: Array
+    recompute_s: Array
+    parts: dict[str, Array]
+    """Seconds of the slowest stage over the step, by kind of operator."""
+
+    stages: Stages
+    memory: Memory
+    fits: Array
+    """1 where every stage's peak is below the device's memory."""
+
+
+def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pass]:
+    """Return forward, backward and recomputation of one MTP layer: projection, a layer, and the head again if it is there.
+
+    Apart from its head, it sends a tensor of its own, which nothing hides, and gets a gradient.
+    """
+    t = tokens(x)
+    extra = head * (1 - x.mtp_apart)
+    extra.matmul = extra.matmul + product(t, x.hidden / x.tp, 2 * x.hidden, r, r.linear)
+    ahead, back = block.forward + extra, block.backward + extra * 2.0
+    if np.any(x.mtp_apart > 0):
+        once = send(x, r.device, r.c) * x.mtp_apart
+        ahead.tensor, back.tensor = ahead.tensor + once, back.tensor + once
+    return ahead, back, block.again
+
+
+def send(x: Columns, device: Device, c: Constants) -> Array:
+    """Return the seconds from the end of a chunk until the next one, on another stage, has its output."""
+    outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
+    rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
+    return point_to_point(2 * rows * x.hidden, outside, device, c)
+
+
+def stage_times(x: Columns, r: Rates) -> Stages:
+    """Return the time of each stage for one micro-batch."""
+    dense, moe = layer(x, r, False), None
+    if np.any(x.experts > 0):
+        moe = layer(x, r, True)
+    head, embedding = head_forward(x, r), embedding_forward(x, r)
+    rows = len(x)
+    forward = x.stage_dense * dense.forward.time[:, None]
+    again = x.stage_dense_again * dense.again.time[:, None]
+    backward = x.stage_dense * dense.backward.time[:, None]
+    if moe is not None:
+        forward = forward + x.stage_moe * moe.forward.time[:, None]
+        again = again + x.stage_moe_again * moe.again.time[:, None]
+        backward = backward + x.stage_moe * moe.backward.time[:, None]
+    ends: list[tuple[Array, Pass, Pass, Pass | None]] = [
+        (np.zeros(rows, dtype=int), embedding, embedding * 1.0, None),
+        (x.last_stage.astype(int), head, head * 2.0, None),
+    ]
+    if np.any(x.mtp > 0):
+        block = moe if moe is not None else dense
+        ahead, back, once_more = _mtp(x, r, block, head)
+        ends.append(
+            (x.mtp_stage.astype(int), ahead * x.mtp, back * x.mtp, once_more * x.mtp * x.mtp_again)
+        )
+        if np.any(x.mtp_apart > 0):
+            apart = head * (x.mtp * x.mtp_apart)
+            ends.append((x.last_stage.astype(int), apart, apart * 2.0, None))
+    index = np.arange(rows)
+    for stage, ahead, back, more in ends:
+        forward[index, stage] += ahead.time
+        backward[index, stage] += back.time
+        if more is not None:
+            again[index, stage] += more.time
+    backward = backward + again
+    slowest = (forward + backward).argmax(axis=1)
+    parts = _parts(x, slowest, dense, moe, ends)
+    return Stages(forward, backward, again, parts)
+
+
+def _parts(
+    x: Columns,
+    slowest: Array,
+    dense: Layer,
+    moe: Layer | None,
+    ends: Sequence[tuple[Array, Pass, Pass, Pass | None]],
+) -> dict[str, Array]:
+    """Return seconds of the slowest stage by kind of operator for one micro-batch."""
+    index = np.arange(len(slowest))
+    parts: dict[str, Array] = {}
+
+    def add(p: Pass, count: Array, word: str = "") -> None:
+        named = vars(p) | {"host": p.time - p.device}
+        del named["wait"]
+        for name, seconds in named.items():
+            key = word or name
+            parts[key] = parts.get(key, 0.0) + count * seconds
+
+    kinds = [(dense, x.stage_dense, x.stage_dense_again)]
+    if moe is not None:
+        kinds.append((moe, x.stage_moe, x.stage_moe_again))
+    for one, here, more in kinds:
+        add(one.forward, here[index, slowest])
+        add(one.backward, here[index, slowest])
+        add(one.again, more[index, slowest], "recompute")
+    for stage, ahead, back, more in ends:
+        here = (stage == slowest).astype(float)
+        add(ahead, here)
+        add(back, here)
+        if more is not None:
+            add(more, here, "recompute")
+    return parts
+
+
+def pipeline(x: Columns, s: Stages) -> tuple[Array, Array, Array]:
+    """Return makespan, ideal bubble and imbalance, seconds.
+
+    Closed forms: m times the slowest stage, and the start-up, which a schedule divides: the sum of the other
+    stages' times for one micro-batch, over V when interleaved. `schedules.simulate` is exact; this is its
+    approximation for many configurations.
+    """
+    whole = s.forward + s.backward
+    slow = whole.max(axis=1)
+    others = whole.sum(axis=1) - slow
+    mean = whole.sum(axis=1) / x.pp
+    # what remains of the start-up: all; 1/V; B = 2W and F = W give a third (ZB-H1), nearly none (ZB-H2)
+    share = np.select(
+        [x.order == 0, x.order == 1, x.order == 2, x.order == 3],
+        [1.0, 1 / x.vpp, 1 / 3, 0.0],
+        1 / 6,
+    )
+    ideal = (x.pp - 1) * mean * share
+    imbalance = x.micro_batches * (slow - mean) + (others - (x.pp - 1) * mean) * share
+    return x.micro_batches * mean + ideal + imbalance, ideal, imbalance
+
+
+def neighbours(x: Columns, device: Device, c: Constants) -> Array:
+    """Return the time of sending activations between stages that shows in a step."""
+    stage = x.dp * x.cp * x.tp
+    outside = (stage >= device.node_devices).astype(float)
+    whole = 2 * tokens(x) * x.hidden  # each tensor-parallel rank sends its share
+    once = point_to_point(whole / x.tp, outside, device, c)
+    gather = all_gather(whole, x.tp, np.ones_like(x.tp), device, c)
+    once = once + np.where((x.tp > 1) & (x.sequence_parallel == 0), gather, 0.0)
+    shown = np.where(x.vpp > 1, c.exposed, 1.0)  # interleaved schedules send ahead
+    steady = 2 * x.micro_batches * x.vpp * once * shown
+    start = 2 * (x.pp - 1) * once
+    return np.where(x.pp > 1, steady + start, 0.0)
+
+
+def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
+    """Return the time of gradient reduction and parameter gathering that shows in a step."""
+    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+    total, repeated = reduction(x, device, c, dense, experts)
+    last = s.backward.max(axis=1)
+    hidden = np.maximum(total - last, c.exposed * total)
+    step = np.where(x.overlap > 0, hidden, total)
+    compute = (s.forward * hides_forward(x)[:, None] + s.backward).max(axis=1)
+    each = np.maximum(repeated, compute) + c.exposed * np.minimum(repeated, compute) - compute
+    return np.where((x.zero >= 2) & (x.dp * x.cp > 1), each * x.micro_batches, step)
+
+
+def hides_forward(x: Columns) -> Array:
+    """Return 1 where forward passes hide what is sharded, too, with ZeRO 2 and 3: this package's ZeRO-2 only reduces then."""
+    return 1.0 - x.own_graph * (x.zero == 2)
+
+
+def reduction(
+    x: Columns, device: Device, c: Constants, dense: Array, experts: Array
+) -> tuple[Array, Array]:
+    """Return the time to reduce gradients and gather parameters, hidden or not.
+
+    Args:
+        x: Configurations.
+        device: Device and network.
+        c: Its constants.
+        dense: Parameters of the largest stage that all data-parallel copies hold.
+        experts: Its experts' parameters.
+
+    Returns:
+        Once a step; and what sharded gradients and parameters need in every micro-batch.
+    """
+    total, repeated = np.zeros_like(dense), np.zeros_like(dense)
+    for count, members, stride in (
+        (dense, x.dp * x.cp, x.tp),
+        (experts, x.expert_copies, x.ep * x.etp),
+    ):
+        size = count * x.gradient_bytes
+        parameters = count * np.minimum(x.parameter_bytes, np.where(x.fp32 > 0, 4, 2))
+        shards = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, members), members)
+        # ZeRO-3 goes layer by layer
+        calls = np.where(x.zero == 3, np.ceil((x.dense_layers + x.moe_layers) / x.pp), 1.0)
+        scatter = all_gather(size, shards, stride, device, c, calls)
+        gather = all_gather(parameters, shards, stride, device, c, calls)
+        # what is sharded over a part of the copies is reduced over the others
+        between = all_reduce(
+            size / np.where(x.zero > 0, shards, 1.0),
+            np.where(x.zero > 0, members / shards, members),
+            np.where(x.zero > 0, stride * shards, stride),
+            device,
+            c,
+        )
+        total = (
+            total
+            + between * (members > 1)
+            + np.where((x.zero > 0) & (members > 1), scatter + gather, 0.0)
+        )
+        gathers = gather * (1 + x.fsdp) * (x.zero == 3)
+        gathers = gathers + gather * x.own_graph * (x.zero == 2) / x.micro_batches  # once a step
+        repeated = repeated + np.where(members > 1, between + scatter + gathers, 0.0)
+    return total, repeated
+
+
+def optimizer(x: Columns, device: Device, c: Constants) -> Array:
+    """Return the time of the update of the largest stage."""
+    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+    return update(x, device, c, dense, experts)
+
+
+def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
+    """Return the time of the update: gradients, master copies and moments read, the latter written.
+
+    Args:
+        x: Configurations.
+        device: Device and network.
+        c: Its constants.
+        dense: Parameters that all data-parallel copies hold.
+        experts: Experts' parameters.
+    """
+    copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
+    cut = x.zero > 0
+    count = dense / np.where(cut, copies, 1) + experts / np.where(cut, x.expert_copies, 1)
+    # gradients are read for the norm and for the update, 2-byte ones first copied to 4 bytes
+    gradients = np.where(x.gradient_bytes < 4, 14.0, 8.0)
+    traffic = gradients + 2 * x.optimizer_bytes + x.parameter_bytes
+    return count * traffic / (device.memory_bandwidth * c.memory_share)
+
+
+def evaluate_columns(
+    x: Columns, device: Device, constants: Constants | None = None, *, steps_only: bool = False
+) -> Table:
+    """Predict steps from arrays; see `evaluate`.
+
+    Args:
+        x: Configurations.
+        device: Device and network.
+        constants: Instead of the device's.
+        steps_only: Leave the memory out: all zeros.
+    """
+    c = constants or device.constants
+    s = stage_times(x, rates(x, device, c))
+    makespan, ideal, imbalance = pipeline(x, s)
+    sends = neighbours(x, device, c)
+    data = data_parallel(x, device, c, s)
+    update = optimizer(x, device, c)
+    host = np.full_like(makespan, c.step_host_s)
+    used = (s.forward + s.backward).sum(axis=1) * x.micro_batches
+    whole = makespan + sends
+    parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
+    parts["neighbours"] = sends
+    held = no_memory(x) if steps_only else memory(x, device)
+    return Table(
+        step_s=whole + data + update + host,
+        pipeline_s=whole,
+        data_s=data,
+        optimizer_s=update,
+        host_s=host,
+        bubble=1 - used / (whole * x.pp),
+        bubble_ideal_s=ideal,
+        bubble_imbalance_s=imbalance,
+        recompute_s=s.again.max(axis=1) * x.micro_batches,
+        parts=parts,
+        stages=s,
+        memory=held,
+        fits=(held.peak.max(axis=1) <= device.memory_bytes - device.reserved_bytes).astype(float),
+    )
+
+
+def evaluate(
+    architecture: Architecture | Sequence[Architecture],
+    layouts: Sequence[Layout],
+    device: Device,
+    constants: Constants | None = None,
+) -> Table:
+    """Predict time and memory of steps.
+
+    Args:
+        architecture: The model, or one for each layout.
+        layouts: Configurations.
+        device: Device and network.
+        constants: Instead of the device's, such as while fitting.
+
+    Returns:
+        Arrays with one entry a layout.
+    """
+    if isinstance(architecture, Architecture):
+        architecture = [architecture] * len(layouts)
+    pairs = list(zip(architecture, layouts, strict=True))
+    return evaluate_columns(columns(pairs), device, constants)

@@ -1,0 +1,297 @@
+// What a placement of layers takes, and good placements by moving layers (tools/plan/search/placement_problem.py has the definitions).
+#include "placement.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+namespace telechat {
+
+namespace {
+
+uint64_t next(uint64_t& seed) {
+  seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+  return seed >> 33;
+}
+
+}  // namespace
+
+int Pool::add(const Pipeline& p, const std::vector<int32_t>& ops) {
+  Path path;
+  path.counts.assign(3 * p.chunks, 0);
+  int before = -1;
+  for (int32_t op : ops) {
+    const int what = op / p.micros, stage = p.route[what % p.chunks];
+    ++path.counts[what];
+    path.sends += before >= 0 && stage != before;
+    before = stage;
+  }
+  uint64_t key = static_cast<uint64_t>(path.sends);
+  for (int n : path.counts) key = (key ^ static_cast<uint64_t>(n)) * 1099511628211ull;
+  std::lock_guard<std::mutex> held(lock_);
+  for (auto [at, end] = seen_.equal_range(key); at != end; ++at) {
+    const Path& one = paths_[at->second];
+    if (one.sends == path.sends && one.counts == path.counts) return at->second;
+  }
+  path.ops = ops;
+  paths_.push_back(std::move(path));
+  const int number = static_cast<int>(paths_.size()) - 1;
+  seen_.emplace(key, number);
+  return number;
+}
+
+const Path& Pool::at(int number) {
+  std::lock_guard<std::mutex> held(lock_);
+  return paths_[number];  // a deque's elements stay where they are
+}
+
+int Pool::size() {
+  std::lock_guard<std::mutex> held(lock_);
+  return static_cast<int>(paths_.size());
+}
+
+Problem::Problem(const Given& g)
+    : pipeline(g.pipeline), stages(static_cast<int>(g.stages)), chunks(g.pipeline->chunks), micros(g.pipeline->micros),
+      choice(g.choice != 0), bulk_last(g.bulk == 1), send(g.send), held(g.held), route(g.pipeline->route),
+      lowest(g.lowest, g.lowest + chunks), highest(g.highest, g.highest + chunks), fixed(g.fixed, g.fixed + 3 * chunks), memory(g.memory, g.memory + stages),
+      buffer(g.buffer, g.buffer + stages), base(g.base), start(g.start), exposed(g.exposed) {
+  for (int i = 0; i < g.kinds; ++i) {
+    const GivenLayers& l = g.layers[i == 0 ? g.bulk : 1 - g.bulk];
+    kinds.push_back({static_cast<int>(l.count), {l.times[0], l.times[1], l.times[2]}, l.states, l.again, l.working,
+                     {l.kept, l.kept + stages}, {l.entry, l.entry + stages}, {l.weights[0], l.weights[1]}});
+  }
+  for (int i = 0; i < 2; ++i) {
+    weight[i].assign(g.weight + i * stages, g.weight + (i + 1) * stages);
+    least[i] = g.least[i];
+    reduce[i] = g.reduce[i];
+    update[i] = g.update[i];
+    hides[i] = g.hides[i];
+    std::copy(g.lines[i], g.lines[i] + 4, lines[i]);
+  }
+}
+
+Problem::Split Problem::split(const Ints& counts, const Ints& again) const {
+  Split s;
+  s.own[0] = counts;
+  s.again[0] = again;
+  if (kinds.size() == 1) return s;
+  const int first = bulk_last ? 1 : 0;  // the kind at the front of the model
+  s.own[1].resize(chunks);
+  s.again[1].resize(chunks);
+  for (int c = 0, before = 0; c < chunks; before += counts[c++]) {
+    const int front = std::clamp(kinds[first].count - before, 0, counts[c]), twice = std::min(again[c], front);
+    s.own[first][c] = front;
+    s.own[1 - first][c] = counts[c] - front;
+    s.again[first][c] = twice;
+    s.again[1 - first][c] = again[c] - twice;
+  }
+  return s;
+}
+
+std::vector<int64_t> Problem::times(const Split& s) const {
+  std::vector<int64_t> t = fixed;
+  for (size_t g = 0; g < kinds.size(); ++g)
+    for (int c = 0; c < chunks; ++c) {
+      for (int k = 0; k < 3; ++k) t[k * chunks + c] += kinds[g].times[k] * s.own[g][c];
+      t[chunks + c] += kinds[g].again * s.again[g][c];
+    }
+  return t;
+}
+
+bool Problem::fits(const Split& s, Ints* over) const {
+  std::vector<int64_t> need(stages, 0), work(stages, 0);
+  for (size_t g = 0; g < kinds.size(); ++g)
+    for (int c = 0; c < chunks; ++c) {
+      const int r = route[c];
+      need[r] += s.own[g][c] * (kinds[g].states + kinds[g].kept[r]) - s.again[g][c] * (kinds[g].kept[r] - kinds[g].entry[r]);
+      if (s.own[g][c]) work[r] = std::max(work[r], held);
+    }
+  for (size_t g = 0; g < kinds.size(); ++g)
+    for (int c = 0; c < chunks; ++c)
+      if (s.again[g][c]) work[route[c]] = std::max(work[route[c]], kinds[g].working);
+  bool all = true;
+  for (int r = 0; r < stages; ++r)
+    if (need[r] + std::max(work[r], buffer[r]) > memory[r]) {
+      all = false;
+      if (over) over->push_back(r);
+    }
+  return all;
+}
+
+bool Problem::holds(int stage, const Split& s) const {
+  int64_t need = 0, work = buffer[stage];
+  for (size_t g = 0; g < kinds.size(); ++g)
+    for (int c = 0; c < chunks; ++c) {
+      if (route[c] != stage) continue;
+      need += s.own[g][c] * (kinds[g].states + kinds[g].kept[stage]) - s.again[g][c] * (kinds[g].kept[stage] - kinds[g].entry[stage]);
+      if (s.own[g][c]) work = std::max(work, held);
+      if (s.again[g][c]) work = std::max(work, kinds[g].working);
+    }
+  return need + work <= memory[stage];
+}
+
+double Problem::seconds(const Ints& counts, const Ints& again, double* more) const {
+  const Split s = split(counts, again);
+  const std::vector<int64_t> t = times(s);
+  const double span = 1e-12 * static_cast<double>(pipeline->makespan(t.data(), send));
+  Reals back(stages, 0), all(stages, 0);  // what hides; and with all layers recomputed
+  Reals own[2] = {weight[0], weight[1]};
+  for (int c = 0; c < chunks; ++c) {
+    back[route[c]] += hides[0] * static_cast<double>(t[c]) + hides[1] * static_cast<double>(t[chunks + c] + t[2 * chunks + c]);
+    for (size_t g = 0; g < kinds.size(); ++g) {
+      for (int i = 0; i < 2; ++i) own[i][route[c]] += kinds[g].weights[i] * s.own[g][c];
+      all[route[c]] += hides[1] * static_cast<double>(kinds[g].again * (s.own[g][c] - s.again[g][c]));
+    }
+  }
+  for (int r = 0; r < stages; ++r) all[r] += back[r];
+  double whole = start, late = 0;
+  for (int i = 0; i < 2; ++i) {
+    const double largest = *std::max_element(own[i].begin(), own[i].end());
+    whole += reduce[i] * largest;
+    late += update[i] * largest;
+  }
+  const double hidden = 1e-12 * *std::max_element(back.begin(), back.end());
+  if (more) *more = span + std::max(whole - 1e-12 * *std::max_element(all.begin(), all.end()), exposed * whole) + late + base;
+  return span + std::max(whole - hidden, exposed * whole) + late + base;
+}
+
+bool Problem::finish(const Ints& counts, Ints& again) const {
+  again.assign(chunks, 0);
+  const Split s = split(counts, again);
+  Ints over;
+  if (fits(s, &over)) return true;
+  if (!choice) return false;
+  return std::all_of(over.begin(), over.end(), [&](int stage) { return recompute(stage, s, again); });
+}
+
+// Recomputes as few layers of a stage as fit, its chunks in proportion.
+bool Problem::recompute(int stage, const Split& s, Ints& again) const {
+  int64_t need = 0, work = std::max(held, buffer[stage]);
+  for (int c = 0; c < chunks; ++c)
+    for (size_t g = 0; g < kinds.size() && route[c] == stage; ++g)
+      need += s.own[g][c] * (kinds[g].states + kinds[g].kept[stage]);
+  const size_t front = kinds.size() > 1 && bulk_last ? 1 : 0;
+  while (need + work > memory[stage]) {
+    int best = -1;
+    double share = 2;
+    for (int c = 0; c < chunks; ++c) {
+      const int n = route[c] == stage ? s.own[0][c] + (kinds.size() > 1 ? s.own[1][c] : 0) : 0;
+      if (again[c] < n && static_cast<double>(again[c]) / n < share) {
+        share = static_cast<double>(again[c]) / n;
+        best = c;
+      }
+    }
+    if (best < 0) return false;
+    const size_t g = kinds.size() > 1 && again[best] >= s.own[front][best] ? 1 - front : front;
+    need -= kinds[g].kept[stage] - kinds[g].entry[stage];
+    work = std::max(work, kinds[g].working);
+    ++again[best];
+  }
+  return true;
+}
+
+bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const {
+  int left = -std::accumulate(counts.begin(), counts.end(), 0);
+  for (const Kind& k : kinds) left += k.count;
+  Ints again, more;
+  if (left != 0 || !finish(counts, again)) return false;  // chunks may hold fewer than there are
+  double now = seconds(counts, again);
+  found = {counts, again, now};
+  std::vector<int32_t> ops;
+  Reals each(chunks);
+  for (int stall = 0; stall < patience && Clock::now() < until;) {
+    const std::vector<int64_t> t = times(split(counts, again));
+    pipeline->makespan(t.data(), send, next(seed), &ops);
+    const Path& path = pool.at(pool.add(*pipeline, ops));
+    for (int c = 0; c < chunks; ++c) {
+      each[c] = 0;
+      for (int k = 0; k < 3; ++k) each[c] += static_cast<double>(kinds[0].times[k]) * path.counts[k * chunks + c];
+    }
+    std::vector<std::pair<double, std::pair<int, int>>> moves;  // by how much the path becomes shorter, from, to
+    for (int a = 0; a < chunks; ++a)
+      for (int b = 0; b < chunks && counts[a] > lowest[a]; ++b)
+        if (each[a] > each[b] && counts[b] < highest[b]) moves.push_back({each[b] - each[a], {a, b}});
+    const size_t some = std::min<size_t>(moves.size(), 3 * chunks);
+    std::partial_sort(moves.begin(), moves.begin() + static_cast<std::ptrdiff_t>(some), moves.end());
+    bool moved = false;
+    for (size_t i = 0; i < some && !moved && Clock::now() < until; ++i) {
+      const auto [a, b] = moves[i].second;
+      --counts[a];
+      ++counts[b];
+      const double value = finish(counts, more) ? seconds(counts, more) : std::numeric_limits<double>::infinity();
+      if (value < now * (1 - 1e-9)) {
+        now = value;
+        again = more;
+        moved = true;
+      } else {
+        ++counts[a];
+        --counts[b];
+      }
+    }
+    if (now < found.seconds * (1 - 1e-9)) {
+      found = {counts, again, now};
+      stall = 0;
+    }
+    if (moved) continue;
+    ++stall;  // from the best one on, a few layers elsewhere
+    counts = found.layers;
+    for (uint64_t k = 1 + next(seed) % 3; k > 0; --k) {
+      const int a = static_cast<int>(next(seed) % chunks);
+      const int b = static_cast<int>(next(seed) % chunks);
+      if (counts[a] <= lowest[a] || counts[b] >= highest[b]) continue;
+      --counts[a];
+      ++counts[b];
+    }
+    if (!finish(counts, again)) {
+      counts = found.layers;
+      again = found.again;
+    }
+    now = seconds(counts, again);
+  }
+  return true;
+}
+
+Ints Problem::round(const Reals& near) const {
+  int left = 0;
+  for (const Kind& k : kinds) left += k.count;
+  Ints whole(chunks), order(chunks);
+  for (int c = 0; c < chunks; ++c) left -= whole[c] = std::clamp(static_cast<int>(std::floor(near[c] + 1e-6)), lowest[c], highest[c]);
+  for (int before = 0; left != 0 && left != before;) {
+    before = left;
+    std::iota(order.begin(), order.end(), 0);
+    const int step = left > 0 ? 1 : -1;
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int a, int b) { return step * (near[a] - whole[a]) > step * (near[b] - whole[b]); });
+    for (int c : order)
+      if (left != 0 && (step > 0 ? whole[c] < highest[c] : whole[c] > lowest[c])) {
+        whole[c] += step;
+        left -= step;
+      }
+  }
+  return whole;
+}
+
+std::vector<Ints> Problem::structures() const {
+  std::vector<Ints> found;
+  Ints now(chunks, 0);
+  if (kinds.size() == 1) return {now};
+  auto walk = [&](auto&& self, int left, int at) -> void {
+    if (left == 0) {
+      found.push_back(now);
+      if (!bulk_last) std::reverse(found.back().begin(), found.back().end());
+      return;
+    }
+    if (at == chunks) return;
+    const int c = bulk_last ? at : chunks - 1 - at;
+    for (int here = std::min(left, highest[c]); here >= (at > 0 && at < chunks - 1 ? 1 : 0); --here) {
+      now[at] = here;
+      self(self, left - here, at + 1);
+    }
+    now[at] = 0;
+  };
+  walk(walk, kinds[1].count, 0);
+  return found;
+}
+
+}  // namespace telechat

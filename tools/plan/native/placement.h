@@ -1,0 +1,118 @@
+// The inner problem of the planner (tools/plan/search/placement_problem.py): what a placement of layers takes, and paths that many
+// configurations share.
+#pragma once
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "pipeline.h"
+
+namespace telechat {
+
+using Ints = std::vector<int>;
+using Reals = std::vector<double>;
+using Clock = std::chrono::steady_clock;
+
+// Returns when so many seconds from now are over.
+inline Clock::time_point after(double seconds) {
+  return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e6)));
+}
+
+struct Path {
+  std::vector<int32_t> ops;
+  Ints counts;  // of each kind and chunk, [3, chunks]
+  int sends = 0;
+};
+
+// Paths of one schedule, each once.
+class Pool {
+ public:
+  // Keeps a path; returns its number.
+  int add(const Pipeline& p, const std::vector<int32_t>& ops);
+  const Path& at(int number);
+  int size();
+
+ private:
+  std::mutex lock_;
+  std::deque<Path> paths_;
+  std::unordered_multimap<uint64_t, int> seen_;
+};
+
+// Equal layers that follow each other; `Layers` of placement_problem.py, field by field.
+struct GivenLayers {
+  int64_t count, times[3], states, again, working;
+  const int64_t *kept, *entry;
+  double weights[2];
+};
+
+// `Problem` of placement_problem.py.
+struct Given {
+  const Pipeline* pipeline;
+  int64_t stages, kinds, bulk, choice, send, held;  // bulk: which of the kinds has more layers
+  GivenLayers layers[2];
+  const int64_t *lowest, *highest, *fixed, *memory, *buffer;
+  const double* weight;  // [2, stages]
+  double least[2], lines[2][4];
+  double base, start, reduce[2], update[2], exposed, hides[2];
+};
+
+struct Placed {
+  Ints layers, again;
+  double seconds = 0;
+};
+
+class Problem {
+ public:
+  explicit Problem(const Given& g);
+
+  struct Kind {
+    int count;
+    int64_t times[3], states, again, working;
+    std::vector<int64_t> kept, entry;
+    double weights[2];
+    double total() const { return static_cast<double>(times[0] + times[1] + times[2]); }
+  };
+
+  // Layers of each kind in each chunk, larger kind first, and how many of them are recomputed.
+  struct Split {
+    Ints own[2], again[2];
+  };
+
+  Split split(const Ints& counts, const Ints& again) const;
+  std::vector<int64_t> times(const Split& s) const;
+  bool fits(const Split& s, Ints* over = nullptr) const;  // `over`: the stages that do not
+  // Returns the step; `more`: no way that recomputes these and more takes less.
+  double seconds(const Ints& counts, const Ints& again, double* more = nullptr) const;
+  // Returns whether a stage has the memory for its layers.
+  bool holds(int stage, const Split& s) const;
+  // Fills in the recomputed layers of every chunk, as few as fit; returns whether they do.
+  bool finish(const Ints& counts, Ints& again) const;
+  // Moves single layers off the longest path while that helps and there is time. Returns false where the first placement does
+  // not fit.
+  bool improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const;
+  // Returns whole layers of every chunk near fractions of them.
+  Ints round(const Reals& near) const;
+  // Every way to put the layers of the smaller kind into chunks.
+  std::vector<Ints> structures() const;
+
+  const Pipeline* pipeline;
+  int stages, chunks, micros;
+  bool choice, bulk_last;
+  int64_t send, held;
+  std::vector<Kind> kinds;  // the larger one first
+  std::vector<int> route;
+  Ints lowest, highest;
+  std::vector<int64_t> fixed, memory, buffer;
+  Reals weight[2];
+  double least[2], lines[2][4];
+  double base, start, reduce[2], update[2], exposed, hides[2];
+
+ private:
+  bool recompute(int stage, const Split& s, Ints& again) const;
+};
+
+}  // namespace telechat

@@ -1,0 +1,314 @@
+"""What the planner says: the ranked table, why every other layout was not chosen, and the page."""
+
+import html
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
+from telechat_moe.tools.plan.search.search import Candidate, Plan
+from telechat_moe.tools.plan.search.space import describe
+from telechat_moe.tools.ticks import round_step
+
+GIB = 2**30
+EXACT = 1e-6
+"""Relative difference below which steps and bounds are the same: times are rounded to ps."""
+
+
+def distinct(plan: Plan) -> list[Candidate]:
+    """Return what was found, without layouts that may recompute layers and recompute none if there are others."""
+    found = [
+        c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
+    ]
+    return found or plan.best
+
+
+def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows of the fastest layouts, from `summary`."""
+    headers = ["# ", "step, s ", "bound, s ", "peak, GiB ", "bubble ", "layout"]
+    rows = [
+        [
+            str(i),
+            f"{one['step_s']:.4f}",
+            f"{one['bound_s']:.4f}",
+            f"{one['simulated_peak_bytes'] / GIB:.1f}",
+            f"{one['bubble']:.1%}",
+            one["layout"],
+        ]
+        for i, one in enumerate(data["layouts"], 1)
+    ]
+    return headers, rows
+
+
+def too_large(data: dict[str, Any]) -> list[str]:
+    """Return a line if listed layouts need more memory operation by operation than the search counted."""
+    room = data["memory_bytes"]
+    over = [
+        (i, one["simulated_peak_bytes"])
+        for i, one in enumerate(data["layouts"], 1)
+        if one["simulated_peak_bytes"] > room * (1 + EXACT)
+    ]
+    if not over:
+        return []
+    numbers = ", ".join(str(i) for i, _ in over)
+    most = max(peak for _, peak in over) / GIB
+    return [
+        f"note: run operation by operation, layout {numbers} of the table needs more than {room / GIB:.2f} GiB, up to {most:.2f}: the search "
+        "counts a stage's micro-batches in flight as a mean over its chunks, and these differ. Take another with --pick, or "
+        "less --memory"
+    ]
+
+
+def why_not(plan: Plan) -> Iterator[str]:
+    """Yield one line for every layout that was not chosen."""
+    chosen = plan.best[0].row if plan.best else -1
+    best = plan.best[0].step_s if plan.best else math.inf
+    found = {c.row: c for c in plan.best}
+    for row, bound in enumerate(plan.bound_s):
+        if row == chosen:
+            continue
+        name = describe(plan.rows[row])
+        if not math.isfinite(bound):
+            missing, stage = plan.missing[row]
+            if missing > 0:
+                yield f"{name}: out of memory by at least {missing / GIB:.2f} GiB on stage {stage:.0f}"
+            else:
+                yield f"{name}: out of memory: whole layers do not fit, stage {stage:.0f} is the tightest"
+        elif row in found:
+            yield f"{name}: {found[row].step_s:.4f} s, {found[row].step_s / best - 1:.2%} slower"
+        elif bound >= best * (1 - EXACT):
+            yield f"{name}: dominated: at least {bound:.4f} s"
+        else:
+            yield f"{name}: not closed: at least {bound:.4f} s"
+
+
+def verdict(plan: Plan) -> str:
+    """Return in one sentence how sure the result is."""
+    if not plan.best:
+        return _nothing(plan)
+    if plan.optimal:
+        return f"optimal under the event simulation: no layout is faster than {plan.lower_bound_s:.6f} s (gap {plan.gap:.1e})"
+    word = "the time limit was reached; " if plan.timed_out else ""
+    return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
+
+
+def _nothing(plan: Plan) -> str:
+    fits = np.isfinite(plan.bound_s)
+    if fits.any():
+        return f"the time limit was reached before any layout was placed; none is faster than {plan.bound_s.min():.6f} s"
+    lacking = np.where(plan.missing[:, 0] > 0, plan.missing[:, 0], np.inf)
+    if not np.isfinite(lacking.min()):
+        return "no layout fits in memory: whole layers do not"
+    row = int(lacking.argmin())
+    missing, stage = plan.missing[row]
+    return (
+        f"no layout fits in memory; the nearest lacks at least {missing / GIB:.3g} GiB on stage {stage:.0f}: "
+        f"{describe(plan.rows[row])}"
+    )
+
+
+def summary(plan: Plan, top: int) -> dict[str, Any]:
+    """Return the result as plain data."""
+    bound = plan.bound_s
+    best = plan.best[0].step_s if plan.best else math.inf
+    memory = int((~np.isfinite(bound)).sum())
+    return {
+        "model": plan.architecture.name,
+        "device": plan.device.name,
+        "devices": plan.space.devices,
+        "global_batch": plan.space.global_batch,
+        "memory_bytes": plan.room_bytes,
+        "configurations": len(plan.rows),
+        "out_of_memory": memory,
+        "dominated": int((np.isfinite(bound) & (bound >= best * (1 - EXACT))).sum()),
+        "solved": plan.solved,
+        "seconds": plan.seconds,
+        "optimal": plan.optimal,
+        "lower_bound_s": plan.lower_bound_s if plan.best else None,
+        "gap": plan.gap if plan.best else None,
+        "verdict": verdict(plan),
+        "layouts": [_layout(plan, c) for c in distinct(plan)[:top]],
+    }
+
+
+def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
+    def said(make: Callable[[Architecture, Layout], Any]) -> Any:
+        try:
+            return make(plan.architecture, c.layout)
+        except BadInputError as error:
+            return str(error)
+
+    return {
+        "layout": describe(plan.rows[c.row]),
+        "step_s": c.step_s,
+        "bound_s": c.bound_s,
+        "peak_bytes": c.peak_bytes,
+        "simulated_peak_bytes": c.simulated_bytes,
+        "bubble": c.bubble,
+        "chunks": c.layout.chunks,
+        "recompute": c.layout.recompute,
+        "recompute_layers": c.layout.recompute_layers,
+        "ends": c.layout.ends,
+        "megatron_layout": said(layout_string),
+        "mindspeed_arguments": said(mindspeed_arguments),
+    }
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """A layout in memory and time."""
+
+    peak_bytes: float
+    step_s: float
+    layout: str
+    gap: float = math.nan
+    """By so much at most a layout that needs no more memory can be faster, relative to its bound."""
+
+    @property
+    def sure(self) -> str:
+        """How sure it is that none is faster."""
+        return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
+
+
+def front_points(plans: list[Plan]) -> list[Point]:
+    """Return the best layouts under falling memory limits and others that are as sure, dominated ones left out."""
+    found = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
+    points: list[Point] = []
+    worst = 0.0
+    for number, plan, c in sorted(found, key=lambda one: one[0] > 0):
+        # what holds with more memory holds with less
+        bound = max(p.lower_bound_s for p in plans if p.room_bytes >= c.peak_bytes * (1 - EXACT))
+        gap = max(c.step_s / bound - 1, 0.0)
+        worst = max(worst, gap) if number == 0 else worst
+        if gap <= worst:
+            points.append(Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
+    kept, best = [], math.inf
+    for point in sorted(points):
+        if point.step_s < best:
+            best = point.step_s
+            kept.append(point)
+    return kept
+
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body{{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1b1b1b;background:#fff}}
+table{{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}}td,th{{padding:.25em .8em;text-align:right;
+border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{{max-width:100%;height:auto}}
+pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
+<h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
+<p>Blue: the best layout found with no more memory than so much, and how sure it is that none is faster; grey: the other layouts
+that were solved. Step times are simulated, the pipeline operation by operation; memory is as searched, with a mean of micro-batches in flight.</p>
+{chart}{front}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
+<h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
+"""
+
+
+def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
+    """Return the report as one page.
+
+    Args:
+        plan: The result.
+        plans: Results under smaller memory limits, for the front.
+        data: Its `summary`.
+    """
+    points = front_points([plan, *plans])
+    front = [
+        [f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout] for p in reversed(points)
+    ]
+    lines, kinds = [], Counter[str]()
+    for line in why_not(plan):
+        kinds[line.partition(": ")[2].split(":")[0].split(" by")[0]] += 1
+        lines.append(line)
+    first = data["layouts"][0] if data["layouts"] else {}
+    shown = lines[:2000]
+    counts = f"{len(plan.rows):,} layouts: {data['out_of_memory']:,} out of memory, {data['dominated']:,} dominated, "
+    return PAGE.format(
+        title=html.escape(
+            f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
+        ),
+        verdict=html.escape(verdict(plan)),
+        chart=_chart(points, plan),
+        front=_table(["peak, GiB", "step, s", "fastest", "layout"], front),
+        table=_table(*ranked(data)),
+        first=html.escape("\n".join(f"{k}: {v}" for k, v in first.items())),
+        counts=counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s",
+        shown=f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all",
+        why=html.escape("\n".join(shown)),
+    )
+
+
+def _table(headers: list[str], rows: list[list[str]]) -> str:
+    cells = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        "<table><tr>" + "".join(f"<th>{h.strip()}</th>" for h in headers) + f"</tr>{cells}</table>"
+    )
+
+
+def _chart(points: list[Point], plan: Plan) -> str:
+    """Return an SVG: peak memory to the right, step time upwards."""
+    others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
+    both = points + others
+    if not both:
+        return "<p>Nothing fits.</p>"
+    width, height, left, low = 820, 400, 70, 350
+    across = _ticks(0.0, max(p.peak_bytes for p in both) / GIB)
+    up = _ticks(min(p.step_s for p in both), max(p.step_s for p in both))
+    most, fast, slow = across[-1], up[0], up[-1]
+
+    def at(point: Point) -> tuple[float, float]:
+        x = left + (width - left - 20) * point.peak_bytes / GIB / most
+        return x, low - (low - 20) * (point.step_s - fast) / max(slow - fast, 1e-12)
+
+    parts = []
+    for gib in across:
+        x, _ = at(Point(gib * GIB, fast, ""))
+        parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{low}" stroke="#eee"/>')
+        parts.append(f'<text x="{x:.1f}" y="{low + 20}" text-anchor="middle">{gib:g}</text>')
+    for sec in up:
+        _, y = at(Point(0.0, sec, ""))
+        parts.append(
+            f'<line x1="{left}" y1="{y:.1f}" x2="{width - 20}" y2="{y:.1f}" stroke="#eee"/>'
+        )
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{sec:g}</text>')
+    parts.append(
+        f'<text x="{(left + width) / 2}" y="{low + 42}" text-anchor="middle">peak memory of a device, GiB</text>'
+    )
+    parts.append(f'<text x="{left}" y="12">step, s</text>')
+    for p in others:
+        x, y = at(p)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#bbb"><title>{_tip(p)}</title></circle>'
+        )
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, points))
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#1663b0" stroke-width="1.5"/>')
+    for p in points:
+        x, y = at(p)
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1663b0"><title>{_tip(p)}</title></circle>'
+        )
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" font-size="13">{"".join(parts)}</svg>'
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Return round numbers, a few of them, from at most `low` to at least `high`."""
+    step = round_step(max(high - low, 1e-9 * max(abs(high), 1e-9)), 5)
+    first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
+    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+
+
+def _tip(point: Point) -> str:
+    sure = "" if math.isnan(point.gap) else f", {point.sure}"
+    return html.escape(
+        f"{point.layout}: {point.step_s:.4f} s, {point.peak_bytes / GIB:.1f} GiB{sure}"
+    )

@@ -1,0 +1,336 @@
+"""A simulated step as tables, a page, a trace and plain data."""
+
+from typing import Any, get_args
+
+import numpy as np
+
+from telechat_moe.errors import UsageError
+from telechat_moe.recipe.schema import Recipe
+from telechat_moe.tools.plan.cost import cpu_step
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.expert_overlap import hidden
+from telechat_moe.tools.plan.cost.flops import utilisation as utilisation_of
+from telechat_moe.tools.plan.cost.layout import Layout, Schedule
+from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
+from telechat_moe.tools.plan.report.timeline import Box, Curve, Table, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.schedules.program import Kind, Op
+
+PARTS = {
+    "matmul": "matrix products",
+    "attention": "attention core",
+    "memory": "elementwise, norms, permutation",
+    "tensor": "tensor and context parallel communication",
+    "expert": "expert all-to-all",
+    "host": "waiting for the host",
+    "recompute": "recomputation",
+    "neighbours": "sends between stages",
+}
+"""Kinds of operator in the breakdown."""
+
+
+def of_recipe(
+    recipe: Recipe, device: str, schedule: str | None = None, pair_share: float = 0.0
+) -> Step:
+    """Simulate a recipe.
+
+    Args:
+        recipe: Model and layout.
+        device: Shipped name or file.
+        schedule: Instead of the recipe's.
+        pair_share: Of attention, see `Architecture`.
+
+    Raises:
+        UsageError: There is no such schedule.
+        BadInputError: No such device, or the schedule does not exist for this layout.
+    """
+    layout = Layout.from_recipe(recipe)
+    if schedule is not None:
+        known = get_args(Schedule)
+        if schedule not in known:
+            raise UsageError(f"--schedule {schedule}: there are {', '.join(known)}")
+        layout = layout.but(schedule=schedule)
+    return simulate_step(Architecture.from_recipe(recipe, pair_share), layout, load_device(device))
+
+
+def tables(step: Step) -> list[Table]:
+    """Return what the command prints: step, breakdown, bubble, utilisation, stages, hidden all-to-all."""
+    found = [summary(step), breakdown(step), bubble(step), utilisation(step), stages(step)]
+    if step.architecture.moe_layers and step.layout.ep * step.layout.etp > 1:
+        found.append(exchange(step))
+    return found
+
+
+def exchange(step: Step) -> Table:
+    """Return how much of the experts' all-to-all overlapped schedules hide, whichever the recipe has."""
+    h = hidden(step.architecture, step.layout, step.device, layers=max(*step.layers, 1))
+    rows = [
+        [
+            name,
+            f"{s.communication_us / 1e3:.3f} ms",
+            f"{s.exposed_us / 1e3:.3f} ms",
+            f"{s.overlap * 100:.2f} %",
+        ]
+        for name, s in (
+            ("steady: 16 pairs of a forward and a backward", h.steady),
+            ("warm-up: a forward alone, in two halves", h.warm_up),
+            ("warm-up, not halved: under shared experts only", h.shared_only),
+            ("cool-down: a backward alone, in two halves and under dW", h.cool_down),
+            ("cool-down, not halved: under dW and shared experts only", h.dw_only),
+        )
+    ]
+    return Table(
+        "Experts' all-to-all of one chunk, if it is overlapped",
+        ("part of the schedule", "all-to-all ", "shows ", "hidden "),
+        rows,
+    )
+
+
+def summary(step: Step) -> Table:
+    """Return the parts of the step that follow each other."""
+    t, whole = step.table, step.step_s
+    parts = [
+        ("pipeline", step.result.makespan),
+        ("gradients between copies, what shows", float(t.data_s[0])),
+        ("optimizer", float(t.optimizer_s[0])),
+        ("host", float(t.host_s[0])),
+        ("step", whole),
+    ]
+    rows = [[name, _time(s), f"{s / whole * 100:.2f} %"] for name, s in parts]
+    tokens = step.layout.global_batch * step.architecture.seq
+    each = f"{tokens / whole / step.layout.devices:,.1f} tokens/s and device"
+    rows.append(["throughput", f"{tokens / whole:,.0f} tokens/s", each])
+    return Table("Step", ("part", "time ", "share "), rows)
+
+
+def breakdown(step: Step) -> Table:
+    """Return the slowest stage's seconds by kind of operator."""
+    parts = {k: float(np.atleast_1d(v)[0]) for k, v in step.table.parts.items()}
+    total = sum(parts.values()) or 1.0
+    rows = [
+        [PARTS.get(name, name), _time(s), f"{s / total * 100:.1f} %"]
+        for name, s in sorted(parts.items(), key=lambda item: -item[1])
+        if s > 0
+    ]
+    return Table("Slowest stage, by kind of operator", ("kind", "time ", "share "), rows)
+
+
+def bubble(step: Step) -> Table:
+    """Return the bubble by cause."""
+    b = step.bubble
+    causes = {
+        "schedule (equal chunks, free sends)": b.ideal,
+        "unequal chunks": b.imbalance,
+        "unequal recomputation": b.recompute,
+        "sends between stages": b.neighbours,
+        "all": b.total,
+    }
+    rows = [[n, f"{v * 100:.3f} %", _time(v * step.result.makespan)] for n, v in causes.items()]
+    return Table(
+        "Bubble: idle share of the makespan, start-up included, mean over stages",
+        ("cause", "share ", "time "),
+        rows,
+    )
+
+
+def utilisation(step: Step) -> Table:
+    """Return the model FLOPs utilisation under each convention."""
+    rows = [
+        [CONVENTIONS[name], f"{flops / 1e12:,.1f} TFLOP", f"{share * 100:.2f} %"]
+        for name, flops, share in utilisations(step)
+    ]
+    return Table(
+        "Utilisation, by convention", ("FLOPs counted", "of a step ", "of the peak "), rows
+    )
+
+
+CONVENTIONS = {
+    "six_n": "6 x active parameters, embedding included, no attention",
+    "model": "products and the causal half of attention, with multi-token prediction",
+    "full_attention": "the same with attention's whole square (PaLM)",
+    "hardware": "the model's with what is recomputed (hardware utilisation)",
+}
+"""Conventions of `flops.utilisation`, as printed."""
+
+
+def utilisations(step: Step) -> list[tuple[str, float, float]]:
+    """Return convention, FLOPs of a step and their share of what all devices could do."""
+    peak = step.device.peak(step.layout.compute)
+    shares = utilisation_of(step.architecture, step.layout, step.step_s, peak)
+    could = peak * step.layout.devices * step.step_s
+    return [(name, shares[name] * could, shares[name]) for name in CONVENTIONS]
+
+
+def stages(step: Step) -> Table:
+    """Return time and memory of each stage."""
+    rows: list[list[str]] = []
+    held, limit = step.table.memory, step.device.memory_bytes - step.device.reserved_bytes
+    m = step.layout.micro_batches
+    for s in range(step.program.stages):
+        chunks = list(step.program.chunks_of_stage[s])
+        times = step.times
+        peak = float(step.peak_bytes[s])
+        row = [
+            str(s),
+            "+".join(str(step.layers[c]) for c in chunks),
+            _time(float(times.forward[chunks].sum()) * m),
+            _time(float((times.dx + times.dw)[chunks].sum()) * m),
+            _time(float(step.again_s[chunks].sum()) * m),
+            f"{step.result.idle[s] * 100:.2f} %",
+        ]
+        for part in (held.parameters, held.gradients, held.optimizer):
+            row.append(_size(float(part[0, s])))
+        row += [_size(float(step.result.peak[s])), _size(float(held.buffers[0, s])), _size(peak)]
+        row.append("yes" if peak <= limit else f"no, {_size(peak - limit)} too much")
+        rows.append(row)
+    headers = (
+        "stage ", "layers", "forward ", "backward ", "of it again ", "idle ", "parameters ", "gradients ",
+        "optimizer ", "activations ", "buffers ", "peak ", "fits",
+    )  # fmt: skip
+    return Table("Stages", headers, rows)
+
+
+def _time(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= unit:
+            return f"{seconds / unit:.3f} {name}"
+    return f"{seconds * 1e6:.3f} us"
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def notes(step: Step) -> list[str]:
+    """Return what was simulated."""
+    a, layout = step.architecture, step.layout
+    own: list[str] = []
+    if step.device.step and layout.devices == 1:
+        seconds = cpu_step.predict(a, layout, step.device.step)
+        own = [f"one CPU thread, as this machine measured itself: {_time(seconds)} a step"]
+    return [
+        *own,
+        f"{a.name}: {a.parameters / 1e9:,.1f} B parameters, {a.active_parameters / 1e9:,.2f} B active; "
+        f"{layout.short()} on {layout.devices} x {step.device.name}; schedule {step.program.name}, "
+        f"global batch {layout.global_batch} sequences of {a.seq} tokens",
+        f"predicted step {_time(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "
+        f"start-up included), peak memory {_size(float(step.peak_bytes.max()))} of a device",
+    ]
+
+
+def _label(op: Op) -> str:
+    return "/".join(f"{k.value}{m}" for k, _, m in op.parts())
+
+
+def timeline(step: Step) -> Timeline:
+    """Return every operation of every stage, what follows the pipeline, and memory over time."""
+    boxes: list[Box] = []
+    sends: list[Box] = []
+    memory: list[Curve] = []
+    end = step.result.makespan
+    for s, ops in enumerate(step.program.ops):
+        start, stop = step.result.start[s], step.result.end[s]
+        for op, begin, finish in zip(ops, start, stop, strict=True):
+            boxes.append(
+                Box(s, float(begin), float(finish - begin), op.kind.value, str(op), _label(op))
+            )
+            sends += _sends(step, s, op, float(finish))
+        _after(step, s, end, boxes)
+        fixed = float(step.fixed_bytes[s])
+        t = [0.0, *map(float, start), float(stop[-1]), step.step_s]
+        held = [fixed, *(fixed + float(v) for v in step.result.memory[s]), fixed, fixed]
+        memory.append(Curve(s, t, held))
+    names = [
+        f"stage {s}: {'+'.join(str(step.layers[c]) for c in held)} layers"
+        for s, held in enumerate(step.program.chunks_of_stage)
+    ]
+    return Timeline(
+        f"Step of {step.architecture.name}, {step.layout.short()}",
+        names,
+        boxes,
+        sends,
+        memory,
+        step.device.memory_bytes - step.device.reserved_bytes,
+        tables(step),
+        notes(step),
+    )
+
+
+def _sends(step: Step, stage: int, op: Op, at: float) -> list[Box]:
+    """Return what an operation sends to other stages when it ends."""
+    found: list[Box] = []
+    for kind, chunk, micro in op.parts():
+        to = chunk + 1 if kind is Kind.F else chunk - 1
+        if kind is Kind.W or not 0 <= to < step.program.chunks or not step.times.comm:
+            continue
+        other = step.program.stage(to, micro)
+        if other != stage:
+            what = "activations" if kind is Kind.F else "gradients"
+            text = f"{what} of chunk {chunk}, micro-batch {micro} to stage {other}"
+            found.append(Box(stage, at, step.times.comm, "S", text))
+    return found
+
+
+def _after(step: Step, stage: int, at: float, boxes: list[Box]) -> None:
+    t = step.table
+    for seconds, kind, text, label in (
+        (float(t.data_s[0]), "C", "gradients between copies, what shows", "gradients"),
+        (float(t.optimizer_s[0]), "O", "optimizer", "optimizer"),
+        (float(t.host_s[0]), "O", "host: what no operator accounts for", "host"),
+    ):
+        if seconds > 0:
+            boxes.append(Box(stage, at, seconds, kind, text, label))
+        at += seconds
+
+
+def report(step: Step) -> dict[str, Any]:
+    """Return the figures as plain data."""
+    t, held = step.table, step.table.memory
+    count = step.program.stages
+    return {
+        "model": step.architecture.name,
+        "layout": step.layout.short(),
+        "devices": step.layout.devices,
+        "device": step.device.name,
+        "schedule": step.program.name,
+        "step_s": step.step_s,
+        "pipeline_s": step.result.makespan,
+        "data_parallel_s": float(t.data_s[0]),
+        "optimizer_s": float(t.optimizer_s[0]),
+        "host_s": float(t.host_s[0]),
+        "tokens_per_s": step.layout.global_batch * step.architecture.seq / step.step_s,
+        "slowest_stage_s": {k: float(np.atleast_1d(v)[0]) for k, v in t.parts.items()},
+        "bubble": vars(step.bubble),
+        "bubble_convention": "idle share of the makespan, start-up included, mean over stages",
+        "utilisation": [
+            {"convention": name, "counted": CONVENTIONS[name], "flops": flops, "share": share}
+            for name, flops, share in utilisations(step)
+        ],
+        "fits": bool(
+            (step.peak_bytes <= step.device.memory_bytes - step.device.reserved_bytes).all()
+        ),
+        "stages": [
+            {
+                "stage": s,
+                "layers": [step.layers[c] for c in step.program.chunks_of_stage[s]],
+                "idle": float(step.result.idle[s]),
+                "parameters_bytes": float(held.parameters[0, s]),
+                "gradients_bytes": float(held.gradients[0, s]),
+                "optimizer_bytes": float(held.optimizer[0, s]),
+                "activations_bytes": float(step.result.peak[s]),
+                "buffers_bytes": float(held.buffers[0, s]),
+                "peak_bytes": float(step.peak_bytes[s]),
+            }
+            for s in range(count)
+        ],
+    }
+
+
+def html(step: Step) -> str:
+    """Return the page."""
+    return page(timeline(step))
+
+
+def trace(step: Step) -> str:
+    """Return the Chrome trace."""
+    return chrome_trace(timeline(step))

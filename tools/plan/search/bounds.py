@@ -1,0 +1,465 @@
+"""What layers, embedding and head cost in every configuration of the space, and proven lower bounds from it.
+
+The step is the makespan of the schedule, operation by operation, and a rest that depends on the largest stage: gradient
+reduction, update and host (`simulate_step`). Both are linear in the layers of the stages, but for maxima; `Costs` holds the
+coefficients of all configurations of one depth, found by probing the cost model with single layers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.memory import local_parameters, memory
+from telechat_moe.tools.plan.cost.roofline import head_forward, layer, rates
+from telechat_moe.tools.plan.cost.simulate_step import weight_gradient
+from telechat_moe.tools.plan.cost.step import hides_forward, reduction, send, stage_times, update
+from telechat_moe.tools.plan.search.placement import PS, Multipliers
+from telechat_moe.tools.plan.search.placement_problem import (
+    Layers,
+    Problem,
+    Rest,
+    Times,
+    least_largest,
+)
+
+PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, BEFORE, END = range(7)
+"""Stages of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
+
+NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
+
+
+@dataclass
+class Costs:
+    """Per configuration [n]: seconds for one micro-batch, bytes and parameters of a device. Kinds: dense, MoE."""
+
+    times: Array
+    """F, B (D where dW is apart), W of a layer of each kind, [n, 2, 3]."""
+
+    again: Array
+    """Further backward time of a recomputed layer, [n, 2]."""
+
+    first: Array
+    """F, B, W of the embedding, [n, 3]."""
+
+    before: Array
+    """Of what stands in the chunk before the last one: MTP without its head, or nothing."""
+
+    last: Array
+    """Of head and MTP."""
+
+    send: Array
+    states: Array
+    """Bytes of parameters, gradients and optimizer of a layer, [n, 2]."""
+
+    kept: Array
+    """Bytes that a layer keeps at the peak of each stage, not recomputed, [n, 2, P]."""
+
+    entry: Array
+    """The same, recomputed."""
+
+    working: Array
+    """Working set of a stage that computes a layer again, [n, 2]."""
+
+    held: Array
+    """Working set of a stage that has layers."""
+
+    fixed: Array
+    """Bytes of each stage without layers, but for `logits`, [n, P]."""
+
+    logits: Array
+    """Bytes of the last stage that hold its layers' working set as well."""
+
+    last_stage: np.ndarray
+    weights: Array
+    """Parameters of a layer that all copies of the data hold, and experts', [n, 2 kinds, 2]."""
+
+    fixed_weights: Array
+    """Of each stage without layers, [n, 2, P]."""
+
+    base: Array
+    start: Array
+    reduce: Array
+    """Seconds of gradient reduction for a parameter, [n, 2]; `start` for none."""
+
+    update: Array
+    exposed: float
+    late: Array
+    """`Rest.late`, [n, 2]."""
+
+    hides: Array
+    """`Rest.hides`, [n, 2]."""
+
+    overlap: Array
+    micro_batches: Array
+    choice: np.ndarray
+    """Whether the recomputed layers of each chunk may be chosen."""
+
+    _least: Array | None = None
+
+    def rest(self, row: int) -> Rest:
+        """Return what follows the pipeline of a configuration."""
+        return Rest(
+            base=float(self.base[row]),
+            start=float(self.start[row]),
+            reduce=(float(self.reduce[row, 0]), float(self.reduce[row, 1])),
+            update=(float(self.update[row, 0]), float(self.update[row, 1])),
+            exposed=self.exposed if self.overlap[row] > 0 else 1.0,
+            late=(float(self.late[row, 0]), float(self.late[row, 1])),
+            hides=(float(self.hides[row, 0]), float(self.hides[row, 1])),
+        )
+
+    def least_weights(self, a: Architecture) -> Array:
+        """Return the parameters that the largest stage has at least, [n, 2]."""
+        if self._least is None:
+            g = int(a.moe_layers >= a.dense_layers)
+            number = max(a.moe_layers, a.dense_layers)
+            self._least = least_largest(self.fixed_weights, self.weights[:, g], number)
+        return self._least
+
+    def least_rest(self, a: Architecture, makespan: Array) -> Array:
+        """Return the least that follows a pipeline of at most so many seconds, [n]: some stage has the average of the layers."""
+        largest = self.least_weights(a)
+        whole = self.start + (self.reduce * largest).sum(axis=1)
+        hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
+        exposed = np.where(self.overlap > 0, self.exposed, 1.0)
+        shown = np.maximum(whole - hidden, exposed * whole)
+        return shown + (self.update * largest).sum(axis=1) + self.base
+
+
+def with_stages(x: Columns, **arrays: np.ndarray) -> Columns:
+    """Return the columns with other layers on the stages, `[n, any number]`."""
+    width = next(iter(arrays.values())).shape[1]
+    zero = np.zeros((len(x), width))
+    stages = {name: arrays.get(name, zero) for name in NAMES}
+    whole = np.full(len(x), float(width))
+    ends = {"pp": whole, "last_stage": whole - 1, "mtp_stage": whole - 1 - x.mtp_apart}
+    return Columns(dict(vars(x)) | stages | ends)
+
+
+def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
+    """Return what everything costs.
+
+    Args:
+        x: Configurations of one depth; see `space_columns`.
+        device: Device and network.
+        choice: Whether each may choose how many layers are recomputed; else all are, by its policy.
+    """
+    n = len(x)
+    probe = np.zeros((4, n, END + 1))
+    probe[0, :, [DENSE, DENSE_AGAIN]] = probe[1, :, [MOE, MOE_AGAIN]] = 1
+    probe[2, :, DENSE_AGAIN] = probe[3, :, MOE_AGAIN] = 1
+    seen = with_stages(x, **dict(zip(NAMES, probe, strict=True)))
+    r = rates(seen, device, device.constants)
+    s = stage_times(seen, r)
+    held = memory(seen, device)
+    states = held.parameters + held.gradients + held.optimizer
+    weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
+    split = x.order >= 2
+    always = choice[:, None]  # else every layer is recomputed by its policy
+    forward = s.forward[:, [DENSE, MOE]]
+    backward = np.where(
+        always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_AGAIN, MOE_AGAIN]]
+    )
+    again = s.backward[:, [DENSE_AGAIN, MOE_AGAIN]] - s.backward[:, [DENSE, MOE]]
+    own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
+    own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
+    own = np.minimum(own, s.backward[:, [DENSE, MOE]])
+    head = np.broadcast_to(head_forward(seen, r).matmul * (1 + x.mtp), (n,))
+    head = np.minimum(head * split, s.backward[:, END])
+    zero = np.zeros(n)
+    kept, entry, idle = _kept(x, device, choice)
+    largest = [np.full(n, v) for v in (0.0, 1e9)]
+    none, dense, experts = (
+        [f(x, device, device.constants, largest[a], largest[b]) for f in (reduction, update)]
+        for a, b in ((0, 0), (1, 0), (0, 1))
+    )
+    often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
+    start, *more = (
+        np.where(often, f[0][1] * x.micro_batches, f[0][0]) for f in (none, dense, experts)
+    )
+    reduce = np.column_stack([(one - start) / 1e9 for one in more])
+    each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
+    hides = np.column_stack([each * hides_forward(x) * often, each])
+    return Costs(
+        times=np.stack([forward, backward - own, own], axis=-1),
+        again=np.where(always, again, 0.0),
+        first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
+        before=np.column_stack([s.forward[:, BEFORE], s.backward[:, BEFORE], zero]),
+        last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
+        send=np.broadcast_to(send(x, device, device.constants), (n,)) * (x.pp > 1),
+        states=states[:, [DENSE, MOE]],
+        kept=kept,
+        entry=entry,
+        working=held.buffers[:, [DENSE_AGAIN, MOE_AGAIN]] - held.buffers[:, :1],
+        held=held.buffers[:, DENSE] - held.buffers[:, PLAIN],
+        fixed=idle,
+        logits=held.buffers[:, END] - held.buffers[:, PLAIN],
+        last_stage=x.last_stage.astype(int),
+        weights=weights[:, [DENSE, MOE]],
+        fixed_weights=np.stack(local_parameters(x), axis=1),
+        base=np.full(n, device.constants.step_host_s),
+        start=start,
+        reduce=reduce,
+        update=np.column_stack([one[1] / 1e9 for one in (dense, experts)]),
+        exposed=device.constants.exposed,
+        late=_late(x, hides, s.forward, s.backward),
+        hides=hides,
+        overlap=np.where(often, 1.0, x.overlap),
+        micro_batches=x.micro_batches,
+        choice=choice,
+    )
+
+
+def _kept(x: Columns, device: Device, choice: np.ndarray) -> tuple[Array, Array, Array]:
+    """Return the bytes that a layer of each kind keeps at the peak, [n, 2, P], plain and recomputed, and of no layer."""
+    ones = np.ones_like(x.stage_moe)
+    zero = {name: np.zeros_like(ones) for name in NAMES}
+
+    def activations(*names: str) -> Array:
+        return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones)), device).activations
+
+    empty = memory(Columns(vars(x) | zero), device)
+    idle = empty.peak.copy()
+    last = x.last_stage.astype(int)
+    rows = np.arange(len(x))
+    if x.stage_moe.shape[1] > 1:  # logits are counted apart
+        other = np.where(last == 0, 1, 0)
+        idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
+    else:
+        seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
+        buffers = memory(seen, device).buffers
+        idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
+    plain = [activations(name) - empty.activations for name in NAMES[:2]]
+    more = [
+        activations(a, b) - empty.activations for a, b in zip(NAMES[:2], NAMES[2:], strict=True)
+    ]
+    entry = np.stack(more, axis=1)
+    kept = np.where(choice[:, None, None], np.stack(plain, axis=1), entry)
+    return kept, entry, idle
+
+
+def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
+    """Return how much a layer hides at most of a second of its time, and by how much the ends exceed it, [n, 2]."""
+    layers = [DENSE, MOE, DENSE_AGAIN, MOE_AGAIN]
+    there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
+    whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
+    share = hidden[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
+    most = share.max(axis=1)
+    beyond = np.maximum(hidden - most[:, None] * whole, 0.0)
+    return np.column_stack([most, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
+
+
+def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float) -> Problem:
+    """Return the inner problem of a configuration."""
+
+    def ps(seconds: Array) -> Times:
+        f, b, w = (round(float(v) / PS) for v in seconds)
+        return f, b, w
+
+    def whole(values: Array) -> tuple[int, ...]:
+        return tuple(math.ceil(v) for v in values)
+
+    kinds = [
+        Layers(
+            count=count,
+            times=ps(c.times[row, g]),
+            states=math.ceil(c.states[row, g]),
+            kept=whole(c.kept[row, g]),
+            entry=whole(c.entry[row, g]),
+            again=round(float(c.again[row, g]) / PS),
+            working=math.ceil(c.working[row, g]) if c.choice[row] else math.ceil(c.held[row]),
+            weights=(math.ceil(c.weights[row, g, 0]), math.ceil(c.weights[row, g, 1])),
+        )
+        for g, count in enumerate((a.dense_layers, a.moe_layers))
+        if count
+    ]
+    total, last = len(a.layers), 0 if layout.ends != "last" else len(a.layers)
+    most = (total,) * (layout.pp * layout.vpp - 1) + (last,)
+    buffer = [0] * layout.pp
+    buffer[c.last_stage[row]] = math.ceil(c.logits[row])
+    dense, experts = (whole(w) for w in c.fixed_weights[row])
+    return Problem(
+        schedule=layout.schedule,
+        stages=layout.pp,
+        micro_batches=layout.micro_batches,
+        chunks=layout.vpp,
+        layers=tuple(kinds),
+        most=most,
+        first=ps(c.first[row]),
+        before=ps(c.before[row]),
+        last=ps(c.last[row]),
+        send=round(float(c.send[row]) / PS),
+        memory=tuple(math.floor(room - f) for f in c.fixed[row]),
+        buffer=tuple(buffer),
+        choice=bool(c.choice[row]),
+        held=math.ceil(c.held[row]),
+        weights=(dense, experts),
+        rest=c.rest(row),
+    )
+
+
+class Stages:
+    """How many layers of the larger kind a stage can hold: by memory, by time, and by the time that saves memory."""
+
+    def __init__(self, c: Costs, a: Architecture, room: float, some: np.ndarray) -> None:
+        g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
+        self.space = room - c.fixed[some]
+        self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
+        self.each = c.states[some, g, None] + c.entry[some, g]
+        most = np.floor((self.space + 0.1) / np.maximum(self.each, 1e-9))
+        self.fit = np.where(self.space < 0, -1, most)
+        self.spent = np.zeros((n, stages))
+        self.spent[:, 0] += c.first[some].sum(axis=1)
+        self.spent[np.arange(n), c.last_stage[some]] += c.last[some].sum(axis=1)
+        self.spent[np.arange(n), c.last_stage[some] - 1] += c.before[some].sum(axis=1)
+        self.one = c.times[some, g].sum(axis=1)[:, None]
+        self.m = c.micro_batches[some, None]
+        saved = c.kept[some, g] - c.entry[some, g]
+        self.whole = c.states[some, g, None] + c.kept[some, g]
+        again = np.where(c.choice[some], c.again[some, g], 0.0)[:, None]
+        self.dear = np.where(saved > 0, again / np.maximum(saved, 1.0), 0.0)
+        """Seconds for each byte that layers need beyond `space`: so many are recomputed that they fit."""
+
+    def most(self, makespan: Array) -> Array:
+        """Return the layers of each stage in pipelines of at most so many seconds, [n, P]."""
+        left = makespan[:, None] / self.m - self.spent
+        within = np.minimum(
+            left / self.one, (left + self.dear * self.space) / (self.one + self.dear * self.whole)
+        )
+        return np.minimum(self.fit, np.floor(within + 1e-9))
+
+    def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
+        """Return a makespan in which the stages cannot hold so many layers, [n], and whether they ever can."""
+
+        def holds(makespan: Array) -> np.ndarray:
+            here = self.most(makespan)
+            return (here >= 0).all(axis=1) & (here.sum(axis=1) >= number)
+
+        low = (self.m * self.spent).max(axis=1)
+        all_again = self.one + self.dear * (self.whole - self.each)
+        high = low + (self.m * all_again).max(axis=1) * (number + 1)
+        possible = (self.fit >= 0).all(axis=1) & (self.fit.sum(axis=1) >= number)
+        for _ in range(steps):
+            middle = (low + high) / 2
+            yes = holds(middle)
+            high, low = np.where(yes, middle, high), np.where(yes, low, middle)
+        return low, possible
+
+
+def too_slow(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
+    """Return a step that no placement is below, and by how many bytes and where a configuration does not fit.
+
+    A stage with n layers of the larger kind takes m times their time, and holds no more than fit with all recomputed; so many
+    must be held together. Infinity: they do not fit.
+    """
+    number = max(a.moe_layers, a.dense_layers)
+    s = Stages(c, a, room, np.arange(len(c.fixed)))
+
+    low, possible = s.shortest(number)
+    lacking = (s.each * (number / s.fit.shape[1]) - s.space).mean(axis=1)
+    return (
+        np.where(possible, low + c.least_rest(a, low), np.inf),
+        np.maximum(lacking, (-s.space).max(axis=1)),
+        s.space.argmin(axis=1),
+    )
+
+
+def estimate(c: Costs, a: Architecture, chunks: Array, bound: Array) -> Array:
+    """Return about what the step takes, [n]: its bound and the start-up of equal chunks. Orders the search and proves nothing."""
+    counts = np.array([a.dense_layers, a.moe_layers])
+    stages = c.fixed.shape[1]
+    total = (c.times.sum(axis=2) * counts).sum(axis=1) + (c.first + c.before + c.last).sum(axis=1)
+    return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
+
+
+def prove(
+    c: Costs,
+    some: np.ndarray,
+    a: Architecture,
+    proofs: list[Multipliers],
+    stages_of: np.ndarray,
+    room: float,
+    target: float,
+) -> Array:
+    """Return what multipliers prove for configurations with the same schedule, wherever their layers stand.
+
+    Args:
+        c: Costs.
+        some: Rows of it.
+        a: The model.
+        proofs: Of any configuration with that schedule: one for each stage that may be among the longest, or one for all.
+        stages_of: Stage of each chunk.
+        room: Bytes of a device.
+        target: Only placements below it are of interest, s.
+    """
+    number, stages = max(a.moe_layers, a.dense_layers), c.fixed.shape[1]
+    held = Stages(c, a, room, some)
+    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
+    least = c.least_weights(a)[some]
+    rest = (exposed[:, None] * c.reduce[some] + c.update[some]) * least
+    after = c.base[some] + exposed * c.start[some] + rest.sum(axis=1)
+    most = np.minimum(held.most(target - after), number)
+    fewest = np.zeros((len(some), stages))
+    if len(proofs) == stages > 1:
+        few = np.maximum(held.most(held.shortest(number)[0]), 0)
+        fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
+    found = np.full(len(some), np.inf)
+    for stage, proof in enumerate(proofs):  # the first stage with more than `few`
+        value = _proved(c, some, a, proof, stages_of, held.space, least)
+        value += fewest[:, stage % stages] * proof.fewest[stage % stages] - most @ proof.most
+        found = np.minimum(found, np.where(most.sum(axis=1) < number, np.inf, value))
+        asked = fewest[:, stage % stages] > 0
+        most[asked, stage % stages] = np.minimum(most, fewest - 1)[asked, stage % stages]
+    return found
+
+
+def _proved(
+    c: Costs,
+    some: np.ndarray,
+    a: Architecture,
+    proof: Multipliers,
+    stages_of: np.ndarray,
+    space: Array,
+    least_weights: Array,
+) -> Array:
+    chunks, g = len(stages_of), int(a.moe_layers >= a.dense_layers)
+    number, few = max(a.moe_layers, a.dense_layers), min(a.moe_layers, a.dense_layers)
+    m, share = c.micro_batches[some], proof.share
+    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
+    part = share * exposed + (1 - share)
+    k = share + (1 - share) * (1 - c.late[some, 0] / m)
+    constant = c.base[some] + part * c.start[some] - (1 - share) * c.late[some, 1]
+    u = part[:, None] * c.reduce[some] + c.update[some]
+    weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
+    least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
+    total = constant + k * proof.sends * c.send[some] + (least * least_weights).sum(axis=1)
+    ends = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
+    if chunks > 1:
+        ends = ends + c.before[some] @ proof.counts[:, -2]
+    total = total + k * ends
+    total = total + (weigh * c.fixed_weights[some]).sum(axis=(1, 2)) - space @ proof.memory
+
+    def each(kind: int) -> Array:
+        found = k[:, None] * (c.times[some, kind] @ proof.counts)
+        stage = np.einsum("ni,nis->ns", c.weights[some, kind], weigh)
+        stage = stage + proof.memory * (c.states[some, kind, None] + c.kept[some, kind])
+        saved = proof.memory * (c.kept[some, kind] - c.entry[some, kind])
+        more = k[:, None] * c.again[some, kind, None] * proof.counts[1] - saved[:, stages_of]
+        more = np.where(c.choice[some, None], np.minimum(more, 0.0), 0.0)
+        return found + stage[:, stages_of] + more
+
+    lowest = np.ones(chunks)
+    lowest[[0, -1]] = 0
+    if chunks == 1:
+        lowest[0] = 1
+    if few:
+        near = slice(0, few + 1) if g else slice(max(chunks - few - 1, 0), None)
+        lowest[near] = 0
+        total = total + few * each(1 - g)[:, near].min(axis=1)
+    one = each(g) + (proof.most - proof.fewest)[stages_of]
+    return total + one @ lowest + (number - lowest.sum()) * one.min(axis=1)

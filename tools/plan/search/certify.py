@@ -1,0 +1,207 @@
+"""Writes what :mod:`.check_certificate` reads: every configuration of the space, the layout, and the proof that none is faster."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import UsageError
+from telechat_moe.tools.plan.search.bounds import problem_of
+from telechat_moe.tools.plan.search.boxes import Boxes
+from telechat_moe.tools.plan.search.placement import Inner, Multipliers, Part, Pool
+from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, structures
+from telechat_moe.tools.plan.search.search import Plan
+from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe, layout_of
+
+NEIGHBOURS = 6
+"""Proofs of configurations with the same schedule that are tried before another one is made."""
+
+Key = tuple[str, int, int, int]
+"""Schedule, stages, micro-batches, chunks of a stage."""
+
+
+class Writer:
+    """Collects configurations and what they share: arrays, schedules with their paths, proofs."""
+
+    def __init__(self, pools: dict[Key, Pool]) -> None:
+        self.pools = pools
+        self.columns: list[str] = []
+        self.rows: list[list[Any]] = []
+        self.lists: dict[tuple[str, tuple[int, ...], bytes], tuple[int, np.ndarray]] = {}
+        self.schedules: dict[Key, int] = {}
+        self.paths: list[dict[int, list[int]]] = []
+        self.proofs: list[dict[str, Any]] = []
+        self._known: dict[int, tuple[int, Multipliers]] = {}
+
+    def add(self, row: int, name: str, p: Problem, tree: Part) -> None:
+        """Add a configuration and why none of its placements is faster."""
+        why, costs = self._tree(p, tree), self._costs(p)
+        self.columns = list(costs)
+        self.rows.append([row, name, list(costs.values()), why])
+
+    def certificate(self, bound_s: float, row: int, p: Problem, placed: Placed) -> dict[str, Any]:
+        """Return all as plain data, with the layout: a placement of a configuration."""
+        self._schedule(p)
+        kinds = p.kinds(np.array(placed.layers))
+        return {
+            "bound_s": bound_s,
+            "layout": {
+                "row": row,
+                "kinds": [*([[0] * p.number] * (2 - len(kinds))), *kinds.tolist()],
+                "again": list(placed.again),
+                "step_s": placed.seconds,
+            },
+            "lists": [array.tolist() for _, array in self.lists.values()],
+            "schedules": [
+                [*key[1:], paths] for key, paths in zip(self.schedules, self.paths, strict=True)
+            ],
+            "proofs": self.proofs,
+            "columns": self.columns,
+            "configurations": sorted(self.rows, key=lambda row: row[0]),
+        }
+
+    def _numbers(self, values: Any) -> int:
+        """Return the number of an array."""
+        array = np.asarray(values)
+        key = array.dtype.char, array.shape, array.tobytes()
+        return self.lists.setdefault(key, (len(self.lists), array))[0]
+
+    def _schedule(self, p: Problem) -> int:
+        """Return the number of a schedule."""
+        number = self.schedules.setdefault(_key(p), len(self.schedules))
+        if number == len(self.paths):
+            self.paths.append({})
+        return number
+
+    def _proof(self, p: Problem, proof: Multipliers) -> int:
+        """Return the number of multipliers; their paths are written with the schedule."""
+        if id(proof) not in self._known:
+            for number, _ in proof.paths:
+                kind, micro = np.divmod(self.pools[_key(p)].paths[number].ops, p.micro_batches)
+                passes = np.where(kind < p.number, kind, 3 * p.number - 1 - kind)
+                ops = passes * p.micro_batches + micro
+                self.paths[self._schedule(p)][number] = ops.tolist()
+            self._known[id(proof)] = len(self.proofs), proof  # kept, so that its id stays its own
+            arrays = {
+                name: np.maximum(getattr(proof, name), 0).tolist()
+                for name in ("share", "parameters", "memory", "most", "fewest")
+            }
+            self.proofs.append({"paths": [[n, w] for n, w in proof.paths], **arrays})
+        return self._known[id(proof)][0]
+
+    def _tree(self, p: Problem, part: Part) -> Any:
+        """Return why no placement is faster, as the checker reads it: parts in two, a proof's number, -1 or nothing."""
+        parts = [self._tree(p, inner) for inner in part.parts]
+        bulk = p.bulk if len(p.layers) > 1 else 1
+        if part.cut == "longest":  # where no stage has more, there are too few
+            found = None
+            for stage, (at, more) in reversed(list(enumerate(zip(part.at, parts, strict=True)))):
+                found = [2, stage, at, found, more]
+            return found
+        if part.cut == "structure":
+            chunks = list(range(p.number))[:: 1 if bulk else -1]
+            ways = list(zip(structures(p), parts, strict=True))
+            return _nest(ways, 1 - bulk, chunks, p.layers[1 - bulk].count)
+        if part.cut:
+            return [2 if part.cut == "stage" else bulk, *part.at, *parts]
+        if part.point:
+            return -1
+        return self._proof(p, part.proof) if part.proof is not None else None
+
+    def _costs(self, p: Problem) -> dict[str, int]:
+        """Return the costs of a configuration by name, as numbers of arrays."""
+        # of one kind only: that kind twice, the first time without layers
+        layers, rest = (p.layers[0], p.layers[-1]), p.rest
+        entry = [g.entry if p.choice and g.entry else g.kept for g in layers]
+        found = {
+            "schedule": self._schedule(p),
+            "count": [0] * (2 - len(p.layers)) + [g.count for g in p.layers],
+            "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
+            "again": [g.again * p.choice for g in layers],
+            "full": [g.states + np.array(g.kept) for g in layers],
+            "entry": [g.states + np.array(e) for g, e in zip(layers, entry, strict=True)],
+            "working": [g.working for g in layers],
+            "weight": [g.weights for g in layers],
+            "fixed": [p.fixed[0], p.fixed[1] + p.fixed[2]],
+            "send": p.send,
+            "memory": p.memory,
+            "buffer": p.buffer,
+            "held": p.held,
+            "choice": int(p.choice),
+            "highest": p.highest,
+            "weights": p.weight,
+            "largest": np.ceil(p.least_weight),
+            "base": rest.base,
+            "start": rest.start,
+            "reduce": rest.reduce,
+            "update": rest.update,
+            "exposed": rest.exposed,
+            "hides": rest.hides,
+        }
+        return {name: self._numbers(values) for name, values in found.items()}
+
+
+def _key(p: Problem) -> Key:
+    return p.schedule, p.stages, p.micro_batches, p.chunks
+
+
+def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int], left: int) -> Any:
+    """Return a tree that parts ways to place layers of a kind, chunk by chunk; `left` have no place yet."""
+    if not left or not ways:
+        return ways[0][1] if ways else None
+    chunk, found = chunks[0], None
+    for here in range(left + 1):
+        some = [way for way in ways if way[0][chunk] == here]
+        inner = _nest(some, kind, chunks[1:], left - here)
+        found = [kind, chunk, here - 1, found, inner] if here else inner
+    return found
+
+
+def _tree(plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[Part]]) -> Part:
+    """Return the tree that proves a configuration; where many were pruned at once, it is made here."""
+    boxes, tree = Boxes(p), Part(empty=True)
+    whole = boxes.whole()
+    if plan.by[row] == -2:
+        tree = plan.answers[row].tree
+    elif plan.by[row] >= 0:
+        proofs = plan.proofs[plan.by[row]][1]
+        few = boxes.longest(whole) if len(proofs) > 1 else ()
+        tree = Part(proof=proofs[0])
+        if few:
+            tree = Part(cut="longest", at=few, parts=[Part(proof=proof) for proof in proofs])
+    # the quick bounds of many at once are not always to the letter those of one
+    own = made.setdefault(_key(p), [])
+    for known in (tree, *reversed(own)):
+        if boxes.holds(known, whole, bound):
+            return known
+    pool = plan.pools.setdefault(_key(p), Pool())
+    own.append(Inner(p, pool).solve(bound).tree)
+    del own[:-NEIGHBOURS]
+    return own[-1]
+
+
+def certificate(plan: Plan) -> dict[str, Any]:
+    """Return the certificate of a plan as plain data; its bound is what was proven, the best step or less.
+
+    Raises:
+        UsageError: The space has schedules that the checker does not know.
+    """
+    if (plan.rows[:, NAMES.index("schedule")] == SCHEDULES.index("zb-v")).any():
+        raise UsageError(
+            "--certificate: the checker knows 1F1B only; with --beyond-recipes add --fix schedule=1f1b,interleaved"
+        )
+    write, made = Writer(plan.pools), {}
+    bound = min(plan.lower_bound_s, plan.best[0].step_s)
+    for c, here in plan.costs.values():
+        for at, row in enumerate(here):
+            layout = layout_of(plan.rows[row], plan.space)
+            p = problem_of(c, at, plan.architecture, layout, plan.room_bytes)
+            write.add(int(row), describe(plan.rows[row]), p, _tree(plan, int(row), p, bound, made))
+    best = plan.best[0]
+    placed = replace(best.placed, seconds=best.step_s)
+    return {
+        "model": plan.architecture.name,
+        "device": plan.device.name,
+        "devices": plan.space.devices,
+        **write.certificate(bound, best.row, best.problem, placed),
+    }

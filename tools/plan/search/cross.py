@@ -1,0 +1,210 @@
+"""The inner problem as an integer program, for solvers that others wrote: CP-SAT (extra `plan`) and HiGHS (scipy).
+
+Used to cross-check :mod:`.placement`; the planner itself needs neither. One program for each way to put the layers of the
+smaller kind. Integers n, r, q of every chunk: layers of the larger kind, recomputed ones of both; e: end of every operation.
+
+    minimise   makespan + rest
+    e_o >= e_p + send + time_o   for the operation before it on its stage and the one whose output it reads
+    time_o = fixed + time * layers (+ again * recomputed),   e_o <= makespan
+    sum of n = count,   n + others >= lowest,   r <= n,   memory of every stage
+    U_i >= parameters of every stage,   rest = (reduce + update) U + start - hidden,   rest >= (exposed reduce + update) U + ...
+
+What the longest stage hides of the reduction is not convex; programs are for problems without (`exposed` 1 or `late` 0).
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.search.placement import PS, Inner, Pool
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, structures
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """What a solver says."""
+
+    seconds: float | None
+    """Of a step; None: nothing fits, or nothing was found in time."""
+
+    bound: float
+    proven: bool
+    took_s: float
+
+
+@dataclass
+class _Program:
+    """Rows over integers (first `whole` columns) and reals, ``low <= x <= high``, to be minimised; ps, bytes."""
+
+    cost: np.ndarray
+    rows: np.ndarray
+    right: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    whole: int
+
+
+class _Rows:
+    """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
+
+    def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
+        self.p, self.inner, n = p, Inner(p, Pool()), p.number
+        self.few = np.array(structure)
+        self.box = self.inner.fixed(self.inner.whole(), structure)
+        self.orders = [[int(op) for op in own] for own in p.pipeline.orders]
+        ops = [op for own in self.orders for op in own]
+        self.at = {op: 3 * n + i for i, op in enumerate(ops)}
+        self.width, self.last = 3 * n + len(ops) + 4, 3 * n + len(ops)
+        self.rows: list[np.ndarray] = []
+        self.right: list[float] = []
+        # layers that stand, the column of those that do not, the column of recomputed ones
+        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [
+            (self.inner.bulk, 0 * self.few, 0, n)
+        ]
+        if self.inner.other:
+            self.kinds.append((self.inner.other, self.few, -1, 2 * n))
+
+    def add(self, terms: dict[int, float], right: float) -> None:
+        """Add a row."""
+        row = np.zeros(self.width)
+        for column, value in terms.items():
+            row[column] += value
+        self.rows.append(row)
+        self.right.append(right)
+
+    def operations(self) -> None:
+        """Add when operations end."""
+        p, n, m, route = self.p, self.p.number, self.p.micro_batches, self.inner.route
+        for own in self.orders:
+            for i, op in enumerate(own):
+                kind, c, micro = op // m // n, op // m % n, op % m
+                terms, took = {self.at[op]: -1.0}, float(p.fixed[kind, c])
+                for layer, held, column, again in self.kinds:
+                    took += float(layer.times[kind] * held[c])
+                    terms |= {column + c: float(layer.times[kind])} if column >= 0 else {}
+                    terms |= {again + c: float(layer.again)} if kind == 1 else {}
+                self.add(terms, -took)
+                if i:
+                    self.add({**terms, self.at[own[i - 1]]: 1.0}, -took)
+                before = c - 1 if kind == 0 else c + 1 if kind == 1 else -1
+                if 0 <= before < n:
+                    send = p.send * (route[before] != route[c])
+                    read = self.at[(kind * n + before) * m + micro]
+                    self.add({**terms, read: 1.0}, -took - send)
+            self.add({self.at[own[-1]]: 1.0, self.last: -1.0}, 0.0)
+
+    def stages(self) -> None:
+        """Add memory and parameters."""
+        p, n = self.p, self.p.number
+        bulk = self.inner.bulk
+        self.add(dict.fromkeys(range(n), 1.0), bulk.count)
+        self.add(dict.fromkeys(range(n), -1.0), -bulk.count)
+        for c in range(n):
+            self.add({n + c: 1.0, c: -1.0}, 0.0)
+        for s in range(p.stages):
+            own = [int(c) for c in np.flatnonzero(self.inner.route == s)]
+            terms, have = {}, float(self.inner.room[s])
+            for layer, held, column, again in self.kinds:
+                each = layer.states + layer.kept[s]
+                have -= float(held[own].sum()) * each
+                terms |= dict.fromkeys((c + column for c in own if column >= 0), float(each))
+                saved = layer.kept[s] - (layer.entry or layer.kept)[s]
+                terms |= dict.fromkeys((c + again for c in own), -float(saved))
+            self.add(terms, have)
+            for i in range(2):
+                fixed = p.weight[i, s]
+                fixed += sum(float(h[own].sum()) * g.weights[i] for g, h, _, _ in self.kinds)
+                terms = dict.fromkeys(own, float(bulk.weights[i]))
+                self.add({**terms, self.last + 1 + i: -1.0}, -fixed)
+        slope = (np.array(p.rest.reduce) + np.array(p.rest.update)) / PS
+        step = {self.last + 1: slope[0], self.last + 2: slope[1], self.last + 3: -1.0}
+        self.add(step, -(p.rest.base + p.rest.start) / PS)
+
+
+def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
+    """Return the program of a structure."""
+    if p.rest.exposed < 1.0:
+        raise BadInputError(
+            "cross-check: reduction that hides behind the backward pass is not convex"
+        )
+    made, n = _Rows(p, structure), p.number
+    made.operations()
+    made.stages()
+    low, high, cost = np.zeros(made.width), np.full(made.width, np.inf), np.zeros(made.width)
+    low[:n], high[:n] = made.box.low, made.box.high
+    high[n : 2 * n] = made.box.high * p.choice
+    high[2 * n : 3 * n] = made.few * p.choice
+    cost[[made.last, made.last + 3]] = 1.0
+    return _Program(cost, np.array(made.rows), np.array(made.right), low, high, 3 * n)
+
+
+def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
+    """Solve with HiGHS as scipy brings it, in floats.
+
+    Raises:
+        BadInputError: A part of the reduction is hidden.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    began, best, bound, proven = time.perf_counter(), None, np.inf, True
+    for structure in structures(p):
+        m = _program(p, structure)
+        # in ps and bytes it calls feasible programs infeasible
+        size = np.where(np.arange(len(m.cost)) < m.whole, 1.0, np.abs(m.rows).max())
+        rows = m.rows * size
+        unit = np.maximum(np.abs(rows).max(axis=1, keepdims=True), 1.0)
+        answer = milp(
+            m.cost,
+            constraints=LinearConstraint(rows / unit, -np.inf, m.right / unit[:, 0]),
+            bounds=Bounds(m.low, m.high),
+            integrality=np.arange(len(m.cost)) < m.whole,
+            options={"time_limit": limit_s, "mip_rel_gap": 0.0},
+        )
+        if answer.status == 2:
+            continue
+        proven = proven and answer.status == 0
+        dual = answer.mip_dual_bound
+        longer = float(size[-1]) * PS
+        bound = min(bound, -np.inf if dual is None else dual * longer)
+        if answer.x is not None:
+            best = min(np.inf if best is None else best, float(answer.fun) * longer)
+    return Crossed(best, float(bound), proven, time.perf_counter() - began)
+
+
+def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
+    """Solve with OR-Tools' CP-SAT, 2 threads; all coefficients must be whole, as in problems without a rest.
+
+    Raises:
+        BadInputError: A part of the reduction is hidden.
+        ImportError: OR-Tools is not installed.
+    """
+    from ortools.sat.python import cp_model
+
+    began, best, bound, proven = time.perf_counter(), None, np.inf, True
+    work = p.fixed.sum() + sum(g.count * (sum(g.times) + g.again) for g in p.layers)
+    sends = 2 * p.number * p.micro_batches * p.send
+    far = int(p.micro_batches * work + sends)  # one operation after the other
+    far += int(p.weight.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
+    for structure in structures(p):
+        m, model = _program(p, structure), cp_model.CpModel()
+        x = [
+            model.new_int_var(int(low), far if np.isinf(high) else int(max(low, high)), "")
+            for low, high in zip(m.low, m.high, strict=True)
+        ]
+        for row, right in zip(m.rows, m.right, strict=True):
+            used = np.flatnonzero(row)
+            model.add(sum(round(row[i]) * x[i] for i in used) <= round(right))
+        model.minimize(sum(round(m.cost[i]) * x[i] for i in np.flatnonzero(m.cost)))
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = limit_s
+        solver.parameters.num_workers = 2
+        status = solver.solve(model)
+        if status == cp_model.INFEASIBLE:
+            continue
+        proven = proven and status == cp_model.OPTIMAL
+        bound = min(bound, solver.best_objective_bound * PS)
+        if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            best = min(np.inf if best is None else best, solver.objective_value * PS)
+    return Crossed(best, float(bound), proven, time.perf_counter() - began)

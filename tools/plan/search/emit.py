@@ -1,0 +1,209 @@
+"""A layout as what programs read: a recipe, Megatron's layout string, MindSpeed's arguments."""
+
+from itertools import groupby
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.load import load
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.layout import MODULES, Layout
+
+
+def settings(layout: Layout, layers: int) -> dict[str, Any]:
+    """Return the settings of a recipe, by dotted key.
+
+    Args:
+        layout: With its layers placed.
+        layers: Decoder layers of the model.
+
+    Raises:
+        BadInputError: Recipes cannot say it.
+    """
+    _refuse(layout, "recipes")
+    pp, vpp = layout.pp, layout.vpp
+    base = layers // (pp * vpp)
+    extra = [n - base for n in layout.chunk_layers(layers)]
+    counts = layout.recompute_layers
+    recompute: Any = layout.recompute == "full"
+    if counts is not None:
+        recompute = _rows(list(counts), pp, vpp) if any(counts) else False
+    words = [] if layout.recompute in ("none", "full", "swap") else layout.recompute.split("+")
+    unknown = [word for word in words if word not in MODULES]
+    if unknown:
+        raise BadInputError(f"layout {layout.short()}: recipes cannot recompute {unknown[0]} alone")
+    many = layout.devices > 1
+    found: dict[str, Any] = {
+        "use_parallel": many,
+        "runner_config.batch_size": layout.micro_batch,
+        "runner_config.gradient_accumulation_steps": layout.micro_batches if pp == 1 else 1,
+        "parallel_config.data_parallel": layout.dp,
+        "parallel_config.model_parallel": layout.tp,
+        "parallel_config.context_parallel": layout.cp,
+        "parallel_config.pipeline_stage": pp,
+        "parallel_config.expert_parallel": layout.ep,
+        "parallel_config.micro_batch_num": layout.micro_batches if pp > 1 else 1,
+        "parallel_config.use_seq_parallel": layout.sequence_parallel,
+        "parallel.parallel_mode": 1 if many else "STAND_ALONE",
+        "parallel.enable_alltoall": many,
+        "parallel.full_batch": False,
+        "parallel.enable_parallel_optimizer": layout.zero > 0,
+        "parallel.pipeline_config": {
+            "pipeline_interleave": vpp > 1,
+            "pipeline_scheduler": "gpipe" if layout.schedule == "gpipe" else "1f1b",
+        },
+        "model.model_config.pp_interleave_num": vpp,
+        "model.model_config.offset": _rows(extra, pp, vpp) if any(extra) else 0,
+        "recompute_config.recompute": recompute,
+        "recompute_config.select_recompute": False,
+        "telechat_moe.sharding.recompute": [MODULES[word] for word in words],
+        "telechat_moe.sharding.expert_tensor_parallel": layout.etp > 1,
+    }
+    if layout.schedule == "gpipe":
+        found["parallel.pipeline_config"]["pipeline_interleave"] = True
+    return found
+
+
+def _refuse(
+    layout: Layout, who: str, swap: bool = False, ends: bool = False, zero: bool = False
+) -> None:
+    """Refuse what a program cannot say, but for what it can.
+
+    Raises:
+        BadInputError: Always naming the layout and what cannot be said.
+    """
+    found = []
+    if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
+        found.append(f"place layers for {layout.schedule}")
+    swapped = layout.recompute_layers is None or any(layout.recompute_layers)
+    if layout.recompute == "swap" and swapped and not swap:
+        found.append("swap whole layers")
+    if layout.ends != "last" and not ends:
+        found.append("place MTP before its head")
+    if layout.zero > 1 and not zero:
+        found.append("shard gradients or parameters")
+    if found:
+        raise BadInputError(
+            f"layout {layout.short()}: {who} cannot {' or '.join(found)}; --pick another, or leave --beyond-recipes out"
+        )
+
+
+def _rows(numbers: list[int], pp: int, vpp: int) -> list[Any]:
+    """Return numbers of chunks as recipes have them: a list, or a list of every round."""
+    rows = [numbers[v * pp : (v + 1) * pp] for v in range(vpp)]
+    return rows[0] if vpp == 1 else rows
+
+
+def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) -> str:
+    """Return the text of a ready recipe: another one's, with this layout.
+
+    Args:
+        name: Recipe to start from.
+        overrides: Settings of the user.
+        layout: With its layers placed.
+        comment: What stands above it.
+
+    Raises:
+        RecipeError: The recipe with this layout breaks a rule.
+        BadInputError: Recipes cannot say it.
+    """
+    import yaml
+
+    source = load(name, overrides)
+    given = settings(layout, source.model_config.num_hidden_layers)
+    columns = len(
+        source.train_dataset.construct_args_key or source.train_dataset.input_columns or []
+    )
+    if layout.devices > 1:
+        given["parallel.dataset_strategy"] = [[layout.dp, 1]] * columns
+    changed = source.to_dict()
+    for key, value in given.items():
+        _put(changed, key, value)
+    changed["model"]["model_config"]["batch_size"] = layout.micro_batch
+    for callback in changed.get("callbacks") or []:
+        for name in ("micro_batch_num", "gradient_accumulation_steps"):
+            section = "parallel_config" if name == "micro_batch_num" else "runner_config"
+            if callback.get(name) is not None or "micro_batch_num" in callback:
+                callback[name] = given[f"{section}.{name}"]
+    head = "".join(f"# {line}".rstrip() + "\n" for line in comment.splitlines())
+    return head + yaml.safe_dump(changed, sort_keys=False, allow_unicode=True, width=100)
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *folders, last = key.split(".")
+    for name in folders:
+        if tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[name]
+    tree[last] = {**(tree.get(last) or {}), **value} if isinstance(value, dict) else value
+
+
+def layout_string(a: Architecture, layout: Layout) -> str:
+    """Return Megatron's `--pipeline-model-parallel-layout`: E embedding, t layer, m MTP, L loss, | between chunks.
+
+    It says nothing of recomputation or swapping.
+
+    Raises:
+        BadInputError: Megatron cannot say it.
+    """
+    _refuse(layout, "Megatron's layout", swap=True, ends=True, zero=True)
+    chunks = ["t" * n for n in layout.chunk_layers(len(a.layers))]
+    chunks[0] = "E" + chunks[0]
+    chunks[-1 - (layout.ends != "last")] += "m" * a.mtp
+    chunks[-1] += "L"
+    words = []
+    for chunk, same in groupby(chunks):
+        number = len(list(same))
+        words.append(f"({chunk}|)*{number}" if number > 1 else chunk + "|")
+    return "".join(words).removesuffix("|")
+
+
+def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
+    """Return arguments for MindSpeed-LLM; chunks of unlike size are filled up with no-op layers.
+
+    Raises:
+        BadInputError: MindSpeed cannot say it.
+    """
+    _refuse(layout, "MindSpeed's arguments with no-op layers")
+    counts = layout.chunk_layers(len(a.layers))
+    size = max(counts)
+    # position of every layer that is not there, in a model whose chunks all have `size`
+    idle = [c * size + i for c, n in enumerate(counts) for i in range(n, size)]
+    found = [
+        "--tensor-model-parallel-size", layout.tp,
+        "--pipeline-model-parallel-size", layout.pp,
+        "--context-parallel-size", layout.cp,
+        "--micro-batch-size", layout.micro_batch,
+        "--global-batch-size", layout.global_batch,
+        "--num-layers", size * len(counts),
+    ]  # fmt: skip
+    if idle:
+        found += ["--noop-layers", ",".join(map(str, idle))]
+    if a.dense_layers and a.moe_layers:  # counted with the no-op layers before them
+        there = [i for i in range(size * len(counts)) if i not in idle]
+        found += ["--first-k-dense-replace", there[a.dense_layers - 1] + 1]
+    if a.mtp:
+        found += ["--mtp-num-layers", a.mtp]
+    if layout.vpp > 1:
+        found += ["--num-layers-per-virtual-pipeline-stage", size]
+    if layout.sequence_parallel:
+        found.append("--sequence-parallel")
+    if layout.zero:
+        found.append("--use-distributed-optimizer")
+    if layout.ep > 1 and layout.etp == 1 and layout.tp > 1:
+        if layout.ep % layout.tp:
+            raise BadInputError(
+                f"layout {layout.short()}: MindSpeed spreads experts over all {layout.tp} tensor-parallel ranks or none"
+            )
+        found += ["--expert-model-parallel-size", layout.ep // layout.tp, "--moe-tp-extend-ep"]
+    elif layout.ep > 1:
+        found += ["--expert-model-parallel-size", layout.ep]
+    if layout.etp > 1:
+        found += ["--expert-tensor-parallel-size", layout.etp]
+    again = layout.recompute_layers
+    if layout.recompute == "full" and (again is None or any(again)):
+        most = (
+            size if again is None else max(again)
+        )  # one number for all chunks: at least what each needs
+        found += ["--recompute-granularity", "full", "--recompute-method", "block"]
+        found += ["--recompute-num-layers", most]
+    return [str(word) for word in found]

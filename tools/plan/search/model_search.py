@@ -1,0 +1,314 @@
+"""Scores architectures for a device and a budget: which model of this size trains fastest.
+
+Every combination of the choices is an architecture. Those that break an alignment rule or leave the budget are refused, with
+the reason counted; the others are scored under each of a few layouts, at once, and keep the fastest that fits in memory. The
+layouts are those that `search` finds best for the first architecture that is allowed. `place` then searches all layouts and
+placements of a few of them.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.load import load
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.step import evaluate
+from telechat_moe.tools.plan.search.search import search, usable
+from telechat_moe.tools.plan.search.space import Space
+
+CHOICES = (
+    "hidden", "layers", "dense_layers", "heads", "ffn", "experts", "top_k", "shared_experts", "moe_ffn",
+    "q_lora_rank", "kv_lora_rank",
+)  # fmt: skip
+KEYS = (
+    "recipe",
+    "device",
+    "devices",
+    "memory_gib",
+    "global_batch",
+    "choices",
+    "budget",
+    "align",
+    "layouts",
+)
+BUDGET = ("parameters", "active_parameters")
+BATCH = 4096
+"""Architectures that are scored at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """A file with the space."""
+
+    base: Architecture
+    layout: Layout
+    device: Device
+    devices: int
+    global_batch: int
+    choices: Mapping[str, list[int]]
+    budget: Mapping[str, tuple[float, float]]
+    width: int = 256
+    """Widths and ranks are multiples of it."""
+
+    block: int = 16
+    """Each device's part of a width is a multiple of it: the matrix unit is 16 x 16."""
+
+    layouts: int = 12
+    """Layouts that are tried with every architecture."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An architecture with its fastest layout."""
+
+    architecture: Architecture
+    layout: Layout
+    step_s: float
+    tokens_per_s: float
+    """Of one device."""
+
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model search finds."""
+
+    scored: list[Scored]
+    """Most tokens a second first."""
+
+    front: list[Scored]
+    """No other has at least as many parameters and as many tokens a second."""
+
+    refused: Counter[str]
+    number: int
+
+
+def read_space(file: str) -> Choices:
+    """Read a space.
+
+    Raises:
+        BadInputError: A key that does not exist, or a value that does not fit.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise BadInputError(f"{file}: no such file")
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(raw, dict) or not isinstance(raw.get("choices"), dict):
+        raise BadInputError(
+            f"{file}: expected a mapping with {', '.join(KEYS)}; choices is one, too"
+        )
+    _known(file, "", raw, KEYS)
+    _known(file, "choices.", raw["choices"], CHOICES)
+    budget = raw.get("budget") or {}
+    _known(file, "budget.", budget, BUDGET)
+    for name in ("recipe", "devices"):
+        if name not in raw:
+            raise BadInputError(f"{file}: {name} is missing")
+    recipe = load(raw["recipe"])
+    layout = Layout.from_recipe(recipe)
+    room = raw.get("memory_gib")
+    align = raw.get("align") or {}
+    _known(file, "align.", align, ("width", "block"))
+    return Choices(
+        base=Architecture.from_recipe(recipe),
+        layout=layout,
+        device=usable(load_device(raw.get("device", "ascend-910b")), room and float(room) * 2**30),
+        devices=int(raw["devices"]),
+        global_batch=int(raw.get("global_batch") or layout.global_batch),
+        choices={k: _numbers(file, k, v) for k, v in raw["choices"].items()},
+        budget={k: _range(file, k, v) for k, v in budget.items()},
+        width=int(align.get("width", 256)),
+        block=int(align.get("block", 16)),
+        layouts=int(raw.get("layouts", 12)),
+    )
+
+
+def _known(file: str, at: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key in given:
+        if key not in known:
+            raise BadInputError(f"{file}: {at}{key} is unknown; there are {', '.join(known)}")
+
+
+def _numbers(file: str, key: str, value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+        raise BadInputError(f"{file}: choices.{key} is {value!r}, expected whole numbers")
+    return values
+
+
+def _range(file: str, key: str, value: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(v) for v in value)
+    except (TypeError, ValueError):
+        raise BadInputError(f"{file}: budget.{key} is {value!r}, expected [least, most]") from None
+    return low, high
+
+
+def architectures(s: Choices) -> Iterator[Architecture]:
+    """Yield every combination of the choices."""
+    names = list(s.choices)
+    for values in product(*s.choices.values()):
+        v: dict[str, Any] = dict(zip(names, values, strict=True))
+        a = s.base
+        number = v.pop("layers", len(a.layers))
+        dense = min(v.pop("dense_layers", a.dense_layers), number)
+        heads = v.get("heads", a.heads)
+        shared = v.get("shared_experts", a.shared_experts)
+        yield replace(
+            a,
+            layers=("dense",) * dense + ("moe",) * (number - dense),
+            kv_heads=heads,
+            shared_ffn=shared * v.get("moe_ffn", a.moe_ffn),
+            **v,
+        )
+
+
+def refusal(s: Choices, a: Architecture) -> str | None:
+    """Return why an architecture is not scored."""
+    for name in ("hidden", "ffn", "moe_ffn", "q_lora_rank", "kv_lora_rank"):
+        if getattr(a, name) % s.width:
+            return f"{name} is not a multiple of {s.width}"
+    if a.experts and a.top_k > a.experts:
+        return "top_k is above experts"
+    for name, (low, high) in s.budget.items():
+        if not low <= getattr(a, name) <= high:
+            return f"{name} outside the budget"
+    return None
+
+
+def _whole_blocks(s: Choices, a: Architecture, tp: int, etp: int) -> bool:
+    """Return whether each device's part of every width is whole blocks."""
+    parts = [(w, tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, etp)]
+    return all(w % (p * s.block) == 0 for w, p in parts)
+
+
+def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
+    """Return whether a layout divides an architecture, each device's part in whole blocks."""
+    return (
+        _whole_blocks(s, a, x.tp, x.etp)
+        and a.heads % x.tp == 0
+        and a.experts % x.ep == 0
+        and len(a.layers) >= x.pp * x.vpp
+    )
+
+
+def search_models(s: Choices) -> Result:
+    """Score the space."""
+    refused, allowed, number = Counter[str](), [], 0
+    for a in architectures(s):
+        number += 1
+        why = refusal(s, a)
+        if why:
+            refused[why] += 1
+        else:
+            allowed.append(a)
+    layouts = _layouts(s, allowed[0]) if allowed else []
+    scored: list[Scored] = []
+    for start in range(0, len(allowed), BATCH):
+        scored += _score(s, allowed[start : start + BATCH], layouts, refused)
+    scored.sort(key=lambda c: -c.tokens_per_s)
+    front, most = [], -1
+    for c in scored:
+        if c.architecture.parameters > most:
+            most = c.architecture.parameters
+            front.append(c)
+    return Result(scored, front, refused, number)
+
+
+def _layouts(s: Choices, a: Architecture) -> list[Layout]:
+    """Return the degrees of the best layouts of one architecture; layers are spread evenly."""
+    space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, most_vpp=2)
+    found: dict[Layout, None] = {}
+    for share in (1.0, 0.7, 0.5):  # with less memory, too: larger models need it
+        room = s.device.memory_bytes - s.device.reserved_bytes
+        plan = search(a, space, usable(s.device, room * share), top=s.layouts, limit_s=60.0)
+        for c in plan.best[: s.layouts]:
+            found[c.layout.but(chunks=None, recompute_layers=None)] = None
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An architecture with the layout that the planner finds, its layers placed."""
+
+    layout: Layout
+    step_s: float
+    """Simulated, operation by operation."""
+
+    tokens_per_s: float
+    gap: float
+    """Relative distance to the proven bound."""
+
+
+def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]:
+    """Plan architectures one by one; see `search`.
+
+    Args:
+        s: The space; each device's part of a width stays in whole blocks.
+        some: Scored ones.
+        limit_s: Seconds for all of them together; what one leaves, the next ones have.
+
+    Returns:
+        One for each; None: nothing was found in its time.
+    """
+    until = time.perf_counter() + limit_s
+    found: list[Placed | None] = []
+    for i, c in enumerate(some):
+        degrees = range(1, Space.most_tp + 1)
+        fixed = {
+            "tp": tuple(n for n in degrees if _whole_blocks(s, c.architecture, n, 1)),
+            "etp": tuple(n for n in degrees if _whole_blocks(s, c.architecture, 1, n)),
+        }
+        space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, fixed=fixed)
+        share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
+        plan = search(c.architecture, space, s.device, top=1, limit_s=share)
+        best = plan.best[0] if plan.best else None
+        tokens = s.global_batch * s.base.seq / s.devices
+        found.append(best and Placed(best.layout, best.step_s, tokens / best.step_s, plan.gap))
+    return found
+
+
+def _score(
+    s: Choices, some: list[Architecture], layouts: list[Layout], refused: Counter[str]
+) -> list[Scored]:
+    pairs = [(a, x, i) for i, a in enumerate(some) for x in layouts if _fits_layout(s, a, x)]
+    divided = {i for _, _, i in pairs}
+    refused["no layout divides it"] += len(some) - len(divided)
+    if not pairs:
+        return []
+    table = evaluate([a for a, _, _ in pairs], [x for _, x, _ in pairs], s.device)
+    best: dict[int, int] = {}
+    for k in np.argsort(table.step_s, kind="stable"):
+        if table.fits[k]:
+            best.setdefault(pairs[k][2], int(k))
+    refused["does not fit in memory"] += len(divided) - len(best)
+    tokens = s.global_batch * s.base.seq / s.devices
+    return [
+        Scored(
+            pairs[k][0],
+            pairs[k][1],
+            float(table.step_s[k]),
+            tokens / float(table.step_s[k]),
+            float(table.memory.peak[k].max()),
+        )
+        for k in best.values()
+    ]
+
+
+def describe_model(a: Architecture) -> str:
+    """Return an architecture in a few words."""
+    return (
+        f"h{a.hidden} L{len(a.layers)} ({a.dense_layers} dense) heads{a.heads} E{a.experts} top{a.top_k} "
+        f"shared{a.shared_experts} f{a.moe_ffn} q{a.q_lora_rank} kv{a.kv_lora_rank}"
+    )

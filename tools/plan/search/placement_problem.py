@@ -1,0 +1,320 @@
+"""The inner problem: layers into pipeline chunks, and which of them are recomputed, for one configuration.
+
+Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds a contiguous piece. Wanted
+is the least step
+
+    makespan(times of the chunks)  +  rest(largest stage)
+
+so that no stage needs more memory than it has. The makespan is that of the schedule, operation by operation
+(:mod:`.pipeline`); the rest is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
+
+Times = tuple[int, int, int]
+"""F, B (D where the schedule has dW apart), W of one micro-batch, ps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """Equal layers that follow each other in the model."""
+
+    count: int
+    times: Times
+    states: int
+    """Bytes of parameters, gradients and optimizer of one."""
+
+    kept: tuple[int, ...]
+    """Bytes that one on each stage keeps at the peak, for all micro-batches in flight."""
+
+    again: int = 0
+    """Further backward time of one that is recomputed, ps."""
+
+    entry: tuple[int, ...] = ()
+    """Bytes that a recomputed one keeps."""
+
+    working: int = 0
+    """Bytes of a stage while it computes one of them again; the larger of both kinds counts."""
+
+    weights: tuple[int, int] = (0, 0)
+    """Parameters of one on a device: those that all copies of the data hold, and experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rest:
+    """What follows the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
+
+    ``all = sum_i reduce_i U_i + start``, ``update = sum_i update_i U_i``, with U_0 and U_1 the parameters of the largest
+    stage that all copies hold and experts; hidden behind the longest backward pass of a stage, or more of it (`hides`).
+    """
+
+    base: float = 0.0
+    start: float = 0.0
+    reduce: tuple[float, float] = (0.0, 0.0)
+    update: tuple[float, float] = (0.0, 0.0)
+    exposed: float = 1.0
+    late: tuple[float, float] = (0.0, 0.0)
+    """A stage whose micro-batch takes t hides at most ``late[0] t + late[1]``."""
+
+    hides: tuple[float, float] = (0.0, 1.0)
+    """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
+    micro-batch."""
+
+    def seconds(self, largest: np.ndarray, hidden: float) -> float:
+        """Return it for the parameters of the largest stage, [2], and what a stage hides at most."""
+        whole = self.start + float(np.dot(self.reduce, largest))
+        shown = max(whole - hidden, self.exposed * whole)
+        return shown + float(np.dot(self.update, largest)) + self.base
+
+    def lines(self, micro_batches: int) -> list[tuple[float, float, np.ndarray]]:
+        """Return (k, c, [u_0, u_1]) so that every step is at least k makespan + c + u U, for each.
+
+        The longest stage t takes no more than makespan / m, so what it hides is bounded by the makespan.
+        """
+        update = np.array(self.update)
+        shown = (1.0, self.exposed * self.start, self.exposed * np.array(self.reduce) + update)
+        share = self.late[0] / micro_batches
+        hidden = (1.0 - share, self.start - self.late[1], np.array(self.reduce) + update)
+        return [(k, c + self.base, u) for k, c, u in (shown, hidden)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is to be placed, and where."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    """Of a stage."""
+
+    layers: tuple[Layers, ...]
+    first: Times = (0, 0, 0)
+    """What stands in the first chunk besides layers: the embedding."""
+
+    before: Times = (0, 0, 0)
+    """In the one before the last: MTP without its head."""
+
+    last: Times = (0, 0, 0)
+    """In the last one: MTP and head, or heads only."""
+
+    send: int = 0
+    """From one stage to another, ps."""
+
+    memory: tuple[int, ...]
+    """Bytes of each stage for layers and what they keep."""
+
+    buffer: tuple[int, ...]
+    """Bytes of each stage that hold a layer's working set as well, such as logits; the larger one counts."""
+
+    choice: bool = False
+    """The recomputed layers of every chunk, its first ones, are chosen; else none is."""
+
+    held: int = 0
+    """Working set of every stage that has layers."""
+
+    weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    """Parameters of each stage besides layers, as `Layers.weights`."""
+
+    rest: Rest = Rest()
+    most: tuple[int, ...] = ()
+    """Most layers of each chunk; none: any number."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "buffer"):
+            if len(getattr(self, name)) != self.stages:
+                raise BadInputError(
+                    f"placement: {name} has {len(getattr(self, name))} numbers, expected {self.stages}"
+                )
+        if not 1 <= len(self.layers) <= 2 or any(g.count < 1 for g in self.layers):
+            raise BadInputError(
+                "placement: expected one or two kinds of layers, at least one of each"
+            )
+
+    @property
+    def number(self) -> int:
+        """Chunks of all stages."""
+        return self.stages * self.chunks
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The order of operations."""
+        return pipeline(self.schedule, self.stages, self.micro_batches, self.chunks)
+
+    @cached_property
+    def lowest(self) -> np.ndarray:
+        """Fewest layers of each chunk: recipes leave only the first and the last one empty."""
+        least = np.ones(self.number, dtype=np.int64)
+        least[[0, -1]] = 0
+        if self.number == 1:
+            least[0] = 1
+        return least
+
+    @cached_property
+    def highest(self) -> np.ndarray:
+        """Most layers of each chunk."""
+        total = sum(g.count for g in self.layers)
+        return np.minimum(np.array(self.most or (total,) * self.number, dtype=np.int64), total)
+
+    @cached_property
+    def bulk(self) -> int:
+        """The kind with the most layers."""
+        return max(range(len(self.layers)), key=lambda g: self.layers[g].count)
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """Times of every chunk without its layers, [3, chunks]."""
+        found = np.zeros((3, self.number), dtype=np.int64)
+        found[:, 0] += self.first
+        found[:, -1] += self.last
+        if self.number > 1:
+            found[:, -2] += self.before
+        return found
+
+    @cached_property
+    def weight(self) -> np.ndarray:
+        """Parameters of every stage without its layers, [2, stages]."""
+        return np.array([w or (0,) * self.stages for w in self.weights], dtype=np.float64)
+
+    @cached_property
+    def least_weight(self) -> np.ndarray:
+        """Parameters that the largest stage has at least, [2]."""
+        bulk = self.layers[self.bulk]
+        own = tuple(w or (0,) * self.stages for w in self.weights)
+        return _least_largest(own, bulk.weights, bulk.count)
+
+    def kinds(self, counts: np.ndarray) -> np.ndarray:
+        """Return the layers of every kind, [kinds, chunks], of chunks with so many in all."""
+        if len(self.layers) == 1:
+            return counts[None, :]
+        before = np.cumsum(counts) - counts
+        first = np.clip(self.layers[0].count - before, 0, counts)
+        return np.stack([first, counts - first])
+
+    def times(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return the times of the chunks, [3, chunks], with so many layers of every kind, `again` of them recomputed."""
+        found = self.fixed.copy()
+        for g, layer in enumerate(self.layers):
+            found += np.outer(layer.times, kinds[g])
+            found[1] += layer.again * again[g]
+        return found
+
+    def bytes(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return what every stage needs of its `memory`."""
+        route, found = self.pipeline.route, np.zeros(self.stages, dtype=np.int64)
+        work = np.zeros(self.stages, dtype=np.int64)
+        some = np.bincount(route, weights=kinds.sum(axis=0), minlength=self.stages) > 0
+        work[some] = self.held
+        for g, layer in enumerate(self.layers):
+            own = _by_stage(route, kinds[g], self.stages)
+            more = _by_stage(route, again[g], self.stages)
+            kept, entry = np.array(layer.kept), np.array(layer.entry or layer.kept)
+            found += own * (layer.states + kept) - more * (kept - entry)
+            work[more > 0] = np.maximum(work[more > 0], layer.working)
+        return found + np.maximum(work, self.buffer)
+
+    def after(self, kinds: np.ndarray, again: np.ndarray) -> float:
+        """Return the rest, s."""
+        route, largest = self.pipeline.route, self.weight.copy()
+        for g, layer in enumerate(self.layers):
+            largest += np.outer(layer.weights, _by_stage(route, kinds[g], self.stages))
+        forward, *backward = self.times(kinds, again)
+        hidden = self.rest.hides[0] * forward + self.rest.hides[1] * sum(backward)
+        longest = np.bincount(route, weights=hidden, minlength=self.stages).max() * 1e-12
+        return self.rest.seconds(largest.max(axis=1), float(longest))
+
+    def seconds(self, counts: np.ndarray, again: np.ndarray, more: bool = False) -> float:
+        """Return the step of a placement: layers of every chunk, and how many of them, the first ones, are recomputed.
+
+        `more`: none that recomputes these and more takes less than this.
+        """
+        kinds, twice = self.kinds(counts), self.kinds_again(counts, again)
+        makespan = self.pipeline.makespan(self.times(kinds, twice), self.send)
+        return makespan * 1e-12 + self.after(kinds, kinds if more else twice)
+
+    def kinds_again(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
+        """Return the recomputed layers of every kind, [kinds, chunks]: a chunk recomputes its first ones."""
+        kinds = self.kinds(counts)
+        if len(self.layers) == 1:
+            return np.minimum(again, counts)[None, :]
+        first = np.minimum(again, kinds[0])
+        return np.stack([first, again - first])
+
+
+def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarray:
+    """Return the least that the largest stage can have when so many equal layers are divided among the stages.
+
+    Args:
+        fixed: What stages have without them, [n, any, stages].
+        each: Of one layer, [n, any].
+        number: Layers.
+
+    Returns:
+        [n, any], a hair below.
+    """
+    low = fixed.max(axis=2)
+    high = low + each * number
+    for _ in range(45):
+        middle = (low + high) / 2
+        whole = np.floor((middle[..., None] - fixed) / np.maximum(each, 1e-9)[..., None])
+        enough = (whole.sum(axis=2) >= number) | (each <= 0)
+        high, low = np.where(enough, middle, high), np.where(enough, low, middle)
+    return low
+
+
+@lru_cache(4096)
+def _least_largest(
+    fixed: tuple[tuple[int, ...], ...], each: tuple[int, int], number: int
+) -> np.ndarray:
+    """Return it for one problem: many have the same parameters."""
+    one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
+    return least_largest(one[None], more[None], number)[0]
+
+
+def _by_stage(route: np.ndarray, numbers: np.ndarray, stages: int) -> np.ndarray:
+    return np.bincount(route, weights=numbers, minlength=stages).astype(np.int64)
+
+
+def structures(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Yield every way to put the layers of the smaller kind into chunks: how many each has.
+
+    They stand at one end of the model; a chunk between has one at least, so all but the innermost hold nothing else.
+    """
+    n = problem.number
+    if len(problem.layers) == 1:
+        yield (0,) * n
+        return
+    few = problem.layers[1 - problem.bulk].count
+
+    def walk(left: int, chunk: int) -> Iterator[tuple[int, ...]]:
+        if not left:
+            yield (0,) * (n - chunk)
+        elif chunk < n:
+            at = chunk if problem.bulk else n - 1 - chunk
+            most = min(left, int(problem.highest[at]))
+            for here in range(most, 0 if 0 < chunk < n - 1 else -1, -1):
+                for more in walk(left - here, chunk + 1):
+                    yield (here, *more)
+
+    for found in walk(few, 0):
+        yield found if problem.bulk else found[::-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A placement."""
+
+    layers: tuple[int, ...]
+    """Decoder layers of each chunk."""
+
+    again: tuple[int, ...]
+    """Of them, recomputed."""
+
+    seconds: float

@@ -1,0 +1,147 @@
+"""From a recipe and a number of devices to the layout: what `telechat-moe plan layout` does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from telechat_moe.errors import UsageError
+from telechat_moe.recipe.load import load
+from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.documents import pack, read_lengths
+from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.report.layouts import distinct
+from telechat_moe.tools.plan.search.emit import write_recipe
+from telechat_moe.tools.plan.search.search import Plan, search, usable
+from telechat_moe.tools.plan.search.space import Space, nothing, parse_fixed
+
+FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
+"""Memory limits of the front, as shares of the largest peak."""
+
+FRONT_S = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be planned."""
+
+    recipe: str
+    overrides: list[str]
+    architecture: Architecture
+    space: Space
+    device: Device
+
+    def answer(
+        self,
+        *,
+        top: int = 10,
+        limit_s: float = 300.0,
+        done: Callable[[float, int], object] = lambda share, solved: None,
+    ) -> Plan:
+        """Search; see `search`.
+
+        Raises:
+            UsageError: No layout is as it must be, whatever the memory.
+        """
+        plan = search(
+            self.architecture, self.space, self.device, top=top, limit_s=limit_s, done=done
+        )
+        if not len(plan.rows):
+            raise UsageError(nothing(self.architecture, self.space))
+        return plan
+
+    def front(self, plan: Plan) -> list[Plan]:
+        """Return the plans under smaller memory limits, each searched for `FRONT_S` at most."""
+        if not plan.best:
+            return []
+        peak = plan.best[0].peak_bytes
+        return [
+            search(
+                self.architecture,
+                self.space,
+                usable(self.device, peak * share),
+                top=1,
+                limit_s=FRONT_S,
+            )
+            for share in FRONT
+        ]
+
+    def recipe_text(self, plan: Plan, pick: int = 1) -> str:
+        """Return the recipe with a layout.
+
+        Args:
+            plan: What was found.
+            pick: Number of the layout in the ranked table.
+
+        Raises:
+            UsageError: There is no such layout.
+            RecipeError: It breaks a rule of recipes.
+        """
+        found = distinct(plan)
+        if not 1 <= pick <= len(found):
+            raise UsageError(f"--pick {pick}: {len(found)} layouts were found")
+        best, word = found[pick - 1], "proven optimal under the event simulation"
+        gap = best.step_s / plan.lower_bound_s - 1
+        if pick > 1 or not plan.optimal:
+            word = f"within {gap:.2%} of the proven bound"
+        comment = (
+            f"{self.architecture.name} on {self.space.devices} x {self.device.name}, by telechat-moe plan layout.\n"
+            f"Predicted step {best.step_s:.4f} s ({word}), peak {best.peak_bytes / 2**30:.1f} GiB.\n"
+            "Not measured."
+        )
+        return write_recipe(self.recipe, self.overrides, best.layout, comment)
+
+
+def question(
+    recipe: str,
+    overrides: list[str],
+    devices: int,
+    device: str,
+    memory_bytes: float | None,
+    global_batch: int | None,
+    fixed: list[str],
+    beyond_recipes: bool = False,
+    documents: str | None = None,
+) -> Question:
+    """Return a question, checked.
+
+    Args:
+        recipe: Shipped name or file.
+        overrides: Settings `a.b=c`.
+        devices: How many there are.
+        device: Shipped description or file.
+        memory_bytes: Of a device; None: all that is not reserved.
+        global_batch: Sequences of a step; None: the recipe's.
+        fixed: Settings `name=value` of the layout.
+        beyond_recipes: Layouts, too, that recipes cannot say.
+        documents: File of their lengths, which attention stays in; None: one a sequence.
+
+    Raises:
+        UsageError: A setting that does not exist.
+        RecipeError: The recipe has problems.
+    """
+    loaded = load(recipe, overrides)
+    if not isinstance(loaded.model.model_config, ModelConfig):
+        raise UsageError(f"{recipe}: the planner knows the models that this package trains only")
+    base = Layout.from_recipe(loaded)
+    batch = base.global_batch if global_batch is None else global_batch
+    if batch < 1:
+        raise UsageError(f"--global-batch {batch}: expected at least 1")
+    target = usable(load_device(device), memory_bytes)
+    space = Space(
+        devices=devices,
+        global_batch=batch,
+        base=replace(base, imbalance=1.0),
+        fixed=parse_fixed(fixed),
+        beyond_recipes=beyond_recipes,
+        swaps=target.host_bandwidth > 0,
+    )
+    seq = loaded.model_config.seq_length
+    share = pack(read_lengths(documents), seq).share if documents else 0.0
+    return Question(
+        recipe=recipe,
+        overrides=overrides,
+        architecture=Architecture.from_recipe(loaded, share),
+        space=space,
+        device=target,
+    )

@@ -1,0 +1,285 @@
+"""The outer space of the planner: every combination of degrees, micro-batches, schedule and recomputation policy.
+
+What a recipe can express, and nothing else: the rules are those of `telechat_moe.recipe.rules.parallel`. Configurations
+are rows of an integer table; only those that are looked at more closely become a `Layout`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.errors import UsageError
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Columns, columns
+from telechat_moe.tools.plan.cost.layout import Ends, Layout
+
+POLICIES = ("none", "full", "norm+activation", "swap")
+"""`full`: whole layers, as many of each chunk as wanted. `norm+activation`: those modules of all layers. `swap`: activations
+of whole layers go to the host's memory, of as many layers of each chunk as wanted; recipes cannot say that."""
+
+CHOSEN = tuple(POLICIES.index(word) for word in ("full", "swap"))
+"""Policies of which the layers are chosen."""
+
+SCHEDULES = ("1f1b", "interleaved", "zb-v")
+ENDS: tuple[Ends, ...] = ("last", "mtp-before")
+NAMES = (
+    "dp",
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "etp",
+    "micro_batch",
+    "micro_batches",
+    "sp",
+    "zero",
+    "policy",
+    "schedule",
+    "ends",
+)
+ORDER = {"1f1b": 0.0, "interleaved": 1.0, "zb-v": 4.0}
+"""`Columns.order` of each schedule."""
+
+FIXABLE = {
+    "dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "ep": "ep", "etp": "etp", "zero": "zero",
+    "micro_batch": "micro_batch", "micro_batches": "micro_batches", "sequence_parallel": "sp", "sp": "sp",
+    "schedule": "schedule", "recompute": "policy", "ends": "ends",
+}  # fmt: skip
+
+
+WORDS = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true"), "ends": ENDS}
+"""Columns whose values have names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What is free, and what is not."""
+
+    devices: int
+    global_batch: int
+    """Sequences of a step, over all devices."""
+
+    base: Layout
+    """Types, kernels and overlap, which are not searched."""
+
+    fixed: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    """Columns of the table that must have a value, or one of some."""
+
+    beyond_recipes: bool = False
+    """What recipes cannot say, too: V shapes, swapping, MTP before its head, ZeRO 2 and 3."""
+
+    swaps: bool = True
+    """The device's link to its host is known, so swapping may be looked at."""
+
+    most_tp: int = 16
+    most_cp: int = 8
+    most_pp: int = 64
+    most_vpp: int = 8
+    most_micro_batch: int = 8
+
+
+def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
+    """Return what `--fix name=value` says, by column; `name=value,value` leaves several.
+
+    Raises:
+        UsageError: An unknown name, a value that it cannot have, or two settings of one name.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for text in settings:
+        name, _, value = text.partition("=")
+        column = FIXABLE.get(name.strip())
+        if column is None or not value:
+            raise UsageError(
+                f"--fix {text}: expected name=value with a name of {', '.join(FIXABLE)}"
+            )
+        if column in found:
+            raise UsageError(
+                f"--fix {text}: {name.strip()} is fixed twice; give all values as {name}=A,B"
+            )
+        words = WORDS.get(column)
+        given = [word.strip().lower() for word in value.split(",")]
+        if not all(word in words if words else word.isdecimal() for word in given):
+            raise UsageError(
+                f"--fix {text}: expected {' or '.join(words) if words else 'a number'}"
+            )
+        found[column] = tuple(words.index(word) if words else int(word) for word in given)
+    return found
+
+
+def enumerate_space(a: Architecture, space: Space) -> np.ndarray:
+    """Return every configuration, `[n, len(NAMES)]` integers."""
+    rows = np.array(list(_rows(a, space)), dtype=np.int64).reshape(-1, len(NAMES))
+    for name, value in space.fixed.items():
+        rows = rows[np.isin(rows[:, NAMES.index(name)], value)]
+    return rows
+
+
+def nothing(a: Architecture, space: Space) -> str:
+    """Return why a space is empty."""
+    rows = enumerate_space(a, replace(space, fixed={}))
+    fixed = {column: name for name, column in FIXABLE.items()}
+    if not len(rows):
+        return f"no layout has {space.devices} devices and {space.global_batch} sequences a step; recipes refuse all"
+    for name, value in space.fixed.items():
+        words = WORDS.get(name)
+        known = np.unique(rows[:, NAMES.index(name)])
+        if not np.isin(known, value).any():
+            values = ", ".join(words[i] if words else str(i) for i in known)
+            more = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
+            return f"--fix: no layout has this {fixed[name]}; it can be {values}{more}"
+    return f"--fix: each of {', '.join(fixed[n] for n in space.fixed)} can be so, but not together"
+
+
+def _divisors(n: int, most: int) -> list[int]:
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def _rows(a: Architecture, space: Space) -> Iterator[tuple[int, ...]]:
+    widths = [a.heads, a.kv_heads, a.vocab, a.hidden]
+    widths += [a.ffn] if a.dense_layers else []
+    widths += [a.shared_width] if a.shared_width else []
+    for tp in _divisors(math.gcd(space.devices, math.gcd(*widths)), space.most_tp):
+        for cp in _divisors(math.gcd(space.devices // tp, a.seq), space.most_cp):
+            for pp in _divisors(space.devices // tp // cp, min(space.most_pp, len(a.layers))):
+                dp = space.devices // (tp * cp * pp)
+                if space.global_batch % dp or (a.tied and pp > 1):
+                    continue
+                yield from _inner(a, space, dp, tp, cp, pp)
+
+
+def _inner(
+    a: Architecture, space: Space, dp: int, tp: int, cp: int, pp: int
+) -> Iterator[tuple[int, ...]]:
+    experts = list(_experts(a, dp, tp, cp))
+    pipelines = list(_pipelines(a, space, pp))
+    policies = range(len(POLICIES) - (not (space.beyond_recipes and space.swaps)))
+    for micro_batch in _divisors(space.global_batch // dp, 1 if cp > 1 else space.most_micro_batch):
+        micro_batches = space.global_batch // dp // micro_batch
+        if micro_batch * a.seq % (cp * tp) or (pp > 1 and micro_batches < pp):
+            continue
+        for vpp, schedule in pipelines:
+            ends = (0, 1) if space.beyond_recipes and a.mtp and pp > 1 and schedule < 2 else (0,)
+            if (schedule == 1 and micro_batches % pp) or (schedule == 2 and micro_batches < 2 * pp):
+                continue
+            for ep, etp in experts:
+                for sp in (0, 1) if tp > 1 and a.seq % (tp * cp) == 0 else (0,):
+                    zeros = range(1 if dp * cp == 1 else 4 if space.beyond_recipes else 2)
+                    for zero, end, policy in product(zeros, ends, policies):
+                        yield (
+                            dp,
+                            tp,
+                            cp,
+                            pp,
+                            vpp,
+                            ep,
+                            etp,
+                            micro_batch,
+                            micro_batches,
+                            sp,
+                            zero,
+                            policy,
+                            schedule,
+                            end,
+                        )
+
+
+def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, int]]:
+    """Yield ep and etp: whole experts fill tp, then cp, then dp; cut experts stand over dp only."""
+    if not a.moe_layers:
+        yield 1, 1
+        return
+    fits = {d for d in range(1, tp + 1) if tp % d == 0}
+    fits |= {tp * d for d in range(1, cp + 1) if cp % d == 0}
+    fits |= {tp * cp * d for d in range(1, dp + 1) if dp % d == 0}
+    for ep in sorted(fits):
+        if a.experts % ep == 0:
+            yield ep, 1
+    if tp > 1 and a.moe_ffn % tp == 0:
+        for ep in range(1, dp + 1):
+            if dp % ep == 0 and a.experts % ep == 0:
+                yield ep, tp
+
+
+def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, int]]:
+    """Yield chunks a stage and schedule."""
+    yield 1, 0
+    if pp == 1:
+        return
+    for vpp in range(2, space.most_vpp + 1):
+        # a chunk has a layer, but for the first (embedding) and the last (head)
+        if pp * vpp <= min(len(a.layers) + 2, len(a.layers) + a.mtp):
+            yield vpp, 1
+            if vpp == 2 and space.beyond_recipes:
+                yield vpp, 2
+
+
+def layout_of(row: np.ndarray, space: Space) -> Layout:
+    """Return the layout of a configuration, its layers not placed yet."""
+    v = dict(zip(NAMES, (int(x) for x in row), strict=True))
+    return space.base.but(
+        **{name: v[name] for name in NAMES[:9]},
+        sequence_parallel=bool(v["sp"]),
+        zero=v["zero"],
+        opt_shards=0,
+        fsdp=v["zero"] == 3,
+        recompute=POLICIES[v["policy"]],
+        recompute_layers=None,
+        schedule=SCHEDULES[v["schedule"]],
+        ends=ENDS[v["ends"]],
+        chunks=None,
+    )
+
+
+def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
+    """Return the arrays of configurations of one depth `pp`, without a placement: no stage has a layer."""
+    one = columns(
+        [(a, space.base.but(pp=1, vpp=1, chunks=None, recompute="none", recompute_layers=None))]
+    )
+    n = len(rows)
+    values: dict[str, Any] = {}
+    for name, value in vars(one).items():
+        values[name] = np.broadcast_to(value, (n, *value.shape[1:])) if len(value) == 1 else value
+    own = dict(zip(NAMES, rows.T.astype(np.float64), strict=True))
+    for name in NAMES[:9]:
+        values[name] = own[name]
+    values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
+    values["opt_shards"] = np.zeros(n)
+    values["fsdp"] = (own["zero"] == 3).astype(float)
+    values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
+    values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
+    names = [name for name in vars(one) if name.startswith("re_")]
+    tables = columns(
+        [
+            (a, space.base.but(pp=1, vpp=1, chunks=None, recompute_layers=None, recompute=p))
+            for p in POLICIES
+        ]
+    )
+    for name in names:
+        values[name] = getattr(tables, name)[rows[:, NAMES.index("policy")]]
+    values["order"] = np.array([ORDER[s] for s in SCHEDULES])[rows[:, NAMES.index("schedule")]]
+    values["gpipe"] = np.zeros(n)
+    values["mtp_again"] = 1.0 - np.isin(rows[:, NAMES.index("policy")], CHOSEN)
+    pp = int(rows[0, NAMES.index("pp")])
+    for name in ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again"):
+        values[name] = np.zeros((n, pp))
+    values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
+    values["mtp_apart"] = own["ends"]
+    values["mtp_stage"] = values["last_stage"] - own["ends"]
+    return Columns(values)
+
+
+def describe(row: np.ndarray) -> str:
+    """Return a configuration in a few words."""
+    v = dict(zip(NAMES, (int(n) for n in row), strict=True))
+    words = [
+        f"{n}{v[n]}" for n in ("dp", "tp", "cp", "pp", "vpp", "ep", "etp") if v[n] > 1 or n == "dp"
+    ]
+    words += ["sp"] if v["sp"] else []
+    words += [f"mbs{v['micro_batch']}", f"m{v['micro_batches']}", f"zero{v['zero']}"]
+    words += [SCHEDULES[v["schedule"]], "recompute " + POLICIES[v["policy"]]]
+    return " ".join([*words, ENDS[v["ends"]]] if v["ends"] else words)
