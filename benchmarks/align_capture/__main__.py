@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("GLOG_v", "3")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import mini_recipe

@@ -262,7 +262,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **threads, **env, "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, **threads, **env, "PYTHONPATH": str(Path(__file__).parents[2])},
             cwd=folder,
         )
         self.seconds: list[float] = []

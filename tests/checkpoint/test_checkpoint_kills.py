@@ -11,11 +11,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mini_recipe import SPREAD
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
-from test_sharded_train import SPREAD
 
 from telechat_moe.checkpoint import checkpoint
 

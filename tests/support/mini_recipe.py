@@ -7,6 +7,7 @@ import numpy as np
 from telechat_moe.data import write_indexed
 
 STEPS = 12
+SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
 OVERRIDES = {
     "model.model_config.vocab_size": 64,
     "model.model_config.hidden_size": 32,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mini_recipe import SPREAD
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
@@ -26,7 +27,6 @@ SAME = {
     "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]",
     "telechat_moe__evaluation__interval": 20,
 }
-SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
 DP2_EP2 = {
     **SPREAD,
     "parallel_config__data_parallel": 2,

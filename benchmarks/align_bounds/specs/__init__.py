@@ -9,4 +9,15 @@ from benchmarks.align_bounds.specs import (
     reductions,
     updates,
 )
-from benchmarks.align_bounds.specs.table import SPECS as SPECS
+from benchmarks.align_bounds.specs.table import SPECS
+
+__all__ = [
+    "SPECS",
+    "elementwise",
+    "indices",
+    "losses",
+    "moves",
+    "products",
+    "reductions",
+    "updates",
+]
