@@ -4,20 +4,26 @@
 # and with more time:
 #   make cluster trains the tiny recipe on four processes in two layouts, draws output/cluster.png, and compiles
 #                a rank of the 105B recipe
+#   make test-torch          the comparisons with torch, which it installs
+#   make test-slow GROUP=... the long tests of a group; `make test-slow` lists the groups
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 VENV   ?= .venv
 JOBS   ?= 2
 RECIPE ?= telechat3_moe/pretrain_tiny.yaml
 BIN    := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 # Without `make clean`, set-up is skipped until a file that decides it changes.
 TRAIN_READY := $(VENV)/.ready-train
 TEST_READY  := $(VENV)/.ready-test
+TORCH_READY := $(VENV)/.ready-torch
+DOCS_READY  := $(VENV)/.ready-docs
 
 LIBRARY := ops/libtelechat_ops.so
 
-.PHONY: train cluster test test-slow lint docs clean
+.PHONY: train cluster test test-torch test-slow lint docs clean
 
 train: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
@@ -28,21 +34,24 @@ cluster: $(TRAIN_READY) $(LIBRARY)
 	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 136 --html output/dryrun_105b.html
 
-# Real processes are killed and stopped while others compute: a test that fails is run twice more, and listed at the end.
 test: $(TEST_READY) $(LIBRARY)
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --reruns 2 -r fEsR --durations=30
+	$(PYTEST) --dist loadfile -m "not slow"
 
-test-slow: $(TEST_READY) $(LIBRARY)
-	$(BIN)/python -m pytest -m slow
+test-torch: $(TORCH_READY) $(LIBRARY)
+	$(PYTEST) --dist loadfile -m "torch and not slow"
+
+test-slow: $(TORCH_READY) $(LIBRARY)
+	$(PYTEST) --dist loadgroup --slow-group "$(GROUP)"
 
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-docs: $(TEST_READY)
+docs: $(DOCS_READY)
 	$(BIN)/python -m telechat_moe.recipe.docs > docs/recipes.md
 	$(BIN)/python -m telechat_moe.recipe.json_schema > recipes/schema.json
+	$(BIN)/mkdocs build --strict --quiet --site-dir output/site
 
 clean:
 	rm -rf $(VENV) build *.egg-info
@@ -52,7 +61,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train]'
+	$(INSTALL) -e '.[train]'
 	touch $@
 
 # The install has built it; this is for sources that changed since.
@@ -60,5 +69,13 @@ $(LIBRARY): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.*) | $(TR
 	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[train,mindformers,test,dev]'
+	$(INSTALL) -e '.[train,mindformers,test,dev]'
+	touch $@
+
+$(TORCH_READY): $(TEST_READY)
+	$(INSTALL) torch==2.13.0
+	touch $@
+
+$(DOCS_READY): $(TEST_READY)
+	$(INSTALL) -e '.[docs]'
 	touch $@

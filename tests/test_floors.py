@@ -1,0 +1,199 @@
+"""The house's limits, read off its sources: floors, cycles, sizes, rooms, names. docs/architecture.md has the rules."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("telechat_moe", "ops", "tools")
+FOLDER, FILE, FUNCTION, DOCSTRING = 25, 500, 60, 10  # Python files, lines, lines, lines
+EXEMPT: dict[str, str] = {}
+"""Fixed tables that may be longer than FILE lines: path and reason."""
+
+# From the ground up. What stands in one line may not import one another, but for the ground floor.
+FLOORS = (
+    ("errors", "units", "files", "html", "processes"),
+    ("recipes",),
+    ("recipe",),
+    ("ops",),
+    ("model",),
+    ("sharding",),
+    ("graph", "data"),
+    ("pipeline", "checkpoint"),
+    ("train",),
+    ("interop",),
+    ("launch",),
+    ("tools",),
+    ("cli", "run"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LIGHT = ("recipe", "data", "tools.align", "tools.plan", "cli")
+LONELY = {"Plan", "Part", "Node", "Case"}
+"""Names that say nothing alone."""
+ONCE = {"Layout", "Device"}
+
+
+def sources(*folders: str) -> list[Path]:
+    return [
+        p for f in folders for p in sorted((ROOT / f).rglob("*.py")) if "__pycache__" not in p.parts
+    ]
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    if parts[0] in ("ops", "tools", "recipes"):
+        parts = ("telechat_moe", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(p): p for p in sources(*PRODUCT, "recipes", "benchmarks")}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def imports(path: Path, top: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield line and module of every import of ours; ``top``: only those that run when the module is imported."""
+    unread: list[ast.AST] = list(tree(path).body)
+    while unread:
+        node = unread.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) and top:
+            continue
+        if not (top and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+            unread += ast.iter_child_nodes(node)
+        found: list[str] = []
+        if isinstance(node, ast.Import):
+            found = [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            found = [n if n in MODULES else node.module for n in names]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "import_module":
+            found = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        for name in found:
+            if name in MODULES:
+                yield getattr(node, "lineno", 0), name
+
+
+@pytest.mark.parametrize("path", sources(*PRODUCT), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path: Path):
+    name = module(path)
+    here = room(name)
+    if not here or name == "telechat_moe.cli.__main__":
+        return
+    assert here in FLOOR, f"{path}: {here} has no floor"
+    for line, other in imports(path):
+        there = room(other)
+        where = f"{path.relative_to(ROOT)}:{line} imports {other}"
+        assert not other.startswith("benchmarks"), where
+        if there and there != here:
+            ground = FLOOR[here] == 0
+            assert FLOOR[there] < FLOOR[here] or (ground and FLOOR[there] == 0), where
+
+
+def test_no_cycles():
+    ends = {m: {n for _, n in imports(p, top=True) if n != m} for m, p in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(name: str, above: list[str]) -> None:
+        assert name not in above, " -> ".join([*above[above.index(name) :], name])
+        if name in done:
+            return
+        for other in sorted(ends[name]):
+            package = name == other.rpartition(".")[0]  # a package that re-exports its modules
+            if not package and other != name.rpartition(".")[0]:
+                walk(other, [*above, name])
+        done.add(name)
+
+    for name in ends:
+        walk(name, [])
+
+
+def test_no_folder_is_crowded():
+    counts = Counter(p.parent.relative_to(ROOT) for p in sources(*PRODUCT, "benchmarks"))
+    assert not {str(f): n for f, n in counts.items() if n > FOLDER}
+
+
+@pytest.mark.parametrize("folder", [*PRODUCT, "benchmarks", "recipes", "docs"])
+def test_sizes(folder: str):
+    native = [p for p in (ROOT / folder).rglob("*") if p.suffix in (".cc", ".h")]
+    for path in [*sources(folder), *native]:
+        lines = path.read_text(encoding="utf-8").count("\n")
+        assert lines <= FILE or str(path.relative_to(ROOT)) in EXEMPT, f"{path}: {lines} lines"
+    for path in sources(folder):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= FUNCTION, f"{path}:{node.lineno}: {node.name} has {lines} lines"
+
+
+def test_exemptions_are_needed():
+    for name in EXEMPT:
+        assert (ROOT / name).read_text(encoding="utf-8").count("\n") > FILE, name
+
+
+def test_rooms_introduce_themselves():
+    for path in sources(*PRODUCT, "benchmarks"):
+        said = ast.get_docstring(tree(path))
+        assert said or not path.read_text(encoding="utf-8").strip(), f"{path}: no docstring"
+        if path.name == "__init__.py" and said:
+            assert len(said.splitlines()) <= DOCSTRING, path
+    for folder in {p.parent for p in sources(*PRODUCT, "benchmarks")}:
+        assert (folder / "__init__.py").exists() or folder.name == "mindformers_plugin", folder
+
+
+def test_public_names_are_documented():
+    missing = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for path in sources(*PRODUCT)
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+    ]
+    assert not missing
+
+
+def test_one_name_for_one_concept():
+    classes = [
+        (node.name, str(path.relative_to(ROOT)))
+        for path in sources(*PRODUCT, "benchmarks")
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not [c for c in classes if c[0] in LONELY]
+    for name in ONCE:
+        assert len([c for c in classes if c[0] == name]) <= 1, [c for c in classes if c[0] == name]
+
+
+def test_every_module_is_reached():
+    """A module that no other, no verb and no document names is dead."""
+    named = {n for path in sources(*PRODUCT) for _, n in imports(path)}
+    named |= {  # python -m MODULE
+        node.value
+        for path in sources(*PRODUCT)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    texts = [*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "Makefile", ROOT / "setup.py"]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in texts)
+    verbs = ("telechat_moe.cli.", "telechat_moe.interop.mindformers_plugin")
+    dead = [
+        name
+        for name, path in MODULES.items()
+        if not name.startswith(("benchmarks", *verbs))
+        and path.name not in ("__init__.py", "__main__.py")
+        and name not in named
+        and name not in text
+        and str(path.relative_to(ROOT)) not in text
+    ]
+    assert not dead
