@@ -48,7 +48,7 @@ setup(
     packages=packages,
     package_dir=package_dir,
     package_data={
-        "telechat_moe": ["py.typed"],
+        "telechat_moe": ["py.typed", "*.css"],
         "telechat_moe.graph": ["*.cc", "*.html"],
         "telechat_moe.tools.align.report": ["*.html"],
         "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*"],

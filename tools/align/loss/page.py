@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.html import round_step
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS, Report
 from telechat_moe.tools.align.report.junit import Case, suite
 from telechat_moe.tools.align.report.shell import shell
-from telechat_moe.tools.ticks import round_step
 
 Floats = NDArray[np.float64]
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.html import round_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import Candidate, Plan
 from telechat_moe.tools.plan.search.space import describe
-from telechat_moe.tools.ticks import round_step
 
 GIB = 2**30
 EXACT = 1e-6
