@@ -15,14 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.align_bounds import specs as bounds_specs
-from telechat_moe.tools.align.judge.replay import exactly, free_choices
-from telechat_moe.tools.align.judge.verdict import judge
-from telechat_moe.tools.align.numerics import FLOATS
-from telechat_moe.tools.align.operators import Arguments, Formula, find
-from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.indexing import CHOOSES
-from telechat_moe.tools.align.operators.registry import NotJudgedError
-from telechat_moe.tools.align.phases.inputs import (
+from benchmarks.align_bounds.inputs import (
     KINDS,
     ORDERS,
     Array,
@@ -32,6 +25,13 @@ from telechat_moe.tools.align.phases.inputs import (
     Spec,
     narrow,
 )
+from telechat_moe.tools.align.judge.replay import exactly, free_choices
+from telechat_moe.tools.align.judge.verdict import judge
+from telechat_moe.tools.align.numerics import FLOATS
+from telechat_moe.tools.align.operators import Arguments, Formula, find
+from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.operators.indexing import CHOOSES
+from telechat_moe.tools.align.operators.registry import NotJudgedError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 BINS = 2.0 ** np.arange(-30, 2, 1 / 16)

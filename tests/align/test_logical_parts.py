@@ -1,4 +1,4 @@
-"""Ways of lying that dumps describe: MindSpore's dictionaries, flat shards, calls, copies, inference, tokens, stages."""
+"""Layouts that dumps describe: MindSpore's dictionaries, flat shards, calls, copies, inference, stages."""
 
 import os
 import subprocess
@@ -21,7 +21,6 @@ from telechat_moe.tools.align.dump.ranges import Key, LayoutError, plan
 from telechat_moe.tools.align.dump.records import FLAT, Layout, TensorRecord
 from telechat_moe.tools.align.dump.sources import Piece
 from telechat_moe.tools.align.dump.stages import Stages
-from telechat_moe.tools.align.tokens import Rows, canonical, rows_at, rows_of
 
 
 def numbered(*shape: int) -> np.ndarray:
@@ -402,63 +401,6 @@ def test_ambiguous_layouts_are_not_comparable() -> None:
     assert unequal.layout is None
     assert "copies differ in each of 1" in unequal.why
     assert infer(pieces(x, x), (5, 6)).layout is None
-
-
-# -------------------------------------------------------------------------------------------- tokens
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_permuted_tokens_come_back(seed) -> None:
-    rng = np.random.default_rng(seed)
-    tokens, slots, width = 12, 3, 4
-    x = rng.standard_normal((tokens, slots, width)).astype(np.float32)
-    pairs = [(t, k) for t in range(tokens) for k in range(slots)]
-    kept = [p for p in pairs if rng.random() < 0.8]
-    rng.shuffle(kept)
-    parts = []
-    for rank, mine in enumerate(np.array_split(np.array(kept), 3)):  # experts of three ranks
-        filler = rng.integers(0, 3)
-        rows = np.concatenate([x[mine[:, 0], mine[:, 1]], np.full((filler, width), 7, np.float32)])
-        flat = np.concatenate([mine[:, 0] * slots + mine[:, 1], np.full(filler, -1)])
-        parts.append(rows_of(rank, rows, flat, slots))
-    found = canonical(parts, tokens, slots)
-    for t, k in pairs:
-        assert found.present[t, k] == ((t, k) in kept)
-        assert (found.values[t, k] == (x[t, k] if (t, k) in kept else 0)).all()
-    positions = np.full((tokens, slots), -1)
-    for row, (t, k) in enumerate(kept):
-        positions[t, k] = row
-    again = canonical([rows_at(0, np.stack([x[t, k] for t, k in kept]), positions)], tokens, slots)
-    assert again.values.tobytes() == found.values.tobytes()
-
-
-def test_wrong_permutations_are_refused() -> None:
-    row, two = np.zeros((1, 2), np.float32), np.zeros((2, 2), np.float32)
-
-    def rows(rank, values, token, slot):
-        return Rows(rank, values, np.array(token), np.array(slot))
-
-    for parts, match in (
-        ([rows(0, two, [1, 1], [0, 0])], "rank 0 has 2 rows of token 1 slot 0"),
-        ([rows(0, row, [9], [0])], "rank 0 row 0: token 9, there are 4"),
-        ([rows(0, row, [1], [2])], "slot 2, there are 2"),
-        (
-            [rows(0, row, [1], [0]), rows(1, row, [1], [0])],
-            "ranks 0 and 1 both hold token 1 slot 0",
-        ),
-        ([rows(0, two, [1], [0])], "holds 2 rows, 1 tokens"),
-        ([rows(0, row, [1], [0]), rows(0, row, [2], [0])], "rank 0 gives rows twice"),
-    ):
-        with pytest.raises(LayoutError, match=match):
-            canonical(parts, 4, 2)
-    with pytest.raises(LayoutError, match=r"stand both in row 0"):
-        rows_at(0, row, np.array([[0, 0]]))
-    with pytest.raises(LayoutError, match="has no row"):
-        canonical([rows(0, row, [0], [0])], 1, 2, dropped=False)
-    same = [rows(0, row, [1], [0]), rows(1, row, [1], [0])]
-    assert canonical(same, 4, 2, copies=True).present.sum() == 1
-    with pytest.raises(LayoutError, match="different rows"):
-        canonical([same[0], rows(1, row + 1, [1], [0])], 4, 2, copies=True)
 
 
 # -------------------------------------------------------------------------------------------- stages

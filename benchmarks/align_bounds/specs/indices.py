@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.align_bounds.inputs import Machine, Sample, Source
 from benchmarks.align_bounds.specs.table import exact, few, spec
-from telechat_moe.tools.align.phases.inputs import Machine, Sample, Source
 
 
 def _table(s: Source) -> Sample:

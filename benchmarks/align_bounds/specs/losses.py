@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.align_bounds.inputs import Machine, Sample, Source
 from benchmarks.align_bounds.specs.elementwise import sigmoid
 from benchmarks.align_bounds.specs.reductions import log_softmax, softmax
 from benchmarks.align_bounds.specs.table import spec
-from telechat_moe.tools.align.phases.inputs import Machine, Sample, Source
 
 
 def _loss_sample(s: Source) -> Sample:

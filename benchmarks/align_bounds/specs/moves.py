@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.align_bounds.inputs import Sample, Source
 from benchmarks.align_bounds.specs.table import exact
-from telechat_moe.tools.align.phases.inputs import Sample, Source
 
 
 def _block(s: Source) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.align_bounds.inputs import Machine, Sample, Source
 from benchmarks.align_bounds.specs.table import spec
-from telechat_moe.tools.align.phases.inputs import Machine, Sample, Source
 
 
 def _factors(left: Any, right: Any) -> Callable[[Source], Sample]:

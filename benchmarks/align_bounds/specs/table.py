@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from telechat_moe.tools.align.phases.inputs import Sample, Source, Spec
+from benchmarks.align_bounds.inputs import Sample, Source, Spec
 
 SPECS: dict[str, Spec] = {}
 

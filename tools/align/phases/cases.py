@@ -22,10 +22,10 @@ from telechat_moe.ops import (
     swiglu,
 )
 from telechat_moe.ops.select import face as chosen_face
+from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
 from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
-from telechat_moe.tools.align.phases.inputs import narrow
 
 ROWS = 256
 """Tokens of a case, and positions of attention."""
@@ -82,7 +82,8 @@ class Draw:
 
     def __call__(self, *shape: int, scale: float = 1.0) -> Array:
         """Return normal values."""
-        return narrow(self.rng.standard_normal(shape) * scale, self.dtype)
+        x = (self.rng.standard_normal(shape) * scale).astype(np.float32)
+        return round_to(x, self.dtype).astype(np.float32)
 
 
 def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Case]:

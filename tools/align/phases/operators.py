@@ -19,7 +19,6 @@ import numpy as np
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
 from telechat_moe.tools.align.operators.approx import Approx, gradients
-from telechat_moe.tools.align.phases.inputs import narrow
 
 if TYPE_CHECKING:
     from telechat_moe.tools.align.phases.cases import Case
@@ -37,7 +36,7 @@ def run_case(case: "Case", face: str, dtype: str, rng: np.random.Generator) -> l
     from mindspore import Tensor, ops
 
     from telechat_moe.ops import select
-    from telechat_moe.tools.align.phases.cases import First
+    from telechat_moe.tools.align.phases.cases import Draw, First
 
     with select.using(face):
         cell = First(case.build()) if case.backward else case.build()
@@ -56,9 +55,9 @@ def run_case(case: "Case", face: str, dtype: str, rng: np.random.Generator) -> l
     ]
     if not case.backward:
         return verdicts
-    coming = narrow(rng.standard_normal(found[0].shape), dtype)
+    coming = Draw(dtype, rng)(*found[0].shape)
     back = ops.GradOperation(get_all=True, sens_param=True)(cell)
-    going = back(*inputs, *constants, Tensor(coming.astype(np.float32)))
+    going = back(*inputs, *constants, Tensor(coming))
     slopes = gradients([(expected[0], Approx(coming, case.stored))], exact)
     for i, (slope, gradient) in enumerate(zip(slopes, going, strict=False)):
         if slope is not None:
