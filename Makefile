@@ -21,26 +21,26 @@ TEST_READY  := $(VENV)/.ready-test
 TORCH_READY := $(VENV)/.ready-torch
 DOCS_READY  := $(VENV)/.ready-docs
 
-LIBRARY := ops/libtelechat_ops.so
+LIBRARIES := ops/libtelechat_ops.so tools/plan/native/libtelechat_planner.so
 
 .PHONY: train cluster test test-torch test-slow lint docs clean
 
-train: $(TRAIN_READY) $(LIBRARY)
+train: $(TRAIN_READY) $(LIBRARIES)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
 	$(BIN)/telechat-moe train $(RECIPE) --resume
 
-cluster: $(TRAIN_READY) $(LIBRARY)
+cluster: $(TRAIN_READY) $(LIBRARIES)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
 	$(BIN)/python -m benchmarks.cluster
 	$(BIN)/telechat-moe dryrun telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 136 --html output/dryrun_105b.html
 
-test: $(TEST_READY) $(LIBRARY)
+test: $(TEST_READY) $(LIBRARIES)
 	$(PYTEST) --dist loadfile -m "not slow"
 
-test-torch: $(TORCH_READY) $(LIBRARY)
+test-torch: $(TORCH_READY) $(LIBRARIES)
 	$(PYTEST) --dist loadfile -m "torch and not slow"
 
-test-slow: $(TORCH_READY) $(LIBRARY)
+test-slow: $(TORCH_READY) $(LIBRARIES)
 	$(PYTEST) --dist loadgroup --slow-group "$(GROUP)"
 
 lint: $(TEST_READY)
@@ -64,8 +64,8 @@ $(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
 	$(INSTALL) -e '.[train]'
 	touch $@
 
-# The install has built it; this is for sources that changed since.
-$(LIBRARY): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.*) | $(TRAIN_READY)
+# The install has built them; this is for sources that changed since.
+$(LIBRARIES): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.cc tools/plan/native/*.h) | $(TRAIN_READY)
 	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)

@@ -1,4 +1,4 @@
-"""Maps ops/, tools/ and recipes/ into the package telechat_moe, and compiles the native operators."""
+"""Maps ops/, tools/ and recipes/ into the package telechat_moe, and compiles the native libraries."""
 
 import runpy
 import sys
@@ -19,21 +19,22 @@ for root in ROOTS:
 
 
 class BuildNative(build_py):
-    """Compile ops/csrc with g++ where the package goes.
+    """Compile the operators and the planner with g++ where the package goes.
 
-    Without a compiler everything but the native operators is installed, and their first use says what to do.
+    Without a compiler everything but the native libraries is installed, and their first use says what to do.
     """
 
     def run(self) -> None:  # noqa: D102
         super().run()
         builder = runpy.run_path(str(HERE / "ops" / "build.py"))
-        where = HERE / "ops" if self.editable_mode else Path(self.build_lib, "telechat_moe", "ops")
+        where = HERE if self.editable_mode else Path(self.build_lib, "telechat_moe")
         try:
             builder["compiler"]()
         except builder["BuildError"] as error:
             sys.stderr.write(f"warning: {error}\n")
             return
-        builder["build"](where / builder["LIBRARY"].name)
+        for library in builder["SOURCES"]:
+            builder["build"](library, out=where / library.relative_to(HERE))
 
 
 class NativeDistribution(Distribution):
@@ -51,7 +52,7 @@ setup(
         "telechat_moe": ["py.typed", "*.css"],
         "telechat_moe.graph": ["*.cc", "*.html"],
         "telechat_moe.tools.align.report": ["*.html"],
-        "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*"],
+        "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*.cc", "native/*.h"],
         "telechat_moe.recipes": ["*/*.yaml", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },

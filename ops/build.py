@@ -1,8 +1,8 @@
-"""Compile ``ops/csrc`` into one shared library, with g++ and nothing else.
+"""Compile the native libraries, the operators' and the planner's, with g++ and nothing else.
 
     python -m telechat_moe.ops.build [--checked | --sanitize] [--out FILE]
 
-``pip install`` runs the same code. ``--checked`` turns on bounds checks and poisons scratch memory,
+``--out`` compiles the operators only. ``pip install`` runs the same code. ``--checked`` turns on bounds checks and poisons scratch memory,
 ``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are
 compiled once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine.
 """
@@ -19,9 +19,12 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parent / "csrc"
-PLANNER = SOURCES.parents[1] / "tools" / "plan" / "native"
-LIBRARY = Path(__file__).resolve().parent / "libtelechat_ops.so"
+OPS = Path(__file__).resolve().parent
+PLAN_NATIVE = OPS.parent / "tools" / "plan" / "native"
+LIBRARY = OPS / "libtelechat_ops.so"
+PLANNER_LIBRARY = PLAN_NATIVE / "libtelechat_planner.so"
+SOURCES = {LIBRARY: OPS / "csrc", PLANNER_LIBRARY: PLAN_NATIVE}
+"""Folder of the sources of each library."""
 
 # MindSpore's wheels use the old string ABI, and std::string crosses the border (csrc/aot.h).
 FLAGS = [
@@ -82,23 +85,23 @@ def compiler() -> str:
     return found
 
 
-def build(library: Path = LIBRARY, mode: list[str] | None = None) -> Path:
+def build(library: Path = LIBRARY, mode: list[str] | None = None, out: Path | None = None) -> Path:
     """Compile and link; the library appears whole or not at all.
 
     Args:
-        library: File to write.
+        library: A key of ``SOURCES``.
+        out: File to write; by default the library itself.
         mode: ``OPTIMIZE`` (default), ``CHECKED`` or ``SANITIZE``.
 
     Raises:
         BuildError: No compiler, or it failed; carries its output.
     """
-    mode = OPTIMIZE if mode is None else mode
+    mode, folder, out = mode or OPTIMIZE, SOURCES[library], out or library
     cxx = compiler()
     sets = INSTRUCTION_SETS.get(platform.machine(), {"scalar": []})
     jobs: list[tuple[Path, str, list[str]]] = []
-    for source in [*sorted(SOURCES.rglob("*.cc")), *sorted(PLANNER.glob("*.cc"))]:
-        base = PLANNER if source.parent == PLANNER else SOURCES
-        name = "_".join(source.relative_to(base).with_suffix("").parts)
+    for source in sorted(folder.rglob("*.cc")):
+        name = "_".join(source.relative_to(folder).with_suffix("").parts)
         if source.name.endswith(".simd.cc"):
             jobs += [
                 (source, f"{name}.{isa}", [*flags, f"-DSIMD_NS={isa}"])
@@ -106,22 +109,22 @@ def build(library: Path = LIBRARY, mode: list[str] | None = None) -> Path:
             ]
         else:
             jobs.append((source, name, []))
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        objects = [str(Path(folder) / f"{name}.o") for _, name, _ in jobs]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        objects = [str(Path(scratch) / f"{name}.o") for _, name, _ in jobs]
 
         def compile_one(i: int) -> None:
             source, _, flags = jobs[i]
-            command = [cxx, *FLAGS, *mode, *flags, f"-I{SOURCES}", "-c", str(source), "-o"]
+            command = [cxx, *FLAGS, *mode, *flags, f"-I{folder}", "-c", str(source), "-o"]
             _run([*command, objects[i]])
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, range(len(jobs))))
-        partial = library.with_name(f".{library.name}.{os.getpid()}")
+        partial = out.with_name(f".{out.name}.{os.getpid()}")
         link = [flag for flag in mode if flag.startswith("-fsanitize")]
         _run([cxx, "-shared", "-pthread", *link, *objects, "-ldl", "-o", str(partial)])
-        partial.replace(library)
-    return library
+        partial.replace(out)
+    return out
 
 
 def _run(command: list[str]) -> None:
@@ -132,15 +135,16 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     """Build as the arguments say."""
-    parser = argparse.ArgumentParser(description="Compile the native operators.")
+    parser = argparse.ArgumentParser(description="Compile the native libraries.")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--checked", action="store_true", help="bounds checks, poisoned scratch")
     mode.add_argument("--sanitize", action="store_true", help="AddressSanitizer and UBSan as well")
-    parser.add_argument("--out", type=Path, default=LIBRARY)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="compile the operators only")
     args = parser.parse_args()
     flags = SANITIZE if args.sanitize else CHECKED if args.checked else OPTIMIZE
     try:
-        sys.stdout.write(f"{build(args.out, flags)}\n")
+        for library in [LIBRARY] if args.out else SOURCES:
+            sys.stdout.write(f"{build(library, flags, args.out)}\n")
     except BuildError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

@@ -35,12 +35,25 @@ def path() -> Path:
     chosen = Path(
         os.environ.get("TELECHAT_OPS_LIBRARY") or LIBRARY
     )  # tests point at checked builds
-    if not chosen.exists():
+    return built(chosen, "the native operators are")
+
+
+def built(library: Path, what: str) -> Path:
+    """Return a library's file, or raise a NativeError that says what to do where it was not built."""
+    if not library.exists():
         raise NativeError(
-            f"the native operators are not built ({chosen} is missing): g++ was not found when "
+            f"{what} not built ({library} is missing): g++ was not found when "
             "telechat-moe was installed; install g++ and run `python -m telechat_moe.ops.build`"
         )
-    return chosen
+    return library
+
+
+def open_library(library: Path) -> ctypes.CDLL:
+    """Load a library, or raise a NativeError that says why it cannot be loaded."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeError(f"{library} cannot be loaded: {error}") from error
 
 
 @functools.cache
@@ -50,10 +63,7 @@ def load() -> ctypes.CDLL:
     Raises:
         NativeError: It is missing or cannot be loaded.
     """
-    try:
-        library = ctypes.CDLL(str(path()))
-    except OSError as error:
-        raise NativeError(f"{path()} cannot be loaded: {error}") from error
+    library = open_library(path())
     library.telechat_isa.restype = ctypes.c_char_p
     library.telechat_gemm_backend.restype = ctypes.c_char_p
     library.telechat_attributes_new.restype = ctypes.c_void_p

@@ -1,6 +1,8 @@
 """What an install must bring along beside the modules."""
 
+import os
 import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -29,3 +31,21 @@ def test_every_file_of_the_package_is_installed():
         if not installed:
             missing.append(name)
     assert missing == []
+
+
+def test_both_native_libraries_are_installed(tmp_path):
+    """A compiler that only creates what it is asked for stands in for g++."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n: > "$2"\n', encoding="utf-8"
+    )
+    compiler.chmod(0o755)
+    subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")],
+        cwd=ROOT, env={**os.environ, "CXX": str(compiler)}, capture_output=True, check=True,
+    )  # fmt: skip
+    found = [str(p.relative_to(tmp_path / "lib")) for p in tmp_path.glob("lib/**/*.so")]
+    assert sorted(found) == [
+        "telechat_moe/ops/libtelechat_ops.so",
+        "telechat_moe/tools/plan/native/libtelechat_planner.so",
+    ]

@@ -8,7 +8,7 @@ import pytest
 from test_placement import random_problem
 
 from telechat_moe.tools.plan.search import cross
-from telechat_moe.tools.plan.search.placement import Inner, Pool
+from telechat_moe.tools.plan.search.placement import Inner, PathPool
 from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
 from telechat_moe.tools.plan.search.planner import question
 
@@ -29,7 +29,7 @@ def _agree(solver, number: int, seed: int, rel: float) -> int:
             p = replace(
                 p, choice=False
             )  # recipes recompute the first layers of a chunk, the program any
-        ours, theirs = Inner(p, Pool()).solve(float("inf"), nodes=4000), solver(p)
+        ours, theirs = Inner(p, PathPool()).solve(float("inf"), nodes=4000), solver(p)
         assert theirs.proven
         if ours.best is None:
             assert theirs.seconds is None
@@ -70,7 +70,7 @@ def test_solvers_agree_on_real_placements(degrees: str, name: str) -> None:
     if name == "cp_sat":
         pytest.importorskip("ortools", reason="the extra `plan`")
     p = real(f"{degrees} dp=8 tp=2 sp=true zero=1 recompute=none")
-    ours, theirs = Inner(p, Pool()).solve(float("inf"), nodes=4000), getattr(cross, name)(p)
+    ours, theirs = Inner(p, PathPool()).solve(float("inf"), nodes=4000), getattr(cross, name)(p)
     assert theirs.proven
     assert ours.best
     assert ours.bound == pytest.approx(ours.best.seconds, rel=1e-6)

@@ -1,15 +1,13 @@
-"""Pipelines laid out in C++ against the simulator, and linear programs against HiGHS."""
+"""Pipelines laid out in C++ against the simulator."""
 
 import numpy as np
 import pytest
-from scipy.optimize import linprog
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import Kind, Times
 from telechat_moe.tools.plan.schedules.simulate import simulate
-from telechat_moe.tools.plan.search.linear_program import LinearProgram
 from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
 
 SHAPES = [
@@ -56,41 +54,3 @@ def test_a_path_is_a_bound_for_all_times() -> None:
 def test_interleaved_needs_whole_rounds() -> None:
     with pytest.raises(BadInputError, match="expected a multiple of 4"):
         Pipeline("interleaved", 4, 6, 2)
-
-
-def test_linear_programs_are_highs() -> None:
-    rng, solved = np.random.default_rng(0), 0
-    for _ in range(200):
-        n, m = rng.integers(2, 40, 2)
-        cost = np.where(rng.random(n) < 0.5, 0, rng.random(n))
-        upper = np.where(rng.random(n) < 0.3, np.inf, rng.integers(0, 6, n) * 1.0)
-        a, b = rng.normal(size=(m, n)) * (rng.random((m, n)) < 0.6), rng.normal(size=m) * 3
-        expected = linprog(
-            cost, A_ub=a, b_ub=b, bounds=[(0, None if np.isinf(u) else u) for u in upper]
-        )
-        program = LinearProgram(cost, upper)
-        program.add(a[: m // 2], b[: m // 2])
-        program.solve()
-        program.add(a[m // 2 :], b[m // 2 :])
-        assert program.solve() == (expected.status == 0)
-        if expected.status:
-            continue
-        solved += 1
-        assert program.value == pytest.approx(expected.fun, abs=1e-7)
-        # its multipliers prove it
-        reduced = cost + program.multipliers @ a
-        assert (reduced[np.isinf(upper)] > -1e-9).all()
-        dual = (
-            np.minimum(reduced, 0) @ np.where(np.isinf(upper), 0, upper) - program.multipliers @ b
-        )
-        assert dual == pytest.approx(expected.fun, abs=1e-6)
-        # what does not bind is left out, bounds and right-hand sides move inwards
-        program.shrink()
-        tight = np.minimum(upper, program.x + rng.integers(0, 2, n))
-        program.bound(tight)
-        assert program.solve()
-        left = np.where(program.multipliers > 0, program.multipliers, 0)
-        reduced = cost + left @ a
-        dual = np.minimum(reduced, 0) @ np.where(np.isinf(tight), 0, tight) - left @ b
-        assert dual == pytest.approx(program.value, abs=1e-6)
-    assert solved > 50

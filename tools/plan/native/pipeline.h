@@ -5,7 +5,7 @@
 
 namespace telechat {
 
-struct Pipeline {
+struct PipelineProgram {
   struct Step {
     int32_t what;  // kind * chunks + chunk: whose time it takes
     int32_t prev;  // the operation before it on its stage; -1: none

@@ -9,7 +9,7 @@
 
 namespace telechat {
 
-int64_t Pipeline::makespan(const int64_t* times, int64_t send, uint64_t seed, std::vector<int32_t>* path) const {
+int64_t PipelineProgram::makespan(const int64_t* times, int64_t send, uint64_t seed, std::vector<int32_t>* path) const {
   static thread_local std::vector<int64_t> ends;
   const int32_t n = static_cast<int32_t>(steps.size());
   if (ends.size() < steps.size()) ends.resize(steps.size());
@@ -40,13 +40,13 @@ int64_t Pipeline::makespan(const int64_t* times, int64_t send, uint64_t seed, st
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-using telechat::Pipeline;
+using telechat::PipelineProgram;
 
 // Lays out a program: `lengths` operations of each stage in `ops`, stage after stage; `route` is the stage of each chunk.
 // Returns null where operations wait for each other in a circle.
 EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micros, const int32_t* route,
                                    const int32_t* lengths, const int32_t* ops) {
-  auto* p = new Pipeline{chunks, micros, {route, route + chunks}, {}, {}};
+  auto* p = new PipelineProgram{chunks, micros, {route, route + chunks}, {}, {}};
   std::vector<const int32_t*> next(stages), stop(stages);
   for (int s = 0; s < stages; ++s) {
     next[s] = ops;
@@ -77,12 +77,12 @@ EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micro
   return p;
 }
 
-EXPORT void telechat_pipeline_delete(void* pipeline) { delete static_cast<Pipeline*>(pipeline); }
+EXPORT void telechat_pipeline_delete(void* pipeline) { delete static_cast<PipelineProgram*>(pipeline); }
 
 // Returns the makespan; where `path` is given, writes the operations of a longest path, first to last, and their number.
 EXPORT int64_t telechat_pipeline_path(void* pipeline, const int64_t* times, int64_t send, uint64_t seed, int32_t* path,
                                       int32_t* length) {
-  auto& p = *static_cast<Pipeline*>(pipeline);
+  auto& p = *static_cast<PipelineProgram*>(pipeline);
   if (path == nullptr) return p.makespan(times, send);
   std::vector<int32_t> found;
   const int64_t makespan = p.makespan(times, send, seed, &found);

@@ -17,7 +17,7 @@ constexpr int32_t kPair = 1 << 30;
 }  // namespace
 
 // As in synthesise.py; arrays have a value for each chunk, `cap` one for each stage.
-struct TelechatPipeline {
+struct ScheduleProblem {
   int32_t stages, chunks, micros;
   int32_t split;         // dX and dW may be apart
   int32_t pairs;         // a forward and a backward may overlap
@@ -53,7 +53,7 @@ struct Policy {
 
 class Scheduler {
  public:
-  explicit Scheduler(const TelechatPipeline& p) : p_(p), held_(p.stages), deeper_(p.chunks, 0.0) {
+  explicit Scheduler(const ScheduleProblem& p) : p_(p), held_(p.stages), deeper_(p.chunks, 0.0) {
     for (int c = 0; c < p.chunks; ++c) held_[p.route[c]].push_back(c);
     for (auto& held : held_)
       for (size_t k = held.size(); k-- > 1;) deeper_[held[k - 1]] = deeper_[held[k]] + p.activation[held[k]];
@@ -179,7 +179,7 @@ class Scheduler {
     if (to != from) wake_[to] = std::min(wake_[to], std::max(end + p_.comm, clock_[to]));
   }
 
-  const TelechatPipeline& p_;
+  const ScheduleProblem& p_;
   std::vector<std::vector<int>> held_;  // chunks of each stage
   std::vector<double> deeper_;          // activations of the later chunks on the same stage
   const Policy* policy_ = nullptr;
@@ -190,7 +190,7 @@ class Scheduler {
 // Adds to the due dates of one kind, of some chunks and neighbouring micro-batches; or changes how the stages wait.
 class Move {
  public:
-  Move(const TelechatPipeline& p, double unit, Random* random, Policy* policy)
+  Move(const ScheduleProblem& p, double unit, Random* random, Policy* policy)
       : policy_(policy), wait_(policy->wait), eager_(policy->eager) {
     int what = random->below(16);
     if (what == 0) {
@@ -242,7 +242,7 @@ class Move {
 // keeping what is not worse, until the makespan reaches `enough`. Writes the best order, stage after stage, the length of
 // each stage's, and the dates that make it. Returns its makespan; infinity where the memory does not suffice.
 extern "C" __attribute__((visibility("default"))) double telechat_schedule_pipeline(
-    const TelechatPipeline* p, double* due, double* release, double* wait, double* eager, uint64_t seed, int64_t steps,
+    const ScheduleProblem* p, double* due, double* release, double* wait, double* eager, uint64_t seed, int64_t steps,
     double enough, int32_t* out, int32_t* lengths) {
   const size_t all = static_cast<size_t>(p->chunks) * p->micros;
   Policy policy;

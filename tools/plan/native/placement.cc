@@ -17,7 +17,7 @@ uint64_t next(uint64_t& seed) {
 
 }  // namespace
 
-int Pool::add(const Pipeline& p, const std::vector<int32_t>& ops) {
+int PathPool::add(const PipelineProgram& p, const std::vector<int32_t>& ops) {
   Path path;
   path.counts.assign(3 * p.chunks, 0);
   int before = -1;
@@ -41,12 +41,12 @@ int Pool::add(const Pipeline& p, const std::vector<int32_t>& ops) {
   return number;
 }
 
-const Path& Pool::at(int number) {
+const Path& PathPool::at(int number) {
   std::lock_guard<std::mutex> held(lock_);
   return paths_[number];  // a deque's elements stay where they are
 }
 
-int Pool::size() {
+int PathPool::size() {
   std::lock_guard<std::mutex> held(lock_);
   return static_cast<int>(paths_.size());
 }
@@ -191,7 +191,7 @@ bool Problem::recompute(int stage, const Split& s, Ints& again) const {
   return true;
 }
 
-bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const {
+bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, PathPool& pool, Placed& found) const {
   int left = -std::accumulate(counts.begin(), counts.end(), 0);
   for (const Kind& k : kinds) left += k.count;
   Ints again, more;

@@ -29,10 +29,10 @@ struct Path {
 };
 
 // Paths of one schedule, each once.
-class Pool {
+class PathPool {
  public:
   // Keeps a path; returns its number.
-  int add(const Pipeline& p, const std::vector<int32_t>& ops);
+  int add(const PipelineProgram& p, const std::vector<int32_t>& ops);
   const Path& at(int number);
   int size();
 
@@ -51,7 +51,7 @@ struct GivenLayers {
 
 // `Problem` of placement_problem.py.
 struct Given {
-  const Pipeline* pipeline;
+  const PipelineProgram* pipeline;
   int64_t stages, kinds, bulk, choice, send, held;  // bulk: which of the kinds has more layers
   GivenLayers layers[2];
   const int64_t *lowest, *highest, *fixed, *memory, *buffer;
@@ -93,13 +93,13 @@ class Problem {
   bool finish(const Ints& counts, Ints& again) const;
   // Moves single layers off the longest path while that helps and there is time. Returns false where the first placement does
   // not fit.
-  bool improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, Pool& pool, Placed& found) const;
+  bool improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, PathPool& pool, Placed& found) const;
   // Returns whole layers of every chunk near fractions of them.
   Ints round(const Reals& near) const;
   // Every way to put the layers of the smaller kind into chunks.
   std::vector<Ints> structures() const;
 
-  const Pipeline* pipeline;
+  const PipelineProgram* pipeline;
   int stages, chunks, micros;
   bool choice, bulk_last;
   int64_t send, held;

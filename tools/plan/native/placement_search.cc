@@ -209,23 +209,23 @@ double Search::exact(const Box& box, double limit) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 using telechat::Path;
-using telechat::Pool;
+using telechat::PathPool;
 using telechat::Problem;
 using telechat::Search;
 
-EXPORT void* telechat_paths_new() { return new Pool; }
+EXPORT void* telechat_paths_new() { return new PathPool; }
 
-EXPORT void telechat_paths_delete(void* pool) { delete static_cast<Pool*>(pool); }
+EXPORT void telechat_paths_delete(void* pool) { delete static_cast<PathPool*>(pool); }
 
 // Writes the operations of a path, which are at most as many as the schedule has, and returns how many there are.
 EXPORT int32_t telechat_paths_at(void* pool, int32_t number, int32_t* ops) {
-  const Path& path = static_cast<Pool*>(pool)->at(number);
+  const Path& path = static_cast<PathPool*>(pool)->at(number);
   std::copy(path.ops.begin(), path.ops.end(), ops);
   return static_cast<int32_t>(path.ops.size());
 }
 
 EXPORT void* telechat_placement_new(const telechat::Given* given, void* pool) {
-  return new Search(*given, *static_cast<Pool*>(pool));
+  return new Search(*given, *static_cast<PathPool*>(pool));
 }
 
 EXPORT void telechat_placement_delete(void* search) { delete static_cast<Search*>(search); }

@@ -57,7 +57,7 @@ struct Later {
 
 class Search {
  public:
-  Search(const Given& given, Pool& pool) : p(given), pool(pool), n(p.chunks), bulk(p.kinds[0]) {
+  Search(const Given& given, PathPool& pool) : p(given), pool(pool), n(p.chunks), bulk(p.kinds[0]) {
     other = p.kinds.size() > 1 ? &p.kinds[1] : nullptr;
     std::vector<int64_t> work(p.stages, 0);
     for (int c = 0; c < n; ++c)
@@ -86,7 +86,7 @@ class Search {
   void solve(double target, int nodes, double limit_s);
 
   Problem p;
-  Pool& pool;
+  PathPool& pool;
   Placed best;            // seconds 0: none
   double bound = 0;
   int seen = 0, first = 0;

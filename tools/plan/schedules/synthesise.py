@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.ops import native
+from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.schedules.bounds import Bound, Rules, lower_bound
 from telechat_moe.tools.plan.schedules.known import Known, allowed, known, merge
 from telechat_moe.tools.plan.schedules.program import (
@@ -251,17 +251,17 @@ class _Instance:
         wait, eager = ctypes.c_double(policy.wait), ctypes.c_double(policy.eager)
         out = np.empty(self.operations, np.int32)
         lengths = np.empty(self.stages, np.int32)
-        makespan = _library()(
+        makespan = load().telechat_schedule_pipeline(
             ctypes.byref(self._problem),
-            due.ctypes.data_as(ctypes.c_void_p),
-            release.ctypes.data_as(ctypes.c_void_p),
+            address(due),
+            address(release),
             ctypes.byref(wait),
             ctypes.byref(eager),
-            ctypes.c_uint64(seed),
-            ctypes.c_int64(steps),
-            ctypes.c_double(self.bound.makespan * (1 + 1e-12)),
-            out.ctypes.data_as(ctypes.c_void_p),
-            lengths.ctypes.data_as(ctypes.c_void_p),
+            seed,
+            steps,
+            self.bound.makespan * (1 + 1e-12),
+            address(out),
+            address(lengths),
         )
         found = _Policy(due, release, wait.value, eager.value, makespan)
         return makespan, found, (out, lengths)
@@ -458,15 +458,3 @@ def _fuse(ops: tuple[tuple[Op, ...], ...], chunk: int) -> tuple[tuple[Op, ...], 
                 new.append(op)
         result.append(tuple(new))
     return tuple(result)
-
-
-def _library() -> "ctypes._NamedFuncPointer":
-    try:
-        function = native.load().telechat_schedule_pipeline
-    except AttributeError:
-        raise native.NativeError(
-            f"{native.path()} is older than its sources and cannot schedule pipelines; "
-            "run `python -m telechat_moe.ops.build`"
-        ) from None
-    function.restype = ctypes.c_double
-    return function

@@ -8,7 +8,7 @@ import numpy as np
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.search.bounds import problem_of
 from telechat_moe.tools.plan.search.boxes import Boxes
-from telechat_moe.tools.plan.search.placement import Inner, Multipliers, Part, Pool
+from telechat_moe.tools.plan.search.placement import Inner, Multipliers, Part, PathPool
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, structures
 from telechat_moe.tools.plan.search.search import Plan
 from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe, layout_of
@@ -23,7 +23,7 @@ Key = tuple[str, int, int, int]
 class Writer:
     """Collects configurations and what they share: arrays, schedules with their paths, proofs."""
 
-    def __init__(self, pools: dict[Key, Pool]) -> None:
+    def __init__(self, pools: dict[Key, PathPool]) -> None:
         self.pools = pools
         self.columns: list[str] = []
         self.rows: list[list[Any]] = []
@@ -174,7 +174,7 @@ def _tree(plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[P
     for known in (tree, *reversed(own)):
         if boxes.holds(known, whole, bound):
             return known
-    pool = plan.pools.setdefault(_key(p), Pool())
+    pool = plan.pools.setdefault(_key(p), PathPool())
     own.append(Inner(p, pool).solve(bound).tree)
     del own[:-NEIGHBOURS]
     return own[-1]

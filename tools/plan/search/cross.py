@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.search.placement import PS, Inner, Pool
+from telechat_moe.tools.plan.search.placement import PS, Inner, PathPool
 from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, structures
 
 
@@ -50,7 +50,7 @@ class _Rows:
     """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
 
     def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
-        self.p, self.inner, n = p, Inner(p, Pool()), p.number
+        self.p, self.inner, n = p, Inner(p, PathPool()), p.number
         self.few = np.array(structure)
         self.box = self.inner.fixed(self.inner.whole(), structure)
         self.orders = [[int(op) for op in own] for own in p.pipeline.orders]

@@ -13,9 +13,9 @@ from functools import lru_cache
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.ops import native
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
+from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.schedules.program import Kind
 
 KINDS = ("forward", "backward", "weight")
@@ -52,14 +52,15 @@ class Pipeline:
             self.route[stages:] = self.route[:stages][::-1]
         self.operations = sum(map(len, orders))
         lengths = np.array([len(o) for o in orders], dtype=np.int32)
-        self._library = _library()
-        self.at = self._library.telechat_pipeline_new(
-            *map(ctypes.c_int32, (stages, self.chunks, micro_batches)),
-            *map(_pointer, (self.route, lengths, np.concatenate(orders))),
+        self.at = load().telechat_pipeline_new(
+            stages,
+            self.chunks,
+            micro_batches,
+            *map(address, (self.route, lengths, np.concatenate(orders))),
         )
         if not self.at:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
-        weakref.finalize(self, self._library.telechat_pipeline_delete, ctypes.c_void_p(self.at))
+        weakref.finalize(self, load().telechat_pipeline_delete, self.at)
 
     def makespan(self, times: np.ndarray, send: int) -> int:
         """Return the makespan.
@@ -68,12 +69,16 @@ class Pipeline:
             times: Of each kind and chunk, [3, chunks] int64.
             send: Time between stages.
         """
-        return self._run(times, send, 0, None, None)
+        given = np.ascontiguousarray(times, dtype=np.int64)
+        return load().telechat_pipeline_path(self.at, address(given), int(send), 0, None, None)
 
     def path(self, times: np.ndarray, send: int, seed: int = 0) -> tuple[int, Path]:
         """Return the makespan and a longest path; of several `seed` takes one."""
         ops, length = np.empty(self.operations, dtype=np.int32), ctypes.c_int32()
-        makespan = self._run(times, send, seed, _pointer(ops), ctypes.byref(length))
+        given = np.ascontiguousarray(times, dtype=np.int64)
+        makespan = load().telechat_pipeline_path(
+            self.at, address(given), int(send), seed, address(ops), ctypes.byref(length)
+        )
         return makespan, self.as_path(ops[: length.value])
 
     def as_path(self, ops: np.ndarray) -> Path:
@@ -82,17 +87,6 @@ class Pipeline:
         counts = np.bincount(what, minlength=3 * self.chunks).reshape(3, self.chunks)
         stage = self.route[what % self.chunks]
         return Path(ops.copy(), counts, int((stage[1:] != stage[:-1]).sum()))
-
-    def _run(self, times: np.ndarray, send: int, seed: int, path: object, length: object) -> int:
-        given = np.ascontiguousarray(times, dtype=np.int64)
-        return self._library.telechat_pipeline_path(
-            ctypes.c_void_p(self.at),
-            _pointer(given),
-            ctypes.c_int64(int(send)),
-            ctypes.c_uint64(seed),
-            path,
-            length,
-        )
 
 
 @lru_cache(maxsize=256)
@@ -144,21 +138,3 @@ def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list
         )
         for own in make_program(layout).ops
     ]
-
-
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return array.ctypes.data_as(ctypes.c_void_p)
-
-
-def _library() -> ctypes.CDLL:
-    library = native.load()
-    try:
-        library.telechat_pipeline_new.restype = ctypes.c_void_p
-        library.telechat_pipeline_path.restype = ctypes.c_int64
-        library.telechat_pipeline_delete.restype = None
-    except AttributeError:
-        raise native.NativeError(
-            f"{native.path()} is older than its sources and cannot lay out pipelines; "
-            "run `python -m telechat_moe.ops.build`"
-        ) from None
-    return library

@@ -11,12 +11,13 @@ import ctypes
 import math
 import random
 import time
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from telechat_moe.ops import native
+from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.search.boxes import CLOSE, PS, Boxes, Multipliers, Part
 from telechat_moe.tools.plan.search.pipeline_paths import Path, Pipeline
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
@@ -25,20 +26,16 @@ CUTS = ("", "longest", "structure", "stage", "chunk")
 """`Part.cut` by its number."""
 
 
-class Pool:
+class PathPool:
     """Paths of one schedule, shared by the configurations that have it."""
 
     def __init__(self) -> None:
-        self._library = _library()
-        self.at = ctypes.c_void_p(self._library.telechat_paths_new())
+        self.at = load().telechat_paths_new()
+        weakref.finalize(self, load().telechat_paths_delete, self.at)
         self.pipeline: Pipeline | None = None
 
-    def __del__(self) -> None:
-        if hasattr(self, "at"):
-            self._library.telechat_paths_delete(self.at)
-
     @property
-    def paths(self) -> "Pool":
+    def paths(self) -> "PathPool":
         """Paths by their numbers."""
         return self
 
@@ -46,7 +43,7 @@ class Pool:
         if self.pipeline is None:
             raise IndexError(number)
         ops = np.empty(self.pipeline.operations, dtype=np.int32)
-        length = self._library.telechat_paths_at(self.at, ctypes.c_int32(number), _pointer(ops))
+        length = load().telechat_paths_at(self.at, number, address(ops))
         return self.pipeline.as_path(ops[:length])
 
 
@@ -79,19 +76,13 @@ class Answer:
 class Inner(Boxes):
     """One configuration and what is known of it."""
 
-    def __init__(self, problem: Problem, pool: Pool) -> None:
+    def __init__(self, problem: Problem, pool: PathPool) -> None:
         super().__init__(problem)
         self.pool = pool
         pool.pipeline = problem.pipeline
-        self._library = _library()
         self._given = _Given(problem)
-        self._at = ctypes.c_void_p(
-            self._library.telechat_placement_new(ctypes.byref(self._given), pool.at)
-        )
-
-    def __del__(self) -> None:
-        if hasattr(self, "_at"):
-            self._library.telechat_placement_delete(self._at)
+        self._at = load().telechat_placement_new(ctypes.byref(self._given), pool.at)
+        weakref.finalize(self, load().telechat_placement_delete, self._at)
 
     def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> Answer:
         """Prove that no placement takes less than `target`, or find those that do; goes on where the last call ended.
@@ -102,20 +93,20 @@ class Inner(Boxes):
             until: `time.perf_counter()` after which the search ends.
         """
         bound, size = ctypes.c_double(), np.zeros(4, dtype=np.int32)
-        self._library.telechat_placement_solve(
+        load().telechat_placement_solve(
             self._at,
-            ctypes.c_double(target),
-            ctypes.c_int32(nodes),
-            ctypes.c_double(until - time.perf_counter()),
+            target,
+            nodes,
+            until - time.perf_counter(),
             ctypes.byref(bound),
-            _pointer(size),
+            address(size),
         )
         seen, self._parts, first, _ = map(int, size)
         self._few = np.zeros(self.p.stages, dtype=np.int32)
         self._table = np.zeros((self._parts, 6), dtype=np.int32)
         root = np.zeros(first, dtype=np.int32)
-        self._library.telechat_placement_tree(
-            self._at, _pointer(self._table), _pointer(self._few), _pointer(root)
+        load().telechat_placement_tree(
+            self._at, address(self._table), address(self._few), address(root)
         )
         firsts = tuple(int(number) for number in root if number >= 0)
         return Answer(self, self._best(), bound.value, seen, firsts)
@@ -136,13 +127,13 @@ class Inner(Boxes):
         self, start: np.ndarray | None = None, patience: int = 0, until: float = math.inf
     ) -> Placed | None:
         layers, again = np.zeros((2, self.p.number), dtype=np.int32)
-        seconds = self._library.telechat_placement_best(
+        seconds = load().telechat_placement_best(
             self._at,
-            None if start is None else _pointer(start),
-            ctypes.c_int32(patience),
-            ctypes.c_double(until - time.perf_counter()),
-            _pointer(layers),
-            _pointer(again),
+            None if start is None else address(start),
+            patience,
+            until - time.perf_counter(),
+            address(layers),
+            address(again),
         )
         if not seconds:
             return None
@@ -161,12 +152,12 @@ class Inner(Boxes):
 
     def multipliers(self, number: int) -> Multipliers:
         """Return a proof by its number."""
-        p, look = self.p, self._library.telechat_placement_proof
-        length = look(self._at, ctypes.c_int32(number), None, None, None, None)
+        p, look = self.p, load().telechat_placement_proof
+        length = look(self._at, number, None, None, None, None)
         per = 2 * (p.stages + 1)
         weights, shares = np.zeros(1 + per + 3 * p.stages), np.zeros(length)
         paths, counts = np.zeros(length, dtype=np.int32), np.zeros(3 * p.number + 1)
-        look(self._at, ctypes.c_int32(number), *map(_pointer, (weights, paths, shares, counts)))
+        look(self._at, number, *map(address, (weights, paths, shares, counts)))
         memory, most, fewest = weights[1 + per :].reshape(3, p.stages)
         return Multipliers(
             share=float(weights[0]),
@@ -278,24 +269,4 @@ class _Given(ctypes.Structure):
         return self._arrays[-1].ctypes.data
 
 
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
-def _library() -> ctypes.CDLL:
-    library = native.load()
-    try:
-        library.telechat_paths_new.restype = ctypes.c_void_p
-        library.telechat_placement_new.restype = ctypes.c_void_p
-    except AttributeError:
-        raise native.NativeError(
-            f"{native.path()} is older than its sources and cannot place layers; "
-            "run `python -m telechat_moe.ops.build`"
-        ) from None
-    library.telechat_placement_best.restype = ctypes.c_double
-    library.telechat_paths_delete.restype = library.telechat_placement_delete.restype = None
-    library.telechat_placement_solve.restype = library.telechat_placement_tree.restype = None
-    return library
-
-
-__all__ = ["CLOSE", "PS", "Answer", "Inner", "Multipliers", "Part", "Pool"]
+__all__ = ["CLOSE", "PS", "Answer", "Inner", "Multipliers", "Part", "PathPool"]

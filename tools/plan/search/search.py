@@ -29,7 +29,7 @@ from telechat_moe.tools.plan.search.bounds import (
     prove,
     too_slow,
 )
-from telechat_moe.tools.plan.search.placement import CLOSE, Answer, Inner, Multipliers, Pool
+from telechat_moe.tools.plan.search.placement import CLOSE, Answer, Inner, Multipliers, PathPool
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
 from telechat_moe.tools.plan.search.space import (
     CHOSEN,
@@ -115,7 +115,7 @@ class Plan:
     """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
-    pools: dict[tuple[str, int, int, int], Pool] = field(default_factory=dict)
+    pools: dict[tuple[str, int, int, int], PathPool] = field(default_factory=dict)
     costs: dict[int, tuple[Costs, np.ndarray]] = field(default_factory=dict)
     timed_out: bool = False
 
@@ -185,7 +185,7 @@ class _Search:
         """Row of each in the costs of its depth."""
 
         self.groups: dict[tuple[str, int, int, int], np.ndarray] = {}
-        self.pools: dict[tuple[str, int, int, int], Pool] = {}
+        self.pools: dict[tuple[str, int, int, int], PathPool] = {}
         self.inners: dict[int, Inner] = {}
         self.proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = []
         self.answers: dict[int, Answer] = {}
@@ -274,7 +274,7 @@ class _Search:
             layout = layout_of(self.rows[row], self.space)
             c, _ = self.costs[layout.pp]
             problem = problem_of(c, int(self.place[row]), self.a, layout, self.room)
-            pool = self.pools.setdefault(self._key(row), Pool())
+            pool = self.pools.setdefault(self._key(row), PathPool())
             self.inners[row] = Inner(problem, pool)
         return self.inners[row]
 
