@@ -182,7 +182,7 @@ class Engine:
             (step, rank): RankDump(step, rank, "pytorch", "tensor", "L1", calls)
             for (step, rank), calls in sorted(self.dumps.items())
         }
-        return Dump(Path("faultbench"), ranks)
+        return Dump(Path("planted"), ranks)
 
     # ------------------------------------------------------------------ operators
 

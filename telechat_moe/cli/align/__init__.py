@@ -18,7 +18,6 @@ SUBVERBS = {
     "loss": "loss",
     "ckpt": "ckpt",
     "convert": "convert",
-    "faultbench": "faultbench",
     "report": "report",
     "phases": "phases",
 }

@@ -5,7 +5,7 @@ import random
 import tarfile
 from pathlib import Path
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "align" / "fixtures"
 NAMES = sorted(p.name.removesuffix(".tar.xz") for p in FIXTURES.glob("*.tar.xz"))
 
 

@@ -1,11 +1,13 @@
-"""`telechat-moe align faultbench`: how good is this tool at naming faults, measured by planting them."""
+"""How good is `align bisect` at naming faults? Plant them and count: `python -m benchmarks.align_faults`."""
 
 import argparse
-from typing import Any
+import sys
+from collections.abc import Sequence
 
+from benchmarks.align_faults import page, suite
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
-from telechat_moe.errors import UsageError
+from telechat_moe.errors import TelechatMoeError, UsageError
 
 EPILOG = """\
 Small mixture-of-experts models are trained on up to 16 logical ranks, in NumPy alone. One call on one rank is made
@@ -15,10 +17,10 @@ pairs differ in type, order of sums and fusion; in many of them tokens take othe
 allclose are asked about the same dumps. Classes and layouts: docs/align_faultbench.md.
 
 example:
-  telechat-moe align faultbench
-  telechat-moe align faultbench --faults 3000 --clean 2000 --jobs 2 --json faults.json --html faults.html
-  telechat-moe align faultbench --classes "optimizer" --layouts "zero*"
-  telechat-moe align faultbench --faults 500 --clean 0 --first 1500 --json part4.json  # in parts
+  python -m benchmarks.align_faults
+  python -m benchmarks.align_faults --faults 3000 --clean 2000 --jobs 2 --json faults.json --html faults.html
+  python -m benchmarks.align_faults --classes "optimizer" --layouts "zero*"
+  python -m benchmarks.align_faults --faults 500 --clean 0 --first 1500 --json part4.json  # in parts
 
 exit codes: 0 the bars hold, 1 they do not, 2 usage
 
@@ -27,11 +29,18 @@ clean (pairs, of_two_layouts, false_alarms, with_flips, not_judged), baselines, 
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "faultbench",
-        help="plant faults and see whether they are named",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; return the exit code."""
+    try:
+        return run(_parser().parse_args(argv))
+    except TelechatMoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.align_faults",
         description="Plant faults in small sharded models and see whether bisect names them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,7 +57,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--no-history", action="store_true", help="without the bugs of history")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
     parser.add_argument("--html", metavar="FILE", help="write one page")
-    parser.set_defaults(run=run)
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,11 +67,8 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} {getattr(args, name)}: at least 0 expected")
     if args.jobs < 1 or args.faults + args.clean == 0:
         raise UsageError("nothing to do: --jobs at least 1, --faults or --clean more than 0")
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    from benchmarks.align_faults import page, suite
-
     with bars() as progress:
-        report: Any = suite.run_suite(
+        report = suite.run_suite(
             args.faults,
             args.clean,
             args.classes,
@@ -73,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
             args.first,
             progress or _quiet,
         )
-    failures: list[str] = report.failures()
+    failures = report.failures()
     write_text("--html ", args.html, lambda: page.page(report))
     code = 1 if failures else 0
     if write_json(args.json, report.as_json()):
         return code
-    _show(report, suite)
+    _show(report)
     for failure in failures:
         print(f"fails: {failure}")
     if report.stopped:
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
-def _show(report: Any, suite: Any) -> None:
+def _show(report: suite.Report) -> None:
     headers = [suite.COLUMNS[0], *(f"{name} " for name in suite.COLUMNS[1:])]
     if report.faults:
         show_table(headers, [[str(v) for v in row] for row in suite.table(report)])
@@ -128,3 +134,7 @@ def _show(report: Any, suite: Any) -> None:
 
 def _quiet(what: str, done: int, of: int) -> None:
     """Show nothing."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Faults in the real MindSpore step, planted under its taps: the first call, its phase and the kind are named.
 
-Three of them here; all with ``pytest -m slow tests/align/test_real_faults.py``, four minutes on two idle cores.
+Three of them here; all with ``pytest -m slow benchmarks/align_faults/test_real_faults.py``, four minutes on two idle cores.
 """
 
 import fnmatch
