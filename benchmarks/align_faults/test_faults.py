@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dumps import FIXTURES, unpack
 
 from benchmarks.align_faults import baselines, suite
 from benchmarks.align_faults.engine import Engine, Plan
@@ -139,6 +138,8 @@ def test_layouts_train_the_same_model(layouts):
 
 @pytest.mark.parametrize("name", ["torch_tensor_mix", "mindspore_tensor_mix"])
 def test_the_rules_of_msprobe_against_its_own_table(name, tmp_path):
+    from dumps import FIXTURES, unpack
+
     golden = msprobe.read(unpack(name, tmp_path)).ranks[0, 0]
     target = msprobe.read(unpack(f"{name}_disturbed", tmp_path)).ranks[0, 0]
     with (FIXTURES / f"{name}.compare.csv").open(encoding="utf-8") as file:

@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
-import mini_recipe
-
 from benchmarks.align_faults.real import Lie, RealStep, lying
 from benchmarks.align_faults.real_faults import GIVEN, LIES
 from benchmarks.align_faults.score import refires
@@ -23,6 +21,8 @@ FEW = ("experts exchanged", "scale of attention", "gradient's sign")
 
 
 def made(folder, steps):
+    import mini_recipe
+
     data = mini_recipe.write_data(folder)
     given = mini_recipe.arguments(data, folder / "run")[3:]
     step = RealStep(
