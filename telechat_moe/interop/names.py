@@ -8,18 +8,52 @@ has the MTP layer of a model with 45 layers at 46 instead of 45; :func:`first_mt
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from telechat_moe.recipe import ModelConfig
-
-Shape = tuple[int, ...]
+from telechat_moe.recipe.weights import Shape, Weight, weights
 
 OUR_STATE = re.compile(r".*\.moe\.(router\.expert_load|dispatch\.dropped)")
 """Counters in a training checkpoint that are no weights."""
 
 HF_STATE = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Buffers in older Hugging Face checkpoints that follow from the configuration."""
+
+_IN_A_BLOCK = {
+    "input_norm.weight": "input_layernorm.weight",
+    "attention.q_down.weight": "self_attn.q_a_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+    "attention.q_up.weight": "self_attn.q_b_proj.weight",
+    "attention.q_proj.weight": "self_attn.q_proj.weight",
+    "attention.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+    "attention.kv_up.weight": "self_attn.kv_b_proj.weight",
+    "attention.out.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn.gate.weight": "mlp.gate_proj.weight",
+    "ffn.up.weight": "mlp.up_proj.weight",
+    "ffn.down.weight": "mlp.down_proj.weight",
+    "moe.router.weight": "mlp.gate.weight",
+    "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "moe.experts.gate": "mlp.experts.*.gate_proj.weight",
+    "moe.experts.up": "mlp.experts.*.up_proj.weight",
+    "moe.experts.down": "mlp.experts.*.down_proj.weight",
+    "moe.shared.gate.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared.up.weight": "mlp.shared_experts.up_proj.weight",
+    "moe.shared.down.weight": "mlp.shared_experts.down_proj.weight",
+    # Of an MTP layer, beside its block.
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "proj.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+_OUTSIDE = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(?:block\.)?(.*)")
 
 
 @dataclass(frozen=True)
@@ -72,7 +106,8 @@ def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:
         config: Model section of the recipe.
         mtp_layer: First MTP layer in Hugging Face's names; None: the one after the decoder's last.
     """
-    return list(_model(config, config.num_hidden_layers if mtp_layer is None else mtp_layer))
+    first = config.num_hidden_layers if mtp_layer is None else mtp_layer
+    return [_pair(weight, config, first) for weight in weights(config)]
 
 
 def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> dict[str, Shape]:
@@ -92,73 +127,21 @@ def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> d
     }
 
 
-def _model(config: ModelConfig, mtp_layer: int) -> Iterator[Pair]:
-    H, V, L = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    mtp = [f"model.layers.{mtp_layer + d}" for d in range(config.num_nextn_predict_layers)]
-    table_copies = tuple(f"{hf}.embed_tokens.weight" for hf in mtp)
-    head_copies = tuple(f"{hf}.shared_head.head.weight" for hf in mtp)
-    if config.tie_word_embeddings:
-        copies, spare = table_copies + head_copies, ("lm_head.weight",)
+def _pair(weight: Weight, config: ModelConfig, mtp_layer: int) -> Pair:
+    match = _LAYER.fullmatch(weight.name)
+    if match:
+        layer = int(match[2]) + (mtp_layer if match[1] == "mtp" else 0)
+        hf = f"model.layers.{layer}.{_IN_A_BLOCK[match[3]]}"
     else:
-        copies, spare = table_copies, ()
-    yield Pair("embedding.weight", (V, H), ("model.embed_tokens.weight",), copies, spare)
-    for i in range(L):
-        is_moe = i >= config.first_k_dense_replace
-        yield from _block(config, f"layers.{i}", f"model.layers.{i}", is_moe)
-    yield Pair("norm.weight", (H,), ("model.norm.weight",))
-    if not config.tie_word_embeddings:
-        yield Pair("head.weight", (V, H), ("lm_head.weight",), head_copies)
-    for d, hf in enumerate(mtp):
-        yield Pair(f"mtp.{d}.embed_norm.weight", (H,), (f"{hf}.enorm.weight",))
-        yield Pair(f"mtp.{d}.hidden_norm.weight", (H,), (f"{hf}.hnorm.weight",))
-        yield Pair(f"mtp.{d}.proj.weight", (H, 2 * H), (f"{hf}.eh_proj.weight",))
-        yield from _block(config, f"mtp.{d}.block", hf, is_moe=config.num_moe_layers > 0)
-        yield Pair(f"mtp.{d}.norm.weight", (H,), (f"{hf}.shared_head.norm.weight",))
-
-
-def _block(config: ModelConfig, ours: str, hf: str, is_moe: bool) -> Iterator[Pair]:
-    H = config.hidden_size
-    yield Pair(f"{ours}.input_norm.weight", (H,), (f"{hf}.input_layernorm.weight",))
-    yield from _attention(config, f"{ours}.attention", f"{hf}.self_attn")
-    yield Pair(f"{ours}.ffn_norm.weight", (H,), (f"{hf}.post_attention_layernorm.weight",))
-    if is_moe:
-        yield from _moe(config, f"{ours}.moe", f"{hf}.mlp")
-    else:
-        yield from _mlp(f"{ours}.ffn", f"{hf}.mlp", H, config.intermediate_size)
-
-
-def _attention(config: ModelConfig, ours: str, hf: str) -> Iterator[Pair]:
-    H, N, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    nope, rope, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-
-    def pair(name: str, shape: Shape, hf_name: str) -> Pair:
-        return Pair(f"{ours}.{name}.weight", shape, (f"{hf}.{hf_name}.weight",))
-
-    if config.q_lora_rank:
-        yield pair("q_down", (config.q_lora_rank, H), "q_a_proj")
-        yield pair("q_norm", (config.q_lora_rank,), "q_a_layernorm")
-        yield pair("q_up", (N * (nope + rope), config.q_lora_rank), "q_b_proj")
-    else:
-        yield pair("q_proj", (N * (nope + rope), H), "q_proj")
-    yield pair("kv_down", (rank + rope, H), "kv_a_proj_with_mqa")
-    yield pair("kv_norm", (rank,), "kv_a_layernorm")
-    yield pair("kv_up", (N * (nope + v), rank), "kv_b_proj")
-    yield pair("out", (H, N * v), "o_proj")
-
-
-def _mlp(ours: str, hf: str, hidden: int, width: int) -> Iterator[Pair]:
-    yield Pair(f"{ours}.gate.weight", (width, hidden), (f"{hf}.gate_proj.weight",))
-    yield Pair(f"{ours}.up.weight", (width, hidden), (f"{hf}.up_proj.weight",))
-    yield Pair(f"{ours}.down.weight", (hidden, width), (f"{hf}.down_proj.weight",))
-
-
-def _moe(config: ModelConfig, ours: str, hf: str) -> Iterator[Pair]:
-    H, E, F = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
-    yield Pair(f"{ours}.router.weight", (E, H), (f"{hf}.gate.weight",))
-    bias = (f"{hf}.gate.e_score_correction_bias",)
-    yield Pair(f"{ours}.router.expert_bias", (E,), bias, is_bias=True)
-    for part, shape in (("gate", (E, H, F)), ("up", (E, H, F)), ("down", (E, F, H))):
-        names = tuple(f"{hf}.experts.{j}.{part}_proj.weight" for j in range(E))
-        yield Pair(f"{ours}.experts.{part}", shape, names)
-    if config.shared_width:
-        yield from _mlp(f"{ours}.shared", f"{hf}.shared_experts", H, config.shared_width)
+        hf = _OUTSIDE[weight.name]
+    names = tuple(hf.replace("*", str(j)) for j in range(weight.shape[0] if weight.stacked else 1))
+    copied: list[str] = []
+    if weight.name == "embedding.weight":
+        copied.append("embed_tokens")
+    if weight.name == ("embedding.weight" if config.tie_word_embeddings else "head.weight"):
+        copied.append("shared_head.head")
+    mtp_layers = range(mtp_layer, mtp_layer + config.num_nextn_predict_layers)
+    copies = tuple(f"model.layers.{i}.{name}.weight" for name in copied for i in mtp_layers)
+    tied = config.tie_word_embeddings and weight.name == "embedding.weight"
+    spare = ("lm_head.weight",) if tied else ()
+    return Pair(weight.name, weight.shape, names, copies, spare, is_bias=not weight.trained)

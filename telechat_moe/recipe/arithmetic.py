@@ -11,17 +11,20 @@ Conventions, the same everywhere in this package:
   counts twice the forward pass; recomputation is not counted.
 """
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.weights import Weight, weights
 
 BYTES = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Parameters of one kind of part."""
+class ModelPart:
+    """Parameters of one kind of layer or module."""
 
     name: str
     count: int
@@ -51,9 +54,9 @@ class Part:
 class Parameters:
     """Parameters of a model, part by part."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
 
-    def _sum(self, of: Callable[[Part], int], mtp: bool) -> int:
+    def _sum(self, of: Callable[[ModelPart], int], mtp: bool) -> int:
         return sum(of(part) for part in self.parts if mtp or not part.mtp)
 
     @property
@@ -77,48 +80,41 @@ class Parameters:
         return self._sum(lambda part: part.total_active, False)
 
 
-def attention_parameters(c: ModelConfig) -> int:
-    """Return the parameters of one MLA layer, its latent norms included."""
-    heads = c.num_attention_heads
-    queries = heads * c.query_width
-    norms = (c.q_lora_rank or 0) + c.kv_lora_rank if c.qk_layernorm else 0
-    q = c.q_lora_rank * (c.hidden_size + queries) if c.q_lora_rank else c.hidden_size * queries
-    kv_down = c.hidden_size * (c.kv_lora_rank + c.qk_rope_head_dim)
-    kv_up = c.kv_lora_rank * heads * (c.qk_nope_head_dim + c.v_head_dim)
-    return norms + q + kv_down + kv_up + heads * c.v_head_dim * c.hidden_size
+_PARTS = (
+    ("embedding", r"embedding\..*"),
+    ("attention", r"layers\.\d+\.attention\..*"),
+    ("dense feed-forward", r"layers\.\d+\.ffn\..*"),
+    ("router", r"layers\.\d+\.moe\.router\..*"),
+    ("routed experts", r"layers\.\d+\.moe\.experts\..*"),
+    ("shared experts", r"layers\.\d+\.moe\.shared\..*"),
+    ("layer norms", r"layers\.\d+\.\w+_norm\..*"),
+    ("final norm", r"norm\..*"),
+    ("head", r"head\..*"),
+    ("MTP", r"mtp\..*"),
+)
+
+
+def _active(c: ModelConfig, weight: Weight) -> int:
+    """Return the elements of a weight that a token meets."""
+    if not weight.stacked:
+        return math.prod(weight.shape)
+    return math.prod(weight.shape[1:]) * c.num_experts_per_tok
 
 
 def parameters(c: ModelConfig) -> Parameters:
     """Count the parameters of a model."""
-    h, depth, moe = c.hidden_size, c.num_nextn_predict_layers, c.num_moe_layers
-    dense = c.num_hidden_layers - moe
-    expert, shared = 3 * h * c.moe_intermediate_size, 3 * h * c.shared_width
-    chosen = c.num_experts_per_tok * expert
-    experts = c.n_routed_experts * expert
-    attention, router = attention_parameters(c), h * c.n_routed_experts
-    feed_forward = 3 * h * c.intermediate_size
-    head = 0 if c.tie_word_embeddings else c.vocab_size * h
-    inside = 0 if moe else feed_forward  # an MTP block is like the last decoder layer
-    extra = router + experts + shared if moe else inside
-    extra_active = router + chosen + shared if moe else inside
-    rest = 2 * h * h + attention + 5 * h
-
-    def part(name: str, count: int, each: int, active: int | None = None) -> Part:
-        return Part(name=name, count=count, each=each, active=each if active is None else active)
-
-    parts = [
-        part("embedding", 1, c.vocab_size * h),
-        part("attention", c.num_hidden_layers, attention),
-        part("dense feed-forward", dense, feed_forward),
-        part("router", moe, router),
-        part("routed experts", moe, experts, chosen),
-        part("shared experts", moe, shared),
-        part("layer norms", c.num_hidden_layers, 2 * h),
-        part("final norm", 1, h),
-        part("head", 1, head),
-        Part(name="MTP", count=depth, each=rest + extra, active=rest + extra_active, mtp=True),
-    ]
-    return Parameters(parts=tuple(p for p in parts if p.total))
+    trained = [weight for weight in weights(c) if weight.trained]
+    parts: list[ModelPart] = []
+    for name, pattern in _PARTS:
+        found = [weight for weight in trained if re.fullmatch(pattern, weight.name)]
+        if not found:
+            continue
+        count = len({weight.name.split(".")[1] for weight in found})  # numbers of layers
+        total = sum(math.prod(weight.shape) for weight in found)
+        active = sum(_active(c, weight) for weight in found)
+        each, met = total // count, active // count
+        parts.append(ModelPart(name=name, count=count, each=each, active=met, mtp=name == "MTP"))
+    return Parameters(parts=tuple(parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,23 +148,16 @@ def flops_per_token(c: ModelConfig, seq_length: int | None = None, *, mtp: bool 
     """
     length = seq_length or c.seq_length
     depth = c.num_nextn_predict_layers if mtp else 0
-    layers, h = c.num_hidden_layers + depth, c.hidden_size
-    latents = (c.q_lora_rank or 0) + c.kv_lora_rank if c.qk_layernorm else 0
-    attention = attention_parameters(c) - latents
-    moe_layer = h * c.n_routed_experts + 3 * h * (
-        c.num_experts_per_tok * c.moe_intermediate_size + c.shared_width
-    )
-    dense_layer = 3 * h * c.intermediate_size
-    weights = (
-        layers * attention
-        + (c.num_hidden_layers - c.num_moe_layers) * dense_layer
-        + c.num_moe_layers * moe_layer
-        + depth * (2 * h * h + (moe_layer if c.num_moe_layers else dense_layer))
-        + (1 + depth) * c.vocab_size * h
+    layers, tables = c.num_hidden_layers + depth, ("embedding.weight", "head.weight")
+    products = (1 + depth) * c.vocab_size * c.hidden_size + sum(
+        _active(c, weight)
+        for weight in weights(c)
+        if len(weight.shape) > 1 and weight.name not in tables
+        if mtp or not weight.name.startswith("mtp.")
     )
     keys = (length + 1) / 2
     scores = 2 * layers * c.num_attention_heads * (c.query_width + c.v_head_dim) * keys
-    return Flops(products=2 * weights, attention=scores)
+    return Flops(products=2 * products, attention=scores)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.interop.names import pairs
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.weights import Weight, weights
 from telechat_moe.sharding.layouts import WEIGHTS, dimensions
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of, places_of, shard_threshold
@@ -19,17 +19,6 @@ from telechat_moe.sharding.recipe import mesh_of, places_of, shard_threshold
 MOMENTS = ("adam_m", "adam_v")
 Region = tuple[tuple[int, int], ...]
 
-# What a weight is called -> the row of WEIGHTS for its cell; all others are whole.
-_CELLS = (
-    (re.compile(r"embedding\.weight"), "Embedding"),
-    (re.compile(r"head\.weight"), "Linear.column"),
-    (re.compile(r".*\.attention\.(q_up|q_proj)\.weight"), "Linear.column"),
-    (re.compile(r".*\.attention\.kv_up\.weight"), "Linear.column_whole"),
-    (re.compile(r".*\.attention\.out\.weight"), "Linear.row"),
-    (re.compile(r".*\.(ffn|shared)\.(gate|up)\.weight"), "Linear.column"),
-    (re.compile(r".*\.(ffn|shared)\.down\.weight"), "Linear.row"),
-    (re.compile(r".*\.moe\.experts\.(gate|up|down)"), "Experts"),
-)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
@@ -39,13 +28,13 @@ class Cuts:
 
     Args:
         mesh: Devices.
-        shapes: Whole shape of each weight by name.
+        weights: Each weight of the whole model by name.
         stages: Pipeline stage of each decoder layer.
         threshold: Bytes from which copies share a weight among them (ZeRO-1); None: they do not.
     """
 
     mesh: Mesh
-    shapes: dict[str, tuple[int, ...]]
+    weights: dict[str, Weight]
     stages: Sequence[int]
     threshold: int | None = None
 
@@ -68,9 +57,9 @@ class Cuts:
             )
         config, places = recipe.model_config, places_of(recipe)
         stages = [p.stage for p in places] if places else [0] * config.num_hidden_layers
-        shapes = {pair.ours: pair.shape for pair in pairs(config)}
-        cuts = Cuts(mesh_of(recipe), shapes, stages, shard_threshold(recipe))
-        for name, shape in shapes.items():
+        named = {weight.name: weight for weight in weights(config)}
+        cuts = Cuts(mesh_of(recipe), named, stages, shard_threshold(recipe))
+        for name, shape in cuts.shapes.items():
             for length, axes in zip(shape, cuts.axes(name), strict=True):
                 if length % cuts.mesh.size(axes):
                     raise BadInputError(
@@ -79,15 +68,18 @@ class Cuts:
                     )
         return cuts
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of each weight by name."""
+        return {name: weight.shape for name, weight in self.weights.items()}
+
     def axes(self, name: str) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes that cut each dimension of a weight."""
-        if self.mesh.sp and ".shared." in name:  # whole on every device, see sharding.place
-            return tuple(() for _ in self.shapes[name])
-        for pattern, row in _CELLS:
-            if pattern.fullmatch(name):
-                part = name.rsplit(".", 1)[-1]
-                return dimensions(WEIGHTS[row][part], self.mesh)
-        return tuple(() for _ in self.shapes[name])
+        weight = self.weights[name]
+        whole = not weight.cell or (self.mesh.sp and ".shared." in name)  # see sharding.place
+        if whole:
+            return tuple(() for _ in weight.shape)
+        return dimensions(WEIGHTS[weight.cell][name.rsplit(".", 1)[-1]], self.mesh)
 
     def stage(self, name: str) -> int:
         """Return the pipeline stage of a weight."""
@@ -124,7 +116,7 @@ class Cuts:
 
     def _shared(self, name: str, part: Sequence[tuple[int, int]], itemsize: int, by: int) -> bool:
         """Return whether the copies of a weight share it among them."""
-        if self.threshold is None or by == 1 or name.endswith(".router.expert_bias"):
+        if self.threshold is None or by == 1 or not self.weights[name].trained:
             return False
         lengths = [end - begin for begin, end in part]
         return lengths[0] % by == 0 and math.prod(lengths) * itemsize >= self.threshold
@@ -132,5 +124,5 @@ class Cuts:
     @cached_property
     def names(self) -> list[str]:
         """Names of the weights and of the moments of those that are trained."""
-        trained = [n for n in self.shapes if not n.endswith(".router.expert_bias")]
-        return [*self.shapes, *(f"{m}.{n}" for m in MOMENTS for n in trained)]
+        trained = [weight.name for weight in self.weights.values() if weight.trained]
+        return [*self.weights, *(f"{m}.{n}" for m in MOMENTS for n in trained)]
