@@ -1,0 +1,37 @@
+"""Pages are short enough to be read, and lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GENERATED = {"recipes.md"}
+PAGES = [p for p in sorted((ROOT / "docs").glob("*.md")) if p.name not in GENERATED]
+PAGE, PARAGRAPH, README = 1_500, 90, 900  # words
+
+
+def paragraphs(text: str) -> list[str]:
+    """Return the blocks of a page that are prose or lists; an item of a list is a paragraph."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.S)
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose)
+    return [b for b in blocks if not b.strip().startswith(("|", "#", "<", "!["))]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.name)
+def test_pages_are_short(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= (README if page.name == "README.md" else PAGE)
+    for paragraph in paragraphs(text):
+        assert len(paragraph.split()) <= PARAGRAPH, f"{len(paragraph.split())}: {paragraph[:300]}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+
+
+def test_every_page_is_in_the_site():
+    listed = set(re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed == {p.name for p in PAGES} | GENERATED
