@@ -1,4 +1,4 @@
-"""Benchmarks of the operators beside their peers; ``telechat-moe bench ops`` runs them.
+"""Benchmarks of the operators beside their peers: `python -m benchmarks.ops`.
 
 All peers of a case run in one process, in turns, on the same inputs, with results compared; torch always with malloc
 tuned (:data:`TUNED_MALLOC`): without it a third of its time is page faults, and we would look better than we are.

@@ -1,64 +1,110 @@
-"""Runs the set in this process and writes JSON to a file; started by ``telechat-moe bench ops``."""
-
-from __future__ import annotations
+"""The operators beside torch, Inductor and MindSpore on this machine: `python -m benchmarks.ops`."""
 
 import argparse
 import json
 import os
-import platform
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.ops import blocks, decoder, vector
-from benchmarks.ops.report import targets
-from benchmarks.ops.timing import Case
-from telechat_moe.ops import native
+from benchmarks.command import answer
+from benchmarks.ops import TUNED_MALLOC
+from benchmarks.ops.report import page
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.errors import CheckFailedError
 
-GROUPS = {
-    "vector": vector.cases,
-    "dynamic": lambda *how: [*vector.dynamic_cases(*how), *decoder.cases(*how)],
-    "gmm": blocks.grouped_matmul,
-    "moe": blocks.moe,
-    "attention": blocks.attention,
-    "cross-entropy": blocks.cross_entropy,
-    "adamw": blocks.adamw,
-}
+GROUPS = ("vector", "dynamic", "gmm", "moe", "attention", "cross-entropy", "adamw")
 
+EPILOG = """\
+example:
+  python -m benchmarks.ops --quick
+  python -m benchmarks.ops --json ops.json --html ops.html
 
-def tell(text: str) -> None:
-    """Say what runs."""
-    sys.stderr.write(f"  {text}\n")
+Peers that are not installed (torch, mindspore) are left out. All peers run in one process, in turns,
+on the same inputs, and their results are compared. The whole set takes about five
+minutes for each number of threads.
 
-
-def main() -> None:
-    """Run the groups that are named."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--only", nargs="*", choices=list(GROUPS), default=list(GROUPS))
-    parser.add_argument("--threads", nargs="*", type=int, default=[2])
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    cases: list[Case] = []
-    for threads in args.threads:
-        native.set_threads(threads)
-        for name in args.only:
-            cases += GROUPS[name](threads, args.quick, tell)
-    result = {
-        "machine": f"{_processor()}, {os.cpu_count()} CPUs, {native.isa()}, {native.gemm_backend()}",
-        "threads": args.threads,
-        "targets": [{**t._asdict(), "met": t.met} for t in targets(cases)],
-        "cases": [case.as_dict() for case in cases],
-    }
-    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+exit codes: 0 ran (targets may be missed), 1 peers disagree, 2 usage
+"""
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ops",
+        description="Measure the operators beside torch, TorchInductor and MindSpore.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+    parser.add_argument("--json", metavar="FILE", help="write the numbers (- for stdout)")
+    parser.add_argument("--html", metavar="FILE", help="write a page with bars")
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is measured."""
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=list(GROUPS), metavar="GROUP")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], metavar="N")
+    parser.add_argument("--quick", action="store_true", help="one small shape each, under a minute")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure in a child process, whose memory allocator is set up for torch."""
+    write_text("--html ", args.html, str)  # fail now, not after ten minutes
+    result = _measure(args)
+    write_text("--html ", args.html, lambda: page(result))
+    if not write_json(args.json, result):
+        _show(result)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.ops.measure", str(out)]
+        command += ["--only", *args.only, "--threads", *map(str, args.threads)]
+        environment = {**TUNED_MALLOC, "GLOG_v": "3", "TORCHINDUCTOR_CACHE_DIR": folder}
+        done = subprocess.run(
+            [*command, *(["--quick"] if args.quick else [])],
+            env={**os.environ, **environment},
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode or not out.exists():
+            raise CheckFailedError(f"the benchmark ended with exit code {done.returncode}")
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def _show(result: dict[str, Any]) -> None:
+    """Print times and targets."""
+    rows: list[list[str]] = []
+    for case in result["cases"]:
+        ours = case["best"].get(case["ours"], 0.0)
+        for peer, us in case["best"].items():
+            ratio = "" if peer == case["ours"] or not ours else f"{us / ours:.2f}x"
+            worst = case["extra"].get(f"{peer}: worst call")
+            row = [case["op"], case["shape"], str(case["threads"]), peer, f"{us:,.0f}", ratio]
+            rows.append([*row, "" if worst is None else f"{worst:,.0f}"])
+    head = ["operator", "shape", "threads ", "peer", "best us ", "ours is ", "worst call "]
+    show_table(head, rows)
+    print()
+    reached = [
+        [t["name"], f"{t['wanted']:g}", f"{t['reached']:.3g}", "met" if t["met"] else "MISSED"]
+        for t in result["targets"]
+        if t["reached"] is not None
+    ]
+    show_table(["target", "wanted ", "reached ", ""], reached)
+    print(result["machine"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return answer(build_parser(), run, argv)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -145,12 +145,3 @@ def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
         elif not flag and first is not None:
             yield first, i
             first = None
-
-
-def union_us(intervals: Sequence[tuple[float, float]]) -> float:
-    """Return the length covered by intervals (start, end), overlaps counted once."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.overlap.kernel_list import PAYLOAD, Kernel, KernelList, by_stream, union_us
+from benchmarks.overlap.kernel_list import PAYLOAD, Kernel, KernelList, by_stream
 from benchmarks.overlap.kernel_order import Order, infer_order
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
+from telechat_moe.tools.plan.cost.expert_overlap import summarise as summarise_intervals
 
 GAP_US = 2.0
 """From the end of a kernel to the start of the next that waits for it: median in DeepSeek's list of 983 kernels."""
@@ -25,47 +27,25 @@ MULTIPROCESSORS = 132
 
 
 @dataclass(frozen=True)
-class Summary:
-    """A list of kernels in time. Communication and computation are unions of intervals, as a profiler counts them."""
-
-    span_us: float
-    """From the first start to the last end on the device."""
-    compute_us: float
-    communication_us: float
-    exposed_us: float
-    """Communication under which nothing computes."""
-    idle_us: float
-    """Nothing runs."""
-
-    @property
-    def overlap(self) -> float:
-        """Share of the communication that computation hides; nan where there is none."""
-        talk = self.communication_us
-        return 1.0 - self.exposed_us / talk if talk else float("nan")
-
-
-@dataclass(frozen=True)
 class Prediction:
     """Predicted starts of a kernel list."""
 
     kernels: tuple[Kernel, ...]
     order: Order
     start_us: tuple[float, ...]
-    device: Summary
+    device: OverlapSummary
     chunk_us: float
     """What the host sees: from its first launch to the return of its last. The device may still be working then."""
-    measured: Summary | None
+    measured: OverlapSummary | None
     measured_start_us: tuple[float, ...] | None
 
 
-def summarise(kernels: Sequence[Kernel], start_us: Sequence[float]) -> Summary:
+def summarise(kernels: Sequence[Kernel], start_us: Sequence[float]) -> OverlapSummary:
     """Return how busy the device is when kernels start at given times."""
     spans = [(s, s + k.duration_us) for k, s in zip(kernels, start_us, strict=True)]
     talk = [span for span, k in zip(spans, kernels, strict=True) if k.communicates]
     compute = [span for span, k in zip(spans, kernels, strict=True) if not k.communicates]
-    whole = max(e for _, e in spans) - min(s for s, _ in spans)
-    busy, computing = union_us(spans), union_us(compute)
-    return Summary(whole, computing, union_us(talk), busy - computing, whole - busy)
+    return summarise_intervals(compute, talk)
 
 
 def predict(

@@ -5,33 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overlap.kernel_list import read_kernels
-from benchmarks.overlap.overlap import (
-    LAUNCH_US,
-    MULTIPROCESSORS,
-    Prediction,
-    Summary,
-    predict,
-)
+from benchmarks.overlap.overlap import Prediction, predict
 from telechat_moe.errors import UsageError
+from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
 from telechat_moe.tools.plan.report.timeline import Box, Table, Timeline, chrome_trace, page
 
 
-def read_and_predict(
-    path: str, launch_us: float | None = None, multiprocessors: int | None = None
-) -> Prediction:
-    """Read a kernel list and predict it; None means the default.
+def read_and_predict(path: str, launch_us: float, multiprocessors: int) -> Prediction:
+    """Read a kernel list and predict it.
 
     Raises:
         UsageError: A value makes no sense.
         BadInputError: The list cannot be read.
     """
-    launch = LAUNCH_US if launch_us is None else launch_us
-    count = MULTIPROCESSORS if multiprocessors is None else multiprocessors
-    if not 0 <= launch < math.inf:
-        raise UsageError(f"--launch-us {launch:g}: expected 0 or more microseconds")
-    if count < 1:
-        raise UsageError(f"--multiprocessors {count}: expected 1 or more")
-    return predict(read_kernels(path), launch_us=launch, multiprocessors=count)
+    if not 0 <= launch_us < math.inf:
+        raise UsageError(f"--launch-us {launch_us:g}: expected 0 or more microseconds")
+    if multiprocessors < 1:
+        raise UsageError(f"--multiprocessors {multiprocessors}: expected 1 or more")
+    return predict(read_kernels(path), launch_us=launch_us, multiprocessors=multiprocessors)
 
 
 def rows(prediction: Prediction) -> list[list[str]]:
@@ -82,7 +73,7 @@ def notes(prediction: Prediction) -> list[str]:
     return said + order.notes
 
 
-def _plain(summary: Summary | None) -> dict[str, float | None] | None:
+def _plain(summary: OverlapSummary | None) -> dict[str, float | None] | None:
     if summary is None:
         return None
     overlap = summary.overlap

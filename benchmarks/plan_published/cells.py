@@ -1,49 +1,13 @@
-"""Cells of published tables as numbers, and the row that they become."""
+"""Read the cells of published tables as numbers, and make rows of them."""
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
-from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One published run."""
-
-    table: str
-    line: int
-    """Line of the CSV file, or number of the row within its set."""
-
-    model: str
-    device: str
-    """Device as the table names it; empty: the command's default."""
-
-    group: str
-    """Model and scale: rows of one group are left out of a fit together."""
-
-    architecture: Architecture | None = None
-    layout: Layout | None = None
-    step_s: float | None = None
-    memory_bytes: float | None = None
-    memory_stage: int | None = None
-    """Stage whose memory was measured; None: the largest."""
-
-    provenance: str = "A"
-    reason: str = ""
-    """Why the row is not predicted; empty: it is."""
-
-    source: str = ""
-
-    @property
-    def label(self) -> str:
-        """Model and layout on one line."""
-        return f"{self.model} {self.layout.short()}" if self.layout else self.model
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
 class MissingError(Exception):
@@ -108,9 +72,11 @@ def is_true(row: Fields, key: str) -> bool:
     return (row.get(key) or "").strip().lower() in ("true", "1", "1.0", "yes")
 
 
-def new_row(table: str, line: int, model: str, device: str, gpus: object, **rest: Any) -> Row:
+def new_row(
+    table: str, line: int, model: str, device: str, gpus: object, **rest: Any
+) -> MeasuredStep:
     """Return a row whose group is its model and scale."""
-    return Row(
+    return MeasuredStep(
         table=table, line=line, model=model, device=device, group=f"{table}/{model}/{gpus}", **rest
     )
 

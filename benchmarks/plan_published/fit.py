@@ -5,17 +5,18 @@ rows of its table: tables of ten rows are heard beside tables of seven hundred. 
 from pulling, and a prior holds constants that few rows determine: to `TYPICAL` where a device sets `prior_weight`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
-from benchmarks.plan_published.cells import Row
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
-from telechat_moe.tools.plan.cost.device import Constants, Device, load_device
+from telechat_moe.tools.plan.cost.device import FOLDER, Constants, Device, load_device
+from telechat_moe.tools.plan.cost.score import MeasuredStep, Scored
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
 NEVER = {"inter_latency_s"}
@@ -43,7 +44,7 @@ WEAK = 0.02
 
 
 @dataclass
-class Part:
+class VariantRows:
     """Rows of one device variant, ready to evaluate."""
 
     device: Device
@@ -54,7 +55,7 @@ class Part:
 class Problem:
     """Rows of a device and its variants with one set of constants."""
 
-    def __init__(self, rows: Sequence[Row], device: Device, default: str = "") -> None:
+    def __init__(self, rows: Sequence[MeasuredStep], device: Device, default: str = "") -> None:
         self.rows = list(rows)
         self.device = device
         if not rows:
@@ -63,18 +64,18 @@ class Problem:
         count = Counter(row.table for row in rows)
         self.weight = np.array([count[row.table] ** -0.35 for row in rows])
         named = [load_device(row.device or default or device.name) for row in rows]
-        self.parts: list[Part] = []
+        self.variants: list[VariantRows] = []
         for name in sorted({d.name for d in named}):
             index = np.array([i for i, d in enumerate(named) if d.name == name])
             pairs = [(self.rows[i].architecture, self.rows[i].layout) for i in index]
-            self.parts.append(Part(named[index[0]], columns(pairs), index))  # type: ignore[arg-type]
+            self.variants.append(VariantRows(named[index[0]], columns(pairs), index))  # type: ignore[arg-type]
 
     def predict(self, constants: Constants) -> Array:
         """Return predicted seconds of each row."""
         out = np.zeros(len(self.rows))
-        for part in self.parts:
-            out[part.index] = evaluate_columns(
-                part.x, part.device, constants, steps_only=True
+        for variant in self.variants:
+            out[variant.index] = evaluate_columns(
+                variant.x, variant.device, constants, steps_only=True
             ).step_s
         return out
 
@@ -83,7 +84,7 @@ class Problem:
         return Problem([row for row, k in zip(self.rows, keep, strict=True) if k], self.device)
 
 
-def free_constants(rows: Sequence[Row], device: Device) -> list[str]:
+def free_constants(rows: Sequence[MeasuredStep], device: Device) -> list[str]:
     """Return the constants to fit: those that the rows can determine."""
     skip = NEVER | set(device.measured)
     layouts = [row.layout for row in rows if row.layout]
@@ -161,3 +162,39 @@ def held_out(
         constants = fit(problem.without(~here), whole, 6)
         out[here] = problem.without(here).predict(constants)
     return out
+
+
+def refit(
+    scored: Sequence[Scored],
+    default: str,
+    by: str,
+    moved: Callable[[str, int, int | None], None] | None = None,
+) -> list[Scored]:
+    """Replace predictions by those of constants fitted without the row's group.
+
+    Args:
+        scored: What `score` returned.
+        default: Device of rows that name none.
+        by: `model` (a model of a table with all its scales) or `scale` (one scale of it).
+        moved: Told what is refitted, how many groups are done and how many there are.
+    """
+    out = list(scored)
+    bases: dict[str, list[int]] = defaultdict(list)
+    for i, one in enumerate(scored):
+        if one.error is not None:
+            bases[base_name(load_device(one.row.device or default).name)].append(i)
+    for base, index in bases.items():
+        rows = [scored[i].row for i in index]
+        groups = [row.group if by == "scale" else row.group.rsplit("/", 1)[0] for row in rows]
+        predicted = held_out(Problem(rows, load_device(base), default), groups, moved)
+        for i, seconds in zip(index, predicted, strict=True):
+            out[i] = replace(out[i], step_s=float(seconds))
+    return out
+
+
+def base_name(name: str) -> str:
+    """Return the device whose constants a variant shares: the longest shipped name that begins it."""
+    file = FOLDER / f"{name}.yaml"
+    if file.is_file():
+        return str(yaml.safe_load(file.read_text(encoding="utf-8")).get("base", name))
+    return name

@@ -6,23 +6,23 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.plan_published.cells import Row
-from benchmarks.plan_published.fit import Problem, fit, free_constants
+from benchmarks.plan_published.fit import Problem, base_name, fit, free_constants
 from benchmarks.plan_published.tables import read_table
+from benchmarks.plan_published.validate import checked
 from telechat_moe.tools.plan.cost.device import FOLDER, load_device
-from telechat_moe.tools.plan.cost.score import base_name, checked
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
-def rows_of(files: list[str], device: str) -> list[Row]:
+def rows_of(files: list[str], device: str) -> list[MeasuredStep]:
     """Return the rows with a time that a device (or a variant of it) ran."""
-    rows: list[Row] = []
+    rows: list[MeasuredStep] = []
     for file in files:
         rows += read_table(file)
     chosen = [r for r in checked(rows, device) if not r.reason and r.step_s]
     return [r for r in chosen if base_name(load_device(r.device or device).name) == device]
 
 
-def write(device: str, rows: list[Row]) -> Path:
+def write(device: str, rows: list[MeasuredStep]) -> Path:
     """Fit, and replace the `constants` block of the device's file."""
     problem = Problem(rows, load_device(device), device)
     constants, free = fit(problem), free_constants(rows, problem.device)

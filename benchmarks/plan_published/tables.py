@@ -17,7 +17,6 @@ from benchmarks.plan_published.cells import (
     Cells,
     Fields,
     MissingError,
-    Row,
     divided,
     int_of,
     is_true,
@@ -25,15 +24,16 @@ from benchmarks.plan_published.cells import (
     number_of,
     unreadable,
 )
+from benchmarks.plan_published.models import published
 from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
-def _vtrain(row: Fields, table: str, line: int) -> Row:
+def _vtrain(row: Fields, table: str, line: int) -> MeasuredStep:
     """Megatron-DeepSpeed: GPT, fp16, full recomputation, unfused attention, reduction after the backward pass."""
     hidden, layers = int_of(row, "hidden size"), int_of(row, "# layers")
     heads, seq = int_of(row, "attention heads"), int_of(row, "sequence length")
@@ -55,7 +55,7 @@ def _vtrain(row: Fields, table: str, line: int) -> Row:
     )  # fmt: skip
 
 
-def _foundry(row: Fields, table: str, line: int) -> Row:
+def _foundry(row: Fields, table: str, line: int) -> MeasuredStep:
     """MosaicML llm-foundry: MPT, PyTorch FSDP, flash attention, a fused loss, no other fused kernels."""
     seq, gpus, micro = (
         int_of(row, "SeqLen (T)"),
@@ -79,7 +79,7 @@ def _foundry(row: Fields, table: str, line: int) -> Row:
     )  # fmt: skip
 
 
-def _dgxc(row: Fields, table: str, line: int) -> Row:
+def _dgxc(row: Fields, table: str, line: int) -> MeasuredStep:
     """NVIDIA DGX Cloud recipes: NeMo (Megatron core), MaxText and Paxml (FSDP)."""
     config, gpus = row["config"], int_of(row, "gpus")
     step = number_of(row, "step_s")
@@ -139,7 +139,7 @@ def _megatron(
     )  # fmt: skip
 
 
-def _bridge(row: Fields, table: str, line: int) -> Row:
+def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
     """NeMo Megatron-Bridge performance summary."""
     model, gpus = row["model"], int_of(row, "gpus")
     device = re.sub(r"^DGX-", "", row["system"])
@@ -192,7 +192,7 @@ def _fused_from(model: str) -> tuple[int, int]:
     return (26, 8) if name.startswith("kimi") else (99, 0)
 
 
-FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], Row]], ...] = (
+FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], MeasuredStep]], ...] = (
     ({"# GPUs", "iteration time (ms)", "tensor parallelism"}, _vtrain),
     ({"MicroBatchSize", "Sharding Strategy", "Throughput (T/s)"}, _foundry),
     ({"config", "gpu", "step_s", "tok_s", "mfu_pct"}, _dgxc),
@@ -203,7 +203,7 @@ FORMATS: tuple[tuple[set[str], Callable[[Fields, str, int], Row]], ...] = (
 )
 
 
-def read_table(file: str | Path) -> list[Row]:
+def read_table(file: str | Path) -> list[MeasuredStep]:
     """Read a table of steps.
 
     Args:
@@ -237,7 +237,9 @@ def read_table(file: str | Path) -> list[Row]:
     )
 
 
-def _rows(reader: Any, parse: Callable[[Fields, str, int], Row], table: str) -> Iterator[Row]:
+def _rows(
+    reader: Any, parse: Callable[[Fields, str, int], MeasuredStep], table: str
+) -> Iterator[MeasuredStep]:
     for line, given in enumerate(reader, start=2):
         # cells beyond the header come under the key None, missing ones as None
         fields = Cells({k: v for k, v in given.items() if k is not None and v is not None})
@@ -251,13 +253,13 @@ def _rows(reader: Any, parse: Callable[[Fields, str, int], Row], table: str) -> 
             yield _bare(fields, table, line, unreadable("layout", error))
 
 
-def _bare(fields: Fields, table: str, line: int, reason: str) -> Row:
+def _bare(fields: Fields, table: str, line: int, reason: str) -> MeasuredStep:
     model = next(
         (fields[k] for k in ("model", "Model", "config", "name", "case") if fields.get(k)), ""
     )
     device = next(
         (fields[k] for k in ("gpu", "GPU", "system", "hw", "device") if fields.get(k)), ""
     )
-    return Row(
+    return MeasuredStep(
         table=table, line=line, model=model, device=device, group=f"{table}/{model}", reason=reason
     )

@@ -9,16 +9,16 @@ import yaml
 from benchmarks.plan_published.cells import (
     Fields,
     MissingError,
-    Row,
     divided,
     int_of,
     is_true,
     new_row,
     number_of,
 )
+from benchmarks.plan_published.models import published
 from telechat_moe.tools.plan.cost.architecture import plain
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
 def _list(text: str) -> Any:
@@ -35,7 +35,7 @@ SMALL_GB = 31
 dp 4, tp 8), while `run_gpt2_13b_910b.yaml` (59 GB, dp 8, tp 1) is what that device runs."""
 
 
-def mindformers(row: Fields, table: str, line: int) -> Row:
+def mindformers(row: Fields, table: str, line: int) -> MeasuredStep:
     """MindFormers recipes on Ascend."""
     name = row["name"]
     device = row.get("hw") or "ascend-910b"
@@ -113,7 +113,7 @@ def _ascend_recompute(row: Fields, chunks: int) -> tuple[str, tuple[int, ...] | 
     return "none", None
 
 
-def mindspeed(row: Fields, table: str, line: int) -> Row:
+def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
     """MindSpeed-LLM launch scripts on Ascend 910B, and their reference on A100."""
     model = row["model"]
     reference = row["device"] in ("参考", "reference", "GPU", "GPUs")

@@ -8,7 +8,6 @@ from benchmarks.plan_published.cells import (
     MOST,
     Fields,
     MissingError,
-    Row,
     int_of,
     is_true,
     new_row,
@@ -16,6 +15,7 @@ from benchmarks.plan_published.cells import (
 )
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 NOT_GIVEN = {
     "t5": "num-layers of encoder and decoder, seq-length",
@@ -46,7 +46,7 @@ def _string(text: str, layers: int, chunks: int) -> tuple[int, ...] | None:
     return counts
 
 
-def golden(row: Fields, table: str, line: int) -> Row:
+def golden(row: Fields, table: str, line: int) -> MeasuredStep:
     """Megatron-LM functional tests: last rank's peak memory; time where the model is not a toy."""
     case, hardware = row["case"], row["hw"]
     found = re.search(r"(gb200|h100|a100)", hardware)

@@ -12,13 +12,14 @@ from typing import Any
 
 import yaml
 
-from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, Row, unreadable
-from benchmarks.plan_published.parts import PARTS
+from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, unreadable
+from benchmarks.plan_published.models import published
+from benchmarks.plan_published.partial_steps import PARTS
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.models import published
+from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 GIB = 2**30
 
@@ -42,7 +43,7 @@ def _device(row: Mapping[str, Any], name: str) -> str:
     return found[0] if found else ""
 
 
-def read_sets(path: Path) -> list[Row]:
+def read_sets(path: Path) -> list[MeasuredStep]:
     """Read a file with `sets`.
 
     Raises:
@@ -54,7 +55,7 @@ def read_sets(path: Path) -> list[Row]:
         raise BadInputError(f"{path}: not a YAML file in UTF-8 ({str(error)[:80]})") from None
     if not isinstance(raw, dict) or not isinstance(raw.get("sets"), list):
         raise BadInputError(f"{path}: expected a mapping with `sets`, a list")
-    rows: list[Row] = []
+    rows: list[MeasuredStep] = []
     for number, entry in enumerate(raw["sets"], start=1):
         if not isinstance(entry, dict) or not entry.get("id"):
             raise BadInputError(f"{path}: set {number} has no `id`")
@@ -62,7 +63,7 @@ def read_sets(path: Path) -> list[Row]:
     return rows
 
 
-def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
+def _set(entry: Mapping[str, Any]) -> Iterator[MeasuredStep]:
     name, grade = str(entry["id"]), str(entry.get("prov", "?"))
     table = f"published_steps/{name}"
     common = entry.get("common") or {}
@@ -70,7 +71,7 @@ def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
         return
     if not isinstance(entry.get("rows"), list):
         reason = "missing: steps (the set has no rows with a time)"
-        yield Row(
+        yield MeasuredStep(
             table=table, line=0, model="", device="", group=table, provenance=grade, reason=reason
         )
         return
@@ -79,7 +80,7 @@ def _set(entry: Mapping[str, Any]) -> Iterator[Row]:
             variants = list(_variants({**common, **given}, name))
         except UNREADABLE as error:
             reason = unreadable("row", error)
-            yield Row(
+            yield MeasuredStep(
                 table=table, line=number, model="", device="", group=table, provenance=grade, reason=reason
             )  # fmt: skip
             continue
@@ -113,10 +114,10 @@ def _variants(row: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     }
 
 
-def _row(row: dict[str, Any], table: str, name: str, number: int) -> Row:
+def _row(row: dict[str, Any], table: str, name: str, number: int) -> MeasuredStep:
     model, device = str(row.get("model", "")), _device(row, name)
     gpus = row.get("gpus") or row.get("devices") or row.get("npus") or "?"
-    start = Row(
+    start = MeasuredStep(
         table=table, line=number, model=model, device=device, group=f"{table}/{model}/{gpus}",
         source=str(row.get("src", "")),
     )  # fmt: skip

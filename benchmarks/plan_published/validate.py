@@ -1,7 +1,11 @@
 """Rows that cannot be what they say: the figure implies a utilisation that no run of that layout can have."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from telechat_moe.tools.plan.cost import score
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.device import Device
+from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.cost.layout import Layout
 
@@ -47,3 +51,15 @@ def implausible(architecture: Architecture, layout: Layout, step_s: float, devic
             "the tokens counted or the layout are not those of the run"
         )
     return ""
+
+
+def checked(rows: Sequence[score.MeasuredStep], default: str) -> list[score.MeasuredStep]:
+    """Return the rows with a reason on those that cannot be predicted or cannot be what they say."""
+    found: list[score.MeasuredStep] = []
+    for row in score.checked(rows, default):
+        if not row.reason and row.architecture and row.layout and row.step_s is not None:
+            device = load_device(row.device or default)
+            why = implausible(row.architecture, row.layout, row.step_s, device)
+            row = replace(row, reason=why)
+        found.append(row)
+    return found

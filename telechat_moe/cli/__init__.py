@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from telechat_moe import __version__
 from telechat_moe.cli import (
     align,
-    bench,
     ckpt,
     convert,
     data,
@@ -41,7 +40,6 @@ VERBS = (
     upstream,
     align,
     plan,
-    bench,
     plugin_path,
 )
 

@@ -12,12 +12,13 @@ from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.expert_overlap import (
-    Pieces,
+    LayerTimes,
     _backwards,
     _forwards,
     _steady,
     hidden,
-    pieces,
+    layer_times,
+    union_us,
 )
 from telechat_moe.tools.plan.cost.layout import Layout
 
@@ -48,7 +49,7 @@ def test_pieces_add_up_to_the_layer(pangu):
     from telechat_moe.tools.plan.cost.roofline import layer, rates
 
     architecture, layout, device = pangu
-    p = pieces(architecture, layout, device)
+    p = layer_times(architecture, layout, device)
     x = columns([(architecture, layout)])
     one = layer(x, rates(x, device, device.constants), True)
     assert p.attention + p.shared + p.experts + 2 * p.exchange == pytest.approx(
@@ -70,7 +71,7 @@ def test_slower_network_hides_less(pangu):
         assert slow.steady.span_us >= fast.steady.span_us
 
 
-EVEN = Pieces(3, 0, 3, 3, 3, 0, 3, 3, 0, 3)
+EVEN = LayerTimes(3, 0, 3, 3, 3, 0, 3, 3, 0, 3)
 
 
 def test_even_pieces_by_hand():
@@ -94,7 +95,7 @@ def test_even_pieces_by_hand():
 
 def test_nothing_starts_before_its_input():
     """Long products and no dW: every transfer stands between the two pieces that it joins."""
-    p = Pieces(2, 0, 10, 1, 2, 0, 10, 0, 0, 0)
+    p = LayerTimes(2, 0, 10, 1, 2, 0, 10, 0, 0, 0)
     assert _backwards(p, 2, 1).span_us == pytest.approx(2 * (1 + 10 + 1 + 2) * 1e6)
     # halves: only the first dispatch shows; the last combine runs under attention dX of the other half
     assert _backwards(p, 1, 2).span_us == pytest.approx((1 + 10 + 10 + 2 + 2) * 1e6)
@@ -111,7 +112,7 @@ seconds = st.floats(1e-4, 1.0)
 @settings(max_examples=50, deadline=None)
 @given(st.lists(seconds, min_size=10, max_size=10), st.integers(1, 4))
 def test_never_faster_than_either_stream(values, layers):
-    p = Pieces(*values)
+    p = LayerTimes(*values)
     compute = layers * (
         p.attention + p.shared + p.experts
         + p.attention_dx + p.shared_dx + p.experts_dx + p.attention_dw + p.shared_dw + p.experts_dw
@@ -130,3 +131,10 @@ def test_no_all_to_all_is_refused(pangu):
     architecture, layout, device = pangu
     with pytest.raises(BadInputError, match="ep of 2 or more"):
         hidden(architecture, layout.but(ep=1), device)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=12))
+def test_union(intervals):
+    covered = {t for start, length in intervals for t in range(start, start + length)}
+    assert union_us([(s, s + n) for s, n in intervals]) == len(covered)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks.plan_published.models import published
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.columns import columns
@@ -15,7 +16,6 @@ from telechat_moe.tools.plan.cost.memory import (
     local_parameters,
     memory,
 )
-from telechat_moe.tools.plan.cost.models import published
 from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.cost.weights import stage_elements
 

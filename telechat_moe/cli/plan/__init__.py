@@ -12,7 +12,6 @@ SUBVERBS: dict[str, str] = {
     "search": "search",
     "score": "score",
     "simulate": "simulate",
-    "overlap": "overlap",
     "calibrate": "calibrate",
     "schedule": "schedule",
     "run-schedule": "run_schedule",
@@ -21,7 +20,7 @@ SUBVERBS: dict[str, str] = {
 
 EPILOG = """\
 example:
-  telechat-moe plan score benchmarks/plan_published/data/*.csv --device a100
+  telechat-moe plan simulate telechat3_moe/pretrain_105b_a4b_4k.yaml --device ascend-910b
 
 exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad input
 """

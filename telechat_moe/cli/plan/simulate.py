@@ -9,7 +9,7 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 
 EPILOG = """\
 The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions: see
-`telechat-moe plan score` for how far they are from published measurements.
+docs/plan_accuracy.md for how far they are from published measurements.
 
 example:
   telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html --trace step.json

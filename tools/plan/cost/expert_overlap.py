@@ -1,34 +1,68 @@
 """How much of the experts' all-to-all a schedule hides, on any model and device.
 
-The cost model gives the time of each piece of a MoE layer; the pieces are ordered as an overlapped schedule launches
-them and run through the same simulation of streams as a profiled kernel list (`overlap`).
+The cost model gives the seconds of each component of a MoE layer. They are put on two streams, computation and
+all-to-all, in the order in which an overlapped schedule launches them, and each starts as soon as it can.
 
     steady     a forward and a backward of two micro-batches in turn, dW after each dX (1F1B with overlap, DualPipe)
     warm_up    forwards alone: the micro-batch runs as two halves in turn, each under the other's all-to-all
     cool_down  backwards alone: two halves in turn as well, and dW of what is done under the all-to-all of what follows
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from benchmarks.overlap.kernel_list import Kernel
-from benchmarks.overlap.kernel_order import Order
-from benchmarks.overlap.overlap import Summary, run_streams, summarise
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import columns
+from telechat_moe.tools.plan.cost.columns import Array, columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.roofline import layer, rates
 
-MAIN, LINK = "compute", "all-to-all"
+
+@dataclass(frozen=True)
+class OverlapSummary:
+    """Busy time of a device's streams, in unions of intervals, as a profiler counts them."""
+
+    span_us: float
+    """From the first start to the last end."""
+    compute_us: float
+    communication_us: float
+    exposed_us: float
+    """Communication under which nothing computes."""
+    idle_us: float
+    """Nothing runs."""
+
+    @property
+    def overlap(self) -> float:
+        """Share of the communication that computation hides; nan where there is no communication."""
+        return 1.0 - self.exposed_us / self.communication_us if self.communication_us else math.nan
+
+
+Interval = tuple[float, float]
+"""Start and end in microseconds."""
+
+
+def union_us(intervals: Iterable[Interval]) -> float:
+    """Return the length that intervals cover, overlaps counted once."""
+    total, reached = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def summarise(compute: Sequence[Interval], communication: Sequence[Interval]) -> OverlapSummary:
+    """Return how busy a device is with computation and communication at the given times."""
+    both = [*compute, *communication]
+    span = max(end for _, end in both) - min(start for start, _ in both)
+    busy, computing = union_us(both), union_us(compute)
+    return OverlapSummary(span, computing, union_us(communication), busy - computing, span - busy)
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Seconds of the pieces of one MoE layer for one micro-batch."""
+class LayerTimes:
+    """Seconds of the components of one MoE layer for one micro-batch."""
 
     attention: float
     """Attention, norms, router and tensor-parallel collectives, forward."""
@@ -50,13 +84,12 @@ class Pieces:
 class Hidden:
     """Share of the all-to-all that computation hides."""
 
-    pieces: Pieces
-    steady: Summary
-    warm_up: Summary
-    cool_down: Summary
-    shared_only: Summary
+    steady: OverlapSummary
+    warm_up: OverlapSummary
+    cool_down: OverlapSummary
+    shared_only: OverlapSummary
     """Warm-up of whole micro-batches, where only shared experts run under the all-to-all."""
-    dw_only: Summary
+    dw_only: OverlapSummary
     """Cool-down of whole micro-batches, where only dW and shared experts run under the all-to-all."""
 
     @property
@@ -66,8 +99,8 @@ class Hidden:
         return 1 - sum(s.exposed_us for s in both) / sum(s.communication_us for s in both)
 
 
-def pieces(architecture: Architecture, layout: Layout, device: Device) -> Pieces:
-    """Return the pieces of a MoE layer.
+def layer_times(architecture: Architecture, layout: Layout, device: Device) -> LayerTimes:
+    """Return the seconds of the components of a MoE layer.
 
     Raises:
         BadInputError: The model has no MoE layers, or its experts are on one device.
@@ -85,118 +118,102 @@ def pieces(architecture: Architecture, layout: Layout, device: Device) -> Pieces
     x = columns([(m, layout.but(ep_overlap=False)) for m in (a, alone, bare)])
     one = layer(x, rates(x, device, device.constants), True)
 
-    def split(of: str) -> np.ndarray:
-        f, b, again = one.forward, one.backward, one.again
-        if of == "dw":
-            return b.matmul / 2
-        if of == "dx":
-            return (
-                b.matmul / 2
-                + b.attention
-                + b.memory
-                + b.tensor
-                + again.matmul
-                + again.attention
-                + again.memory
-            )
-        return f.matmul + f.attention + f.memory + f.tensor
+    f, b, repeated = one.forward, one.backward, one.again
+    dw_s = b.matmul / 2
+    dx_s = (
+        dw_s + b.attention + b.memory + b.tensor
+        + repeated.matmul + repeated.attention + repeated.memory
+    )  # fmt: skip
 
-    parts: list[tuple[float, float, float]] = []
-    for of in ("forward", "dx", "dw"):
-        whole, routed, attention = split(of)
-        parts.append((float(attention), float(whole - routed), float(routed - attention)))
-    ahead, dx, dw = parts
-    once = float(one.forward.expert[0]) / 2
-    return Pieces(*ahead, once, *dx, *dw)
+    def split(seconds: Array) -> tuple[float, float, float]:
+        """Return the seconds of attention, of shared and of routed experts."""
+        whole, routed, attention = seconds
+        return float(attention), float(whole - routed), float(routed - attention)
+
+    once = float(f.expert[0]) / 2
+    forward = split(f.matmul + f.attention + f.memory + f.tensor)
+    return LayerTimes(*forward, once, *split(dx_s), *split(dw_s))
 
 
 class _Streams:
-    """Two streams that are filled in order of launch."""
+    """Two in-order streams; an item starts when its stream is free and what it waits for has ended."""
 
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
-        self.order = Order([], [], [], [], [], {})
-        self._last: dict[str, int] = {}
+        self._compute: list[Interval] = []
+        self._exchange: list[Interval] = []
 
-    def add(self, stream: str, name: str, seconds: float, after: Sequence[int | None] = ()) -> int:
-        number = len(self.kernels)
-        role = "exchange" if stream == LINK else ""
-        self.kernels.append(Kernel(stream, name, seconds * 1e6, "", 0, role))
-        before = [self._last[stream]] if stream in self._last else []
-        self.order.after.append(before + [i for i in after if i is not None])
-        self.order.issue.append(number)
-        if stream == MAIN:
-            self.order.main.append(number)
-        self._last[stream] = number
-        return number
+    def compute(self, seconds: float, after: float = 0.0) -> float:
+        """Append a computation that waits until `after` (us), and return when it ends (us)."""
+        return self._append(self._compute, seconds, after)
 
-    def run(self) -> Summary:
-        start, _ = run_streams(self.kernels, self.order, 0.0, 0.0, 1)
-        return summarise(self.kernels, start)
+    def exchange(self, seconds: float, after: float = 0.0) -> float:
+        """Append a dispatch or combine that waits until `after` (us), and return when it ends (us)."""
+        return self._append(self._exchange, seconds, after)
+
+    @staticmethod
+    def _append(stream: list[Interval], seconds: float, after: float) -> float:
+        start = max(after, stream[-1][1] if stream else 0.0)
+        stream.append((start, start + seconds * 1e6))
+        return stream[-1][1]
+
+    def summary(self) -> OverlapSummary:
+        """Return how busy both streams were."""
+        return summarise(self._compute, self._exchange)
 
 
-def _steady(p: Pieces, layers: int, pairs: int) -> Summary:
+def _steady(p: LayerTimes, layers: int, pairs: int) -> OverlapSummary:
     """Run pairs of a forward and a backward chunk; phases in turn as in DualPipe."""
     s = _Streams()
-    forward: int | None = None  # what the next forward phase waits for
-    back = s.add(LINK, "dispatch of gradients", p.exchange)
+    combined = 0.0  # what the next forward phase waits for
+    gradients = s.exchange(p.exchange)
     total = layers * pairs
     for i in range(total):
-        here = s.add(MAIN, "attention", p.attention, [forward])
-        sent = s.add(LINK, "dispatch", p.exchange, [here])
-        here = s.add(MAIN, "experts dX", p.experts_dx + p.shared_dx, [back])
-        returned = s.add(LINK, "combine of gradients", p.exchange, [here])
-        s.add(MAIN, "experts dW", p.experts_dw + p.shared_dw)
-        here = s.add(MAIN, "experts", p.experts + p.shared, [sent])
-        forward = s.add(LINK, "combine", p.exchange, [here])
-        here = s.add(MAIN, "attention dX", p.attention_dx, [returned])
+        dispatched = s.exchange(p.exchange, s.compute(p.attention, combined))
+        returned = s.exchange(p.exchange, s.compute(p.experts_dx + p.shared_dx, gradients))
+        s.compute(p.experts_dw + p.shared_dw)
+        combined = s.exchange(p.exchange, s.compute(p.experts + p.shared, dispatched))
+        end = s.compute(p.attention_dx, returned)
         if i + 1 < total:
-            back = s.add(LINK, "dispatch of gradients", p.exchange, [here])
-        s.add(MAIN, "attention dW", p.attention_dw)
-    return s.run()
+            gradients = s.exchange(p.exchange, end)
+        s.compute(p.attention_dw)
+    return s.summary()
 
 
-def _forwards(p: Pieces, layers: int, halves: int) -> Summary:
+def _forwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
     """Run one chunk forward, as one micro-batch or as two halves in turn; `p` is of one of them."""
     s = _Streams()
-    ready: list[int | None] = [None] * halves
+    combined = [0.0] * halves
     for _ in range(layers):
-        sent = [
-            s.add(LINK, "dispatch", p.exchange, [s.add(MAIN, "attention", p.attention, [r])])
-            for r in ready
-        ]
-        for which, arrived in enumerate(sent):
-            s.add(MAIN, "shared experts", p.shared)
-            here = s.add(MAIN, "experts", p.experts, [arrived])
-            ready[which] = s.add(LINK, "combine", p.exchange, [here])
-    return s.run()
+        dispatched = [s.exchange(p.exchange, s.compute(p.attention, end)) for end in combined]
+        combined = []
+        for end in dispatched:
+            s.compute(p.shared)
+            combined.append(s.exchange(p.exchange, s.compute(p.experts, end)))
+    return s.summary()
 
 
-def _backwards(p: Pieces, layers: int, halves: int) -> Summary:
+def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
     """Run one chunk backward, as one micro-batch or as two halves in turn; dW runs under the all-to-all after its dX."""
     s = _Streams()
 
-    def dispatch(after: int | None) -> int:
-        sent = s.add(LINK, "dispatch of gradients", p.exchange, [after])
-        s.add(MAIN, "shared experts dX", p.shared_dx)
-        return sent
+    def dispatch(after: float) -> float:
+        end = s.exchange(p.exchange, after)
+        s.compute(p.shared_dx)
+        return end
 
-    arrived = [dispatch(None) for _ in range(halves)]
+    gradients = [dispatch(0.0) for _ in range(halves)]
     for i in range(layers):
-        returned: list[int] = []
-        for sent in arrived:
-            here = s.add(MAIN, "experts dX", p.experts_dx, [sent])
-            returned.append(s.add(LINK, "combine of gradients", p.exchange, [here]))
+        returned = [s.exchange(p.exchange, s.compute(p.experts_dx, end)) for end in gradients]
         for _ in range(halves):
-            s.add(MAIN, "experts dW", p.experts_dw + p.shared_dw)
-        arrived = []
-        for sent in returned:
-            here = s.add(MAIN, "attention dX", p.attention_dx, [sent])
+            s.compute(p.experts_dw + p.shared_dw)
+        gradients = []
+        for end in returned:
+            here = s.compute(p.attention_dx, end)
             if i + 1 < layers:
-                arrived.append(dispatch(here))
+                gradients.append(dispatch(here))
         for _ in range(halves):
-            s.add(MAIN, "attention dW", p.attention_dw)
-    return s.run()
+            s.compute(p.attention_dw)
+    return s.summary()
 
 
 def hidden(
@@ -214,18 +231,17 @@ def hidden(
     Raises:
         BadInputError: There is no all-to-all.
     """
-    whole = pieces(architecture, layout, device)
+    whole = layer_times(architecture, layout, device)
     if layout.micro_batch > 1:
-        half = pieces(architecture, layout.but(micro_batch=layout.micro_batch // 2), device)
+        half = layer_times(architecture, layout.but(micro_batch=layout.micro_batch // 2), device)
     else:  # half the tokens; attention's core still sees all keys, so the first half costs a little less than this
-        half = pieces(replace(architecture, seq=architecture.seq // 2), layout, device)
+        half = layer_times(replace(architecture, seq=architecture.seq // 2), layout, device)
         half = replace(
             half,
             attention=max(half.attention, whole.attention / 2),
             attention_dx=max(half.attention_dx, whole.attention_dx / 2),
         )
     return Hidden(
-        whole,
         _steady(whole, layers, pairs),
         _forwards(half, layers, 2),
         _backwards(half, layers, 2),

@@ -1,26 +1,54 @@
-"""The simulator against published measurements: every row predicted or refused with a reason."""
+"""Score predictions against measured steps: every row is predicted, or refused with a reason."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.plan_published.cells import Row
-from benchmarks.plan_published.fit import Problem, held_out
-from benchmarks.plan_published.validate import implausible
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.flops import utilisation
+from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """One row of a table: a run and what was measured of its step."""
+
+    table: str
+    line: int
+    """Line of the CSV file, or number of the row within its set."""
+
+    model: str
+    device: str
+    """Device as the table names it; empty: the command's default."""
+
+    group: str = ""
+    """Model and scale: rows of one group are left out of a fit together."""
+
+    architecture: Architecture | None = None
+    layout: Layout | None = None
+    step_s: float | None = None
+    memory_bytes: float | None = None
+    memory_stage: int | None = None
+    """Stage whose memory was measured; None: the largest."""
+
+    provenance: str = "A"
+    reason: str = ""
+    """Why the row is not predicted; empty: it is."""
+
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
     """A row with what was predicted."""
 
-    row: Row
+    row: MeasuredStep
     step_s: float | None = None
     memory_bytes: float | None = None
     fits: bool | None = None
@@ -42,7 +70,7 @@ class Scored:
         return self.memory_bytes / self.row.memory_bytes - 1
 
 
-def device_of(row: Row, default: str) -> Device | None:
+def device_of(row: MeasuredStep, default: str) -> Device | None:
     """Return the description of a row's device; None: there is none."""
     try:
         return load_device(row.device or default)
@@ -50,9 +78,9 @@ def device_of(row: Row, default: str) -> Device | None:
         return None
 
 
-def checked(rows: Sequence[Row], default: str) -> list[Row]:
+def checked(rows: Sequence[MeasuredStep], default: str) -> list[MeasuredStep]:
     """Return the rows with a reason on those that cannot be predicted."""
-    out: list[Row] = []
+    out: list[MeasuredStep] = []
     for row in rows:
         if not row.reason:
             device = device_of(row, default)
@@ -64,17 +92,19 @@ def checked(rows: Sequence[Row], default: str) -> list[Row]:
             elif row.step_s is None and row.memory_bytes is None:
                 row = replace(row, reason="missing: a measured time or memory")
             elif row.architecture and row.layout and row.step_s is not None:
-                if row.layout.compute == "fp8" and "fp8" not in device.peak_flops:
-                    row = replace(row, reason=f"device without a description of fp8: {device.name}")
-                else:
-                    row = replace(
-                        row, reason=implausible(row.architecture, row.layout, row.step_s, device)
-                    )
+                row = replace(row, reason=_refused(row.layout, row.step_s, device))
         out.append(row)
     return out
 
 
-def _empty(row: Row) -> str:
+def _refused(layout: Layout, step_s: float, device: Device) -> str:
+    """Return why no step of a layout can be compared on a device; empty: it can be."""
+    if layout.compute == "fp8" and "fp8" not in device.peak_flops:
+        return f"device without a description of fp8: {device.name}"
+    return f"impossible: a step of {step_s:g} s" if step_s <= 0 else ""
+
+
+def _empty(row: MeasuredStep) -> str:
     """Return what of the row's model or layout cannot be; empty: nothing."""
     a, x = row.architecture, row.layout
     if a is None or x is None:
@@ -89,7 +119,7 @@ def _empty(row: Row) -> str:
     return next((f"{name} of the model" for name, size in sizes.items() if size < 1), "")
 
 
-def score(rows: Sequence[Row], default: str) -> list[Scored]:
+def score(rows: Sequence[MeasuredStep], default: str) -> list[Scored]:
     """Predict rows with the devices' frozen constants; rows with a reason are passed through."""
     out: list[Scored] = [Scored(row=row) for row in rows]
     by_device: dict[str, list[int]] = defaultdict(list)
@@ -116,46 +146,6 @@ def score(rows: Sequence[Row], default: str) -> list[Scored]:
                 mfu=used,
             )
     return out
-
-
-def refit(
-    scored: Sequence[Scored],
-    default: str,
-    by: str,
-    moved: Callable[[str, int, int | None], None] | None = None,
-) -> list[Scored]:
-    """Replace predictions by those of constants fitted without the row's group.
-
-    Args:
-        scored: What `score` returned.
-        default: Device of rows that name none.
-        by: `model` (a model of a table with all its scales) or `scale` (one scale of it).
-        moved: Told what is refitted, how many groups are done and how many there are.
-    """
-    out = list(scored)
-    bases: dict[str, list[int]] = defaultdict(list)
-    for i, one in enumerate(scored):
-        if one.error is not None:
-            bases[base_name(load_device(one.row.device or default).name)].append(i)
-    for base, index in bases.items():
-        rows = [scored[i].row for i in index]
-        groups = [row.group if by == "scale" else row.group.rsplit("/", 1)[0] for row in rows]
-        predicted = held_out(Problem(rows, load_device(base), default), groups, moved)
-        for i, seconds in zip(index, predicted, strict=True):
-            out[i] = replace(out[i], step_s=float(seconds))
-    return out
-
-
-def base_name(name: str) -> str:
-    """Return the device whose constants a variant shares: the longest shipped name that begins it."""
-    from telechat_moe.tools.plan.cost.device import FOLDER
-
-    file = FOLDER / f"{name}.yaml"
-    if file.is_file():
-        import yaml
-
-        return str(yaml.safe_load(file.read_text(encoding="utf-8")).get("base", name))
-    return name
 
 
 def statistics(errors: Sequence[float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-"""Published measurements of parts of a step: collectives, dispatch bandwidths, lists of kernels.
+"""Published measurements below a whole step: collectives, dispatch bandwidths, lists of kernels.
 
-`plan score` predicts them beside the steps, in figures of their own: they are not in the error of step times.
+They are predicted beside the steps, in separate figures: they do not count in the error of step times.
 """
 
 import csv
@@ -25,7 +25,7 @@ PARTS = ("deepseek_v3_dualpipe_trace", "deepep_bandwidth")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class PartialStep:
     """One figure that was published, and what is predicted for it."""
 
     table: str
@@ -47,7 +47,7 @@ class Part:
         return None if self.predicted is None else self.predicted / self.measured - 1
 
 
-def read_parts(file: str | Path) -> list[Part]:
+def read_partial_steps(file: str | Path) -> list[PartialStep]:
     """Read and predict the parts of a step that a table holds.
 
     Args:
@@ -78,16 +78,16 @@ def read_parts(file: str | Path) -> list[Part]:
 
 
 def _guarded(
-    parse: Callable[[str, int, Mapping[str, Any]], Part],
+    parse: Callable[[str, int, Mapping[str, Any]], PartialStep],
     table: str,
     line: int,
     row: Mapping[str, Any],
-) -> Part:
+) -> PartialStep:
     try:
         part = parse(table, line, row)
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = " ".join(f"missing: readable numbers ({error})".split())[:120]
-        return Part(table=table, line=line, what="", reason=reason)
+        return PartialStep(table=table, line=line, what="", reason=reason)
     if not part.reason and not (0 < part.measured < 1e18):
         return replace(
             part, predicted=None, reason=f"impossible: measured {part.measured:g} {part.unit}"
@@ -95,11 +95,11 @@ def _guarded(
     return part
 
 
-def _all_reduce(table: str, line: int, row: Mapping[str, Any]) -> Part:
+def _all_reduce(table: str, line: int, row: Mapping[str, Any]) -> PartialStep:
     """Return an all-reduce of `bytes` among `gpus` neighbours."""
     gpus, size, seconds = int(row["gpus"]), float(row["bytes"]), float(row["time_us"]) * 1e-6
     name = str(row.get("device") or "")
-    part = Part(
+    part = PartialStep(
         table=table,
         line=line,
         what=f"all-reduce of {size / 2**20:.4g} MiB, {gpus} devices",
@@ -118,7 +118,7 @@ def _all_reduce(table: str, line: int, row: Mapping[str, Any]) -> Part:
     return replace(part, predicted=float(found[0]))
 
 
-def _set(entry: Mapping[str, Any], folder: Path) -> Iterator[Part]:
+def _set(entry: Mapping[str, Any], folder: Path) -> Iterator[PartialStep]:
     """Yield the figures of a set that is no table of steps."""
     name, grade = str(entry.get("id")), str(entry.get("prov", "?"))
     table = f"published_steps/{name}"
@@ -131,13 +131,15 @@ def _set(entry: Mapping[str, Any], folder: Path) -> Iterator[Part]:
             yield replace(part, line=number, provenance=grade)
 
 
-def _kernels(path: Path, table: str, device: str, summary: Mapping[str, Any]) -> Iterator[Part]:
+def _kernels(
+    path: Path, table: str, device: str, summary: Mapping[str, Any]
+) -> Iterator[PartialStep]:
     """Yield span, exposed and hidden communication of a kernel list, against its own starts or a summary."""
     try:
         found = predict(read_kernels(path))
     except (BadInputError, OSError, UnicodeDecodeError, csv.Error) as error:
         reason = f"missing: the kernel list ({error})"
-        yield Part(table=table, line=0, what="kernel list", device=device, reason=reason)
+        yield PartialStep(table=table, line=0, what="kernel list", device=device, reason=reason)
         return
     own, known = found.device, found.measured
     figures: list[tuple[str, float, float | None, Unit]] = [
@@ -156,7 +158,7 @@ def _kernels(path: Path, table: str, device: str, summary: Mapping[str, Any]) ->
         ),
     ]
     for number, (what, predicted, measured, unit) in enumerate(figures, 1):
-        part = Part(table=table, line=number, what=what, device=device, unit=unit)
+        part = PartialStep(table=table, line=number, what=what, device=device, unit=unit)
         if measured:
             yield replace(part, measured=float(measured), predicted=predicted)
         elif not summary and number > 1:
@@ -167,7 +169,7 @@ def _ms(summary: Mapping[str, Any], key: str) -> float | None:
     return float(summary[key]) * 1e-3 if summary.get(key) else None
 
 
-def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[Part]:
+def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[PartialStep]:
     """Yield bandwidths of dispatch and combine for large messages: what the link's or the network's share leaves."""
     device = load_device("h800")
     c, one = device.constants, np.array([1.0])
@@ -177,7 +179,7 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[Part]:
                 members = float(str(group).removeprefix("ep"))
                 nodes = np.array([1.0 if place == "intranode" else members / device.node_devices])
                 predicted = float(bus(one, nodes, device, c)[0]) / 1e9
-                yield Part(
+                yield PartialStep(
                     table=table,
                     line=0,
                     what=f"{way} {group}, {place}",
@@ -191,7 +193,7 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[Part]:
         ("v2_GBps", "which bytes are counted"),
     ):
         for group in entry.get(key) or {}:
-            yield Part(
+            yield PartialStep(
                 table=table,
                 line=0,
                 what=f"{key} {group}",
@@ -200,7 +202,7 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[Part]:
             )
 
 
-def summary(parts: Sequence[Part]) -> dict[str, dict[str, float]]:
+def summary(parts: Sequence[PartialStep]) -> dict[str, dict[str, float]]:
     """Return rows, predicted ones and statistics of relative errors, by table."""
     found: dict[str, dict[str, float]] = {}
     for table in dict.fromkeys(p.table for p in parts):
@@ -210,7 +212,7 @@ def summary(parts: Sequence[Part]) -> dict[str, dict[str, float]]:
     return found
 
 
-def plain(parts: Sequence[Part]) -> list[dict[str, Any]]:
+def plain(parts: Sequence[PartialStep]) -> list[dict[str, Any]]:
     """Return the rows as plain data."""
     return [
         {

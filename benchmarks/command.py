@@ -1,0 +1,28 @@
+"""The frame of a benchmark's command: errors and exit codes as those of `telechat-moe`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from telechat_moe.errors import TelechatMoeError
+
+
+def answer(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse arguments, run the benchmark, and return its exit code: 2 wrong usage, 3 bad input.
+
+    Args:
+        parser: Knows the options.
+        run: Runs the benchmark and returns an exit code.
+        argv: Arguments without the program name; those of the process if None.
+    """
+    try:
+        return run(parser.parse_args(argv))
+    except SystemExit as stop:  # argparse has printed help or a usage error
+        return stop.code if isinstance(stop.code, int) else 2
+    except TelechatMoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code

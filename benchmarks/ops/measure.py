@@ -1,0 +1,61 @@
+"""Measure the operators in this process and write JSON to a file; `python -m benchmarks.ops` starts it."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from benchmarks.ops import blocks, decoder, vector
+from benchmarks.ops.__main__ import add_options
+from benchmarks.ops.report import targets
+from benchmarks.ops.timing import Case
+from telechat_moe.ops import native
+
+MEASURES = {
+    "vector": vector.cases,
+    "dynamic": lambda *how: [*vector.dynamic_cases(*how), *decoder.cases(*how)],
+    "gmm": blocks.grouped_matmul,
+    "moe": blocks.moe,
+    "attention": blocks.attention,
+    "cross-entropy": blocks.cross_entropy,
+    "adamw": blocks.adamw,
+}
+
+
+def tell(text: str) -> None:
+    """Say what runs."""
+    sys.stderr.write(f"  {text}\n")
+
+
+def main() -> None:
+    """Run the groups that are named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    add_options(parser)
+    args = parser.parse_args()
+    cases: list[Case] = []
+    for threads in args.threads:
+        native.set_threads(threads)
+        for name in args.only:
+            cases += MEASURES[name](threads, args.quick, tell)
+    result = {
+        "machine": f"{_processor()}, {os.cpu_count()} CPUs, {native.isa()}, {native.gemm_backend()}",
+        "threads": args.threads,
+        "targets": [{**t._asdict(), "met": t.met} for t in targets(cases)],
+        "cases": [case.as_dict() for case in cases],
+    }
+    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+if __name__ == "__main__":
+    main()

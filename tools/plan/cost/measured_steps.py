@@ -1,0 +1,161 @@
+"""Read a table of measured steps: a CSV file with the columns of `COLUMNS`, a run in each line."""
+
+import csv
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import load
+from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.layout import Layout, Schedule
+from telechat_moe.tools.plan.cost.score import MeasuredStep
+
+
+def _count(text: str) -> int:
+    """Return a whole number from 1 to 2^31."""
+    number = int(text)
+    if not 1 <= number <= 2**31:
+        raise ValueError("expected 1 or more")
+    return number
+
+
+def _positive(text: str) -> float:
+    """Return a finite number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError("expected more than 0")
+    return number
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    """Return a reader of cells that hold one of these words."""
+
+    def read(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"expected {', '.join(words)}")
+        return text
+
+    return read
+
+
+def _yes(text: str) -> bool:
+    return _one_of("true", "false")(text.lower()) == "true"
+
+
+DIMENSIONS = ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab")
+LAYOUT = (
+    "dp", "tp", "pp", "vpp", "cp", "ep", "zero", "micro_batch", "micro_batches", "sequence_parallel", "recompute",
+    "schedule",
+)  # fmt: skip
+COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "model": (str, "name to print; anything"),
+    "recipe": (str, "recipe of the run, a name or a path: gives model and layout"),
+    "hidden": (_count, "without a recipe: width of a dense decoder with gated feed-forward layers"),
+    "layers": (_count, "its decoder layers"),
+    "heads": (_count, "its attention heads"),
+    "kv_heads": (_count, "its key and value heads; empty: as many as heads"),
+    "ffn": (_count, "inner width of its feed-forward layers; empty: 4 x hidden"),
+    "vocab": (_count, "rows of its embedding"),
+    "seq": (_count, "tokens of a sequence; empty: the recipe's"),
+    "dp": (_count, "data-parallel copies; this and all that follows, empty: the recipe's, or else 1"),
+    "tp": (_count, "tensor-parallel degree"),
+    "pp": (_count, "pipeline stages"),
+    "vpp": (_count, "chunks of a stage"),
+    "cp": (_count, "context-parallel degree"),
+    "ep": (_count, "expert-parallel degree"),
+    "zero": (lambda text: int(_one_of("0", "1", "2", "3")(text)), "0 to 3; empty: the recipe's, or 0"),
+    "micro_batch": (_count, "sequences of a micro-batch"),
+    "micro_batches": (_count, "micro-batches of a step on one data-parallel copy"),
+    "sequence_parallel": (_yes, "true or false; empty: the recipe's, or false"),
+    "recompute": (_one_of("none", "selective", "full"), "none, selective or full; empty: the recipe's, or none"),
+    "schedule": (_one_of(*get_args(Schedule)), "pipeline schedule; empty: the recipe's, or 1f1b"),
+    "device": (str, "description of the device, a name or a file; empty: --device"),
+    "step_s": (_positive, "measured seconds of a step"),
+    "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),
+}  # fmt: skip
+"""Column: how its cells are read, and what it says. All are optional but a model and something measured."""
+
+
+def describe_columns() -> str:
+    """Return one line a column, for a help text."""
+    return "\n".join(f"  {name:18} {says}" for name, (_, says) in COLUMNS.items())
+
+
+def read_measured_steps(file: str | Path) -> list[MeasuredStep]:
+    """Read a table; a row that cannot be predicted keeps the reason.
+
+    Args:
+        file: A CSV file in UTF-8 whose header names columns of `COLUMNS`.
+
+    Raises:
+        BadInputError: The file is missing, is no CSV table, or has a column of another name.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise BadInputError(f"{path}: no such file")
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            reader = csv.DictReader(stream, skipinitialspace=True)
+            names = [name.strip() for name in reader.fieldnames or ()]
+            reader.fieldnames = names
+            lines = list(reader)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BadInputError(f"{path}: not a CSV table in UTF-8 ({error})") from None
+    if not names:
+        raise BadInputError(f"{path}: empty, expected a table with a header")
+    unknown = [name for name in names if name not in COLUMNS]
+    if unknown:
+        raise BadInputError(
+            f"{path}: no column is called {', '.join(unknown)[:200]}; there are {', '.join(COLUMNS)}"
+        )
+    return [_row(line, path.stem, number) for number, line in enumerate(lines, start=2)]
+
+
+def _row(line: Mapping[str, str | None], table: str, number: int) -> MeasuredStep:
+    """Return one row, with the reason if it cannot be predicted."""
+    # cells beyond the header come under the key None, missing ones as None
+    texts = {name: (line.get(name) or "").strip() for name in COLUMNS}
+    values: dict[str, Any] = {}
+    architecture, layout, reason = None, None, ""
+    for name, (read, _) in COLUMNS.items():
+        try:
+            values[name] = read(texts[name]) if texts[name] else None
+        except ValueError:
+            reason = reason or f"missing: a readable {name} ({texts[name][:40]})"
+    if not reason:
+        try:
+            architecture, layout = _model_and_layout(values)
+        except BadInputError as error:
+            reason = f"missing: {' '.join(str(error).split())}"
+    memory = values.get("memory_gib")
+    return MeasuredStep(
+        table=table, line=number, model=texts["model"] or (architecture.name if architecture else texts["recipe"]),
+        device=texts["device"], architecture=architecture, layout=layout, step_s=values.get("step_s"),
+        memory_bytes=memory and memory * 2**30, reason=reason,
+    )  # fmt: skip
+
+
+def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
+    """Return what a line describes.
+
+    Raises:
+        BadInputError: It describes no model, or a layout that cannot be.
+    """
+    dimensions = {name: values[name] for name in DIMENSIONS if values[name] is not None}
+    given = {name: values[name] for name in LAYOUT if values[name] is not None}
+    if values["recipe"]:
+        if dimensions:
+            raise BadInputError(f"one model (a recipe and {', '.join(dimensions)} are given)")
+        recipe = load(values["recipe"], [])
+        architecture = Architecture.from_model(
+            recipe.model_config, values["recipe"], seq=values["seq"]
+        )
+        return architecture, Layout.from_recipe(recipe).but(**given)
+    lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
+    if lacks:
+        raise BadInputError(f"a recipe, or {', '.join(lacks)}")
+    return plain(values["model"] or "", gated=True, seq=values["seq"], **dimensions), Layout(
+        **given
+    )
