@@ -51,7 +51,6 @@ setup(
     package_data={
         "telechat_moe": ["py.typed", "*.css"],
         "telechat_moe.graph": ["*.cc", "*.html"],
-        "telechat_moe.tools.align.report": ["*.html"],
         "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*.cc", "native/*.h"],
         "telechat_moe.recipes": ["*/*.yaml", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],

@@ -1,12 +1,10 @@
-"""The benchmark's report as one page without anything from elsewhere."""
+"""The report of the fault benchmark as one self-contained page."""
 
 from html import escape
-from importlib.resources import files
-from pathlib import Path
 
 from benchmarks.align_faults.suite import COLUMNS, Report, scored, table, used
-
-TEMPLATE = Path(str(files("telechat_moe.tools.align.report"))) / "page.html"
+from telechat_moe import html
+from telechat_moe.html import Html, code
 
 
 def page(report: Report) -> str:
@@ -26,60 +24,43 @@ def page(report: Report) -> str:
         "<h2>Bugs of history</h2>",
         _history(report),
         "<h2>Layouts</h2>",
-        _rows(("layout", "faults"), [[n, str(c)] for n, c in used(report).most_common()]),
-        "<h2>What was not named right</h2>",
+        html.table(["layout", "faults "], used(report).most_common()),
+        "<h2>What was not named correctly</h2>",
         _missed(report),
     ]
-    text = TEMPLATE.read_text(encoding="utf-8")
-    for name, value in (
-        ("title", escape(f"Fault benchmark: {word}")),
-        ("heading", f"Fault benchmark: <span class={word}>{word}</span>"),
-        ("body", "".join(body)),
-    ):
-        text = text.replace("{{" + name + "}}", value)
-    return text
-
-
-def _rows(head: tuple[str, ...], rows: list[list[str]]) -> str:
-    top = "".join(f"<th>{escape(h)}" for h in head)
-    lines = "".join("<tr>" + "".join(f"<td>{c}" for c in row) for row in rows)
-    return f"<div class=scroll><table><tr>{top}</tr>{lines}</table></div>"
+    title, heading = f"Fault benchmark: {word}", f"Fault benchmark: {html.verdict(word)}"
+    return html.page(title, body, heading=heading)
 
 
 def _areas(report: Report) -> str:
-    rows = []
+    rows: list[list[object]] = []
     for area, *counts in table(report):
-        seen = max(counts[2], 1)
+        seen = counts[2]
         bars = [
-            f"<div class=track><div class='bar {'pass' if c == counts[2] else 'diverged'}' "
-            f"style='width:{100 * c / seen:.0f}%'></div></div>{c}"
-            for c in counts[3:]
+            html.bar(c / max(seen, 1), "pass" if c == seen else "diverged", c) for c in counts[3:]
         ]
-        rows.append([escape(area), *(str(c) for c in counts[:3]), *bars])
-    return _rows(COLUMNS, rows)
+        rows.append([area, *counts[:3], *bars])
+    return html.table([COLUMNS[0], *(f"{name} " for name in COLUMNS[1:])], rows)
 
 
 def _methods(report: Report) -> str:
-    rows = [
-        [escape(name), *(str(v) for v in counts.values())]
-        for name, counts in scored(report).items()
-    ]
-    return _rows(("method", "flagged", "operator named", "false alarms", "of right pairs"), rows)
+    titles = ["method", "flagged ", "operator named ", "false alarms ", "of right pairs "]
+    return html.table(titles, [[n, *counts.values()] for n, counts in scored(report).items()])
 
 
 def _history(report: Report) -> str:
-    rows = [
+    rows: list[list[object]] = [
         [
-            escape(bug.source),
-            escape(bug.said),
-            escape(bug.layout),
-            "found" if r.detected else "<span class=diverged>not found</span>",
+            bug.source,
+            bug.said,
+            bug.layout,
+            "found" if r.detected else html.tag("span", "not found", "diverged"),
             "changed" if changed else "unchanged",
-            f"<code>{escape(r.said[:160])}</code>",
+            code(r.said[:160]),
         ]
         for bug, r, changed in report.bugs
     ]
-    return _rows(("bug", "what", "layout", "", "loss of the step", "the tool says"), rows)
+    return html.table(["bug", "what", "layout", "", "loss of the step", "the tool says"], rows)
 
 
 def _missed(report: Report) -> str:
@@ -88,13 +69,13 @@ def _missed(report: Report) -> str:
         for r in report.faults
         if r.ranks and not (r.detected and r.exact and r.family and r.refires)
     ]
-    rows = [
+    rows: list[list[object]] = [
         [
-            escape(r.name),
-            escape(f"{r.base.layout}, {r.base.dtype}"),
-            f"<code>{escape(r.key)}</code> {r.phase} {r.ranks}",
-            f"<code>{escape(r.said[:200])}</code>",
+            r.name,
+            f"{r.base.layout}, {r.base.dtype}",
+            Html(f"{code(r.key)} {r.phase} {r.ranks}"),
+            code(r.said[:200]),
         ]
         for r in wrong[:200]
     ]
-    return _rows(("class", "run", "planted", "said"), rows) if rows else "<p>Nothing.</p>"
+    return html.table(["class", "run", "planted", "said"], rows) if rows else "<p>Nothing.</p>"

@@ -1,27 +1,23 @@
 """The verdict on a loss curve as one HTML page without anything from elsewhere, and as JUnit XML."""
 
 from html import escape
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.html import round_step
+from telechat_moe import html
+from telechat_moe.html import Axes, Html
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS, Report
 from telechat_moe.tools.align.report.junit import Case, suite
-from telechat_moe.tools.align.report.shell import shell
 
 Floats = NDArray[np.float64]
-
-WIDTH, LEFT, RIGHT = 1040, 64, 26
 
 
 def page(report: Report) -> str:
     """Return the page."""
     word = report.verdict
-    heading = f"Loss curve: <span class={word.replace(' ', '-')}>{escape(word)}</span>"
-    return shell(f"Loss: {word}", heading, body(report))
+    return html.page(f"Loss: {word}", [body(report)], heading=f"Loss curve: {html.verdict(word)}")
 
 
 def body(report: Report) -> str:
@@ -38,12 +34,11 @@ def body(report: Report) -> str:
         parts += [_curves(report), _differences(report), _beginning(report)]
     parts += ["<h2>What was checked</h2>", _checks(report)]
     if report.findings:
-        items = "".join(f"<li><b>{escape(f.kind)}</b>: {escape(f.text)}" for f in report.findings)
-        parts.append(f"<h2>What noise does not explain</h2><ul>{items}</ul>")
+        said = [Html(f"{html.tag('b', f.kind)}: {escape(f.text)}") for f in report.findings]
+        parts.append(f"<h2>What noise does not explain</h2>{html.items(said)}")
     if report.reasons:
         head = "Why it is not judged" if word not in (PASS, DIVERGED) else "Besides"
-        items = "".join(f"<li>{escape(reason)}" for reason in report.reasons)
-        parts.append(f"<h2>{head}</h2><ul>{items}</ul>")
+        parts.append(f"<h2>{head}</h2>{html.items(report.reasons)}")
     if report.spikes:
         parts += ["<h2>Spikes</h2>", _spikes(report)]
     parts += ["<h2>Curves</h2>", _inputs(report)]
@@ -51,59 +46,16 @@ def body(report: Report) -> str:
     return "".join(parts)
 
 
-class _Axes:
-    """Maps steps and values to a drawing of a given height."""
-
-    def __init__(self, steps: NDArray[np.int64], low: float, high: float, height: int) -> None:
-        if not high > low:
-            low, high = low - 1e-6, high + 1e-6
-        self.low, self.high, self.height = low, high, height
-        self.first, self.last = float(steps[0]), float(max(steps[-1], steps[0] + 1))
-
-    def x(self, steps: Any) -> Any:
-        return LEFT + (steps - self.first) / (self.last - self.first) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, values: Any) -> Any:
-        values = np.clip(values, self.low, self.high)
-        return 8 + (self.high - values) / (self.high - self.low) * (self.height - 32)
-
-    def line(self, steps: Any, values: Floats, kind: str, width: float) -> str:
-        """Return a path; it breaks where values are not finite, and keeps extremes where there are too many."""
-        steps, values = _thin(np.asarray(steps, float), values)
-        parts, pen = [], "M"
-        for x, y, good in zip(self.x(steps), self.y(values), np.isfinite(values), strict=True):
-            if good:
-                parts.append(f"{pen}{x:.1f} {y:.1f}")
-            pen = "L" if good else "M"
-        return f"<path class={kind} stroke-width={width} d='{''.join(parts)}'/>"
-
-    def area(self, steps: Any, low: Floats, high: Floats, kind: str) -> str:
-        good = np.isfinite(low) & np.isfinite(high)
-        picked = np.flatnonzero(good)[:: max(1, int(good.sum()) // 600)]
-        up = [f"{self.x(steps[i]):.1f} {self.y(high[i]):.1f}" for i in picked]
-        down = [f"{self.x(steps[i]):.1f} {self.y(low[i]):.1f}" for i in picked[::-1]]
-        return f"<path class={kind} d='M{'L'.join(up + down)}Z'/>" if len(picked) > 1 else ""
-
-    def frame(self, label: str) -> str:
-        ticks, digits = _ticks(self.low, self.high)
-        parts = [
-            f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={self.y(t):.1f} y2={self.y(t):.1f} />"
-            f"<text x={LEFT - 8} y={self.y(t) + 4:.1f} text-anchor=end>{t:.{digits}f}</text>"
-            for t in ticks
-        ]
-        parts += [
-            f"<text x={self.x(t):.1f} y={self.height - 6} text-anchor=middle>{t:,.0f}</text>"
-            for t in _ticks(self.first, self.last, 12)[0]
-        ]
-        parts.append(f"<text x={WIDTH - RIGHT} y=20 text-anchor=end>{escape(label)}</text>")
-        return "".join(parts)
+def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) -> Axes:
+    """Return the axes of a chart over the steps; an empty range is widened a little."""
+    if not high > low:
+        low, high = low - 1e-6, high + 1e-6
+    first = float(steps[0])
+    return Axes((first, max(float(steps[-1]), first + 1)), (low, high), height=height)
 
 
-def _ticks(low: float, high: float, most: int = 6) -> tuple[list[float], int]:
-    step = round_step(high - low, most)
-    first = int(np.ceil(low / step))
-    ticks = [i * step for i in range(first, int(np.floor(high / step + 1e-9)) + 1)]
-    return ticks, max(0, -int(np.floor(np.log10(step) + 1e-9)))
+def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width: float) -> str:
+    return axes.line(*_thin(steps.astype(float), values), kind, width)
 
 
 def _thin(steps: Floats, values: Floats, most: int = 900) -> tuple[Floats, Floats]:
@@ -140,33 +92,30 @@ def _curves(report: Report) -> str:
     good = both[np.isfinite(both)]
     if not len(good):
         return ""
-    axes = _Axes(report.steps, float(good.min()), float(np.quantile(good, 0.9995)), 300)
-    parts = [axes.frame("loss")]
-    parts.append(axes.line(report.steps, report.base, "base", 3.5))
-    parts.append(axes.line(report.steps, report.target, "target", 1.1))
+    axes = _axes(report.steps, float(good.min()), float(np.quantile(good, 0.9995)))
+    parts = [axes.grid(labels=("", "loss"))]
+    parts.append(_line(axes, report.steps, report.base, "base", 3.5))
+    parts.append(_line(axes, report.steps, report.target, "target", 1.1))
     for spike in report.spikes:
         at = int(np.searchsorted(report.steps, spike.step))
         value = max(report.base[at], report.target[at])
-        alone = " alone" if spike.where != "both" else ""
+        kind = "spike" if spike.where == "both" else "spike alone"
         title = f"step {spike.step}: base {spike.base:+.1%}, target {spike.target:+.1%}"
-        parts.append(
-            f"<circle class='spike{alone}' cx={axes.x(spike.step):.1f} cy={axes.y(value):.1f} r=5><title>{title}</title></circle>"
-        )
+        parts.append(axes.dot(spike.step, value, kind, 5, title))
     bad = report.steps[~np.isfinite(report.target)]
     parts += [
         f"<text class=mark x={axes.x(s):.1f} y=22 text-anchor=middle>NaN</text>" for s in bad[:1]
     ]
-    keys = (
-        "<p class=keys><span><i style='background:var(--base)'></i>base"
-        f"{' (mean of ' + str(len(report.bases)) + ' runs)' if len(report.bases) > 1 else ''}</span>"
-        "<span><i style='background:var(--target)'></i>target</span>"
-        "<span class=soft>○ a spike; red: in one of them only</span></p>"
+    base = "base" + (f" (mean of {len(report.bases)} runs)" if len(report.bases) > 1 else "")
+    keys = html.keys(
+        [("var(--base)", base), ("var(--target)", "target")],
+        "○ a spike; red: in one of the two runs only",
     )
-    return f"{keys}<svg class=wide viewBox='0 0 {WIDTH} 300' role=img aria-label='losses of base and target'>{''.join(parts)}</svg>"
+    return keys + axes.draw(parts, "losses of base and target")
 
 
 def _differences(report: Report) -> str:
-    d = np.expm1(report.difference) * 100
+    d: Floats = np.expm1(report.difference) * 100.0
     good = d[np.isfinite(d)]
     if not len(good):
         return ""
@@ -181,34 +130,34 @@ def _differences(report: Report) -> str:
     reach = [np.abs(smooth[np.isfinite(smooth)]).max(), 1.3 * np.nanmax(envelope)]
     reach += [1.25 * float(np.quantile(np.abs(good), 0.9)), report.settings.margin * 125]
     top = 1.1 * float(max(reach))
-    axes = _Axes(report.steps, -top, top, 300)
-    parts = [axes.area(report.steps, -envelope, envelope, "band")]
+    axes = _axes(report.steps, -top, top)
+    drawn = np.flatnonzero(np.isfinite(envelope))
+    drawn = drawn[:: max(1, len(drawn) // 600)]
+    band = envelope[drawn].tolist()
+    parts = [axes.area(report.steps[drawn].tolist(), [-v for v in band], band, "band")]
     for finding in report.findings:
         if "difference" in finding.kind and finding.low != finding.high:
             low, high = axes.x(finding.low), axes.x(finding.high)
             parts.append(
                 f"<rect class=onset x={low:.1f} y=8 width={max(1.5, high - low):.1f} height=268 />"
             )
-    parts.append(axes.frame(f"target's loss over base's, % (line: mean over {width} values)"))
-    parts.append(
-        f"<line class=zero x1={LEFT} x2={WIDTH - RIGHT} y1={axes.y(0):.1f} y2={axes.y(0):.1f} />"
-    )
+    label = f"target's loss over base's, % (line: mean over {width} values)"
+    parts.append(axes.grid(labels=("", label)))
+    parts.append(axes.line(axes.across, (0, 0), "zero", 1))
     picked = np.flatnonzero(np.isfinite(d) & (np.abs(d) <= top))
     picked = picked[:: max(1, len(picked) // 2500)]
-    parts += [
-        f"<circle class=raw cx={axes.x(report.steps[i]):.1f} cy={axes.y(d[i]):.1f} r=1.3 />"
-        for i in picked
-    ]
-    parts += [axes.line(report.steps, other, "base", 1.2) for other in others]
-    parts.append(axes.line(report.steps, smooth, "target", 2.6))
+    points = zip(report.steps[picked].tolist(), d[picked].tolist(), strict=True)
+    parts += [axes.dot(step, value, "raw", 1.3) for step, value in points]
+    parts += [_line(axes, report.steps, other, "base", 1.2) for other in others]
+    parts.append(_line(axes, report.steps, smooth, "target", 2.6))
     parts += _marks(report, axes)
-    base = "<span><i style='background:var(--base);height:2px;vertical-align:middle'></i>base runs against their mean</span>"
-    keys = (
-        "<p class=keys><span><i style='background:var(--target)'></i>target against base</span>"
-        "<span><i style='background:var(--band)'></i>where 95 % of it lie if the runs are alike</span>"
-        f"{base if others else ''}</p>"
-    )
-    return f"{keys}<svg class=wide viewBox='0 0 {WIDTH} 300' role=img aria-label='difference'>{''.join(parts)}</svg>"
+    keys = [
+        ("var(--target)", "target against base"),
+        ("var(--band)", "95 % of the values are here if the runs are alike"),
+    ]
+    if others:
+        keys.append(("var(--base)", "base runs against their mean"))
+    return html.keys(keys) + axes.draw(parts, "difference")
 
 
 def _beginning(report: Report) -> str:
@@ -219,47 +168,32 @@ def _beginning(report: Report) -> str:
     grown = np.flatnonzero(d > 0.5 * report.noise["spread"])
     count = min(len(d), max(60, 2 * int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)))
     steps = report.steps[:count]
-    axes = _Axes(steps, -8.0, 0.0, 240)
-    parts = []
-    for power in range(-8, 1, 2):
-        y = axes.y(power)
-        parts.append(
-            f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y:.1f} y2={y:.1f} />"
-            f"<text x={LEFT - 8} y={y + 4:.1f} text-anchor=end>{10.0 ** (power + 2):g} %</text>"
-        )
-    parts += [
-        f"<text x={axes.x(t):.1f} y=234 text-anchor=middle>{t:,.0f}</text>"
-        for t in _ticks(axes.first, axes.last, 12)[0]
-    ]
+    axes = _axes(steps, -8.0, 0.0, 240)
+    powers = [(power, f"{10.0 ** (power + 2):g} %") for power in range(-8, 1, 2)]
+    parts = [axes.grid(up=powers)]
     logs = np.log(np.array(report.bases)[:, :count])
     for one in range(len(logs)):
         for other in range(one):
-            parts.append(axes.line(steps, _log(logs[one] - logs[other]), "base", 1.4))
-    parts.append(axes.line(steps, _log(d[:count]), "target", 2.4))
-    keys = (
-        "<h2>Before rounding errors have grown</h2><p class=keys><span><i style='background:var(--target)'></i>size of the "
-        "difference, target to base</span>"
-        + (
-            "<span><i style='background:var(--base);height:2px;vertical-align:middle'></i>base runs to each other</span>"
-            if len(logs) > 1
-            else ""
-        )
-        + "</p>"
-    )
-    return f"{keys}<svg class=wide viewBox='0 0 {WIDTH} 240' role=img aria-label='first differences'>{''.join(parts)}</svg>"
+            parts.append(_line(axes, steps, _log(logs[one] - logs[other]), "base", 1.4))
+    parts.append(_line(axes, steps, _log(d[:count]), "target", 2.4))
+    keys = [("var(--target)", "size of the difference, target to base")]
+    if len(logs) > 1:
+        keys.append(("var(--base)", "base runs to each other"))
+    head = html.tag("h2", "Before rounding errors have grown")
+    return head + html.keys(keys) + axes.draw(parts, "first differences")
 
 
 def _log(values: Floats) -> Floats:
     return np.log10(np.maximum(np.abs(values), 1e-8))
 
 
-def _marks(report: Report, axes: _Axes) -> list[str]:
+def _marks(report: Report, axes: Axes) -> list[str]:
     parts = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:
         at = axes.x(finding.first)
         parts.append(f"<line class=cut x1={at:.1f} x2={at:.1f} y1=8 y2=276 />")
-        right = at > WIDTH - 190
+        right = at > axes.width - 190
         where = f"x={at - 6:.1f} text-anchor=end" if right else f"x={at + 6:.1f}"
         parts.append(
             f"<text class=mark {where} y=268>step {finding.first}: {np.expm1(finding.size):+.2%}</text>"
@@ -335,12 +269,8 @@ def checks(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def _checks(report: Report) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(name)}<td class=n>{escape(found)}<td>{escape(allowed)}"
-        f"<td class={ {'pass': 'pass', 'fail': 'diverged'}.get(answer, 'not-judged') }>{escape(answer)}"
-        for name, found, allowed, answer in checks(report)
-    )
-    table = f"<div class=scroll><table><tr><th>check<th class=n>found<th>allowed<th>answer</tr>{rows}</table></div>"
+    rows = [(n, f, a, html.verdict(answer)) for n, f, a, answer in checks(report)]
+    table = html.table(["check", "found ", "allowed", "answer"], rows)
     if report.power is None or report.noise is None:
         return table
     power, noise = report.power, report.noise
@@ -352,24 +282,25 @@ def _checks(report: Report) -> str:
 
 
 def _spikes(report: Report) -> str:
-    rows = "".join(
-        f"<tr><td class=n>{s.step:,}<td class=n>{s.base:+.1%}<td class=n>{s.target:+.1%}<td>"
-        + ("both: the data" if s.where == "both" else f"<b>{s.where} only</b>")
-        for s in report.spikes[:40]
-    )
-    more = (
-        f"<p class=soft>and {len(report.spikes) - 40} more</p>" if len(report.spikes) > 40 else ""
-    )
-    return f"<table><tr><th class=n>step<th class=n>base<th class=n>target<th>in</tr>{rows}</table>{more}"
+    rows = [
+        (
+            s.step,
+            f"{s.base:+.1%}",
+            f"{s.target:+.1%}",
+            "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only"),
+        )
+        for s in report.spikes
+    ]
+    return html.table(["step ", "base ", "target ", "in"], rows, most=40)
 
 
 def _inputs(report: Report) -> str:
-    rows = "".join(
-        f"<tr><td>{'target' if i == len(report.inputs) - 1 else f'base {i + 1}'}<td>{escape(c['path'])}<td>{escape(c['kind'])}"
-        f"<td>{escape(c['metric'])}<td class=n>{c['steps']:,}"
+    last = len(report.inputs) - 1
+    rows = [
+        ("target" if i == last else f"base {i + 1}", c["path"], c["kind"], c["metric"], c["steps"])
         for i, c in enumerate(report.inputs)
-    )
-    return f"<div class=scroll><table><tr><th><th>file<th>kind<th>metric<th class=n>steps</tr>{rows}</table></div>"
+    ]
+    return html.table(["", "file", "kind", "metric", "steps "], rows)
 
 
 def junit(report: Report) -> str:

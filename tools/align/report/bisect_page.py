@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe import html
+from telechat_moe.html import Html, code
 from telechat_moe.tools.align.judge.bisect import Outcome
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import Case, suite
-from telechat_moe.tools.align.report.shell import shell
 
 NEIGHBOURS = 8
 _CELLS, _SIDE = 48, 12  # of the picture
@@ -29,8 +30,9 @@ def page(
     """
     report = plain(outcome, reference, target, graph)
     word = outcome.verdict
-    heading = f"Alignment: <span class={word.replace(' ', '-')}>{escape(word)}</span>"
-    return shell(f"Alignment: {word}", heading, body(report))
+    return html.page(
+        f"Alignment: {word}", [body(report)], heading=f"Alignment: {html.verdict(word)}"
+    )
 
 
 def plain(
@@ -105,21 +107,20 @@ def junit(outcome: Outcome, target: str) -> str:
 def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
     ratio = first["observed_over_bound"]
     rows = [
-        ("call", f"<code>{escape(first['operator'])}</code>"),
-        ("tensor", f"<code>{escape(first['tensor'])}</code>" if first["tensor"] else "-"),
-        ("phase", escape(first["phase"] or "-")),
-        ("layer", "-" if first["layer"] is None else str(first["layer"])),
+        ("call", code(first["operator"])),
+        ("tensor", code(first["tensor"]) if first["tensor"] else "-"),
+        ("phase", first["phase"] or "-"),
+        ("layer", first["layer"]),
         ("step", str(first["step"])),
         ("ranks", ", ".join(map(str, ranks))),
-        ("kind of fault", f"<b>{escape(first['family'])}</b>: {escape(first['evidence'])}"),
+        ("kind of fault", Html(f"{html.tag('b', first['family'])}: {escape(first['evidence'])}")),
         ("observed / bound", "must be equal" if ratio is None else f"{ratio:.3g}"),
-        ("where", escape(first["reason"])),
+        ("where", first["reason"]),
         ("wrong elements", f"{first['wrong_elements']:,} of {first['elements']:,}"),
     ]
     if first.get("source"):
-        rows.append(("source", f"<code>{escape(first['source'])}</code>"))
-    lines = "".join(f"<tr><th>{name}<td class=why>{value}" for name, value in rows)
-    return f"<div class=scroll><table>{lines}</table></div>"
+        rows.append(("source", code(first["source"])))
+    return html.facts(rows)
 
 
 # ---------------------------------------------------------------- the graph
@@ -237,18 +238,15 @@ def _picture(picture: Mapping[str, Any]) -> str:
     """Draw it; a single row as bars."""
     fields = picture["fields"]
     shape = " x ".join(map(str, picture["shape"]))
-    keys = "".join(
-        f"<span><i style='background:{_fill(v)}'></i>{said}</span>"
-        for v, said in (
-            (1.0, "within the bound"),
-            (3.0, "beyond it"),
-            (100.0, "100 times"),
-            (1e4, "10,000 times and more"),
-        )
-    )
+    legend = [
+        (1.0, "within the bound"),
+        (3.0, "beyond it"),
+        (100.0, "100 times"),
+        (1e4, "10,000 times and more"),
+    ]
     drawn = _bars(fields[0]) if len(fields) == 1 else _map(picture, fields)
     return (
-        f"<p class=keys>{keys}</p>{drawn}"
+        f"{html.keys((_fill(v), said) for v, said in legend)}{drawn}"
         f"<p class=soft>Shape {shape}. Each {'bar' if len(fields) == 1 else 'field'} is the worst of its elements.</p>"
     )
 
@@ -329,40 +327,30 @@ def _near(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _neighbours(report: Mapping[str, Any]) -> str:
-    rows = []
+    rows: list[list[object]] = []
     for near in report["neighbours"]:
         ratio, status = near["observed_over_bound"], near["status"]
-        wide = 100.0 if ratio is None else 100 * min(1.0, np.log10(1 + 9 * min(ratio, 1e6)) / 3)
+        share = 1.0 if ratio is None else min(1.0, np.log10(1 + 9 * min(ratio, 1e6)) / 3)
         said = "-" if status == "not judged" else "not equal" if ratio is None else f"{ratio:.3g}"
-        kind = status.split()[0]
-        rows.append(
-            f"<tr{' class=lit' if near['first'] else ''}><td><code>{escape(near['key'])}</code><td class={kind}>{escape(status)}"
-            f"<td class=n>{said}<td class=track><div class='bar {kind}' style='width:{wide:.0f}%'></div>"
-        )
-    return (
-        "<div class=scroll><table><tr><th>call<th>verdict<th class=n>observed / bound<th></tr>"
-        f"{''.join(rows)}</table></div>"
-    )
+        bar = html.bar(share, status.split()[0])
+        rows.append([code(near["key"]), html.verdict(status), said, bar])
+    first = {i: "lit" for i, near in enumerate(report["neighbours"]) if near["first"]}
+    return html.table(["call", "verdict", "observed / bound ", ""], rows, kinds=first)
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
-    rows = "".join(
-        f"<tr><td class=n>{f['step']}<td class=n>{f['rank']}<td><code>{escape(f['operator'])}</code><td><code>"
-        f"{escape(f['tensor'])}</code><td class=why>{escape(f['reason'])}"
-        for f in findings[:50]
-    )
-    more = f"<p class=soft>and {len(findings) - 50} more</p>" if len(findings) > 50 else ""
-    return (
-        "<p class=soft>Those after the first may follow from it.</p><div class=scroll><table><tr><th class=n>step<th class=n>rank"
-        f"<th>call<th>tensor<th>what</tr>{rows}</table></div>{more}"
-    )
+    rows = [
+        [f["step"], f["rank"], code(f["operator"]), code(f["tensor"]), f["reason"]]
+        for f in findings
+    ]
+    titles = ["step ", "rank ", "call", "tensor", "what"]
+    said = "<p class=soft>Those after the first may follow from it.</p>"
+    return said + html.table(titles, rows, most=50)
 
 
 def counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> str:
     """Return the table of how many tensors were judged, and why others were not."""
-    rows = "".join(f"<tr><td>{escape(name)}<td class=n>{count:,}" for name, count in judged.items())
-    why = "".join(
-        f"<tr><td class=why>not judged: {escape(reason)}<td class=n>{count:,}"
-        for reason, count in sorted(unknown.items(), key=lambda item: -item[1])
-    )
-    return f"<table><tr><th>tensors<th class=n>number</tr>{rows}{why}</table>"
+    rows: list[tuple[str, int]] = list(judged.items())
+    for reason, count in sorted(unknown.items(), key=lambda item: -item[1]):
+        rows.append((f"not judged: {reason}", count))
+    return html.table(["tensors", "number "], rows)

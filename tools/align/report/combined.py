@@ -11,10 +11,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from telechat_moe import html
 from telechat_moe.errors import BadInputError
+from telechat_moe.html import Html
 from telechat_moe.tools.align.report import bisect_page as bisect_page
 from telechat_moe.tools.align.report.junit import Case, suite
-from telechat_moe.tools.align.report.shell import shell
 
 VERDICTS = ("diverged", "not comparable", "not judged", "pass")
 """Of a report, the worst first; the last two mean that nothing is wrong as far as could be judged."""
@@ -111,14 +112,13 @@ def page(documents: Sequence[Document]) -> str:
         BadInputError: A report lacks what its verb writes.
     """
     word = verdict(documents)
-    heading = f"Alignment: <span class={_kind(word)}>{escape(word)}</span>"
     parts = [f"<p class=sentence>{escape(_said(documents))}</p>", _cards(documents)]
     for number, one in enumerate(documents):
-        title = f"{one.verb}: <span class={_kind(one.verdict)}>{escape(one.verdict)}</span>"
+        title = f"{one.verb}: {html.verdict(one.verdict)}"
         parts.append(
             f"<section id=r{number}><h2>{title}</h2><p class=soft>{escape(one.name)}</p>{body(one)}</section>"
         )
-    return shell(f"Alignment: {word}", heading, "".join(parts))
+    return html.page(f"Alignment: {word}", parts, heading=f"Alignment: {html.verdict(word)}")
 
 
 def body(one: Document) -> str:
@@ -235,37 +235,19 @@ def _short(text: str, most: int = 150) -> str:
 # ---------------------------------------------------------------- bodies
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]], total: int | None = None) -> str:
-    """Return a table; a title that ends in a space aligns its column to the right, a list is escaped cell by cell."""
-    head = "".join(
-        f"<th{' class=n' if t.endswith(' ') else ''}>{escape(t.strip())}" for t in titles
-    )
-    lines = []
+def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table of the first rows: verdicts in colour, names of tensors and calls as code."""
     most = len(rows) if len(rows) <= 2 * _ROWS else _ROWS
-    for row in rows[:most]:
-        cells = "".join(f"<td{_column(t)}>{_cell(v)}" for t, v in zip(titles, row, strict=True))
-        lines.append(f"<tr>{cells}")
-    left = (len(rows) if total is None else total) - most
-    more = f"<p class=soft>and {left:,} more</p>" if left > 0 else ""
-    return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
+    return html.table(titles, [[_cell(value) for value in row] for row in rows], most=most)
 
 
-def _column(title: str) -> str:
-    wide = title in ("why", "what", "where", "what it came to")
-    return " class=n" if title.endswith(" ") else " class=why" if wide else ""
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.3g}"
+def _cell(value: Any) -> Any:
     if isinstance(value, list):
-        return ", ".join(map(_cell, value))
-    text = f"{value:,}" if isinstance(value, int) else str(value)
-    if text in VERDICTS:
-        return f"<span class={_kind(text)}>{escape(text)}</span>"
-    return f"<code>{escape(text)}</code>" if "." in text and " " not in text else escape(text)
+        return Html(", ".join(html.html(_cell(one)) for one in value))
+    if value in VERDICTS:
+        return html.verdict(value)
+    named = isinstance(value, str) and "." in value and " " not in value
+    return html.code(value) if named else value
 
 
 def _replay(data: Mapping[str, Any]) -> str:
@@ -395,10 +377,7 @@ def _phases(data: Mapping[str, Any]) -> str:
             parts.append(_operators(part["operators"]))
         for name, found in (part.get("reports") or {}).items():
             inner = document(name, found)
-            parts.append(
-                f"<h3>{escape(name)}: <span class={_kind(inner.verdict)}>{escape(inner.verdict)}</span></h3>"
-            )
-            parts.append(body(inner))
+            parts.append(f"<h3>{escape(name)}: {html.verdict(inner.verdict)}</h3>{body(inner)}")
         if part.get("not_judged"):
             parts.append(bisect_page.counts({}, part["not_judged"]))
     return "".join(parts)
