@@ -32,8 +32,8 @@ def test_every_operator_is_in_the_corpus():
 
 @pytest.mark.torch
 def test_no_bound_is_broken():
-    """A share of the corpus: every operator, in turns with other types and distributions."""
-    found = tally(1024, every=8)
+    """A share of the corpus: every operator, each in all types (7 has no divisor in common with their number)."""
+    found = tally(1024, every=7)
     assert set(found) == set(bounds_specs.SPECS)
     assert [t.broken for t in found.values() if t.violations] == []
     assert [(n, t.skipped) for n, t in found.items() if t.skipped] == []
@@ -63,7 +63,7 @@ def test_bounds_are_not_loose():
         "swiglu",
         "AdamW",
     )
-    for name, found in tally(1024, names=names).items():
+    for name, found in tally(1024, range(2), names=names).items():
         for dtype in bounds.DTYPES[:3]:
             tightness = found.tightness(dtype)
             assert 1 <= tightness <= 8, (name, dtype, tightness)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.align_bounds.inputs import Machine, Sample, Source
+from benchmarks.align_bounds.inputs import Machine, Sample, Source, narrow
 from benchmarks.align_bounds.specs.elementwise import sigmoid
 from benchmarks.align_bounds.specs.reductions import log_softmax, softmax
 from benchmarks.align_bounds.specs.table import spec
@@ -28,6 +28,17 @@ def _nll(m: Machine, log_p: Any, target: Any, reduction: str) -> Any:
         return loss
     total = m.r(m.sum(m.r(loss)))
     return total if reduction == "sum" else total / m.work(keep.sum())
+
+
+def _nll_in_type(m: Machine, log_p: Any, target: Any, reduction: str) -> Any:
+    """Add up in the tensors' type, as torch's CPU kernel does: each partial sum is rounded."""
+    loss = _nll(m, log_p, target, "none")
+    if reduction == "none":
+        return loss
+    total = m.work(0)
+    for term in narrow(loss, m.dtype):
+        total = narrow(total + term, m.dtype)
+    return total if reduction == "sum" else total / m.work((target != -100).sum())
 
 
 def _attention_sample(s: Source) -> Sample:
@@ -101,11 +112,10 @@ spec(
     "cross_entropy",
     _loss_sample,
     lambda m, x, t, reduction: _nll(m, m.r(log_softmax(m, x)), t, reduction),
+    lambda m, x, t, reduction: _nll_in_type(m, m.r(log_softmax(m, x)), t, reduction),
     torch="cross_entropy",
 )
-spec(
-    "nll_loss", _loss_sample, lambda m, x, t, reduction: _nll(m, x, t, reduction), torch="nll_loss"
-)
+spec("nll_loss", _loss_sample, _nll, _nll_in_type, torch="nll_loss")
 
 
 def _mse(m: Machine, x: Any, y: Any, reduction: str) -> Any:
