@@ -16,10 +16,10 @@ from benchmarks.align_faults.kernels import KERNELS, Array, Numerics, rounded
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
+    TensorLayout,
     TensorRecord,
     Value,
 )
@@ -156,7 +156,7 @@ class Engine:
         self.earlier: dict[str, dict[int, Array]] = {}
         """Weights of the step before."""
         self.applied = False
-        self.said: tuple[str, Layout] | None = None
+        self.said: tuple[str, TensorLayout] | None = None
         """What the next operators work on (``weight NAME``, ``choice NAME``), and how it lies over the ranks."""
 
     def before(self, weight: Array, rank: int) -> Array:
@@ -555,7 +555,7 @@ def send(tensor: Tensor, rank: int, grad: Array) -> None:
 
 
 def record(
-    x: Array, dtype: str, needs: bool | None = None, layout: Layout | None = None
+    x: Array, dtype: str, needs: bool | None = None, layout: TensorLayout | None = None
 ) -> TensorRecord:
     """Return an array as a reader of dumps gives it."""
     return TensorRecord(dtype, x.shape, layout=layout, requires_grad=needs, read=lambda: x)

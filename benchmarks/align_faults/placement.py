@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks.align_faults.kernels import Array
 from benchmarks.align_faults.layouts import Layout
-from telechat_moe.tools.align.dump.records import Layout as Spread
+from telechat_moe.tools.align.dump.records import TensorLayout as Spread
 
 AXES = ("replica", "expert", "tensor")
 """Of a stage's ranks, outermost first: rank = (replica ep + expert) tp + tensor."""

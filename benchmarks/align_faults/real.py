@@ -167,7 +167,7 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
 
 def _name(model: Any, node: Any) -> str:
     """Return the name of an operator's calls in a dump; empty of what is none."""
-    from telechat_moe.tools.align.capture.ms_plan import cell_of, kind_of
+    from telechat_moe.tools.align.capture.ms_tap_plan import cell_of, kind_of
 
     primitive = model.primitive(node)
     if primitive is None or node.domain.startswith("tap"):

@@ -6,23 +6,23 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import FLAT, Layout
+from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 
 DTYPES = ("float32", "float16", "int32", "int8", "bool", "float64", "uint16")
 
 
 @dataclass
 class Case:
-    """A layout, the whole tensor's shape, and the piece of each (rank, call)."""
+    """A layout, the whole tensor's shape, and the shard of each (rank, call)."""
 
-    layout: Layout
+    layout: TensorLayout
     shape: tuple[int, ...]
-    pieces: dict
+    shards: dict
     give_shape: bool = True
 
 
 class InvalidError(Exception):
-    """The oracle's own verdict: layout and pieces contradict each other."""
+    """The oracle's own verdict: layout and shards contradict each other."""
 
 
 def need(condition, why):
@@ -33,8 +33,8 @@ def need(condition, why):
 # ------------------------------------------------------------------------------------- oracle
 
 
-def mesh_points(layout: Layout):
-    """Yield (rank, call, coordinates) of every piece, by counting."""
+def mesh_points(layout: TensorLayout):
+    """Yield (rank, call, coordinates) of every shard, by counting."""
     need(len(layout.mesh) == len(layout.axes), "axes")
     need(len(set(layout.axes)) == len(layout.axes), "axes twice")
     need(all(n >= 1 for n in layout.mesh), "sizes")
@@ -55,7 +55,7 @@ def mesh_points(layout: Layout):
     return size, found
 
 
-def check_words(layout: Layout):
+def check_words(layout: TensorLayout):
     used = [a for axes in layout.dims for a in axes] + list(layout.partial) + list(layout.flat)
     need(len(set(used)) == len(used), "used twice")
     named = set(used) | set(layout.interleaved) | set(layout.local)
@@ -82,17 +82,17 @@ def check_words(layout: Layout):
 
 def dimension_length(layout, size, d, shape):
     """Return the length of a dimension with filler."""
-    pieces = 1
+    shards = 1
     for axis in layout.dims[d]:
-        pieces *= 1 if axis in layout.local else size[axis]
+        shards *= 1 if axis in layout.local else size[axis]
     length = layout.padded.get(d, shape[d])
     need(length >= shape[d], "filler")
     if d in layout.owned:
-        need(len(layout.owned[d]) == pieces, "owned")
+        need(len(layout.owned[d]) == shards, "owned")
         everything = sorted(i for part in layout.owned[d] for i in part)
         need(everything == list(range(length)), "owned")
     elif d in layout.sizes:
-        need(len(layout.sizes[d]) == pieces and min(layout.sizes[d]) >= 0, "sizes")
+        need(len(layout.sizes[d]) == shards and min(layout.sizes[d]) >= 0, "sizes")
         need(sum(layout.sizes[d]) == length, "sizes")
     else:
         cut = 1
@@ -105,7 +105,7 @@ def dimension_length(layout, size, d, shape):
 
 
 def held(layout, size, place, d, length):
-    """Return the indices of a dimension that a piece holds, in its order, asking each index."""
+    """Return the indices of a dimension that a shard holds, in its order, asking each index."""
     number = 0
     for axis in layout.dims[d]:
         if axis not in layout.local:
@@ -139,17 +139,17 @@ def held(layout, size, place, d, length):
 
 
 def flat_range(layout, size, place, elements):
-    """Return the range of a flat piece."""
-    pieces = math.prod(size[a] for a in layout.flat)
+    """Return the range of a flat shard."""
+    shards = math.prod(size[a] for a in layout.flat)
     total = layout.padded.get(FLAT, elements)
     need(total >= elements, "filler")
     if FLAT in layout.sizes:
-        need(len(layout.sizes[FLAT]) == pieces and sum(layout.sizes[FLAT]) == total, "flat")
+        need(len(layout.sizes[FLAT]) == shards and sum(layout.sizes[FLAT]) == total, "flat")
         need(min(layout.sizes[FLAT]) >= 0, "flat")
         lengths = list(layout.sizes[FLAT])
     else:
-        need(total % pieces == 0, "flat")
-        lengths = [total // pieces] * pieces
+        need(total % shards == 0, "flat")
+        lengths = [total // shards] * shards
     number = 0
     for axis in layout.flat:
         number = number * size[axis] + place[axis]
@@ -157,7 +157,7 @@ def flat_range(layout, size, place, elements):
 
 
 def where(layout, shape):
-    """Return for every piece the element of the whole that stands at each of its places (None: filler)."""
+    """Return for every shard the element of the whole that stands at each of its places (None: filler)."""
     check_words(layout)
     need(len(layout.dims) == len(shape), "dimensions")
     size, points = mesh_points(layout)
@@ -183,20 +183,20 @@ def expected(case: Case):
     """Return the merged tensor, element by element.
 
     Raises:
-        InvalidError: Layout, shape and pieces contradict each other.
+        InvalidError: TensorLayout, shape and shards contradict each other.
     """
     layout, shape = case.layout, case.shape
     if not case.give_shape:
         need(not layout.flat and not layout.padded, "shape hidden")
         shape = told_shape(case)
     size, found = where(layout, shape)
-    need(set(found) == set(case.pieces), "pieces")
-    need(len({x.dtype for x in case.pieces.values()}) == 1, "types")
+    need(set(found) == set(case.shards), "shards")
+    need(len({x.dtype for x in case.shards.values()}) == 1, "types")
     values = {}
     for key, (local, elements, term) in found.items():
-        piece = case.pieces[key]
-        need(piece.shape == local, "shape")
-        for element, value in zip(elements, piece.reshape(-1), strict=True):
+        shard = case.shards[key]
+        need(shard.shape == local, "shape")
+        for element, value in zip(elements, shard.reshape(-1), strict=True):
             if element is not None:
                 values.setdefault(element, {}).setdefault(term, []).append(value)
     whole = {}
@@ -215,13 +215,13 @@ def expected(case: Case):
 
 
 def told_shape(case: Case):
-    """Return the only shape that a layout and the first piece leave open."""
+    """Return the only shape that a layout and the first shard leave open."""
     layout = case.layout
     check_words(layout)
     need(len(layout.mesh) == len(layout.axes), "axes")
     size = dict(zip(layout.axes, layout.mesh, strict=True))
-    piece = next(iter(case.pieces.values()))
-    need(piece.ndim == len(layout.dims), "dimensions")
+    shard = next(iter(case.shards.values()))
+    need(shard.ndim == len(layout.dims), "dimensions")
     found = []
     for d, axes in enumerate(layout.dims):
         if d in layout.owned:
@@ -229,7 +229,7 @@ def told_shape(case: Case):
         elif d in layout.sizes:
             found.append(sum(layout.sizes[d]))
         else:
-            found.append(piece.shape[d] * math.prod(size[a] for a in axes if a not in layout.local))
+            found.append(shard.shape[d] * math.prod(size[a] for a in axes if a not in layout.local))
     return tuple(found)
 
 
@@ -265,23 +265,23 @@ def random_case(rng: np.random.Generator) -> Case:
 
 
 def shard(rng, layout, shape, found):
-    """Fill the pieces; terms are random, copies equal, filler is noise."""
+    """Fill the shards; terms are random, copies equal, filler is noise."""
     dtype = np.dtype(rng.choice(DTYPES))
     if set(layout.partial.values()) == {"all"}:
         dtype = np.dtype(np.bool_)
     elif layout.partial:
         dtype = np.dtype(rng.choice(["float32", "float16", "int32"]))
     terms = {}
-    pieces = {}
+    shards = {}
     for key, (local, elements, term) in found.items():
         if term not in terms:
             terms[term] = noise(rng, shape, dtype, bool(layout.partial))
-        piece = noise(rng, (len(elements),), dtype, True)
+        shard = noise(rng, (len(elements),), dtype, True)
         for i, element in enumerate(elements):
             if element is not None:
-                piece[i] = terms[term][element]
-        pieces[key] = piece.reshape(local)
-    return pieces
+                shard[i] = terms[term][element]
+        shards[key] = shard.reshape(local)
+    return shards
 
 
 def noise(rng, shape, dtype, small):
@@ -293,7 +293,7 @@ def noise(rng, shape, dtype, small):
     return np.ascontiguousarray(raw).view(dtype).reshape(shape)
 
 
-def random_layout(rng) -> tuple[Layout, tuple[int, ...]]:  # noqa: C901
+def random_layout(rng) -> tuple[TensorLayout, tuple[int, ...]]:  # noqa: C901
     names = ["dp", "cp", "tp", "ep", "zero", "il", "micro"]
     count = int(rng.choice([0, 1, 2, 2, 3, 3, 4, 5]))
     axes = tuple(str(a) for a in rng.permutation(names)[:count])
@@ -323,7 +323,7 @@ def random_layout(rng) -> tuple[Layout, tuple[int, ...]]:  # noqa: C901
     shape, block = [], []
     sizes, owned, padded = {}, {}, {}
     for d, cut in enumerate(dims):
-        pieces = math.prod(size[a] for a in cut if a not in local)
+        shards = math.prod(size[a] for a in cut if a not in local)
         cells = math.prod(size[a] for a in cut)
         block.append(int(rng.integers(1, 3)))
         length = cells * int(rng.integers(1, 3))
@@ -332,17 +332,17 @@ def random_layout(rng) -> tuple[Layout, tuple[int, ...]]:  # noqa: C901
             interleaved.add(cut[-1])
             length = cells * block[d] * int(rng.integers(1, 3))
         elif way == "sizes" and cut and not local & set(cut):
-            sizes[d] = tuple(int(x) for x in rng.integers(0, 4, pieces))
+            sizes[d] = tuple(int(x) for x in rng.integers(0, 4, shards))
             length = sum(sizes[d])
         elif way == "owned" and cut and not local & set(cut):
             order = rng.permutation(length)
-            edges = np.sort(rng.integers(0, length + 1, pieces - 1))
+            edges = np.sort(rng.integers(0, length + 1, shards - 1))
             owned[d] = tuple(tuple(int(i) for i in part) for part in np.split(order, edges))
         elif way == "padded":
             padded[d] = length
             length -= int(rng.integers(0, min(cells, length) + 1))
         shape.append(length)
-    layout = Layout(
+    layout = TensorLayout(
         mesh,
         axes,
         ranks,
@@ -362,10 +362,10 @@ def random_layout(rng) -> tuple[Layout, tuple[int, ...]]:  # noqa: C901
     return layout, tuple(shape)
 
 
-def random_flat(rng, layout: Layout, shape) -> Layout:
+def random_flat(rng, layout: TensorLayout, shape) -> TensorLayout:
     need(len(layout.mesh) == len(layout.axes), "axes")
     size = dict(zip(layout.axes, layout.mesh, strict=True))
-    pieces = math.prod(size[a] for a in layout.flat)
+    shards = math.prod(size[a] for a in layout.flat)
     try:
         _, found = where(replace(layout, flat=()), shape)
     except InvalidError:
@@ -375,8 +375,8 @@ def random_flat(rng, layout: Layout, shape) -> Layout:
         return replace(layout, flat=())
     (n,) = lengths
     if rng.integers(2):
-        return replace(layout, padded={**layout.padded, FLAT: -(-n // pieces) * pieces})
-    edges = np.sort(rng.integers(0, n + 1, pieces - 1))
+        return replace(layout, padded={**layout.padded, FLAT: -(-n // shards) * shards})
+    edges = np.sort(rng.integers(0, n + 1, shards - 1))
     parts = np.diff([0, *edges, n])
     return replace(layout, sizes={**layout.sizes, FLAT: tuple(int(x) for x in parts)})
 
@@ -387,7 +387,7 @@ def random_flat(rng, layout: Layout, shape) -> Layout:
 def corrupt(rng, case: Case) -> tuple[str, Case] | None:
     """Return a case with one thing changed, and what; None where there was nothing to change."""
     name = str(rng.choice(list(CORRUPTIONS)))
-    changed = CORRUPTIONS[name](rng, replace(case, pieces=dict(case.pieces)))
+    changed = CORRUPTIONS[name](rng, replace(case, shards=dict(case.shards)))
     return None if changed is None else (name, changed)
 
 
@@ -462,76 +462,76 @@ def ranks_permuted(rng, case):
 
 
 def piece_missing(rng, case):
-    case.pieces.pop(any_of(rng, case.pieces))
-    return case if case.pieces else None
+    case.shards.pop(any_of(rng, case.shards))
+    return case if case.shards else None
 
 
 def piece_more(rng, case):
-    key = any_of(rng, case.pieces)
-    case.pieces[key[0] + 100, key[1]] = case.pieces[key]
+    key = any_of(rng, case.shards)
+    case.shards[key[0] + 100, key[1]] = case.shards[key]
     return case
 
 
 def pieces_swapped(rng, case):
-    a, b = any_of(rng, case.pieces), any_of(rng, case.pieces)
-    case.pieces[a], case.pieces[b] = case.pieces[b], case.pieces[a]
+    a, b = any_of(rng, case.shards), any_of(rng, case.shards)
+    case.shards[a], case.shards[b] = case.shards[b], case.shards[a]
     return case
 
 
 def piece_longer(rng, case):
-    key = any_of(rng, case.pieces)
-    piece = case.pieces[key]
-    if not piece.ndim or not piece.size:
+    key = any_of(rng, case.shards)
+    shard = case.shards[key]
+    if not shard.ndim or not shard.size:
         return None
-    d = int(rng.integers(piece.ndim))
-    case.pieces[key] = np.concatenate([piece, np.take(piece, [0], d)], d)
+    d = int(rng.integers(shard.ndim))
+    case.shards[key] = np.concatenate([shard, np.take(shard, [0], d)], d)
     return case
 
 
 def piece_shorter(rng, case):
-    key = any_of(rng, case.pieces)
-    piece = case.pieces[key]
-    if not piece.ndim or not piece.size:
+    key = any_of(rng, case.shards)
+    shard = case.shards[key]
+    if not shard.ndim or not shard.size:
         return None
-    d = int(rng.integers(piece.ndim))
-    case.pieces[key] = np.take(piece, range(piece.shape[d] - 1), d)
+    d = int(rng.integers(shard.ndim))
+    case.shards[key] = np.take(shard, range(shard.shape[d] - 1), d)
     return case
 
 
 def piece_transposed(rng, case):
-    key = any_of(rng, case.pieces)
-    case.pieces[key] = np.ascontiguousarray(case.pieces[key].T)
-    return case if case.pieces[key].ndim > 1 else None
+    key = any_of(rng, case.shards)
+    case.shards[key] = np.ascontiguousarray(case.shards[key].T)
+    return case if case.shards[key].ndim > 1 else None
 
 
 def piece_flattened(rng, case):
-    key = any_of(rng, case.pieces)
-    case.pieces[key] = case.pieces[key].reshape(-1, 1)
+    key = any_of(rng, case.shards)
+    case.shards[key] = case.shards[key].reshape(-1, 1)
     return case
 
 
 def piece_type(rng, case):
-    key = any_of(rng, case.pieces)
+    key = any_of(rng, case.shards)
     with np.errstate(all="ignore"):
-        case.pieces[key] = case.pieces[key].astype(np.complex64)
+        case.shards[key] = case.shards[key].astype(np.complex64)
     return case
 
 
 def piece_bit(rng, case):
-    key = any_of(rng, case.pieces)
-    piece = case.pieces[key] = case.pieces[key].copy()
-    if not piece.size or piece.dtype == np.bool_ or case.layout.partial:
+    key = any_of(rng, case.shards)
+    shard = case.shards[key] = case.shards[key].copy()
+    if not shard.size or shard.dtype == np.bool_ or case.layout.partial:
         return None
-    raw = piece.reshape(-1).view(np.uint8)
+    raw = shard.reshape(-1).view(np.uint8)
     raw[int(rng.integers(raw.size))] ^= 1 << int(rng.integers(8))
     return case
 
 
 def piece_negated(rng, case):
-    key = any_of(rng, case.pieces)
-    if case.pieces[key].dtype.kind != "f":
+    key = any_of(rng, case.shards)
+    if case.shards[key].dtype.kind != "f":
         return None
-    case.pieces[key] = np.negative(case.pieces[key], out=case.pieces[key].copy())
+    case.shards[key] = np.negative(case.shards[key], out=case.shards[key].copy())
     return case
 
 

@@ -7,10 +7,10 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
+    TensorLayout,
     TensorRecord,
 )
 from telechat_moe.tools.align.judge.across import Link, across, differ_in_layout, read_map, terms_of
@@ -21,8 +21,8 @@ TERMS = RNG.standard_normal((4, 8, 6)).astype(np.float32)  # what each data-para
 GRADIENT = TERMS.sum(0, dtype=np.float64).astype(np.float32)
 RATE = np.float32(0.1)
 MESH = {"mesh": (2, 2), "axes": ("dp", "tp"), "ranks": (0, 1, 2, 3)}
-CUT = Layout(**MESH, dims=(("tp",), ()))
-PARTIAL = Layout(**MESH, dims=(("tp",), ()), partial={"dp": "sum"})
+CUT = TensorLayout(**MESH, dims=(("tp",), ()))
+PARTIAL = TensorLayout(**MESH, dims=(("tp",), ()), partial={"dp": "sum"})
 
 
 def tensor(values, layout=None):

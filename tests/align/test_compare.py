@@ -19,11 +19,11 @@ from telechat_moe.tools.align.dump import msprobe_write, value_files
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
     Stats,
+    TensorLayout,
     TensorRecord,
 )
 
@@ -440,8 +440,8 @@ def test_broken_files_are_bad_input(trees, tmp_path):
 
 def test_runs_of_other_layouts_are_merged_first(tmp_path, capsys):
     """Rows over two ranks and copies, against one device."""
-    cut = Layout((2,), ("dp",), (0, 1), (("dp",), ()))
-    whole = Layout((2,), ("dp",), (0, 1), ((), ()))
+    cut = TensorLayout((2,), ("dp",), (0, 1), (("dp",), ()))
+    whole = TensorLayout((2,), ("dp",), (0, 1), ((), ()))
     w = RNG.standard_normal((20, 5)).astype(np.float32)
     y = (X @ w).astype(np.float32)
     one = dump(call("Mint.matmul", [tensor(X), tensor(w)], [tensor(y)]))
@@ -475,7 +475,7 @@ def test_runs_of_other_layouts_are_merged_first(tmp_path, capsys):
 )
 def test_what_cannot_be_merged_is_no_pass(said, code, status, tmp_path, capsys):
     """Copies that differ where the layout says copies: the run is wrong. Where nobody says: not comparable."""
-    whole = Layout((2,), ("dp",), (0, 1), ((), ())) if said else None
+    whole = TensorLayout((2,), ("dp",), (0, 1), ((), ())) if said else None
     msprobe_write.write(dump(call("Mint.x", [], [tensor(X)])), tmp_path / "one")
     found = {}
     for r in range(2):

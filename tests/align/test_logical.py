@@ -1,4 +1,4 @@
-"""Pieces of random layouts are merged as an oracle says that asks each element; corrupted ones are refused."""
+"""Shards of random layouts are merged as an oracle says that asks each element; corrupted ones are refused."""
 
 from collections import Counter
 
@@ -8,12 +8,12 @@ from logical_cases import Case, InvalidError, corrupt, expected, random_case
 
 from telechat_moe.tools.align.dump.logical import logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.dump.shard_values import Shard
 
 
 def merged(case: Case, limit: int = 1 << 20):
-    pieces = [Piece(rank, values, call) for (rank, call), values in case.pieces.items()]
-    found = logical(pieces, case.layout, case.shape if case.give_shape else None)
+    shards = [Shard(rank, values, call) for (rank, call), values in case.shards.items()]
+    found = logical(shards, case.layout, case.shape if case.give_shape else None)
     blocks = list(found.blocks(limit))
     whole = {}
     for box, block in blocks:
@@ -63,7 +63,7 @@ def judged(case: Case):
 def corruptions(first: int, wanted: int) -> tuple[Counter[str], Counter[str]]:
     """Corrupt cases until so many were refused; count kinds of refused and of undetectable corruptions.
 
-    Undetectable by construction: the oracle finds the corrupted layout valid, and pieces that agree with it.
+    Undetectable by construction: the oracle finds the corrupted layout valid, and shards that agree with it.
     The merge must then be what that layout says.
     """
     refused: Counter[str] = Counter()

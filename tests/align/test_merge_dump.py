@@ -10,22 +10,22 @@ import pytest
 from telechat_moe.cli.align import merge as verb
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
+from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.logical import Bound
 from telechat_moe.tools.align.dump.merge import Said, in_memory, into, merge_ranks
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
+    TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.dump.stages import Stages
 
 
-def tensor(x, layout: Layout | None = None) -> TensorRecord:
+def tensor(x, layout: TensorLayout | None = None) -> TensorRecord:
     x = np.asarray(x, np.float32)
     return TensorRecord("float32", x.shape, layout=layout, read=lambda: x)
 
@@ -43,9 +43,9 @@ def rank(number: int, *calls: Call) -> RankDump:
     return RankDump(0, number, "mindspore", "tensor", "L0", {c.key: c for c in calls})
 
 
-def layout(*axes: tuple[str, int], dims, ranks=None, **more) -> Layout:
+def layout(*axes: tuple[str, int], dims, ranks=None, **more) -> TensorLayout:
     count = int(np.prod([n for _, n in axes]))
-    return Layout(
+    return TensorLayout(
         tuple(n for _, n in axes),
         tuple(a for a, _ in axes),
         tuple(ranks or range(count)),
@@ -94,8 +94,8 @@ def test_contradictions_are_left_out_and_named() -> None:
     assert "rank 1 differs from rank 0" in pair(tensor(X), tensor(X + 1))
     assert "no layout" in pair(tensor(X), tensor(X, cut))
     assert "no layout" in pair(tensor(X, cut), tensor(X, layout(("dp", 2), dims=(("dp",), ()))))
-    assert "holds a piece of shape" in pair(tensor(X, cut), tensor(X[:, :1], cut))
-    assert "no piece of rank 2" in pair(*[tensor(X, layout(("dp", 3), dims=(("dp",), ())))] * 2)
+    assert "holds a shard of shape" in pair(tensor(X, cut), tensor(X[:, :1], cut))
+    assert "no shard of rank 2" in pair(*[tensor(X, layout(("dp", 3), dims=(("dp",), ())))] * 2)
     assert "only statistics" in pair(*[TensorRecord("float32", (2, 2), layout=cut)] * 2)
 
 
@@ -167,7 +167,7 @@ def test_micro_batches_cut_the_dimension_that_data_parallel_cuts() -> None:
 
 
 def test_layers_of_virtual_stages_stand_in_the_order_of_the_model() -> None:
-    stages = Stages.even(4, 2, 2)
+    stages = LayerNumbers({(0, 0): (0,), (1, 0): (1,), (0, 1): (2,), (1, 1): (3,)})
 
     def one(r):
         calls = [
@@ -286,7 +286,7 @@ def test_differing_copies_and_lost_ranks_have_their_exit_codes(tmp_path: Path, c
         path.rmdir() if path.is_dir() else path.unlink()
     (dump / "step0" / "rank3").rmdir()
     assert run(str(dump), str(tmp_path / "e"), "--step", "0") == 4
-    assert "no piece of rank 3, which the layout lists" in capsys.readouterr().out
+    assert "no shard of rank 3, which the layout lists" in capsys.readouterr().out
     with pytest.raises(BadInputError, match="exists"):
         run(str(dump), str(tmp_path / "e"))
     with pytest.raises(BadInputError, match="no step 7"):

@@ -15,7 +15,7 @@ from telechat_moe.sharding.shards import Cuts
 from telechat_moe.tools.align.compare.checkpoints import compare_checkpoints, open_checkpoint
 from telechat_moe.tools.align.dump import recipe_layout
 from telechat_moe.tools.align.dump.logical import logical, merge
-from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.dump.shard_values import Shard
 
 
 def run(*argv: str) -> int:
@@ -56,7 +56,7 @@ def test_the_recipe_says_how_pieces_merge(whole, layout, tmp_path) -> None:
     for tensors in whole[1].tensors.values():
         for name, x in tensors.items():
             how, shape = recipe_layout.weight(cuts, name, x.dtype.itemsize)
-            pieces = [Piece(r, found[name]) for r, found in by_rank.items() if name in found]
+            pieces = [Shard(r, found[name]) for r, found in by_rank.items() if name in found]
             assert logical(pieces, how, shape).shape == x.shape
             assert merge(pieces, how).values.tobytes() == x.tobytes(), name
 
@@ -67,16 +67,16 @@ def test_activations_and_gradients_of_a_recipe(whole) -> None:
     x = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
     stream = recipe_layout.activation(cuts.mesh, "stream .", stage=1)
     assert stream.ranks == (4, 5, 6, 7)
-    assert (merge([Piece(4 + r, x[2 * r : 2 * r + 2]) for r in range(4)], stream).values == x).all()
+    assert (merge([Shard(4 + r, x[2 * r : 2 * r + 2]) for r in range(4)], stream).values == x).all()
     rows = recipe_layout.activation(cuts.mesh, "token .", partial="tp")
-    terms = [Piece(r, x[4 * (r // 2) : 4 * (r // 2) + 4] * (1 + r % 2)) for r in range(4)]
+    terms = [Shard(r, x[4 * (r // 2) : 4 * (r // 2) + 4] * (1 + r % 2)) for r in range(4)]
     assert (merge(terms, rows).values == 3 * x.astype(np.float64)).all()
     name = "layers.0.attention.out.weight"
     how, shape = recipe_layout.weight(cuts, name, reduce="sum")
     assert set(how.partial) == {"dp_inner"}
     half = shape[1] // 2
     g = np.ones((shape[0], half), np.float32)
-    found = merge([Piece(r, g * (r // 2 + 1)) for r in range(4)], how)
+    found = merge([Shard(r, g * (r // 2 + 1)) for r in range(4)], how)
     assert found.values.shape == shape
     assert (found.values == 3).all()
 

@@ -17,10 +17,10 @@ from telechat_moe.ops import native
 from telechat_moe.ops.tap import recording
 from telechat_moe.tools.align.capture.ms_graph import tapped
 from telechat_moe.tools.align.capture.ms_layout import layouts
-from telechat_moe.tools.align.capture.ms_plan import Node, Plan
 from telechat_moe.tools.align.capture.ms_read import VALUES, Reader, name_of
+from telechat_moe.tools.align.capture.ms_tap_plan import TappedOperator, TapPlan
 from telechat_moe.tools.align.dump import msprobe_write
-from telechat_moe.tools.align.dump.records import Dump, Layout, RankDump
+from telechat_moe.tools.align.dump.records import Dump, RankDump, TensorLayout
 
 if TYPE_CHECKING:
     from telechat_moe.graph.compile import RankGraph
@@ -44,7 +44,7 @@ class Filter:
     layers: frozenset[int] | None = None
     only: tuple[str, ...] = ()
 
-    def __call__(self, node: Node) -> bool:
+    def __call__(self, node: TappedOperator) -> bool:
         """Return whether an operator is recorded."""
         name = name_of(node)
         if self.only and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.only):
@@ -65,11 +65,11 @@ class Tapped:
     """
 
     def __init__(
-        self, net: Any, wanted: Callable[[Node], bool] = Filter(), states: bool = True
+        self, net: Any, wanted: Callable[[TappedOperator], bool] = Filter(), states: bool = True
     ) -> None:
         self.net, self.wanted, self.states = net, wanted, states
         self.cell: Any = None
-        self.plan = Plan()
+        self.plan = TapPlan()
 
     def compile(self, *inputs: Any) -> None:
         """Compile for inputs like these."""
@@ -230,7 +230,9 @@ def capture_recipe(
     return Dump(out, made)
 
 
-_Found = dict[tuple[int, int], tuple[Plan, Mapping[int, Layout], Mapping[str, Sequence[int]]]]
+_Found = dict[
+    tuple[int, int], tuple[TapPlan, Mapping[int, TensorLayout], Mapping[str, Sequence[int]]]
+]
 
 
 class _Step:
@@ -284,7 +286,7 @@ def _sharded(
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
         raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
     native.load()
-    graphs, plans = [], dict[int, Plan]()
+    graphs, plans = [], dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
         if edit is not None:
             graph = edit(graph)

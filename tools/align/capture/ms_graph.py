@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import Editor, Model, output_shapes, value_of
-from telechat_moe.tools.align.capture.ms_plan import (
+from telechat_moe.tools.align.capture.ms_tap_plan import (
     TYPES,
     Argument,
-    Node,
     Number,
-    Plan,
+    TappedOperator,
+    TapPlan,
     Tensor,
     cell_of,
     constant_tensor,
@@ -79,12 +79,12 @@ class _Named(NamedTuple):
     value: Any
 
 
-Wanted = Callable[[Node], bool]
+Wanted = Callable[[TappedOperator], bool]
 
 
 def tapped(
     mindir: bytes, library: str, wanted: Wanted = lambda node: True, states: bool = True
-) -> tuple[bytes, Plan]:
+) -> tuple[bytes, TapPlan]:
     """Return a graph with taps behind the operators that are wanted, and what they record.
 
     Args:
@@ -111,7 +111,7 @@ def tapped(
 class _Tapper:
     def __init__(self, model: Model, library: str, wanted: Wanted, states: bool) -> None:
         self.model, self.library, self.wanted, self.states = model, library, wanted, states
-        self.plan = Plan()
+        self.plan = TapPlan()
         self.variables: dict[str, _Variable] = {}
         self.waiting: dict[str, list[_Named] | None] = {}
         self.counts: dict[Any, int] = {}
@@ -281,7 +281,7 @@ class _Tapper:
         writes = tuple(
             i for i, v in enumerate(values[:most]) if effect and isinstance(v, _Variable)
         )
-        shown = Node(
+        shown = TappedOperator(
             path, classes, kind, backward, self.counts.get(place, 0), inputs, [], known, self.graph.name, writes,
             weight_of(node), layouts_of(attributes),
         )  # fmt: skip

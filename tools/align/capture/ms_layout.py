@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.tools.align.capture.ms_plan import Argument, Node, Plan, Tensor
 from telechat_moe.tools.align.capture.ms_read import UPDATES, tensors
+from telechat_moe.tools.align.capture.ms_tap_plan import Argument, TappedOperator, TapPlan, Tensor
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Layout
+from telechat_moe.tools.align.dump.records import TensorLayout
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
@@ -27,7 +27,7 @@ PowTensorScalar RsqrtGrad SqrtGrad SiLUGrad SigmoidGrad Softmax SoftmaxBackward 
 _ELEMENTWISE = frozenset(_ONE_BY_ONE.split())
 
 
-def layouts(plan: Plan, recipe: "Recipe", rank: int) -> dict[int, Layout]:
+def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayout]:
     """Return the layouts of the tensors of a rank's graph by their ``id``.
 
     Args:
@@ -41,7 +41,7 @@ def layouts(plan: Plan, recipe: "Recipe", rank: int) -> dict[int, Layout]:
     mesh = mesh_of(recipe)
     first = mesh.stage(rank) * mesh.stage_devices
     stage = tuple(range(first, first + mesh.stage_devices))
-    found: dict[int, Layout] = {}
+    found: dict[int, TensorLayout] = {}
     for node in plan.nodes:
         _said(node, stage, found)
     for node in plan.nodes:
@@ -52,7 +52,7 @@ def layouts(plan: Plan, recipe: "Recipe", rank: int) -> dict[int, Layout]:
     return found
 
 
-def _said(node: Node, stage: tuple[int, ...], found: dict[int, Layout]) -> None:
+def _said(node: TappedOperator, stage: tuple[int, ...], found: dict[int, TensorLayout]) -> None:
     for values, said in zip((node.inputs, node.outputs), node.layouts, strict=True):
         for value, entry in zip(_flat(values), said, strict=False):
             if isinstance(value, Tensor) and isinstance(entry, Mapping) and value.constant is None:
@@ -65,7 +65,7 @@ def _flat(values: list[Argument]) -> list[Any]:
     return values[0] if len(values) and isinstance(values[0], list) else values
 
 
-def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) -> Layout:
+def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) -> TensorLayout:
     maps = entry["tensor_map"]
     if len(maps) != len(tensor.shape):
         raise LayoutError("of another number of dimensions")
@@ -78,7 +78,7 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
     return from_dict(given, None)
 
 
-def _follows(node: Node, found: dict[int, Layout]) -> None:
+def _follows(node: TappedOperator, found: dict[int, TensorLayout]) -> None:
     """Lay out the result of an operator whose inputs are laid out."""
     made = next(iter(tensors(node.outputs)), None)
     if made is None or id(made) in found or node.writes:
@@ -94,7 +94,7 @@ def _follows(node: Node, found: dict[int, Layout]) -> None:
         found[id(made)] = _product(x, y, flags)
 
 
-def _product(x: Layout, y: Layout, flags: list[bool]) -> Layout:
+def _product(x: TensorLayout, y: TensorLayout, flags: list[bool]) -> TensorLayout:
     """Return the layout of a matrix product: an axis that cuts the summed dimension makes terms."""
     rows, inner = x.dims[::-1] if flags[0] else x.dims
     columns = y.dims[0] if flags[1] else y.dims[1]
@@ -103,7 +103,7 @@ def _product(x: Layout, y: Layout, flags: list[bool]) -> Layout:
     return replace(x, dims=(rows, columns), partial=dict.fromkeys(sorted(cut), "sum"))
 
 
-def _of_weights(node: Node, cuts: Any, found: dict[int, Layout]) -> None:
+def _of_weights(node: TappedOperator, cuts: Any, found: dict[int, TensorLayout]) -> None:
     from telechat_moe.tools.align.dump.recipe_layout import weight
 
     for tensor in tensors([*node.inputs, *node.outputs]):

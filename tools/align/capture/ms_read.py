@@ -8,14 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.capture.ms_plan import Argument, Node, Number, Plan, Tensor
+from telechat_moe.tools.align.capture.ms_tap_plan import (
+    Argument,
+    Number,
+    TappedOperator,
+    TapPlan,
+    Tensor,
+)
 from telechat_moe.tools.align.dump.msprobe import canonical
 from telechat_moe.tools.align.dump.records import (
     Call,
-    Layout,
     Phase,
     Scalar,
     Stats,
+    TensorLayout,
     TensorRecord,
     Value,
 )
@@ -81,10 +87,10 @@ class Reader:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TapPlan,
         folder: Path,
         mode: str,
-        layouts: Mapping[int, Layout] | None = None,
+        layouts: Mapping[int, TensorLayout] | None = None,
         groups: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.plan, self.folder, self.mode = plan, folder, mode
@@ -106,11 +112,11 @@ class Reader:
                     found[key] = Call(key, "module", cell.name, 0, Phase.FORWARD, [], {}, made)
         return found
 
-    def _runs(self, node: Node) -> int:
+    def _runs(self, node: TappedOperator) -> int:
         taps = [tap for out in node.outputs for t in tensors(out) for tap in t.taps.values()]
         return max((len(self.index.get(tap, ())) for tap in taps), default=0)
 
-    def _calls(self, node: Node, run: int) -> Iterator[Call]:
+    def _calls(self, node: TappedOperator, run: int) -> Iterator[Call]:
         inputs = [self._value(v, node.graph, run) for v in node.inputs]
         outputs = [self._value(v, node.graph, run) for v in node.outputs]
         more = {name: _scalar(value) for name, value in node.attributes.items()}
@@ -131,7 +137,11 @@ class Reader:
         yield _call(name, number, phase, inputs, more, outputs)
 
     def _fused_update(
-        self, node: Node, inputs: list[Value], outputs: list[Value], more: dict[str, Value]
+        self,
+        node: TappedOperator,
+        inputs: list[Value],
+        outputs: list[Value],
+        more: dict[str, Value],
     ) -> Iterator[Call]:
         """One operator that updates all weights, as a call a weight."""
         decayed = node.attributes.get("decayed") or []
@@ -190,7 +200,7 @@ class Cell(NamedTuple):
     outputs: list[Tensor]
 
 
-def edges(nodes: Sequence[Node]) -> dict[int, list[Cell]]:
+def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[Cell]]:
     """Return the cells that end with each operator, by its place."""
     takers: dict[int, list[tuple[str, ...]]] = {}
     for node in nodes:
@@ -217,7 +227,7 @@ def edges(nodes: Sequence[Node]) -> dict[int, list[Cell]]:
     return found
 
 
-def name_of(node: Node) -> str:
+def name_of(node: TappedOperator) -> str:
     """Return the name of an operator's calls: ``Primitive.Gradients.model.layers.0.attention.MatMul``."""
     if node.weight:
         return f"Primitive.{REDUCTION}.{node.weight}.{node.kind}"

@@ -16,7 +16,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.logical import Logical, logical_regions
 from telechat_moe.tools.align.dump.records import Array
-from telechat_moe.tools.align.dump.sources import Piece, Source
+from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 from telechat_moe.tools.align.numerics import is_float, ulps
 
 DTYPES = {
@@ -39,7 +39,7 @@ DTYPES = {
 Region = tuple[tuple[int, int], ...]
 
 
-class _Stored(Source):
+class _Stored(ShardValues):
     """A tensor within a safetensors file."""
 
     def __init__(self, file: Path, entry: Mapping[str, Any], start: int) -> None:
@@ -76,12 +76,12 @@ class Stored:
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     groups: Mapping[str, str]
-    pieces: Mapping[str, list[tuple[Region, Source]]]
+    pieces: Mapping[str, list[tuple[Region, ShardValues]]]
 
     def tensor(self, name: str) -> Logical:
         """Return a tensor, put together from its pieces."""
         parts = self.pieces[name]
-        pieces = [Piece(i, source) for i, (_, source) in enumerate(parts)]
+        pieces = [Shard(i, source) for i, (_, source) in enumerate(parts)]
         regions = {i: region for i, (region, _) in enumerate(parts)}
         return logical_regions(pieces, regions, self.shapes[name])
 
@@ -120,7 +120,7 @@ def open_checkpoint(path: Path) -> Stored:
 
 def _pieces(path: Path, content: Mapping[str, Any]) -> Stored:
     described = {name: (entry["group"], entry) for name, entry in content["tensors"].items()}
-    pieces: dict[str, list[tuple[Region, Source]]] = {name: [] for name in described}
+    pieces: dict[str, list[tuple[Region, ShardValues]]] = {name: [] for name in described}
     for file in content["files"]:
         header = _header(path / file)
         for name, region in json.loads(header[1]["__metadata__"]["regions"]).items():
@@ -136,7 +136,7 @@ def _made(
     step: int,
     layout: str,
     described: Mapping[str, tuple[str, Mapping[str, Any]]],
-    pieces: Mapping[str, list[tuple[Region, Source]]],
+    pieces: Mapping[str, list[tuple[Region, ShardValues]]],
 ) -> Stored:
     return Stored(
         path,
@@ -159,7 +159,9 @@ def _header(file: Path) -> tuple[Path, dict[str, Any], int]:
         raise BadInputError(f"{file}: not a safetensors file ({error})") from None
 
 
-def _stored(files: Mapping[str, tuple[Path, dict[str, Any], int]], file: str, name: str) -> Source:
+def _stored(
+    files: Mapping[str, tuple[Path, dict[str, Any], int]], file: str, name: str
+) -> ShardValues:
     path, header, start = files[file]
     if name not in header:
         raise BadInputError(f"{path}: {name} is not in it")

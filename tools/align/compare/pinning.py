@@ -10,8 +10,8 @@ import math
 import numpy as np
 
 from telechat_moe.tools.align.compare.profiles import Profile
+from telechat_moe.tools.align.dump.layer_numbers import LAYER
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump
-from telechat_moe.tools.align.dump.stages import LAYER
 from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.decisions import Array, Decision, Flip, decide
 from telechat_moe.tools.align.judge.replay import forward_key, replay_call

@@ -1,8 +1,8 @@
-"""Fingerprints of tensors that do not depend on how they lie over devices: 2 KiB at most, and those of pieces add up.
+"""Fingerprints of tensors: 2 KiB each, from which equality and distance of two tensors can be told.
 
-``of(values)`` is the fingerprint of a whole tensor, ``of_piece`` that of a part at its global indices; ``merge`` joins
-disjoint pieces, ``add`` terms of a sum. ``distance`` estimates the relative L2 distance of two tensors from their
-fingerprints alone, and the checksum is equal only for equal bits at equal places, whatever the order they came in.
+``of(values)`` is the fingerprint of a tensor. ``distance`` estimates the relative L2 distance of two tensors from their
+fingerprints alone; the checksum is equal only for equal bits in equal positions. The kernel of ``ops/tap.py`` computes the
+same numbers.
 
 The sketch is a count sketch (Charikar, Chen and Farach-Colton 2002) whose hash is cheap: element i of the whole, row-major,
 is lane ``i % 241`` of row ``i // 241``; 32 rows are a block. It is multiplied by a sign of its place in the block and one
@@ -12,10 +12,9 @@ of its block, and added to the bucket ``lane + shift(block)`` modulo 241. The ch
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -32,10 +31,6 @@ BUCKETS = 241
 _ROWS = 32
 _BLOCK = _ROWS * BUCKETS
 _CHUNK = 4 * _BLOCK  # a few of these in float64 fit a core's cache
-_SCATTERED = (
-    2 * _BLOCK
-)  # with more, the memory of what is computed goes back to the system, and comes from it, each time
-_TAKEN = 16 * _SCATTERED
 _MANY = 4096  # blocks whose hashes are computed at once
 _HEADER = struct.Struct("<4sHHQQQQd")
 _MAGIC = b"TCF1"
@@ -53,8 +48,8 @@ class Fingerprint:
         count: Elements that went in.
         total: Elements of the whole tensor.
         special: Infinities and NaN among them.
-        checksum: See the module; None for a sum of terms, whose bits nobody has seen.
-        squares: Sum of the squares of the finite elements; None for a sum of terms.
+        checksum: See the module; None where the writer of the fingerprint has not seen the bits.
+        squares: Sum of the squares of the finite elements; None where the writer has not seen the elements.
     """
 
     buckets: Array
@@ -113,120 +108,13 @@ def of(values: Array) -> Fingerprint:
     """Return the fingerprint of a whole tensor.
 
     Args:
-        values: Any shape and type of numbers, maybe mapped: it is read in pieces. bfloat16 and float8 widened to float32.
+        values: Any shape and type of numbers, maybe mapped: it is read in shards. bfloat16 and float8 widened to float32.
     """
     values = _numbers(values)
     sketch = _Sketch(values.size)
     for begin, part in _contiguous(values):
         sketch.add(part, begin)
     return sketch.result()
-
-
-def of_range(values: Array, begin: int, total: int) -> Fingerprint:
-    """Return the fingerprint of a part of a flattened tensor that begins at element ``begin`` of ``total``.
-
-    Raises:
-        ValueError: It does not lie in the tensor.
-    """
-    values = _numbers(values)
-    if begin < 0 or begin + values.size > total:
-        raise ValueError(f"elements {begin} to {begin + values.size} of {total}")
-    sketch = _Sketch(total)
-    for offset, part in _contiguous(values):
-        sketch.add(part, begin + offset)
-    return sketch.result()
-
-
-def of_piece(
-    values: Array, shape: Sequence[int], dims: Sequence[Sequence[tuple[int, int]]]
-) -> Fingerprint:
-    """Return the fingerprint of a piece.
-
-    Args:
-        values: The piece.
-        shape: Of the whole tensor.
-        dims: For each dimension the ranges (begin, end) of the whole that the piece holds, in its order; see
-            ``places.Place.dims``.
-
-    Raises:
-        ValueError: Shape and ranges contradict each other.
-    """
-    lengths = tuple(sum(b - a for a, b in runs) for runs in dims)
-    if values.shape != lengths or len(shape) != len(lengths):
-        raise ValueError(
-            f"a piece of shape {values.shape} cannot hold ranges of {lengths} of {tuple(shape)}"
-        )
-    if any(not 0 <= a <= b <= n for runs, n in zip(dims, shape, strict=True) for a, b in runs):
-        raise ValueError(f"ranges {dims} lie outside of {tuple(shape)}")
-    own = values.dtype.kind == "c"
-    values = _numbers(values)
-    if own:  # a complex number counts as a row of two
-        shape, dims = (*shape, 2), (*dims, ((0, 2),))
-    sketch = _Sketch(math.prod(shape))
-    if values.size == 0:
-        return sketch.result()
-    whole = len(shape)  # dimensions from here on are whole
-    while whole and tuple(dims[whole - 1]) == ((0, shape[whole - 1]),):
-        whole -= 1
-    inner = math.prod(shape[whole:])
-    steps = [1] * whole
-    if whole:  # neighbours still, in runs of equal length
-        steps[-1] = math.gcd(*(b - a for a, b in dims[whole - 1]))
-        inner *= steps[-1]
-    places = [
-        np.concatenate([np.arange(a, b, step) for a, b in runs])
-        for runs, step in zip(dims[:whole], steps, strict=True)
-    ]
-    strides = [math.prod(shape[d + 1 :]) for d in range(whole)]
-    rows = np.zeros(1, np.int64)  # begins of the rows of a slice
-    while places and len(places[-1]) * len(rows) * inner <= _TAKEN:
-        rows = np.add.outer(places.pop() * strides[len(places)], rows).reshape(-1)
-    last = places.pop() * strides[len(places)] if places else np.zeros(1, np.int64)
-    group = max(1, _TAKEN // (len(rows) * inner))
-    values = values.reshape(*(len(p) for p in places), len(last), len(rows), inner)
-    for lead in product(*(range(len(p)) for p in places)):
-        begin = sum(int(places[d][j]) * strides[d] for d, j in enumerate(lead))
-        for i in range(0, len(last), group):
-            begins = np.add.outer(last[i : i + group] + begin, rows).reshape(-1)
-            sketch.scatter(values[lead][i : i + group].reshape(-1, inner), begins)
-    return sketch.result()
-
-
-def merge(pieces: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of disjoint pieces of one tensor together.
-
-    Raises:
-        ValueError: They are of tensors of different sizes, or hold more than the whole.
-    """
-    result = _summed(pieces)
-    count = sum(p.count for p in pieces)
-    if count > result.total:
-        raise ValueError(f"pieces hold {count:,} elements of a tensor of {result.total:,}")
-    exact = [p.checksum for p in pieces if p.checksum is not None]
-    squares = [p.squares for p in pieces if p.squares is not None]
-    return replace(
-        result,
-        count=count,
-        special=sum(p.special for p in pieces),
-        checksum=sum(exact) % (1 << 64) if len(exact) == len(pieces) else None,
-        squares=math.fsum(squares) if len(squares) == len(pieces) else None,
-    )
-
-
-def add(terms: Sequence[Fingerprint]) -> Fingerprint:
-    """Return the fingerprint of a sum of tensors, such as the partial results of ranks.
-
-    It is the one of the exact sum; a checksum and an exact norm it cannot have.
-
-    Raises:
-        ValueError: They are of different sizes, or not of the same elements.
-    """
-    if len({t.count for t in terms}) != 1:
-        raise ValueError("terms of a sum must hold the same elements")
-    if len(terms) == 1:
-        return terms[0]
-    special = max(t.special for t in terms)
-    return replace(_summed(terms), special=special, checksum=None, squares=None)
 
 
 def distance(target: Fingerprint, golden: Fingerprint) -> float:
@@ -254,14 +142,6 @@ def equal(a: Fingerprint, b: Fingerprint) -> bool | None:
     if a.checksum is None or b.checksum is None or not (a.whole and b.whole):
         return None
     return a.checksum == b.checksum and a.total == b.total
-
-
-def _summed(parts: Sequence[Fingerprint]) -> Fingerprint:
-    if not parts or len({p.total for p in parts}) != 1:
-        raise ValueError(
-            f"fingerprints of one tensor expected, sizes {sorted({p.total for p in parts})}"
-        )
-    return replace(parts[0], buckets=np.sum([p.buckets for p in parts], axis=0))
 
 
 def _numbers(values: Array) -> Array:
@@ -293,11 +173,6 @@ def _contiguous(values: Array) -> Iterator[tuple[int, Array]]:
             yield j * inner + i, part
 
 
-def _parts(indices: Array, length: int) -> Iterator[Array]:
-    for i in range(0, len(indices), length):
-        yield indices[i : i + length]
-
-
 class _Sketch:
     def __init__(self, total: int) -> None:
         self._buckets = np.zeros(BUCKETS)
@@ -317,12 +192,6 @@ class _Sketch:
 
     def add(self, flat: Array, begin: int) -> None:
         """Add elements from ``begin`` on."""
-        if flat.size > 2 * _CHUNK:
-            head = -begin % _BLOCK
-            self.add(flat[:head], begin)
-            for i in range(head, flat.size, _CHUNK):
-                self.add(flat[i : i + _CHUNK], begin + i)
-            return
         self._count += flat.size
         shift = begin % _BLOCK
         first = begin // _BLOCK
@@ -331,41 +200,6 @@ class _Sketch:
             padded[shift : shift + flat.size] = flat
             flat = padded
         self._aligned(flat, first)
-
-    def scatter(self, values: Array, begins: Array) -> None:
-        """Add rows of neighbours, each at its global begin."""
-        inner = values.shape[1]
-        if inner >= _BLOCK or len(begins) == 1:
-            for row, begin in zip(values, begins.tolist(), strict=True):
-                self.add(np.ascontiguousarray(row), begin)
-            return
-        self._count += values.size
-        block, place = np.divmod(begins, _BLOCK)
-        left = _BLOCK - place  # elements up to the end of the block
-        several = max(1, _SCATTERED // inner)
-        for rows in _parts(np.flatnonzero(left >= inner), several):
-            self._rows(values[rows], block[rows], place[rows])
-        for rows in _parts(np.flatnonzero(left < inner), several):  # in two blocks
-            here = values[rows]
-            there = here.copy()
-            for i, n in enumerate(left[rows].tolist()):
-                here[i, n:] = there[i, :n] = 0  # nothing that counts
-            self._rows(here, block[rows], place[rows])
-            self._rows(there, block[rows] + 1, place[rows])
-
-    def _rows(self, values: Array, block: Array, place: Array) -> None:
-        """Add rows of neighbours, each in one block and from one place there on."""
-        odds, signs, lanes = _windows(values.shape[1])
-        first, last = int(block.min()), int(block.max())
-        if last - first <= 4 * len(block):
-            near = block - first
-            shifts, block_signs, block_odds = (h[near] for h in _hashes_from(first, last + 1))
-        else:
-            shifts, block_signs, block_odds = _hashes(block.astype(np.uint64))
-        self._check(np.einsum("rj,rj->r", _mix(values), odds[place]) * block_odds)
-        wide = self._wide(values) * signs[place + (block_signs < 0) * (2 * _BLOCK)]
-        bucket = lanes[(place + shifts) % BUCKETS]
-        self._buckets += np.bincount(bucket.reshape(-1), wide.reshape(-1), BUCKETS)
 
     def _zeros(self, size: int, dtype: Any) -> Array:
         """Return whole blocks of zeros, in memory that the next call takes again."""
@@ -437,17 +271,6 @@ def _hashes(block: Array) -> tuple[Array, Array, Array]:
     signs = 1.0 - 2.0 * (bits >> np.uint64(63)).astype(np.float64)
     shifts = ((bits & np.uint64(0xFFFFFFFF)) % np.uint64(BUCKETS)).astype(np.int64)
     return shifts, signs, _splitmix(bits) | np.uint64(1)
-
-
-@lru_cache(64)
-def _windows(length: int) -> tuple[Array, Array, Array]:
-    """Return odd factors and signs from each place on (signs: then negated ones), and lanes from each bucket on."""
-    signs, odds = _places()
-    twice = np.tile(signs.reshape(-1), 2)
-    lanes = np.arange(BUCKETS + length) % BUCKETS
-    tables = np.tile(odds, 2), np.concatenate([twice, -twice]), lanes
-    odds, signs, lanes = (np.lib.stride_tricks.sliding_window_view(t, length) for t in tables)
-    return odds, signs, lanes
 
 
 def _hashes_from(first: int, end: int) -> tuple[Array, Array, Array]:

@@ -1,4 +1,4 @@
-"""The layout of pieces that say nothing of it: all candidates that fit the shapes are tried, copies decide.
+"""The layout of shards that say nothing of it: all candidates that fit the shapes are tried, copies decide.
 
 A reference's values never decide: a layout chosen because it looks like the reference would explain faults away.
 """
@@ -13,8 +13,8 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, Logical, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError, describe
-from telechat_moe.tools.align.dump.records import Array, Layout
-from telechat_moe.tools.align.dump.sources import Piece, Source
+from telechat_moe.tools.align.dump.records import Array, TensorLayout
+from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 
 MOST = 4096
 """Candidates that are tried at most."""
@@ -26,13 +26,13 @@ class Candidate:
 
     Attributes:
         layout: The layout.
-        copies: How many pieces could be compared with a copy.
+        copies: How many shards could be compared with a copy.
         problem: Why it is refused; None: it is not.
         digest: Of the merged tensor.
         distance: Relative L2 distance of the merged tensor from the reference; None without one.
     """
 
-    layout: Layout
+    layout: TensorLayout
     copies: int = 0
     problem: str | None = None
     digest: str = ""
@@ -49,41 +49,41 @@ class Inferred:
         candidates: All that fit the shapes.
     """
 
-    layout: Layout | None
+    layout: TensorLayout | None
     why: str
     candidates: tuple[Candidate, ...]
 
 
 def infer(
-    pieces: Sequence[Piece],
+    shards: Sequence[Shard],
     shape: Sequence[int],
     mesh: Mapping[str, int] | None = None,
     reference: Array | None = None,
 ) -> Inferred:
-    """Find how pieces lie in a tensor of a known shape.
+    """Find how shards lie in a tensor of a known shape.
 
     Args:
-        pieces: What the ranks hold; ranks stand in the mesh in their order.
+        shards: What the ranks hold; ranks stand in the mesh in their order.
         shape: Of the whole, from a run on one device.
         mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
         reference: Values of that run; each candidate's distance from them is reported and decides nothing.
 
     Raises:
-        LayoutError: Pieces are missing or differ in shape, or there are too many candidates.
+        LayoutError: Shards are missing or differ in shape, or there are too many candidates.
         BadInputError: Values were not dumped or cannot be read.
     """
-    ranks = tuple(sorted(p.rank for p in pieces))
-    shapes = {Source.of(p.values).shape for p in pieces}
+    ranks = tuple(sorted(p.rank for p in shards))
+    shapes = {ShardValues.of(p.values).shape for p in shards}
     if len(shapes) != 1:
         raise LayoutError(
-            f"pieces of {len(shapes)} different shapes; a layout with unequal pieces must be given"
+            f"shards of {len(shapes)} different shapes; a layout with unequal shards must be given"
         )
     local = next(iter(shapes))
     if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
-        return Inferred(None, f"pieces {list(local)} do not divide the tensor {list(shape)}", ())
+        return Inferred(None, f"shards {list(local)} do not divide the tensor {list(shape)}", ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
     tried = [
-        _tried(pieces, layout, tuple(shape), reference)
+        _tried(shards, layout, tuple(shape), reference)
         for layout in _distinct(_candidates(ratios, ranks, mesh))
     ]
     return _decided(tuple(tried), ratios, len(ranks))
@@ -113,9 +113,9 @@ def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) ->
 
 
 def _tried(
-    pieces: Sequence[Piece], layout: Layout, shape: tuple[int, ...], reference: Array | None
+    shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...], reference: Array | None
 ) -> Candidate:
-    whole = logical(pieces, layout, shape)
+    whole = logical(shards, layout, shape)
     try:
         digest, distance = _digest(whole, reference)
     except CopiesDifferError as error:
@@ -137,8 +137,8 @@ def _digest(whole: Logical, reference: Array | None) -> tuple[str, float | None]
     ) if size else math.sqrt(apart)
 
 
-def _distinct(layouts: Iterator[Layout]) -> Iterator[Layout]:
-    """Leave out layouts that put every piece where an earlier one does."""
+def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
+    """Leave out layouts that put every shard where an earlier one does."""
     seen = set()
     for layout in layouts:
         sizes = dict(zip(layout.axes, layout.mesh, strict=True))
@@ -165,7 +165,7 @@ def _number(axes: Sequence[str], sizes: Mapping[str, int], mesh: Sequence[str], 
 
 def _candidates(
     ratios: Sequence[int], ranks: tuple[int, ...], mesh: Mapping[str, int] | None
-) -> Iterator[Layout]:
+) -> Iterator[TensorLayout]:
     if mesh is not None:
         if math.prod(mesh.values()) != len(ranks):
             raise LayoutError(f"the mesh {dict(mesh)} has not {len(ranks)} devices")
@@ -179,7 +179,7 @@ def _candidates(
 
 def _roles(
     ratios: Sequence[int], ranks: tuple[int, ...], axes: tuple[tuple[str, int], ...], nested: bool
-) -> Iterator[Layout]:
+) -> Iterator[TensorLayout]:
     """Yield layouts in which each axis cuts a dimension or holds copies."""
     cut = [d for d, n in enumerate(ratios) if n > 1]
     sizes = dict(axes)
@@ -192,7 +192,7 @@ def _roles(
             continue
         orders = [list(itertools.permutations(dim)) if nested else [dim] for dim in dims]
         for chosen in itertools.product(*orders):
-            yield Layout(tuple(sizes.values()), tuple(sizes), ranks, tuple(chosen))
+            yield TensorLayout(tuple(sizes.values()), tuple(sizes), ranks, tuple(chosen))
 
 
 def _primes(n: int) -> list[int]:

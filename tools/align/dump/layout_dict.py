@@ -3,10 +3,10 @@
 ``Device Matrix`` is the length of each axis, ``Alias Name`` their names, ``Rank List`` the devices in the order of the
 matrix. ``Tensor Map`` has for each dimension -1 or the axis that cuts it, counted from the right, or a list of axes, the
 outermost first. ``Partial`` has for each axis null or a reduction. The axis ``interleaved_parallel``, always the last,
-is no device: a device holds all pieces along it, one after another, and the matrix times it counts virtual devices.
+is no device: a device holds all shards along it, one after another, and the matrix times it counts virtual devices.
 
 Ours beside these: ``Cyclic`` (axes), ``Blocks``, ``Local`` (axes), ``Calls`` (axis), ``Sizes``, ``Owned``, ``Padded``
-(by dimension; ``flat`` is the flattened piece) and ``Flat`` (axes); see :class:`records.Layout`.
+(by dimension; ``flat`` is the flattened shard) and ``Flat`` (axes); see :class:`records.TensorLayout`.
 """
 
 import math
@@ -16,13 +16,13 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import FLAT, Layout
+from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 
 INTERLEAVED = "interleaved_parallel"
 _KINDS = {"avg": "mean"}
 
 
-def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Layout:
+def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> TensorLayout:
     """Return the layout that a dump describes.
 
     Args:
@@ -40,7 +40,7 @@ def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Layout
     return layout if shard_size in (None, 0, 1) else shared(layout, shard_size)
 
 
-def to_dict(layout: Layout) -> dict[str, Any]:
+def to_dict(layout: TensorLayout) -> dict[str, Any]:
     """Return a layout as dumps write it."""
     number = {axis: len(layout.axes) - 1 - i for i, axis in enumerate(layout.axes)}
     within = INTERLEAVED in layout.local
@@ -74,7 +74,7 @@ def to_dict(layout: Layout) -> dict[str, Any]:
 
 def of_parameter(
     entry: Sequence[Any], shape: Sequence[int], ranks: Sequence[int], sharing: int = 1
-) -> Layout:
+) -> TensorLayout:
     """Return the layout of a weight as MindSpore's compiler gives it (``parameter_layout_dict``).
 
     Args:
@@ -93,7 +93,7 @@ def of_parameter(
     if len(flat) != len(shape):
         flat = _regrouped([x for part in flat for x in part], list(entry[7]), matrix, shape)
     dims = tuple(tuple(axes[len(matrix) - 1 - n] for n in part if n != -1) for part in flat)
-    layout = Layout(matrix, axes, tuple(ranks), dims)
+    layout = TensorLayout(matrix, axes, tuple(ranks), dims)
     return layout if sharing <= 1 else shared(layout, sharing)
 
 
@@ -119,7 +119,7 @@ def _regrouped(
     return found
 
 
-def shared(layout: Layout, by: int) -> Layout:
+def shared(layout: TensorLayout, by: int) -> TensorLayout:
     """Return the layout of a tensor whose copies share its first dimension among them (parallel optimizer).
 
     Raises:
@@ -142,7 +142,7 @@ def shared(layout: Layout, by: int) -> Layout:
     )
 
 
-def _parse(found: Mapping[str, Any]) -> Layout:
+def _parse(found: Mapping[str, Any]) -> TensorLayout:
     mesh = _ints(found["Device Matrix"])
     axes = tuple(str(a) for a in found.get("Alias Name") or [f"axis{i}" for i in range(len(mesh))])
     if len(axes) != len(mesh):
@@ -166,7 +166,7 @@ def _parse(found: Mapping[str, Any]) -> Layout:
         INTERLEAVED in local and INTERLEAVED not in cutting
     ):  # this tensor is not split within a device
         axes, mesh, local = axes[:-1], mesh[:-1], local - {INTERLEAVED}
-    return Layout(
+    return TensorLayout(
         mesh=mesh,
         axes=axes,
         ranks=ranks,

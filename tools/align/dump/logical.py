@@ -1,7 +1,7 @@
-"""Pieces of many ranks merged into the one tensor that they stand for, and what their copies say.
+"""Shards of many ranks merged into the one tensor that they stand for, and what their copies say.
 
-Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch pieces are all ranges of indices
-(``places.py``). A layout that contradicts its pieces is refused. Copies of one piece are compared: where they differ,
+Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch shards are all ranges of indices
+(``ranges.py``). A layout that contradicts its shards is refused. Copies of one shard are compared: where they differ,
 the finding names rank, element and values.
 
 Values are read in blocks of the whole tensor, so a tensor of any size merges in a bounded memory.
@@ -15,14 +15,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.ranges import Key, LayoutError, Plan, Shape, plan, plan_regions
-from telechat_moe.tools.align.dump.records import Layout, TensorRecord
-from telechat_moe.tools.align.dump.sources import (
+from telechat_moe.tools.align.dump.ranges import (
+    LayoutError,
+    Shape,
+    ShardKey,
+    ShardMap,
+    locate,
+    locate_regions,
+)
+from telechat_moe.tools.align.dump.records import TensorLayout, TensorRecord
+from telechat_moe.tools.align.dump.shard_values import (
     Array,
-    Flattened,
+    FlatShards,
     Indexer,
-    Piece,
-    Source,
+    Shard,
+    ShardValues,
     intersect,
 )
 from telechat_moe.tools.align.numerics import is_float, ulps
@@ -31,7 +38,7 @@ BLOCK_BYTES = 16 << 20
 
 
 class Bound(NamedTuple):
-    """How far copies of one piece may differ: ``atol + rtol |x|`` or some ULPs, whichever is more."""
+    """How far copies of one shard may differ: ``atol + rtol |x|`` or some ULPs, whichever is more."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -51,8 +58,8 @@ class Difference:
         expected: There in the first copy.
     """
 
-    key: Key
-    reference: Key
+    key: ShardKey
+    reference: ShardKey
     elements: int
     index: tuple[int, ...]
     value: Any
@@ -70,14 +77,14 @@ class Copies:
     """What was found of copies while a tensor was merged.
 
     Attributes:
-        compared: Copies that were compared with the first of their kind; 0: every piece is held once.
+        compared: Copies that were compared with the first of their kind; 0: every shard is held once.
         bitwise: All are equal to the last bit.
         differences: Those beyond the bound, by rank and call.
     """
 
     compared: int = 0
     bitwise: bool = True
-    differences: dict[Key, Difference] = field(default_factory=dict)
+    differences: dict[ShardKey, Difference] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
@@ -90,7 +97,7 @@ class Copies:
 
 
 class CopiesDifferError(LayoutError):
-    """Copies of one piece differ: a fault of the run, or a layout that calls copies what is none (exit code 4).
+    """Copies of one shard differ: a fault of the run, or a layout that calls copies what is none (exit code 4).
 
     Attributes:
         copies: What was found.
@@ -122,33 +129,33 @@ class _Region:
     """One region of the whole: for each term of a reduction its copies."""
 
     dims: tuple[Any, ...]
-    terms: list[list[tuple[Key, Source | Flattened]]]
+    terms: list[list[tuple[ShardKey, ShardValues | FlatShards]]]
 
 
 class Logical:
     """A tensor that is put together as it is read.
 
     Args:
-        pieces: What the ranks hold.
-        where: Where the pieces lie.
+        shards: What the ranks hold.
+        where: Where the shards lie.
         bound: How far copies may differ; None: not at all.
         keep: Go on where copies differ, with the first one; else :class:`CopiesDifferError` at the end.
 
     Raises:
-        LayoutError: The pieces are of different types.
+        LayoutError: The shards are of different types.
     """
 
     def __init__(
         self,
-        pieces: Mapping[Key, Source],
-        where: Plan,
+        shards: Mapping[ShardKey, ShardValues],
+        where: ShardMap,
         bound: Bound | None = None,
         keep: bool = False,
     ) -> None:
         self.shape, self.bound, self.keep, self.copies = where.shape, bound, keep, Copies()
-        self.dtype = _one_dtype(pieces)
-        self._plan, self._regions = where, _regions(pieces, where)
-        self._seen: set[Key] = set()
+        self.dtype = _one_dtype(shards)
+        self._plan, self._regions = where, _regions(shards, where)
+        self._seen: set[ShardKey] = set()
         first = [term[0] for region in self._regions for term in region.terms]
         self.ranks = tuple(sorted({k.rank for key, source in first for k in source.keys(key)}))
 
@@ -219,7 +226,7 @@ class Logical:
                 target = _empty([s.stop - s.start for s in box], values.dtype)
             assert target is not None
             target[_index([g for g, _ in pairs])] = values
-        assert target is not None  # a plan has a piece
+        assert target is not None  # a plan has a shard
         return target
 
     def _reduced(
@@ -243,9 +250,9 @@ class Logical:
 
     def _compare(
         self,
-        key: Key,
+        key: ShardKey,
         copy: Array,
-        reference: Key,
+        reference: ShardKey,
         first: Array,
         mine: Array,
         where: list[Indexer],
@@ -282,85 +289,81 @@ class Logical:
 
 
 def logical(
-    pieces: Sequence[Piece],
-    layout: Layout | None = None,
+    shards: Sequence[Shard],
+    layout: TensorLayout | None = None,
     shape: Sequence[int] | None = None,
     *,
     bound: Bound | None = None,
     keep: bool = False,
 ) -> Logical:
-    """Return the tensor that pieces stand for; nothing is read yet.
+    """Return the tensor that shards stand for; nothing is read yet.
 
     Args:
-        pieces: What the ranks hold, in any order.
+        shards: What the ranks hold, in any order.
         layout: How they lie; None: each is a record that says so itself.
         shape: Of the whole; needed where filler hides it.
         bound: How far copies may differ; None: not at all.
         keep: Go on where copies differ.
 
     Raises:
-        LayoutError: Layout, pieces and shape contradict each other; a piece is missing or there twice.
+        LayoutError: TensorLayout, shards and shape contradict each other; a shard is missing or there twice.
         BadInputError: Values were not dumped.
     """
-    sources = _sources(pieces)
-    layout = layout if layout is not None else common_layout(pieces)
+    sources = _sources(shards)
+    layout = layout if layout is not None else common_layout(shards)
     shapes = {key: source.shape for key, source in sources.items()}
-    where = plan(layout, shapes, None if shape is None else tuple(shape))
+    where = locate(layout, shapes, None if shape is None else tuple(shape))
     return Logical(sources, where, bound, keep)
 
 
 def logical_regions(
-    pieces: Sequence[Piece],
+    shards: Sequence[Shard],
     regions: Mapping[int, Sequence[tuple[int, int]]]
     | Mapping[tuple[int, int], Sequence[tuple[int, int]]],
     shape: Sequence[int],
-    *,
-    bound: Bound | None = None,
-    keep: bool = False,
-    copies: bool = True,
 ) -> Logical:
-    """Return the tensor whose pieces lie in given regions, as (begin, end) of every dimension, by rank.
+    """Return the tensor whose shards hold given regions, as (begin, end) of every dimension, by rank.
 
-    Where calls hold different parts (micro-batches, of which ranks may have unequally many), by (rank, call).
+    Where the calls of a rank hold different shards (micro-batches, whose number may differ between ranks), the keys
+    are (rank, call).
     """
-    sources = _sources(pieces)
-    where = plan_regions(
-        {Key(*k) if isinstance(k, tuple) else Key(k): region for k, region in regions.items()},
+    sources = _sources(shards)
+    ranges = locate_regions(
+        {ShardKey(*k) if isinstance(k, tuple) else ShardKey(k): r for k, r in regions.items()},
         {key: source.shape for key, source in sources.items()},
         tuple(shape),
-        copies,
     )
-    return Logical(sources, where, bound, keep)
+    return Logical(sources, ranges)
 
 
 def merge(
-    pieces: Sequence[Piece],
-    layout: Layout | None = None,
+    shards: Sequence[Shard],
+    layout: TensorLayout | None = None,
     shape: Sequence[int] | None = None,
     *,
     bound: Bound | None = None,
     keep: bool = False,
 ) -> Merged:
-    """Put pieces together in memory; see :func:`logical`."""
-    return logical(pieces, layout, shape, bound=bound, keep=keep).merge()
+    """Put shards together in memory; see :func:`logical`."""
+    return logical(shards, layout, shape, bound=bound, keep=keep).merge()
 
 
-def common_layout(pieces: Sequence[Piece]) -> Layout:
+def common_layout(shards: Sequence[Shard]) -> TensorLayout:
     """Return the layout that all records name.
 
     Raises:
         LayoutError: One names none, or two differ.
     """
-    found: Layout | None = None
-    for piece in pieces:
-        layout = piece.values.layout if isinstance(piece.values, TensorRecord) else None
+    found: TensorLayout | None = None
+    for shard in shards:
+        layout = shard.values.layout if isinstance(shard.values, TensorRecord) else None
         if layout is None:
-            raise LayoutError(f"rank {piece.rank} does not say how its piece is laid out")
+            raise LayoutError(f"rank {shard.rank} does not say how its shard is laid out")
         if found is not None and layout != found:
-            raise LayoutError(f"rank {piece.rank} names another layout than rank {pieces[0].rank}")
+            raise LayoutError(f"rank {shard.rank} names another layout than rank {shards[0].rank}")
         found = layout
     if found is None:
-        raise LayoutError("there are no pieces")
+        raise LayoutError("there are no shards")
     return found
 
 
@@ -385,29 +388,29 @@ def boxes(shape: Shape, elements: int) -> Iterator[tuple[slice, ...]]:
 # ------------------------------------------------------------------------------------- helpers
 
 
-def _sources(pieces: Sequence[Piece]) -> dict[Key, Source]:
-    found: dict[Key, Source] = {}
-    for piece in pieces:
-        key = Key(piece.rank, piece.call)
+def _sources(shards: Sequence[Shard]) -> dict[ShardKey, ShardValues]:
+    found: dict[ShardKey, ShardValues] = {}
+    for shard in shards:
+        key = ShardKey(shard.rank, shard.call)
         if key in found:
-            raise LayoutError(f"{key} gives two pieces")
-        found[key] = Source.of(piece.values)
+            raise LayoutError(f"{key} gives two shards")
+        found[key] = ShardValues.of(shard.values)
     if not found:
-        raise LayoutError("there are no pieces")
+        raise LayoutError("there are no shards")
     return found
 
 
-def _one_dtype(pieces: Mapping[Key, Source]) -> str:
-    first, known = next(iter(pieces.items()))
-    for key, source in pieces.items():
+def _one_dtype(shards: Mapping[ShardKey, ShardValues]) -> str:
+    first, known = next(iter(shards.items()))
+    for key, source in shards.items():
         if source.dtype != known.dtype:
             raise LayoutError(f"{key} holds {source.dtype}, {first} {known.dtype}")
     return known.dtype
 
 
-def _regions(pieces: Mapping[Key, Source], where: Plan) -> list[_Region]:
-    """Group pieces by region, term and flat part; copies in the order of keys."""
-    grouped: dict[Any, dict[int, dict[Any, list[Key]]]] = {}
+def _regions(shards: Mapping[ShardKey, ShardValues], where: ShardMap) -> list[_Region]:
+    """Group shards by region, term and flat part; copies in the order of keys."""
+    grouped: dict[Any, dict[int, dict[Any, list[ShardKey]]]] = {}
     for key in sorted(where.places):
         place = where.places[key]
         terms = grouped.setdefault(place.dims, {})
@@ -415,22 +418,24 @@ def _regions(pieces: Mapping[Key, Source], where: Plan) -> list[_Region]:
     regions = []
     for dims, terms in grouped.items():
         shape = [sum(b - a for a, b in runs) for runs in dims]
-        holders = [_holders(pieces, terms[t], shape) for t in sorted(terms)]
+        holders = [_holders(shards, terms[t], shape) for t in sorted(terms)]
         regions.append(_Region(dims, holders))
     return regions
 
 
 def _holders(
-    pieces: Mapping[Key, Source], parts: Mapping[Any, list[Key]], shape: Sequence[int]
-) -> list[tuple[Key, Source | Flattened]]:
+    shards: Mapping[ShardKey, ShardValues],
+    parts: Mapping[Any, list[ShardKey]],
+    shape: Sequence[int],
+) -> list[tuple[ShardKey, ShardValues | FlatShards]]:
     if None in parts:
-        return [(key, pieces[key]) for key in parts[None]]
+        return [(key, shards[key]) for key in parts[None]]
     # Flat parts are put together copy by copy; the first rank of each copy stands for it.
-    found: list[tuple[Key, Source | Flattened]] = []
+    found: list[tuple[ShardKey, ShardValues | FlatShards]] = []
     ordered = sorted(f for f in parts if f[0] < f[1]) or sorted(parts)[:1]
     for copy in zip(*(parts[flat] for flat in ordered), strict=True):
-        parts_of = [(k, pieces[k], flat) for k, flat in zip(copy, ordered, strict=True)]
-        found.append((copy[0], Flattened(shape, parts_of)))
+        parts_of = [(k, shards[k], flat) for k, flat in zip(copy, ordered, strict=True)]
+        found.append((copy[0], FlatShards(shape, parts_of)))
     return found
 
 

@@ -16,19 +16,19 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
+from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
     Call,
-    Layout,
     Phase,
     RankDump,
+    TensorLayout,
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.dump.sources import Piece
-from telechat_moe.tools.align.dump.stages import Stages
+from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.dump.value_files import WIDENED
 from telechat_moe.tools.align.numerics import is_float
 
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     Attributes:
         key: Of the call, in the merged dump.
         place: Of the tensor within it: ``output.0``.
-        ranks: That hold a piece.
+        ranks: That hold a shard.
         how: Where the layout came from: ``dump``, ``said``, ``inferred``, ``copies``, ``one rank``, ``none``.
         copies: ``none``, ``bitwise``, ``within bound``, ``differ``.
         problem: Why it was not merged, or where copies differ; None: it was, and they do not.
@@ -63,7 +63,7 @@ class Said:
     """What a dump does not say itself.
 
     Attributes:
-        tensors: Layout and whole shape by a pattern for ``KEY PLACE``; the first that fits counts.
+        tensors: TensorLayout and whole shape by a pattern for ``KEY PLACE``; the first that fits counts.
         stages: Of each rank: its pipeline stage.
         layers: Which layers the stages hold, where a stage counts its own from 0.
         calls: Calls of one name and direction on one rank that are micro-batches of one step: their number; 1: none.
@@ -72,9 +72,9 @@ class Said:
         mesh: Axes and their lengths for that, outermost first; None: unknown.
     """
 
-    tensors: Mapping[str, tuple[Layout, tuple[int, ...] | None]] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[TensorLayout, tuple[int, ...] | None]] = field(default_factory=dict)
     stages: Mapping[int, int] = field(default_factory=dict)
-    layers: Stages | None = None
+    layers: LayerNumbers | None = None
     calls: int = 1
     batch: tuple[str, ...] = ("dp", "dp_outer", "dp_inner")
     reference: RankDump | None = None
@@ -116,12 +116,12 @@ class Said:
             batch = tuple(map(str, found.get("batch_axes", Said.batch)))
             mesh = {str(a): int(n) for a, n in found["mesh"].items()} if "mesh" in found else None
             return Said(
-                tensors, stages, Stages(layers) if layers else None, calls, batch, mesh=mesh
+                tensors, stages, LayerNumbers(layers) if layers else None, calls, batch, mesh=mesh
             )  # pyright: ignore[reportArgumentType]
         except (ValueError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 
-    def of(self, key: str, place: str) -> tuple[Layout, tuple[int, ...] | None] | None:
+    def of(self, key: str, place: str) -> tuple[TensorLayout, tuple[int, ...] | None] | None:
         """Return the layout and whole shape of a tensor; None: nothing is said."""
         return next((x for p, x in self.tensors.items() if fnmatchcase(f"{key} {place}", p)), None)
 
@@ -264,15 +264,15 @@ class _Merger:
     ) -> None:
         self.key, self.parts, self.said, self.write = key, parts, said, write
         self.bound, self.keep, self.outcomes = bound, keep, outcomes
-        self.pieces: dict[str, list[tuple[_Part, TensorRecord]]] = {}
+        self.shards: dict[str, list[tuple[_Part, TensorRecord]]] = {}
         for part in parts:
             for place, record in part.call.tensors():
-                self.pieces.setdefault(place, []).append((part, record))
+                self.shards.setdefault(place, []).append((part, record))
 
     def call(self, said: Said) -> Call:
         """Return the call with merged tensors; places that could not be merged hold None."""
         model = max((p.call for p in self.parts), key=lambda c: sum(1 for _ in c.tensors()))
-        done = {place: self._tensor(place, found) for place, found in self.pieces.items()}
+        done = {place: self._tensor(place, found) for place, found in self.shards.items()}
         parent = None if model.parent is None else said.name(model.parent, self.parts[0].rank)
         return replace(
             model,
@@ -298,8 +298,8 @@ class _Merger:
         how, copies, problem = "none", "none", "ranks do not agree how it is laid out: no layout"
         for how, layout, shape in self._layouts(place, found, told):
             try:
-                pieces = [Piece(part.rank, record, part.micro) for part, record in found]
-                whole = logical(pieces, layout, shape, bound=self.bound, keep=self.keep)
+                shards = [Shard(part.rank, record, part.micro) for part, record in found]
+                whole = logical(shards, layout, shape, bound=self.bound, keep=self.keep)
                 record = self.write(self.key, place, whole)
             except CopiesDifferError as error:
                 copies, problem = (
@@ -317,7 +317,9 @@ class _Merger:
         self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))
         return None
 
-    def _inferred(self, place: str, found: list[tuple[_Part, TensorRecord]]) -> Layout | str | None:
+    def _inferred(
+        self, place: str, found: list[tuple[_Part, TensorRecord]]
+    ) -> TensorLayout | str | None:
         """Return a layout inferred from the reference's shape, or why there is none; None: not wanted."""
         call = self.said.reference.calls.get(self.key) if self.said.reference else None
         model = None if call is None else dict(call.tensors()).get(place)
@@ -327,15 +329,15 @@ class _Merger:
         if any(record.layout is not None for _, record in found):
             return None
         try:
-            pieces = [Piece(part.rank, record) for part, record in found]
-            answer = infer(pieces, model.shape, self.said.mesh)
+            shards = [Shard(part.rank, record) for part, record in found]
+            answer = infer(shards, model.shape, self.said.mesh)
         except LayoutError as error:
             return str(error)
         return answer.why if answer.layout is None else answer.layout
 
     def _layouts(
-        self, place: str, found: list[tuple[_Part, TensorRecord]], inferred: Layout | None
-    ) -> Iterator[tuple[str, Layout, tuple[int, ...] | None]]:
+        self, place: str, found: list[tuple[_Part, TensorRecord]], inferred: TensorLayout | None
+    ) -> Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]]:
         """Yield the layouts to try, and where each comes from."""
         told = self.said.of(self.key, place)
         known = {id(r.layout): r.layout for _, r in found}
@@ -355,7 +357,7 @@ class _Merger:
             ranks = tuple(sorted({part.rank for part, _ in found}))
             dims = ((),) * len(found[0][1].shape)
             how = "one rank" if len(ranks) == 1 else "copies"
-            layout = Layout((len(ranks),), ("rank",), ranks, dims)
+            layout = TensorLayout((len(ranks),), ("rank",), ranks, dims)
         assert layout is not None
         if self.said.calls == 1 or layout.calls is not None or max(p.micro for p, _ in found) == 0:
             yield how, layout, shape
@@ -364,7 +366,9 @@ class _Merger:
             yield how, with_calls, shape
 
 
-def _with_calls(layout: Layout, said: Said, records: Sequence[TensorRecord]) -> Iterator[Layout]:
+def _with_calls(
+    layout: TensorLayout, said: Said, records: Sequence[TensorRecord]
+) -> Iterator[TensorLayout]:
     """Yield a layout with an axis of micro-batches: they cut the batch, or hold copies."""
     more = replace(layout, mesh=(*layout.mesh, said.calls), axes=(*layout.axes, MICRO), calls=MICRO)
     cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(said.batch)]

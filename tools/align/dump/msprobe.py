@@ -22,11 +22,11 @@ from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
     Stats,
+    TensorLayout,
     TensorRecord,
     Value,
 )
@@ -410,7 +410,7 @@ def _stats(context: _Context, place: str, entry: Mapping[str, Any]) -> Stats | N
         raise context.bad(place, found, "numbers") from None
 
 
-def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> Layout | None:
+def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorLayout | None:
     found, shard = entry.get("layout"), entry.get("hsdp_shard_size")
     if shard is not None and type(shard) is not int:
         raise context.bad(f"{place}.hsdp_shard_size", shard, "a number")

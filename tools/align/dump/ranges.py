@@ -1,4 +1,4 @@
-"""Where each piece of a tensor lies in the whole: a layout turned into ranges of indices, or refused.
+"""Where each shard of a tensor lies in the whole: a layout turned into ranges of indices, or refused.
 
 Every refusal is a :class:`LayoutError` whose sentence says what contradicts what.
 """
@@ -13,26 +13,26 @@ from typing import NamedTuple
 import numpy as np
 
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.tools.align.dump.records import FLAT, Layout
+from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
 """Reductions that a partial value may wait for."""
 
 Shape = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
-"""Ranges (begin, end) of a dimension of the whole, in the order in which a piece holds them."""
+"""Ranges (begin, end) of a dimension of the whole, in the order in which a shard holds them."""
 
 _MAX_CELLS = 1 << 26
 
 
 class LayoutError(TelechatMoeError):
-    """Pieces and their layout contradict each other: nothing can be merged or compared (exit code 4)."""
+    """Shards and their layout contradict each other: nothing can be merged or compared (exit code 4)."""
 
     exit_code = 4
 
 
-class Key(NamedTuple):
-    """A piece: the rank that holds it and, where an axis is made of calls, the number of the call."""
+class ShardKey(NamedTuple):
+    """A shard: the rank that holds it and, where an axis is made of calls, the number of the call."""
 
     rank: int
     call: int = 0
@@ -41,8 +41,8 @@ class Key(NamedTuple):
         return f"rank {self.rank}" + (f" call {self.call}" if self.call else "")
 
 
-class Place(NamedTuple):
-    """Where a piece lies.
+class ShardRanges(NamedTuple):
+    """Where a shard lies.
 
     Attributes:
         dims: Its ranges in each dimension of the whole; beyond the end of a dimension stands filler.
@@ -56,34 +56,36 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Where all pieces of a tensor lie; made by :func:`plan` or :func:`plan_regions`, which checked it.
+class ShardMap:
+    """Where all shards of a tensor lie; made by :func:`locate` or :func:`locate_regions`, which checked it.
 
     Attributes:
         shape: Of the whole.
-        places: Of each piece.
+        places: Of each shard.
         reduce: How the terms of a partial value combine; None: there is one.
         terms: Their number.
         divide: What their sum is divided by (``mean``).
     """
 
     shape: Shape
-    places: Mapping[Key, Place]
+    places: Mapping[ShardKey, ShardRanges]
     reduce: str | None = None
     terms: int = 1
     divide: int = 1
 
 
-def plan(layout: Layout, shapes: Mapping[Key, Shape], shape: Shape | None = None) -> Plan:
-    """Return where the pieces of a layout lie.
+def locate(
+    layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
+) -> ShardMap:
+    """Return where the shards of a layout lie.
 
     Args:
         layout: Of the tensor.
-        shapes: Shape of every piece.
+        shapes: Shape of every shard.
         shape: Of the whole; needed where filler hides it (``padded``, ``flat``).
 
     Raises:
-        LayoutError: The layout contradicts itself, the pieces, or the shape.
+        LayoutError: The layout contradicts itself, the shards, or the shape.
     """
     _check_axes(layout)
     reduce = _reduction(layout)
@@ -91,7 +93,7 @@ def plan(layout: Layout, shapes: Mapping[Key, Shape], shape: Shape | None = None
     coordinates = _coordinates(layout, sizes)
     _check_keys(coordinates, shapes)
     lengths = _lengths(layout, sizes, shapes, shape)
-    places: dict[Key, Place] = {}
+    places: dict[ShardKey, ShardRanges] = {}
     flat_sizes: Sequence[int] | None = None
     for key, place in coordinates.items():
         dims = tuple(
@@ -108,40 +110,38 @@ def plan(layout: Layout, shapes: Mapping[Key, Shape], shape: Shape | None = None
             local = (flat_sizes[p],)
         if shapes[key] != local:
             raise LayoutError(
-                f"{key} holds a piece of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
+                f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
         term = _position(tuple(layout.partial), sizes, place, frozenset())
-        places[key] = Place(dims, term, flat)
+        places[key] = ShardRanges(dims, term, flat)
     whole = tuple(shape) if shape is not None else tuple(lengths)
     terms = math.prod(sizes[a] for a in layout.partial)
     divide = math.prod(sizes[a] for a, kind in layout.partial.items() if kind == "mean")
     _check_tiling(tuple(lengths), [p.dims for p in places.values()])
-    return Plan(whole, places, reduce, terms, divide)
+    return ShardMap(whole, places, reduce, terms, divide)
 
 
-def plan_regions(
-    regions: Mapping[Key, Sequence[tuple[int, int]]],
-    shapes: Mapping[Key, Shape],
+def locate_regions(
+    regions: Mapping[ShardKey, Sequence[tuple[int, int]]],
+    shapes: Mapping[ShardKey, Shape],
     shape: Shape,
-    copies: bool = True,
-) -> Plan:
-    """Return where pieces lie whose regions are given, as (begin, end) of every dimension.
+) -> ShardMap:
+    """Return where shards lie whose regions are given, as (begin, end) of every dimension.
 
     Args:
-        regions: Of every piece.
-        shapes: Of every piece.
+        regions: Of every shard.
+        shapes: Of every shard.
         shape: Of the whole.
-        copies: All regions must be held by equally many ranks.
 
     Raises:
-        LayoutError: Regions overlap, leave gaps, or do not fit pieces or shape.
+        LayoutError: Regions overlap, leave gaps, or do not fit shards or shape.
     """
     if set(regions) != set(shapes):
         odd = sorted(set(regions) ^ set(shapes))[0]
-        raise LayoutError(f"{odd} has {'no piece' if odd in regions else 'no region'}")
+        raise LayoutError(f"{odd} has {'no shard' if odd in regions else 'no region'}")
     if not regions:
-        raise LayoutError("there are no pieces")
+        raise LayoutError("there are no shards")
     places = {}
     for key, region in regions.items():
         if len(region) != len(shape) or any(
@@ -151,20 +151,20 @@ def plan_regions(
         found = tuple(b - a for a, b in region)
         if found != shapes[key]:
             raise LayoutError(
-                f"{key} holds a piece of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
+                f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
             )
-        places[key] = Place(tuple(((a, b),) if b > a else () for a, b in region))
+        places[key] = ShardRanges(tuple(((a, b),) if b > a else () for a, b in region))
     counts = Counter(p.dims for p in places.values())
-    if copies and len(set(counts.values())) > 1:
+    if len(set(counts.values())) > 1:
         (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
         raise LayoutError(
             f"region {_text(r[0] for r in rare if r)} has {few} copies, others {many}"
         )
     _check_tiling(tuple(shape), list(counts))
-    return Plan(tuple(shape), places)
+    return ShardMap(tuple(shape), places)
 
 
-def describe(layout: Layout) -> str:
+def describe(layout: TensorLayout) -> str:
     """Return a layout in a few words: ``dp2 tp4: [dp, -, tp], sum over tp``."""
     mesh = " ".join(f"{a}{n}" for a, n in zip(layout.axes, layout.mesh, strict=False))
     dims = ", ".join("*".join(axes) if axes else "-" for axes in layout.dims)
@@ -176,7 +176,7 @@ def describe(layout: Layout) -> str:
 # ---------------------------------------------------------------------------------- the layout itself
 
 
-def _check_axes(layout: Layout) -> None:
+def _check_axes(layout: TensorLayout) -> None:
     """Refuse axes that are unknown, named twice or used twice."""
     if len(layout.mesh) != len(layout.axes):
         raise LayoutError(
@@ -202,7 +202,7 @@ def _check_axes(layout: Layout) -> None:
     _check_dimensions(layout)
 
 
-def _check_dimensions(layout: Layout) -> None:
+def _check_dimensions(layout: TensorLayout) -> None:
     """Refuse what is said of dimensions that do not exist or are said twice."""
     rank = len(layout.dims)
     if len(layout.block) > rank or any(b < 1 for b in layout.block):
@@ -235,7 +235,7 @@ def _once(names: Iterable[str], sentence: str) -> None:
             raise LayoutError(sentence.format(name))
 
 
-def _reduction(layout: Layout) -> str | None:
+def _reduction(layout: TensorLayout) -> str | None:
     """Return how terms combine; refuse unknown kinds and kinds whose order matters."""
     kinds = dict.fromkeys(layout.partial.values())
     for kind in kinds:
@@ -248,8 +248,8 @@ def _reduction(layout: Layout) -> str | None:
     return None if not kinds else "sum" if set(kinds) <= {"sum", "mean"} else next(iter(kinds))
 
 
-def _coordinates(layout: Layout, sizes: Mapping[str, int]) -> dict[Key, dict[str, int]]:
-    """Return the place in the mesh of each piece."""
+def _coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
+    """Return the place in the mesh of each shard."""
     devices = [a for a in layout.axes if a not in layout.local and a != layout.calls]
     extent = [sizes[a] for a in devices]
     if math.prod(extent) != len(layout.ranks):
@@ -270,18 +270,18 @@ def _coordinates(layout: Layout, sizes: Mapping[str, int]) -> dict[Key, dict[str
             else {}
         )
         for call in range(sizes[layout.calls] if layout.calls else 1):
-            found[Key(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
+            found[ShardKey(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
     return found
 
 
-def _check_keys(coordinates: Mapping[Key, object], shapes: Mapping[Key, Shape]) -> None:
+def _check_keys(coordinates: Mapping[ShardKey, object], shapes: Mapping[ShardKey, Shape]) -> None:
     missing = sorted(set(coordinates) - set(shapes))
     surplus = sorted(set(shapes) - set(coordinates))
     if missing:
-        raise LayoutError(f"no piece of {', '.join(map(str, missing[:8]))}, which the layout lists")
+        raise LayoutError(f"no shard of {', '.join(map(str, missing[:8]))}, which the layout lists")
     if surplus:
         raise LayoutError(
-            f"a piece of {', '.join(map(str, surplus[:8]))}, which the layout does not list"
+            f"a shard of {', '.join(map(str, surplus[:8]))}, which the layout does not list"
         )
 
 
@@ -289,7 +289,10 @@ def _check_keys(coordinates: Mapping[Key, object], shapes: Mapping[Key, Shape]) 
 
 
 def _lengths(
-    layout: Layout, sizes: Mapping[str, int], shapes: Mapping[Key, Shape], shape: Shape | None
+    layout: TensorLayout,
+    sizes: Mapping[str, int],
+    shapes: Mapping[ShardKey, Shape],
+    shape: Shape | None,
 ) -> list[int]:
     """Return the length of each dimension, filler included."""
     rank = len(layout.dims)
@@ -303,70 +306,70 @@ def _lengths(
         )
     first = next(iter(shapes.values()))
     if shape is None and len(first) != rank:
-        raise LayoutError(f"a piece {list(first)} has {len(first)} dimensions, the layout {rank}")
+        raise LayoutError(f"a shard {list(first)} has {len(first)} dimensions, the layout {rank}")
     found = []
     for d, axes in enumerate(layout.dims):
-        pieces = math.prod(sizes[a] for a in axes if a not in layout.local)
+        shards = math.prod(sizes[a] for a in axes if a not in layout.local)
         told = None
         if d in layout.owned:
-            told = _owned_length(layout.owned[d], pieces, d)
+            told = _owned_length(layout.owned[d], shards, d)
         elif d in layout.sizes:
-            told = _sizes_length(layout.sizes[d], pieces, f"dimension {d}")
+            told = _sizes_length(layout.sizes[d], shards, f"dimension {d}")
         given = layout.padded.get(d, None if shape is None else shape[d])
         if shape is not None and given is not None and given < shape[d]:
             raise LayoutError(f"dimension {d} is {shape[d]} long and only {given} with filler")
         if told is not None and given is not None and told != given:
             raise LayoutError(
-                f"the pieces of dimension {d} are {told} long together, the tensor {given}"
+                f"the shards of dimension {d} are {told} long together, the tensor {given}"
             )
-        length = told if told is not None else given if given is not None else first[d] * pieces
+        length = told if told is not None else given if given is not None else first[d] * shards
         found.append(length)
     return found
 
 
-def _owned_length(owned: Sequence[Sequence[int]], pieces: int, d: int) -> int:
-    if len(owned) != pieces:
+def _owned_length(owned: Sequence[Sequence[int]], shards: int, d: int) -> int:
+    if len(owned) != shards:
         raise LayoutError(
-            f"dimension {d} is cut in {pieces}, the indices of {len(owned)} pieces are given"
+            f"dimension {d} is cut in {shards}, the indices of {len(owned)} shards are given"
         )
     counts = Counter(i for part in owned for i in part)
     total = sum(map(len, owned))
     for index, count in counts.items():
         if count > 1 or not 0 <= index < total:
-            why = f"by {count} pieces" if count > 1 else f"but the pieces hold {total} in all"
+            why = f"by {count} shards" if count > 1 else f"but the shards hold {total} in all"
             raise LayoutError(f"index {index} of dimension {d} is owned {why}")
     return total
 
 
-def _sizes_length(lengths: Sequence[int], pieces: int, what: str) -> int:
-    if len(lengths) != pieces or any(n < 0 for n in lengths):
-        raise LayoutError(f"{what} is cut in {pieces}, the lengths {list(lengths)} are given")
+def _sizes_length(lengths: Sequence[int], shards: int, what: str) -> int:
+    if len(lengths) != shards or any(n < 0 for n in lengths):
+        raise LayoutError(f"{what} is cut in {shards}, the lengths {list(lengths)} are given")
     return sum(lengths)
 
 
-def _flat_sizes(layout: Layout, sizes: Mapping[str, int], elements: int) -> Sequence[int]:
-    pieces = math.prod(sizes[a] for a in layout.flat)
+def _flat_sizes(layout: TensorLayout, sizes: Mapping[str, int], elements: int) -> Sequence[int]:
+    shards = math.prod(sizes[a] for a in layout.flat)
     padded = layout.padded.get(FLAT, elements)
     if FLAT in layout.sizes:
-        total = _sizes_length(layout.sizes[FLAT], pieces, "the flattened tensor")
+        total = _sizes_length(layout.sizes[FLAT], shards, "the flattened tensor")
         if total != padded:
             raise LayoutError(
-                f"the flat pieces have {total} elements together, the tensor {padded}"
+                f"the flat shards have {total} elements together, the tensor {padded}"
             )
         return layout.sizes[FLAT]
     if padded < elements:
         raise LayoutError(
             f"the flattened tensor has {elements} elements, only {padded} with filler"
         )
-    if padded % pieces:
-        raise LayoutError(f"{padded} flattened elements cannot be cut in {pieces} equal pieces")
-    return [padded // pieces] * pieces
+    if padded % shards:
+        raise LayoutError(f"{padded} flattened elements cannot be cut in {shards} equal shards")
+    return [padded // shards] * shards
 
 
 def _position(
     axes: Sequence[str], sizes: Mapping[str, int], place: Mapping[str, int], skip: Iterable[str]
 ) -> int:
-    """Return the number of a piece along axes, the first the slowest."""
+    """Return the number of a shard along axes, the first the slowest."""
     position = 0
     for axis in axes:
         if axis not in skip:
@@ -374,8 +377,10 @@ def _position(
     return position
 
 
-def _runs(layout: Layout, sizes: Mapping[str, int], d: int, length: int, position: int) -> Runs:
-    """Return the ranges of one piece of a dimension."""
+def _runs(
+    layout: TensorLayout, sizes: Mapping[str, int], d: int, length: int, position: int
+) -> Runs:
+    """Return the ranges of one shard of a dimension."""
     if d in layout.owned:
         return joined((i, i + 1) for i in layout.owned[d][position])
     if d in layout.sizes:
@@ -403,11 +408,11 @@ def _runs(layout: Layout, sizes: Mapping[str, int], d: int, length: int, positio
 def _cut(
     run: tuple[int, int], n: int, p: int, block: int, d: int, axis: str
 ) -> list[tuple[int, int]]:
-    """Return piece p of n of a range; with blocks: in turns."""
+    """Return shard p of n of a range; with blocks: in turns."""
     begin, length = run[0], run[1] - run[0]
     if length % (n * max(block, 1)):
         raise LayoutError(
-            f"dimension {d}: {length} cannot be cut in {n} equal pieces over {axis}"
+            f"dimension {d}: {length} cannot be cut in {n} equal shards over {axis}"
             + (f" in blocks of {block}" if block > 1 else "")
         )
     if not block:
@@ -446,7 +451,7 @@ def _check_tiling(lengths: Shape, regions: Sequence[tuple[Runs, ...]]) -> None:
     cells = [len(e) - 1 for e in edges]
     if math.prod(cells) > _MAX_CELLS:
         raise LayoutError(
-            f"pieces lie in too many ranges to check that they cover {list(lengths)} once"
+            f"shards lie in too many ranges to check that they cover {list(lengths)} once"
         )
     count = np.zeros(cells, np.int32)
     for region in distinct:
@@ -458,7 +463,7 @@ def _check_tiling(lengths: Shape, regions: Sequence[tuple[Runs, ...]]) -> None:
         times = int(count[tuple(wrong[0])])
         raise LayoutError(
             f"element {at} of {list(lengths)} is held by "
-            + ("no piece" if not times else f"{times} different pieces")
+            + ("no shard" if not times else f"{times} different shards")
         )
 
 

@@ -6,7 +6,7 @@ The only file here that needs the product's own model of layouts; it is imported
 from typing import TYPE_CHECKING
 
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Layout
+from telechat_moe.tools.align.dump.records import TensorLayout
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
@@ -23,7 +23,7 @@ def cuts_of(recipe: "Recipe") -> "Cuts":
 
 def weight(
     cuts: "Cuts", name: str, itemsize: int = 4, reduce: str | None = None
-) -> tuple[Layout, tuple[int, ...]]:
+) -> tuple[TensorLayout, tuple[int, ...]]:
     """Return the layout of a weight, or of what has its shape, and the shape of the whole.
 
     Args:
@@ -56,7 +56,9 @@ def weight(
     return _layout(cuts.mesh, cuts.stage(plain), tuple(dims), partial), shape
 
 
-def activation(mesh: "Mesh", words: str, stage: int = 0, partial: str | None = None) -> Layout:
+def activation(
+    mesh: "Mesh", words: str, stage: int = 0, partial: str | None = None
+) -> TensorLayout:
     """Return the layout of an activation, in the words of ``telechat_moe.sharding.layouts``: ``stream .``.
 
     Args:
@@ -73,11 +75,11 @@ def activation(mesh: "Mesh", words: str, stage: int = 0, partial: str | None = N
 
 def _layout(
     mesh: "Mesh", stage: int, dims: tuple[tuple[str, ...], ...], partial: dict[str, str]
-) -> Layout:
+) -> TensorLayout:
     from telechat_moe.sharding.mesh import AXES
 
     first = stage * mesh.stage_devices
-    return Layout(
+    return TensorLayout(
         mesh=tuple(mesh.sizes[a] for a in AXES),
         axes=AXES,
         ranks=tuple(range(first, first + mesh.stage_devices)),

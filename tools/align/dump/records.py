@@ -15,16 +15,6 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-DTYPES: Mapping[str, tuple[int, int]] = {
-    "float64": (8, 53),
-    "float32": (4, 24),
-    "float16": (2, 11),
-    "bfloat16": (2, 8),
-    "float8_e4m3": (1, 4),
-    "float8_e5m2": (1, 3),
-}
-"""Floating-point types by canonical name: bytes, and bits of the significand with the hidden one."""
-
 
 class Phase(str, Enum):
     """Where in a step a call stands, in the order of a step."""
@@ -45,11 +35,11 @@ class Stats(NamedTuple):
 
 
 FLAT = -1
-"""In :class:`Layout`, the dimension of a piece once it is flattened."""
+"""In :class:`TensorLayout`, the dimension of a shard once it is flattened."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How a tensor lies over devices.
 
     Each axis of the mesh cuts a dimension, holds terms of a reduction, or holds copies.
@@ -62,16 +52,16 @@ class Layout:
         dims: For each dimension of the tensor the axes that cut it, outermost first; empty: whole.
         partial: Axes over which values must still be reduced, and how (``sum``, ``mean``, ``max``, ``min``, ``prod``,
             ``all``).
-        interleaved: The pieces of a cut dimension lie interleaved over these axes: piece p of n holds the indices
+        interleaved: The shards of a cut dimension lie interleaved over these axes: shard p of n holds the indices
             p, p + n ... in blocks of :attr:`block`.
         block: For each dimension the size of such a block; 1 where not given.
-        local: Axes along which one tensor holds all pieces, one after another (MindSpore's ``interleaved_parallel``).
-        calls: Axis whose pieces are the calls of one rank (micro-batches), in order.
-        sizes: For a dimension the lengths of its pieces, in order, where they are not equal.
-        owned: For a dimension the indices that each of its pieces holds, in the order in which it holds them (experts
+        local: Axes along which one tensor holds all shards, one after another (MindSpore's ``interleaved_parallel``).
+        calls: Axis whose shards are the calls of one rank (micro-batches), in order.
+        sizes: For a dimension the lengths of its shards, in order, where they are not equal.
+        owned: For a dimension the indices that each of its shards holds, in the order in which it holds them (experts
             of a rank, positions of a balanced context).
         padded: For a dimension its length with filler at the end.
-        flat: Axes over which each piece, cut as ``dims`` says, is flattened, filled up and cut again (ZeRO); ``sizes``
+        flat: Axes over which each shard, cut as ``dims`` says, is flattened, filled up and cut again (ZeRO); ``sizes``
             and ``padded`` of the dimension :data:`FLAT` belong to it.
     """
 
@@ -111,7 +101,7 @@ class TensorRecord:
     stats: Stats | None = None
     crc: str | None = None
     path: Path | None = None
-    layout: Layout | None = None
+    layout: TensorLayout | None = None
     requires_grad: bool | None = None
     fingerprint: bytes | None = field(default=None, repr=False)
     read: Callable[[], Array] | None = field(default=None, repr=False, compare=False)
@@ -154,7 +144,7 @@ class Call:
         outputs: Results; backward: gradients of the inputs.
         parameters: Weights of a module, or their gradients.
         parent: Key of the module that it ran in.
-        stack: Source lines, innermost first.
+        stack: ShardValues lines, innermost first.
     """
 
     key: str

@@ -23,13 +23,13 @@ from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
-    Layout,
     Phase,
     RankDump,
     Scalar,
+    TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.dump.sources import Piece
+from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.decisions import narrowest
@@ -208,7 +208,7 @@ def _corrected(rank: RankDump) -> RankDump:
     return replace(rank, calls=calls)
 
 
-def terms_of(layout: Layout, rank: int) -> list[int] | None:
+def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
     """Return the ranks that hold the other terms of what a rank holds."""
     if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
         return None
@@ -282,12 +282,12 @@ def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
 
 def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
     """Return one tensor of calls of several ranks, several of a rank in their order; None: none has it."""
-    pieces: list[Piece] = []
+    pieces: list[Shard] = []
     count: Counter[int] = Counter()
     for rank, call in calls:
         record = dict(call.tensors()).get(place)
         if record is not None:
-            pieces.append(Piece(rank, record, count[rank]))
+            pieces.append(Shard(rank, record, count[rank]))
             count[rank] += 1
     if not pieces:
         return None

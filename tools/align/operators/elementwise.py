@@ -29,7 +29,7 @@ def whole(*values: Any) -> bool:
     )
 
 
-@op("add", signature=PAIR, alpha=1)
+@op("add", "input other | alpha=1")
 def _add(a: Arguments) -> Any:
     other = (
         a.other
@@ -43,7 +43,7 @@ def _add(a: Arguments) -> Any:
     return floating(a.input, other) + other
 
 
-@op("sub", "subtract", signature=PAIR, alpha=1)
+@op("sub subtract", "input other | alpha=1")
 def _sub(a: Arguments) -> Any:
     if whole(a.input, a.other):
         return plain(a.input) - plain(a.other) * a.alpha
@@ -51,21 +51,21 @@ def _sub(a: Arguments) -> Any:
     return floating(a.input, other) - other
 
 
-@op("rsub", signature=PAIR)
+@op("rsub", "input other")
 def _rsub(a: Arguments) -> Any:
     if whole(a.input, a.other):
         return plain(a.other) - plain(a.input)
     return floating(a.other, a.input) - a.input
 
 
-@op("mul", "multiply", signature=PAIR)
+@op("mul multiply", "input other")
 def _mul(a: Arguments) -> Any:
     if whole(a.input, a.other):
         return plain(a.input) * plain(a.other)
     return floating(a.input, a.other) * a.other
 
 
-@op("div", "truediv", "true_divide", "divide", "RealDiv", signature=PAIR, rounding_mode=None)
+@op("div truediv true_divide divide RealDiv", "input other | rounding_mode=None")
 def _div(a: Arguments) -> Any:
     if a.rounding_mode == "floor" or (a.rounding_mode == "trunc" and whole(a.input, a.other)):
         return _floordiv(a)
@@ -74,41 +74,41 @@ def _div(a: Arguments) -> Any:
     return floating(a.input, a.other) / a.other
 
 
-@op("rtruediv", "rdiv", signature=PAIR)
+@op("rtruediv rdiv", "input other")
 def _rdiv(a: Arguments) -> Any:
     return floating(a.other, a.input) / a.input
 
 
-@op("floordiv", "floor_divide", "FloorDiv", signature=PAIR, exact=True)
+@op("floordiv floor_divide FloorDiv", "input other", exact=True)
 def _floordiv(a: Arguments) -> Any:
     if not whole(a.input, a.other):
         raise NotJudgedError("floor division of floating-point numbers jumps at rounding errors")
     return plain(a.input) // plain(a.other)
 
 
-@op("mod", "remainder", "fmod", signature=PAIR, exact=True)
+@op("mod remainder fmod", "input other", exact=True)
 def _mod(a: Arguments) -> Any:
     if not whole(a.input, a.other):
         raise NotJudgedError("remainder of floating-point numbers jumps at rounding errors")
     return plain(a.input) % plain(a.other)
 
 
-@op("neg", "negative", signature="input")
+@op("neg negative", "input")
 def _neg(a: Arguments) -> Any:
     return -a.input
 
 
-@op("abs", "absolute", signature="input")
+@op("abs absolute", "input")
 def _abs(a: Arguments) -> Any:
     return a.input.abs() if isinstance(a.input, Approx) else np.abs(a.input)
 
 
-@op("square", signature="input")
+@op("square", "input")
 def _square(a: Arguments) -> Any:
     return a.input * a.input
 
 
-@op("pow", signature=PAIR, stores=True)
+@op("pow", "input other", stores=True)
 def _pow(a: Arguments) -> Any:
     if isinstance(a.input, Approx) and np.ndim(plain(a.other)) == 0:
         return a.input ** float(plain(a.other))
@@ -124,61 +124,47 @@ def _pow(a: Arguments) -> Any:
         )
 
 
-@op("rpow", signature=PAIR)
+@op("rpow", "input other")
 def _rpow(a: Arguments) -> Any:
     base = float(plain(a.other))
     return (floating(a.input) * np.log(base)).exp()
 
 
-for _name, _method in (
-    ("exp", "exp"),
-    ("log", "log"),
-    ("sqrt", "sqrt"),
-    ("sigmoid", "sigmoid"),
-    ("tanh", "tanh"),
-    ("erf", "erf"),
-    ("sin", "sin"),
-    ("cos", "cos"),
-):
-    op(_name, signature="input")(lambda a, method=_method: getattr(floating(a.input), method)())
+for _name in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "sin", "cos"):
+    op(_name, "input")(lambda a, method=_name: getattr(floating(a.input), method)())
 
 
-@op("rsqrt", signature="input")
-def _rsqrt(a: Arguments) -> Any:
-    return floating(a.input).rsqrt()
-
-
-@op("reciprocal", signature="input")
+@op("reciprocal", "input")
 def _reciprocal(a: Arguments) -> Any:
     return 1 / floating(a.input)
 
 
-@op("log1p", signature="input")
+@op("log1p", "input")
 def _log1p(a: Arguments) -> Any:
     x = floating(a.input)
     return x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1))
 
 
-@op("expm1", signature="input")
+@op("expm1", "input")
 def _expm1(a: Arguments) -> Any:
     x = floating(a.input)
     return x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1)
 
 
-@op("silu", "swish", signature="input", inplace=False)
+@op("silu swish", "input | inplace=False")
 def silu(a: Arguments) -> Any:
     """``x * sigmoid(x)``."""
     x = floating(a.input)
     return x * x.sigmoid()
 
 
-@op("relu", signature="input", inplace=False)
+@op("relu", "input | inplace=False")
 def _relu(a: Arguments) -> Any:
     x = floating(a.input)
     return x.times((~(x.value <= 0)).astype(np.float64))  # NaN stays
 
 
-@op("gelu", signature="input", approximate="none")
+@op("gelu", "input | approximate='none'")
 def _gelu(a: Arguments) -> Any:
     x = floating(a.input)
     if a.approximate == "tanh":
@@ -187,7 +173,7 @@ def _gelu(a: Arguments) -> Any:
     return x * ((x * 0.5**0.5).erf() + 1.0) * 0.5
 
 
-@op("softplus", signature="input beta threshold", beta=1.0, threshold=20.0)
+@op("softplus", "input beta=1.0 threshold=20.0")
 def _softplus(a: Arguments) -> Any:
     x = floating(a.input) * a.beta
     slope = 1 / (1 + np.exp(-x.value))
@@ -195,22 +181,13 @@ def _softplus(a: Arguments) -> Any:
     return where(x.value > a.threshold, x, soft) / a.beta
 
 
-@op("leaky_relu", signature="input negative_slope", negative_slope=0.01, inplace=False)
+@op("leaky_relu", "input negative_slope=0.01 | inplace=False")
 def _leaky(a: Arguments) -> Any:
     x = floating(a.input)
     return where(x.value > 0, x, x * a.negative_slope)
 
 
-@op(
-    "clamp",
-    "clip",
-    "clamp_min",
-    "ClampScalar",
-    "clip_by_value",
-    signature="input min max",
-    min=None,
-    max=None,
-)
+@op("clamp clip clamp_min ClampScalar clip_by_value", "input min=None max=None")
 def _clamp(a: Arguments) -> Any:
     low = -np.inf if a.min is None else plain(a.min)
     high = np.inf if a.max is None else plain(a.max)
@@ -224,7 +201,7 @@ def _clamp(a: Arguments) -> Any:
     )
 
 
-@op("maximum", signature=PAIR)
+@op("maximum", "input other")
 def _maximum(a: Arguments) -> Any:
     if whole(a.input, a.other):
         return np.maximum(plain(a.input), plain(a.other))
@@ -250,7 +227,7 @@ def _fitted(g: Approx, like: Approx, shape: tuple[int, ...]) -> Approx:
     return like.spread(shape).parents[0][1](g)
 
 
-@op("minimum", signature=PAIR)
+@op("minimum", "input other")
 def _minimum(a: Arguments) -> Any:
     if whole(a.input, a.other):
         return np.minimum(plain(a.input), plain(a.other))
@@ -258,7 +235,7 @@ def _minimum(a: Arguments) -> Any:
     return -_larger(-x, -y)
 
 
-@op("where", "select", signature="condition input other", input=None, other=None, exact=True)
+@op("where select", "condition input=None other=None", exact=True)
 def _where(a: Arguments) -> Any:
     condition = plain(a.condition).astype(bool)
     if a.input is None and a.other is None:
@@ -269,7 +246,7 @@ def _where(a: Arguments) -> Any:
     return where(condition, x, y)
 
 
-@op("masked_fill", signature="input mask value", exact=True)
+@op("masked_fill", "input mask value", exact=True)
 def _masked_fill(a: Arguments) -> Any:
     mask = plain(a.mask).astype(bool)
     if whole(a.input):
@@ -277,51 +254,37 @@ def _masked_fill(a: Arguments) -> Any:
     return where(mask, floating(a.value, a.input), a.input)
 
 
-_COMPARE = {
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-}
-_LONG = {
-    "eq": "Equal",
-    "ne": "NotEqual",
-    "lt": "Less",
-    "le": "LessEqual",
-    "gt": "Greater",
-    "ge": "GreaterEqual",
-}
-for _name, _function in _COMPARE.items():
-    op(_name, _LONG[_name], signature=PAIR, exact=True)(
-        lambda a, f=_function: f(plain(a.input), plain(a.other))
-    )
-for _name, _function in (
-    ("logical_and", np.logical_and),
-    ("logical_or", np.logical_or),
-    ("logical_xor", np.logical_xor),
-    ("and", np.bitwise_and),
-    ("or", np.bitwise_or),
-    ("xor", np.bitwise_xor),
-    ("bitwise_and", np.bitwise_and),
-    ("bitwise_or", np.bitwise_or),
-):
-    op(_name, signature=PAIR, exact=True)(lambda a, f=_function: f(plain(a.input), plain(a.other)))
-for _name, _function in (
-    ("logical_not", np.logical_not),
-    ("invert", np.invert),
-    ("bitwise_not", np.invert),
-    ("isnan", np.isnan),
-    ("isinf", np.isinf),
-    ("isfinite", np.isfinite),
-    ("sign", np.sign),
-    ("floor", np.floor),
-    ("ceil", np.ceil),
-    ("round", np.rint),
-    ("trunc", np.trunc),
-):
-    op(_name, signature="input", exact=True)(lambda a, f=_function: _typed(a.input, f))
+for _names, _function in {
+    "eq Equal": np.equal,
+    "ne NotEqual": np.not_equal,
+    "lt Less": np.less,
+    "le LessEqual": np.less_equal,
+    "gt Greater": np.greater,
+    "ge GreaterEqual": np.greater_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+}.items():
+    op(_names, PAIR, exact=True)(lambda a, f=_function: f(plain(a.input), plain(a.other)))
+for _name, _function in {
+    "logical_not": np.logical_not,
+    "invert": np.invert,
+    "bitwise_not": np.invert,
+    "isnan": np.isnan,
+    "isinf": np.isinf,
+    "isfinite": np.isfinite,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "round": np.rint,
+    "trunc": np.trunc,
+}.items():
+    op(_name, "input", exact=True)(lambda a, f=_function: _typed(a.input, f))
 
 
 def _typed(x: Any, function: Any) -> Any:
@@ -330,55 +293,22 @@ def _typed(x: Any, function: Any) -> Any:
 
 
 @op(
-    *(
-        "to",
-        "cast",
-        "float",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "astype",
-        "double",
-        "clone",
-        "contiguous",
-    ),
-    *(
-        "detach",
-        "identity",
-        "cpu",
-        "npu",
-        "cuda",
-        "stop_gradient",
-        "copy",
-        "alias",
-        "requires_grad",
-        "depend",
-    ),
-    *("long", "int", "bool", "data", "ToDtype"),
-    signature="input *rest",
+    "to cast float half bfloat16 type type_as astype double clone contiguous detach identity cpu "
+    "npu cuda stop_gradient copy alias requires_grad depend long int bool data ToDtype",
+    "input *rest | dtype=None copy=False non_blocking=False memory_format=None device=None",
     exact=True,
-    dtype=None,
-    copy=False,
-    non_blocking=False,
-    memory_format=None,
-    device=None,
 )
 def _cast(a: Arguments) -> Any:
     return a.input  # the output's type says what it becomes
 
 
-@op("zeros_like", signature="input *rest", exact=True, dtype=None, device=None)
-def _zeros_like(a: Arguments) -> Any:
-    return _filled(a.input, 0.0)
+for _name, _value in (("zeros_like", 0.0), ("ones_like", 1.0)):
+    op(_name, "input *rest | dtype=None device=None", exact=True)(
+        lambda a, value=_value: _filled(a.input, value)
+    )
 
 
-@op("ones_like", signature="input *rest", exact=True, dtype=None, device=None)
-def _ones_like(a: Arguments) -> Any:
-    return _filled(a.input, 1.0)
-
-
-@op("full_like", signature="input fill_value", exact=True, dtype=None, device=None)
+@op("full_like", "input fill_value | dtype=None device=None", exact=True)
 def _full_like(a: Arguments) -> Any:
     return _filled(a.input, float(plain(a.fill_value)))
 
@@ -388,47 +318,30 @@ def _sizes(a: Arguments) -> tuple[int, ...]:
     return tuple(int(plain(n)) for n in size)
 
 
-_MADE = {"dtype": None, "device": None, "requires_grad": False, "layout": None, "pin_memory": False}
+_FACTORY = "| dtype=None device=None requires_grad=False layout=None pin_memory=False"
+for _name, _make in (("zeros", np.zeros), ("ones", np.ones)):
+    op(_name, f"*size {_FACTORY}", exact=True)(lambda a, make=_make: make(_sizes(a)))
+    op(f"new_{_name}", f"input *size {_FACTORY}", exact=True)(lambda a, make=_make: make(_sizes(a)))
 
 
-@op("zeros", signature="*size", exact=True, **_MADE)
-def _zeros(a: Arguments) -> Any:
-    return np.zeros(_sizes(a))
-
-
-@op("ones", signature="*size", exact=True, **_MADE)
-def _ones(a: Arguments) -> Any:
-    return np.ones(_sizes(a))
-
-
-@op("new_zeros", signature="input *size", exact=True, **_MADE)
-def _new_zeros(a: Arguments) -> Any:
-    return np.zeros(_sizes(a))
-
-
-@op("new_ones", signature="input *size", exact=True, **_MADE)
-def _new_ones(a: Arguments) -> Any:
-    return np.ones(_sizes(a))
-
-
-@op("full", signature="size fill_value", exact=True, **_MADE)
+@op("full", f"size fill_value {_FACTORY}", exact=True)
 def _full(a: Arguments) -> Any:
     return np.full(tuple(int(n) for n in a.size), plain(a.fill_value))
 
 
-@op("fill", signature="input value", exact=True)
+@op("fill", "input value", exact=True)
 def _fill(a: Arguments) -> Any:
     return np.full(np.shape(plain(a.input)), plain(a.value))
 
 
-@op("dropout", signature="input p training inplace", p=0.5, training=True, inplace=False)
+@op("dropout", "input p=0.5 training=True inplace=False")
 def _dropout(a: Arguments) -> Any:
     if a.training and a.p:
         raise NotJudgedError("dropout draws at random")
     return a.input
 
 
-@op("diff", signature="input n dim", n=1, dim=-1, prepend=None, append=None)
+@op("diff", "input n=1 dim=-1 | prepend=None append=None")
 def _diff(a: Arguments) -> Any:
     if a.n != 1 or (isinstance(a.input, Approx) and not (a.prepend is None and a.append is None)):
         raise NotJudgedError("diff of a higher order, or with something put before or behind")
@@ -448,7 +361,7 @@ def _diff(a: Arguments) -> Any:
     )
 
 
-@op("copy_", signature="input other", exact=True, non_blocking=False)
+@op("copy_", "input other | non_blocking=False", exact=True)
 def _copy_into(a: Arguments) -> Any:
     return a.other
 

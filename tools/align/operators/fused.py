@@ -30,14 +30,9 @@ def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: st
 
 @op(
     "cross_entropy",
+    "input target | weight=None ignore_index=-100 reduction='mean' label_smoothing=0.0 "
+    "size_average=None reduce=None",
     stores=True,
-    signature="input target",
-    weight=None,
-    ignore_index=-100,
-    reduction="mean",
-    label_smoothing=0.0,
-    size_average=None,
-    reduce=None,
 )
 def _cross_entropy(a: Arguments) -> Any:
     x = floating(a.input)
@@ -47,19 +42,12 @@ def _cross_entropy(a: Arguments) -> Any:
     return _picked(log_p, a.target, int(a.ignore_index), a.weight, a.reduction)
 
 
-@op(
-    "nll_loss",
-    stores=True,
-    signature="input target weight",
-    weight=None,
-    ignore_index=-100,
-    reduction="mean",
-)
+@op("nll_loss", "input target weight=None | ignore_index=-100 reduction='mean'", stores=True)
 def _nll_loss(a: Arguments) -> Any:
     return _picked(floating(a.input), a.target, int(a.ignore_index), a.weight, a.reduction)
 
 
-@op("mse_loss", stores=True, signature="input target", reduction="mean")
+@op("mse_loss", "input target | reduction='mean'", stores=True)
 def _mse(a: Arguments) -> Any:
     d = floating(a.input) - a.target
     square = d * d
@@ -68,13 +56,8 @@ def _mse(a: Arguments) -> Any:
 
 @op(
     "scaled_dot_product_attention",
+    "query key value attn_mask=None dropout_p=0.0 is_causal=False | scale=None enable_gqa=False",
     stores=True,
-    signature="query key value attn_mask dropout_p is_causal",
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
 )
 def _attention(a: Arguments) -> Any:
     """``softmax(q k^T scale + mask) v``; heads of keys are repeated where there are fewer."""
@@ -116,7 +99,7 @@ def _weighted(score: Approx, v: Approx) -> Approx:
     return result
 
 
-@op("swiglu", "npu_swiglu", "Swiglu", signature="input dim", dim=-1)
+@op("swiglu npu_swiglu Swiglu", "input dim=-1")
 def _swiglu(a: Arguments) -> Any:
     """``silu(first half) * second half``."""
     x = floating(a.input)
@@ -128,13 +111,8 @@ def _swiglu(a: Arguments) -> Any:
 
 
 @op(
-    "rotary_mul",
-    "npu_rotary_mul",
-    "RotaryPositionEmbedding",
-    "apply_rotary_pos_emb_one",
-    signature="input cos sin mode",
-    mode="half",
-    rotary_mode=None,
+    "rotary_mul npu_rotary_mul RotaryPositionEmbedding apply_rotary_pos_emb_one",
+    "input cos sin mode='half' | rotary_mode=None",
 )
 def _rotary(a: Arguments) -> Any:
     """``x cos + rotate(x) sin``, halves or pairs."""
@@ -150,12 +128,8 @@ def _rotary(a: Arguments) -> Any:
 
 
 @op(
-    "moe_token_permute",
-    "npu_moe_token_permute",
-    "MoeTokenPermute",
-    signature="tokens index num_out_tokens padded_mode",
-    num_out_tokens=None,
-    padded_mode=False,
+    "moe_token_permute npu_moe_token_permute MoeTokenPermute",
+    "tokens index num_out_tokens=None padded_mode=False",
 )
 def _permute(a: Arguments) -> Any:
     """Rows sorted by expert, and where each row went."""
@@ -169,13 +143,8 @@ def _permute(a: Arguments) -> Any:
 
 
 @op(
-    "moe_token_unpermute",
-    "npu_moe_token_unpermute",
-    "MoeTokenUnpermute",
-    signature="permuted_tokens sorted_indices probs",
-    probs=None,
-    padded_mode=False,
-    restore_shape=None,
+    "moe_token_unpermute npu_moe_token_unpermute MoeTokenUnpermute",
+    "permuted_tokens sorted_indices probs=None | padded_mode=False restore_shape=None",
 )
 def _unpermute(a: Arguments) -> Any:
     """Each token's rows, weighed and summed."""

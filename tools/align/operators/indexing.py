@@ -15,14 +15,9 @@ def _index(x: Any) -> Array:
 
 
 @op(
-    "embedding",
-    "Embedding",
-    signature="input weight",
-    padding_idx=None,
-    max_norm=None,
-    norm_type=2.0,
-    scale_grad_by_freq=False,
-    sparse=False,
+    "embedding Embedding",
+    "input weight | padding_idx=None max_norm=None norm_type=2.0 scale_grad_by_freq=False "
+    "sparse=False",
     exact=True,
 )
 def _embedding(a: Arguments) -> Any:
@@ -32,14 +27,8 @@ def _embedding(a: Arguments) -> Any:
 
 
 @op(
-    "gather",
-    "GatherD",
-    "take_along_dim",
-    "gather_elements",
-    "gather_d",
-    signature="input dim index",
-    sparse_grad=False,
-    batch_dims=0,
+    "gather GatherD take_along_dim gather_elements gather_d",
+    "input dim index | sparse_grad=False batch_dims=0",
     exact=True,
 )
 def _gather(a: Arguments) -> Any:
@@ -64,13 +53,13 @@ def _gather(a: Arguments) -> Any:
     return move(a.input, take, True)
 
 
-@op("index_select", "IndexSelect", "take", signature="input dim index", exact=True)
+@op("index_select IndexSelect take", "input dim index", exact=True)
 def _index_select(a: Arguments) -> Any:
     rows = _index(a.index).reshape(-1)
     return move(a.input, lambda x: x.take(rows, int(a.dim)), True)
 
 
-@op("getitem", "strided_slice", "StridedSlice", signature="input key", exact=True)
+@op("getitem strided_slice StridedSlice", "input key", exact=True)
 def _getitem(a: Arguments) -> Any:
     key = a.key if isinstance(a.key, tuple | list) else [a.key]
     parts = []
@@ -81,7 +70,7 @@ def _getitem(a: Arguments) -> Any:
     return move(a.input, lambda x: x[tuple(parts)], True)
 
 
-@op("setitem", signature="input key value", exact=True)
+@op("setitem", "input key value", exact=True)
 def _setitem(a: Arguments) -> Any:
     """``x[key] = value``; a place that the key names twice holds any of its values."""
     key = a.key if isinstance(a.key, tuple | list) else [a.key]
@@ -117,7 +106,7 @@ def _bool_or_int(part: Any) -> Any:
     return part
 
 
-@op("masked_select", signature="input mask", exact=True)
+@op("masked_select", "input mask", exact=True)
 def _masked_select(a: Arguments) -> Any:
     mask = plain(a.mask).astype(bool)
     return move(
@@ -125,27 +114,20 @@ def _masked_select(a: Arguments) -> Any:
     )
 
 
-@op("narrow", signature="input dim start length", exact=True)
+@op("narrow", "input dim start length", exact=True)
 def _narrow(a: Arguments) -> Any:
     begin, end = int(a.start), int(a.start) + int(a.length)
     return move(a.input, lambda x: x.take(np.arange(begin, end), int(a.dim)), True)
 
 
-@op("select", signature="input dim index", exact=True)
+@op("select", "input dim index", exact=True)
 def _select(a: Arguments) -> Any:
     if not isinstance(a.dim, int):
         raise NotJudgedError("select of three tensors under the name of an index")
     return move(a.input, lambda x: x.take(int(plain(a.index)), int(a.dim)), True)
 
 
-@op(
-    "one_hot",
-    "OneHotExt",
-    "OneHot",
-    signature="input num_classes *rest",
-    num_classes=-1,
-    exact=True,
-)
+@op("one_hot OneHotExt OneHot", "input num_classes=-1 *rest", exact=True)
 def _one_hot(a: Arguments) -> Any:
     index = _index(a.input)
     depth = int(plain(a.num_classes))
@@ -159,7 +141,7 @@ def _along(index: Array, dim: int) -> tuple[Array, ...]:
     return tuple(grid)
 
 
-@op("scatter", "scatter_", signature="input dim index src", value=None, reduce=None, exact=True)
+@op("scatter scatter_", "input dim index src | value=None reduce=None", exact=True)
 def _scatter(a: Arguments) -> Any:
     if a.reduce is not None:
         raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
@@ -174,7 +156,7 @@ def _scatter(a: Arguments) -> Any:
     return a.input.constant(out) if isinstance(a.input, Approx) else out
 
 
-@op("scatter_add", "scatter_add_", "ScatterAddExt", signature="input dim index src")
+@op("scatter_add scatter_add_ ScatterAddExt", "input dim index src")
 def _scatter_add(a: Arguments) -> Any:
     index, dim = _index(a.index), int(a.dim)
     x = floating(a.input)
@@ -183,7 +165,7 @@ def _scatter_add(a: Arguments) -> Any:
     return scatter_add(x.shape, at, source, x)
 
 
-@op("index_add", "index_add_", "IndexAddExt", signature="input dim index source alpha", alpha=1)
+@op("index_add index_add_ IndexAddExt", "input dim index source alpha=1")
 def _index_add(a: Arguments) -> Any:
     x, rows, dim = floating(a.input), _index(a.index), int(a.dim)
     source = floating(a.source)
@@ -193,29 +175,20 @@ def _index_add(a: Arguments) -> Any:
     return scatter_add(into.shape, rows, front, into).moved(lambda v: np.moveaxis(v, 0, dim))
 
 
-@op("bincount", signature="input weights minlength", weights=None, minlength=0, exact=True)
+@op("bincount", "input weights=None minlength=0", exact=True)
 def _bincount(a: Arguments) -> Any:
     if a.weights is not None:
         raise NotJudgedError("bincount with weights")
     return np.bincount(_index(a.input).reshape(-1), minlength=int(a.minlength))
 
 
-@op("nonzero", signature="input", as_tuple=False, exact=True)
+@op("nonzero", "input | as_tuple=False", exact=True)
 def _nonzero(a: Arguments) -> Any:
     found = np.nonzero(plain(a.input))
     return list(found) if a.as_tuple else np.stack(found, -1)
 
 
-@op(
-    "topk",
-    "TopkExt",
-    "TopK",
-    signature="input k dim largest sorted",
-    dim=-1,
-    largest=True,
-    sorted=True,
-    exact=True,
-)
+@op("topk TopkExt TopK", "input k dim=-1 largest=True sorted=True", exact=True)
 def _topk(a: Arguments) -> Any:
     """Values and, ties being free, indices that :func:`legal_choice` must judge."""
     x, dim = plain(a.input), int(a.dim)
@@ -226,15 +199,7 @@ def _topk(a: Arguments) -> Any:
     return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
 
 
-@op(
-    "sort",
-    "SortExt",
-    signature="input dim descending stable",
-    dim=-1,
-    descending=False,
-    stable=False,
-    exact=True,
-)
+@op("sort SortExt", "input dim=-1 descending=False stable=False", exact=True)
 def _sort(a: Arguments) -> Any:
     x, dim = plain(a.input), int(a.dim)
     order = np.argsort(-x if a.descending else x, dim, kind="stable")
@@ -242,20 +207,13 @@ def _sort(a: Arguments) -> Any:
     return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
 
 
-@op(
-    "argsort",
-    signature="input dim descending stable",
-    dim=-1,
-    descending=False,
-    stable=False,
-    exact=True,
-)
+@op("argsort", "input dim=-1 descending=False stable=False", exact=True)
 def _argsort(a: Arguments) -> Any:
     x = plain(a.input)
     return np.argsort(-x if a.descending else x, int(a.dim), kind="stable")
 
 
-@op("argmax", "ArgMaxExt", signature="input dim keepdim", dim=None, keepdim=False, exact=True)
+@op("argmax ArgMaxExt", "input dim=None keepdim=False", exact=True)
 def _argmax(a: Arguments) -> Any:
     x = plain(a.input)
     return x.argmax(None if a.dim is None else int(a.dim), keepdims=bool(a.keepdim))

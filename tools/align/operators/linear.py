@@ -23,10 +23,8 @@ def product(x: Approx, y: Approx) -> Approx:
 
 
 @op(
-    *("matmul", "mm", "bmm", "MatMul", "BatchMatMul", "MatMulV2", "dot", "mv"),
-    signature="input other",
-    transpose_a=False,
-    transpose_b=False,
+    "matmul mm bmm MatMul BatchMatMul MatMulV2 dot mv",
+    "input other | transpose_a=False transpose_b=False",
 )
 def _matmul(a: Arguments) -> Any:
     x, y = floating(a.input), floating(a.other)
@@ -35,31 +33,31 @@ def _matmul(a: Arguments) -> Any:
     return product(x, y)
 
 
-@op("rmatmul", signature="input other")
+@op("rmatmul", "input other")
 def _rmatmul(a: Arguments) -> Any:
     return product(floating(a.other), floating(a.input))
 
 
-@op("linear", "dense", "Dense", signature="input weight bias", bias=None)
+@op("linear dense Dense", "input weight bias=None")
 def _linear(a: Arguments) -> Any:
     """``x @ weight.T + bias``."""
     y = product(floating(a.input), floating(a.weight).swap(-1, -2))
     return y if a.bias is None else y + a.bias
 
 
-@op("addmm", "baddbmm", "addbmm", signature="input mat1 mat2", beta=1, alpha=1)
+@op("addmm baddbmm addbmm", "input mat1 mat2 | beta=1 alpha=1")
 def _addmm(a: Arguments) -> Any:
     y = product(floating(a.mat1), floating(a.other if a.mat2 is None else a.mat2))
     y = y if a.alpha == 1 else y * a.alpha
     return y + (a.input if a.beta == 1 else floating(a.input) * a.beta)
 
 
-@op("outer", "ger", signature="input vec2", other=None)
+@op("outer ger", "input vec2 | other=None")
 def _outer(a: Arguments) -> Any:
     return floating(a.input).reshape(-1, 1) * floating(a.vec2).reshape(1, -1)
 
 
-@op("einsum", signature="equation *operands")
+@op("einsum", "equation *operands")
 def _einsum(a: Arguments) -> Any:
     """Two operands; letters of the result, of both and of one alone."""
     operands = a.operands[0] if a.operands and isinstance(a.operands[0], list) else a.operands
@@ -94,13 +92,8 @@ def _einsum(a: Arguments) -> Any:
 
 
 @op(
-    "grouped_matmul",
-    "GroupedMatmul",
-    "grouped_mm",
-    "_grouped_mm",
-    signature="input weight *rest",
-    group_list=None,
-    offs=None,
+    "grouped_matmul GroupedMatmul grouped_mm _grouped_mm",
+    "input weight *rest | group_list=None offs=None",
 )
 def _grouped_matmul(a: Arguments) -> Any:
     """Rows of group e times the e-th matrix; ``group_list`` holds ends of the groups, or their sizes."""

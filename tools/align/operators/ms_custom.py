@@ -52,19 +52,19 @@ def _back(
 # ------------------------------------------------------------------ products
 
 
-@primitive("TelechatMatmul", signature="input weight", bf16=False)
+@primitive("TelechatMatmul", "input weight | bf16=False")
 def _matmul(a: Arguments) -> Any:
     """``x w^T``."""
     return _operand(a.input, a.bf16).matmul(_operand(a.weight, a.bf16).swap(-1, -2))
 
 
-@primitive("TelechatMatmulGrad", signature="input weight grad", bf16=False)
+@primitive("TelechatMatmulGrad", "input weight grad | bf16=False")
 def _matmul_grad(a: Arguments) -> Any:
     x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
     return [g.matmul(w), g.swap(-1, -2).matmul(x)]
 
 
-@primitive("TelechatMatmulGradAdd", signature="input weight grad main", bf16=False)
+@primitive("TelechatMatmulGradAdd", "input weight grad main | bf16=False")
 def _matmul_grad_add(a: Arguments) -> Any:
     raise NotJudgedError("it also writes a main gradient, of which the graph keeps no name")
 
@@ -82,18 +82,18 @@ def _grouped(x: Approx, w: Approx, sizes: Any) -> Approx:
     return concatenate(parts, 0) if parts else x.constant(np.zeros((0, w.shape[-1])))
 
 
-@primitive("TelechatGroupedMatmul", signature="input weight sizes", bf16=False)
+@primitive("TelechatGroupedMatmul", "input weight sizes | bf16=False")
 def _grouped_matmul(a: Arguments) -> Any:
     return _grouped(_operand(a.input, a.bf16), _operand(a.weight, a.bf16), a.sizes)
 
 
-@primitive("TelechatGroupedMatmulGrad", signature="input weight sizes grad", bf16=False)
+@primitive("TelechatGroupedMatmulGrad", "input weight sizes grad | bf16=False")
 def _grouped_matmul_grad(a: Arguments) -> Any:
     x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
     return _back([_grouped(x, w, a.sizes)], [g], [x, w])
 
 
-@primitive("TelechatGroupedSwiGLU", stores=True, signature="input gate up sizes", bf16=False)
+@primitive("TelechatGroupedSwiGLU", "input gate up sizes | bf16=False", stores=True)
 def _grouped_swiglu(a: Arguments) -> Any:
     """``silu(x gate) * (x up)``, and both products."""
     x = _operand(a.input, a.bf16)
@@ -101,9 +101,7 @@ def _grouped_swiglu(a: Arguments) -> Any:
     return [g * g.sigmoid() * u, g, u]
 
 
-@primitive(
-    "TelechatGroupedSwiGLUGrad", stores=True, signature="input gate up sizes g u grad", bf16=False
-)
+@primitive("TelechatGroupedSwiGLUGrad", "input gate up sizes g u grad | bf16=False", stores=True)
 def _grouped_swiglu_grad(a: Arguments) -> Any:
     x, gate, up = (_operand(v, a.bf16) for v in (a.input, a.gate, a.up))
     g, u = floating(a.g), floating(a.u)
@@ -144,15 +142,15 @@ def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, A
     return out, (total.log() + top).reshape(*score.shape[:-1])
 
 
-@primitive("TelechatFlashAttention", stores=True, signature="q k v start", scale=1.0, bf16=False)
+@primitive("TelechatFlashAttention", "q k v start | scale=1.0 bf16=False", stores=True)
 def _flash(a: Arguments) -> Any:
     q, k, v = (_operand(x, a.bf16) for x in (a.q, a.k, a.v))
     return list(_attention(a, q, k, v))
 
 
 @primitive(
-    "TelechatFlashAttentionGrad", stores=True, signature="q k v start output lse grad", scale=1.0, bf16=False
-)  # fmt: skip
+    "TelechatFlashAttentionGrad", "q k v start output lse grad | scale=1.0 bf16=False", stores=True
+)
 def _flash_grad(a: Arguments) -> Any:
     if not a.bf16:
         q, k, v = (floating(x) for x in (a.q, a.k, a.v))
@@ -176,12 +174,12 @@ def _turned(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
     return concatenate([a * cos - b * sin, b * cos + a * sin], len(x.shape) - 1)
 
 
-@primitive("TelechatRope", signature="input cos sin", interleaved=True)
+@primitive("TelechatRope", "input cos sin | interleaved=True")
 def _rope(a: Arguments) -> Any:
     return _turned(floating(a.input), plain(a.cos), plain(a.sin), bool(a.interleaved))
 
 
-@primitive("TelechatRopeGrad", signature="grad cos sin", interleaved=True)
+@primitive("TelechatRopeGrad", "grad cos sin | interleaved=True")
 def _rope_grad(a: Arguments) -> Any:
     grad = floating(a.grad)
     x = grad.constant(np.zeros(grad.shape))
@@ -203,14 +201,14 @@ def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx
     ]
 
 
-@primitive("TelechatMlaAssemble", signature="q kv rope cos sin", heads=1, nope=0, interleaved=True)
+@primitive("TelechatMlaAssemble", "q kv rope cos sin | heads=1 nope=0 interleaved=True")
 def _assemble(a: Arguments) -> Any:
     return _assembled(a, floating(a.q), floating(a.kv), floating(a.rope))
 
 
 @primitive(
-    "TelechatMlaAssembleGrad", stores=True, signature="dq dk dv cos sin", heads=1, nope=0, interleaved=True
-)  # fmt: skip
+    "TelechatMlaAssembleGrad", "dq dk dv cos sin | heads=1 nope=0 interleaved=True", stores=True
+)
 def _assemble_grad(a: Arguments) -> Any:
     grads = [floating(x) for x in (a.dq, a.dk, a.dv)]
     tokens, N, R = int(np.prod(grads[0].shape[:2])), int(a.heads), 2 * plain(a.cos).shape[-1]
@@ -229,8 +227,11 @@ def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
     return weight * float(a.scale)
 
 
-@primitive("TelechatRouting", stores=True, signature="input bias", top_k=1, groups=1, kept_groups=1, scale=1.0,
-           normalize=True, softmax=False)  # fmt: skip
+@primitive(
+    "TelechatRouting",
+    "input bias | top_k=1 groups=1 kept_groups=1 scale=1.0 normalize=True softmax=False",
+    stores=True,
+)
 def _routing(a: Arguments) -> Any:
     """Scores; the highest with their bias; their weights; who chose whom; how often each was chosen.
 
@@ -254,8 +255,12 @@ def _routing(a: Arguments) -> Any:
     return [score, index, _weights(a, score, index), x.constant(chosen), x.constant(chosen.sum(0))]
 
 
-@primitive("TelechatRoutingGrad", stores=True, signature="score index dscore dweight", top_k=1, groups=1,
-           kept_groups=1, scale=1.0, normalize=True, softmax=False)  # fmt: skip
+@primitive(
+    "TelechatRoutingGrad",
+    "score index dscore dweight | top_k=1 groups=1 kept_groups=1 scale=1.0 normalize=True "
+    "softmax=False",
+    stores=True,
+)
 def _routing_grad(a: Arguments) -> Any:
     score = floating(a.score)
     (through,) = _back([_weights(a, score, _index(a.index))], [a.dweight], [score])
@@ -265,7 +270,7 @@ def _routing_grad(a: Arguments) -> Any:
     return g * (score * (1 - score))
 
 
-@primitive("TelechatPermutePlan", signature="input", experts=1, exact=True)
+@primitive("TelechatPermutePlan", "input | experts=1", exact=True)
 def _permute_plan(a: Arguments) -> Any:
     """Row of each pair, pair of each row, rows of each expert; pairs of an expert keep their order."""
     flat = _index(a.input).reshape(-1)
@@ -273,7 +278,7 @@ def _permute_plan(a: Arguments) -> Any:
     return [np.argsort(pair, kind="stable"), pair, np.bincount(flat, minlength=int(a.experts))]
 
 
-@primitive("TelechatPermute", signature="input pair row", exact=True)
+@primitive("TelechatPermute", "input pair row", exact=True)
 def _permute(a: Arguments) -> Any:
     """Each token at the rows of its pairs; rows without a pair are zero."""
     x, pair, rows = floating(a.input), _index(a.pair), _index(a.row)
@@ -281,7 +286,7 @@ def _permute(a: Arguments) -> Any:
     return x[np.maximum(pair, 0) // slots].times((pair >= 0).astype(np.float64)[:, None])
 
 
-@primitive("TelechatPermuteGrad", stores=True, signature="grad row input")
+@primitive("TelechatPermuteGrad", "grad row input", stores=True)
 def _permute_grad(a: Arguments) -> Any:
     return _combined(floating(a.grad), _index(a.row).reshape(floating(a.input).shape[0], -1), None)
 
@@ -293,13 +298,13 @@ def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
     return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
 
 
-@primitive("TelechatUnpermute", signature="input row weight")
+@primitive("TelechatUnpermute", "input row weight")
 def _unpermute(a: Arguments) -> Any:
     weight = floating(a.weight)
     return _combined(floating(a.input), _index(a.row).reshape(weight.shape), weight)
 
 
-@primitive("TelechatUnpermuteGrad", stores=True, signature="input pair weight grad")
+@primitive("TelechatUnpermuteGrad", "input pair weight grad", stores=True)
 def _unpermute_grad(a: Arguments) -> Any:
     y, weight, pair = floating(a.input), floating(a.weight), _index(a.pair)
     row = np.full(weight.value.size, -1)
@@ -325,20 +330,18 @@ def _losses(a: Arguments, x: Approx) -> tuple[Approx, Approx]:
     return total.reshape(1), concatenate([over.constant(top), over], 1)
 
 
-@primitive("TelechatCrossEntropy", stores=True, signature="input label mask", z_loss=0.0)
+@primitive("TelechatCrossEntropy", "input label mask | z_loss=0.0", stores=True)
 def _cross_entropy(a: Arguments) -> Any:
     return list(_losses(a, floating(a.input)))
 
 
-@primitive(
-    "TelechatCrossEntropyGrad", stores=True, signature="input label mask lse grad", z_loss=0.0
-)
+@primitive("TelechatCrossEntropyGrad", "input label mask lse grad | z_loss=0.0", stores=True)
 def _cross_entropy_grad(a: Arguments) -> Any:
     x = floating(a.input)
     return _back([_losses(a, x)[0]], [a.grad], [x])
 
 
-@primitive("TelechatSquareSums", signature="*input", tensors=0)
+@primitive("TelechatSquareSums", "*input | tensors=0")
 def _square_sums(a: Arguments) -> Any:
     """The root of all squares' sum, and each tensor's square sum."""
     sums = [(floating(x) * floating(x)).sum().reshape(1) for x in a.input]
@@ -394,7 +397,7 @@ def _parsed(flat: Sequence[int]) -> list[tuple[int, list[int], list[int], list[i
     return nodes
 
 
-@primitive("TelechatDvm", "TelechatDvmMulti", stores=True, signature="*input", prog="")
+@primitive("TelechatDvm TelechatDvmMulti", "*input | prog=''", stores=True)
 def _program(a: Arguments) -> Any:
     """Interpret a program in float64."""
     nodes = _parsed([int(x) for x in str(a.prog).split()])

@@ -38,10 +38,9 @@ def _index(x: Any) -> Any:
 
 
 @primitive(
-    "MatMul", "BatchMatMul", "MatMulExt", "BatchMatMulExt",
-    signature="input other transpose_a transpose_b", transpose_a=None, transpose_b=None, transpose_x1=False,
-    transpose_x2=False,
-)  # fmt: skip
+    "MatMul BatchMatMul MatMulExt BatchMatMulExt",
+    "input other transpose_a=None transpose_b=None | transpose_x1=False transpose_x2=False",
+)
 def _matmul(a: Arguments) -> Any:
     """``x @ y``, the last two dimensions of either exchanged before."""
     x, y = floating(a.input), floating(a.other)
@@ -51,10 +50,8 @@ def _matmul(a: Arguments) -> Any:
     return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
 
 
-@primitive("SumExt", signature="input dim keepdim dtype", dim=None, keepdim=False, dtype=None)
-@primitive(
-    "ReduceSum", signature="input dim keepdim skip_mode", dim=None, keepdim=False, skip_mode=False
-)
+@primitive("SumExt", "input dim=None keepdim=False dtype=None")
+@primitive("ReduceSum", "input dim=None keepdim=False skip_mode=False")
 def _sum(a: Arguments) -> Any:
     if a.__dict__.get("skip_mode") and a.dim in (None, [], ()):
         return a.input
@@ -65,7 +62,7 @@ def _sum(a: Arguments) -> Any:
     return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
 
 
-@primitive("CumSum", signature="input dim exclusive reverse", exclusive=False, reverse=False)
+@primitive("CumSum", "input dim exclusive=False reverse=False")
 def _cumsum(a: Arguments) -> Any:
     x, axis = a.input, int(plain(a.dim))
     if a.exclusive:
@@ -76,13 +73,13 @@ def _cumsum(a: Arguments) -> Any:
     return x.moved(turn).cumsum(axis).moved(turn)
 
 
-@primitive("Transpose", signature="input order", exact=True)
+@primitive("Transpose", "input order", exact=True)
 def _transpose(a: Arguments) -> Any:
     order = ints(a.order)
     return move(a.input, lambda x: x.transpose(order))
 
 
-@primitive("Split", signature="input dim parts", dim=0, parts=1, exact=True)
+@primitive("Split", "input dim=0 parts=1", exact=True)
 def _split(a: Arguments) -> Any:
     """Equal parts."""
     shape = plain(a.input).shape
@@ -93,7 +90,7 @@ def _split(a: Arguments) -> Any:
     ]
 
 
-@primitive("Stack", signature="input dim", dim=0, exact=True)
+@primitive("Stack", "input dim=0", exact=True)
 def _stack(a: Arguments) -> Any:
     d, parts = int(a.dim), a.input
     if isinstance(parts[0], Approx):
@@ -101,9 +98,12 @@ def _stack(a: Arguments) -> Any:
     return np.stack([plain(p) for p in parts], d)
 
 
-@primitive("StridedSlice", signature="input begin end strides begin_mask end_mask ellipsis_mask new_axis_mask "
-           "shrink_axis_mask", begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0,
-           exact=True)  # fmt: skip
+@primitive(
+    "StridedSlice",
+    "input begin end strides begin_mask=0 end_mask=0 ellipsis_mask=0 new_axis_mask=0 "
+    "shrink_axis_mask=0",
+    exact=True,
+)
 def _strided_slice(a: Arguments) -> Any:
     if a.ellipsis_mask or a.new_axis_mask:
         raise NotJudgedError("a slice with an ellipsis or a new axis")
@@ -119,7 +119,7 @@ def _strided_slice(a: Arguments) -> Any:
     return move(a.input, lambda x: x[tuple(key)], True)
 
 
-@primitive("Slice", signature="input begin size", exact=True)
+@primitive("Slice", "input begin size", exact=True)
 def _slice(a: Arguments) -> Any:
     size, shape = ints(a.size), plain(a.input).shape
     key = tuple(
@@ -129,7 +129,7 @@ def _slice(a: Arguments) -> Any:
     return move(a.input, lambda x: x[key], True)
 
 
-@primitive("Gather", signature="input index dim batch_dims", batch_dims=0, exact=True)
+@primitive("Gather", "input index dim batch_dims=0", exact=True)
 def _gather(a: Arguments) -> Any:
     """Rows by index; on CPU an index outside of the table gives zeros."""
     if int(plain(a.batch_dims)):
@@ -151,7 +151,7 @@ def _gather(a: Arguments) -> Any:
     )
 
 
-@primitive("GatherDGradV2", signature="input dim index grad")
+@primitive("GatherDGradV2", "input dim index grad")
 def _gather_d_grad(a: Arguments) -> Any:
     """The gradient of ``gather_d``: added where each element came from."""
     index, dim = _index(a.index), int(plain(a.dim))
@@ -160,7 +160,7 @@ def _gather_d_grad(a: Arguments) -> Any:
     return scatter_add(plain(a.input).shape, tuple(grid), floating(a.grad))
 
 
-@primitive("UnsortedSegmentSum", signature="input index count")
+@primitive("UnsortedSegmentSum", "input index count")
 def _segment_sum(a: Arguments) -> Any:
     """Rows added up by segment; negative segments are left out."""
     index, x = _index(a.index), a.input
@@ -178,7 +178,7 @@ def _segment_sum(a: Arguments) -> Any:
     return out
 
 
-@primitive("ScatterNd", signature="index updates shape")
+@primitive("ScatterNd", "index updates shape")
 def _scatter_nd(a: Arguments) -> Any:
     index, shape = _index(a.index), ints(a.shape)
     at = tuple(index.reshape(-1, index.shape[-1]).T)
@@ -190,7 +190,7 @@ def _scatter_nd(a: Arguments) -> Any:
     return out
 
 
-@primitive("TensorScatterAdd", "ScatterNdAdd", signature="input index updates")
+@primitive("TensorScatterAdd ScatterNdAdd", "input index updates")
 def _tensor_scatter_add(a: Arguments) -> Any:
     index = _index(a.index)
     x = floating(a.input)
@@ -199,7 +199,7 @@ def _tensor_scatter_add(a: Arguments) -> Any:
     return x + scatter_add(x.shape, at, parts)
 
 
-@primitive("OneHot", signature="input depth on off dim", dim=-1, axis=-1, exact=True)
+@primitive("OneHot", "input depth on off dim=-1 | axis=-1", exact=True)
 def _one_hot(a: Arguments) -> Any:
     """``on`` at the index, ``off`` elsewhere, along a new dimension."""
     index, axis = _index(a.input), int(plain(a.dim))
@@ -209,7 +209,7 @@ def _one_hot(a: Arguments) -> Any:
     return Approx(values) if isinstance(a.on, Approx) else values
 
 
-@primitive("Cast", signature="input type", exact=True)
+@primitive("Cast", "input type", exact=True)
 def _cast(a: Arguments) -> Any:
     kind = _TYPES.get(int(plain(a.type)), "?")
     x = plain(a.input)
@@ -220,7 +220,7 @@ def _cast(a: Arguments) -> Any:
     return x != 0 if kind == "bool" else np.trunc(x).astype(kind)
 
 
-@primitive("AddN", signature="input")
+@primitive("AddN", "input")
 def _add_n(a: Arguments) -> Any:
     parts = a.input
     if whole(*parts):
@@ -228,45 +228,45 @@ def _add_n(a: Arguments) -> Any:
     return concatenate([floating(p).reshape(1, *floating(p).shape) for p in parts], 0).sum(0)
 
 
-@primitive("Softmax", "SoftmaxExt", stores=True, signature="input dim", dim=-1)
+@primitive("Softmax SoftmaxExt", "input dim=-1", stores=True)
 def _softmax(a: Arguments) -> Any:
     x = floating(a.input)
     dim = a.dims(len(x.shape))[0]
     return loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
 
 
-@primitive("LogSoftmax", "LogSoftmaxExt", stores=True, signature="input dim", dim=-1)
+@primitive("LogSoftmax LogSoftmaxExt", "input dim=-1", stores=True)
 def _log_softmax(a: Arguments) -> Any:
     x = floating(a.input)
     # An error of exp is relative, of its logarithm absolute.
     return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
 
 
-@primitive("Sigmoid", signature="input")
+@primitive("Sigmoid", "input")
 def _sigmoid(a: Arguments) -> Any:
     return loose(floating(a.input).sigmoid(), a.input)
 
 
-@primitive("SiLU", stores=True, signature="input")
+@primitive("SiLU", "input", stores=True)
 def _silu(a: Arguments) -> Any:
     x = floating(a.input)
     return x * loose(x.sigmoid(), x)
 
 
-@primitive("Exp", signature="input", base=-1.0, scale=1.0, shift=0.0)
+@primitive("Exp", "input | base=-1.0 scale=1.0 shift=0.0")
 def _exp(a: Arguments) -> Any:
     _natural(a)
     return loose(floating(a.input).exp(), a.input)
 
 
-@primitive("Log", signature="input", base=-1.0, scale=1.0, shift=0.0)
+@primitive("Log", "input | base=-1.0 scale=1.0 shift=0.0")
 def _log(a: Arguments) -> Any:
     _natural(a)
     x = floating(a.input)
     return x.log().plus(LOG * x.unit)
 
 
-@primitive("Tanh", signature="input")
+@primitive("Tanh", "input")
 def _tanh(a: Arguments) -> Any:
     x = floating(a.input)
     return x.tanh().plus(TANH * x.unit)
@@ -280,63 +280,63 @@ def _natural(a: Arguments) -> None:
 # ------------------------------------------------------------------ derivatives that have a name of their own
 
 
-@primitive("SiLUGrad", stores=True, signature="grad input")
+@primitive("SiLUGrad", "grad input", stores=True)
 def _silu_grad(a: Arguments) -> Any:
     """``g s (1 + x (1 - s))``."""
     x, s = floating(a.input), loose(floating(a.input).sigmoid(), a.input)
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
 
-@primitive("SigmoidGrad", stores=True, signature="output grad")
+@primitive("SigmoidGrad", "output grad", stores=True)
 def _sigmoid_grad(a: Arguments) -> Any:
     y = floating(a.output)
     return floating(a.grad) * (y * (1 - y))
 
 
-@primitive("TanhGrad", stores=True, signature="output grad")
+@primitive("TanhGrad", "output grad", stores=True)
 def _tanh_grad(a: Arguments) -> Any:
     y = floating(a.output)
     return floating(a.grad) * (1 - y * y)
 
 
-@primitive("RsqrtGrad", stores=True, signature="output grad")
+@primitive("RsqrtGrad", "output grad", stores=True)
 def _rsqrt_grad(a: Arguments) -> Any:
     """``-g y^3 / 2``."""
     y = floating(a.output)
     return floating(a.grad) * (y * y * y) * -0.5
 
 
-@primitive("SqrtGrad", stores=True, signature="output grad")
+@primitive("SqrtGrad", "output grad", stores=True)
 def _sqrt_grad(a: Arguments) -> Any:
     return floating(a.grad) / (floating(a.output) * 2.0)
 
 
-@primitive("ReciprocalGrad", stores=True, signature="output grad")
+@primitive("ReciprocalGrad", "output grad", stores=True)
 def _reciprocal_grad(a: Arguments) -> Any:
     y = floating(a.output)
     return -(floating(a.grad) * (y * y))
 
 
-@primitive("ReluGrad", signature="grad output", exact=True)
+@primitive("ReluGrad", "grad output", exact=True)
 def _relu_grad(a: Arguments) -> Any:
     return floating(a.grad).times((plain(a.output) > 0).astype(np.float64))
 
 
-@primitive("LogSoftmaxGrad", stores=True, signature="output grad dim", dim=-1)
+@primitive("LogSoftmaxGrad", "output grad dim=-1", stores=True)
 def _log_softmax_grad(a: Arguments) -> Any:
     """``g - exp(y) sum(g)``."""
     y, g = floating(a.output), floating(a.grad)
     return g - loose(y.exp(), y) * g.sum(a.dims(len(y.shape)), True)
 
 
-@primitive("SoftmaxBackward", "SoftmaxGrad", stores=True, signature="grad output dim", dim=-1)
+@primitive("SoftmaxBackward SoftmaxGrad", "grad output dim=-1", stores=True)
 def _softmax_grad(a: Arguments) -> Any:
     """``y (g - sum(g y))``."""
     y, g = floating(a.output), floating(a.grad)
     return y * (g - (g * y).sum(a.dims(len(y.shape)), True))
 
 
-@primitive("Select", signature="condition input other", exact=True)
+@primitive("Select", "condition input other", exact=True)
 def _select(a: Arguments) -> Any:
     keep = plain(a.condition).astype(bool)
     if isinstance(a.input, Approx) or isinstance(a.other, Approx):
@@ -344,23 +344,23 @@ def _select(a: Arguments) -> Any:
     return np.where(keep, plain(a.input), plain(a.other))
 
 
-@primitive("PowTensorScalar", stores=True, signature="input exponent")
+@primitive("PowTensorScalar", "input exponent", stores=True)
 def _pow(a: Arguments) -> Any:
     n = float(plain(a.exponent))
     return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
 
 
-@primitive("Muls", signature="input factor")
+@primitive("Muls", "input factor")
 def _muls(a: Arguments) -> Any:
     return a.input * a.factor
 
 
-@primitive("Adds", signature="input term")
+@primitive("Adds", "input term")
 def _adds(a: Arguments) -> Any:
     return a.input + a.term
 
 
-@primitive("TensorMove", "Identity", "StopGradient", signature="input", exact=True)
+@primitive("TensorMove Identity StopGradient", "input", exact=True)
 def _same(a: Arguments) -> Any:
     return a.input if isinstance(a.input, Approx) else plain(a.input)
 
@@ -368,26 +368,27 @@ def _same(a: Arguments) -> Any:
 # ------------------------------------------------------------------ what writes to weights
 
 
-@primitive("Assign", signature="input value", exact=True)
+@primitive("Assign", "input value", exact=True)
 def _assign(a: Arguments) -> Any:
     return a.value if isinstance(a.value, Approx) else plain(a.value)
 
 
-@primitive("AssignAdd", signature="input value")
+@primitive("AssignAdd", "input value")
 def _assign_add(a: Arguments) -> Any:
     return floating(a.input) + a.value if not whole(a.input) else plain(a.input) + plain(a.value)
 
 
-@primitive("AssignSub", signature="input value")
+@primitive("AssignSub", "input value")
 def _assign_sub(a: Arguments) -> Any:
     return floating(a.input) - a.value if not whole(a.input) else plain(a.input) - plain(a.value)
 
 
 @primitive(
-    "AdamWeightDecay", stores=True,
-    signature="weight exp_avg exp_avg_sq lr beta1 beta2 eps weight_decay grad clip", clip=None, new1=None, new2=None,
-    use_nesterov=False,
-)  # fmt: skip
+    "AdamWeightDecay",
+    "weight exp_avg exp_avg_sq lr beta1 beta2 eps weight_decay grad clip=None | new1=None "
+    "new2=None use_nesterov=False",
+    stores=True,
+)
 def _adam_weight_decay(a: Arguments) -> Any:
     """``w -= lr (m / (sqrt(v) + eps) + decay w)``: bias correction, if any, is in the three numbers."""
     w, g = floating(a.weight), floating(a.grad)
@@ -402,9 +403,11 @@ def _adam_weight_decay(a: Arguments) -> Any:
 
 
 @primitive(
-    "ApplyMomentum", stores=True, signature="weight momentum_buffer lr grad momentum", use_nesterov=False,
-    use_locking=False, gradient_scale=1.0,
-)  # fmt: skip
+    "ApplyMomentum",
+    "weight momentum_buffer lr grad momentum | use_nesterov=False use_locking=False "
+    "gradient_scale=1.0",
+    stores=True,
+)
 def _momentum(a: Arguments) -> Any:
     if a.use_nesterov:
         raise NotJudgedError("an optimizer with nesterov")

@@ -26,15 +26,10 @@ def _plain_update(a: Arguments) -> None:
 
 
 @op(
-    "AdamW",
-    "Adam",
-    "AdamWeightDecay",
-    signature="weight grad exp_avg exp_avg_sq step lr betas eps weight_decay",
+    "AdamW Adam AdamWeightDecay",
+    "weight grad exp_avg exp_avg_sq step lr betas eps weight_decay=0.0 | decoupled=True "
+    "amsgrad=False maximize=False",
     stores=True,
-    weight_decay=0.0,
-    decoupled=True,
-    amsgrad=False,
-    maximize=False,
 )
 def _adamw(a: Arguments) -> Any:
     """Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2; ``step`` counts from 1."""
@@ -53,16 +48,10 @@ def _adamw(a: Arguments) -> Any:
 
 
 @op(
-    "SGD",
-    "Momentum",
-    signature="weight grad momentum_buffer lr momentum dampening weight_decay",
+    "SGD Momentum",
+    "weight grad momentum_buffer=None lr momentum=0.0 dampening=0.0 weight_decay=0.0 | "
+    "nesterov=False maximize=False",
     stores=True,
-    momentum_buffer=None,
-    momentum=0.0,
-    dampening=0.0,
-    weight_decay=0.0,
-    nesterov=False,
-    maximize=False,
 )
 def _sgd(a: Arguments) -> Any:
     _plain_update(a)

@@ -9,19 +9,8 @@ from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 from telechat_moe.tools.align.operators.shapes import move
 
-OVER = "input dim keepdim"
 
-
-@op(
-    "sum",
-    "ReduceSum",
-    "SumExt",
-    signature=OVER,
-    dim=None,
-    keepdim=False,
-    dtype=None,
-    skip_mode=False,
-)
+@op("sum ReduceSum SumExt", "input dim=None keepdim=False | dtype=None skip_mode=False")
 def _sum(a: Arguments) -> Any:
     if not isinstance(a.input, Approx):
         x = plain(a.input)
@@ -29,13 +18,13 @@ def _sum(a: Arguments) -> Any:
     return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
 
 
-@op("mean", "ReduceMean", signature=OVER, dim=None, keepdim=False, dtype=None)
+@op("mean ReduceMean", "input dim=None keepdim=False | dtype=None")
 def _mean(a: Arguments) -> Any:
     x = floating(a.input)
     return x.mean(a.dims(len(x.shape)), bool(a.keepdim))
 
 
-@op("prod", stores=True, signature=OVER, dim=None, keepdim=False, dtype=None)
+@op("prod", "input dim=None keepdim=False | dtype=None", stores=True)
 def _prod(a: Arguments) -> Any:
     x = floating(a.input)
     dims = a.dims(len(x.shape))
@@ -67,48 +56,48 @@ def _like(x: Any, value: Any) -> Any:
     return x.constant(value) if isinstance(x, Approx) else np.asarray(value).astype(plain(x).dtype)
 
 
-@op("max", signature=OVER, dim=None, keepdim=False, other=None, exact=True)
+@op("max", "input dim=None keepdim=False | other=None", exact=True)
 def _max(a: Arguments) -> Any:
     return _extreme(a, True)
 
 
-@op("min", signature=OVER, dim=None, keepdim=False, other=None, exact=True)
+@op("min", "input dim=None keepdim=False | other=None", exact=True)
 def _min(a: Arguments) -> Any:
     return _extreme(a, False)
 
 
-@op("amax", "ReduceMax", signature=OVER, dim=None, keepdim=False, exact=True)
+@op("amax ReduceMax", "input dim=None keepdim=False", exact=True)
 def _amax(a: Arguments) -> Any:
     x = plain(a.input)
     return _like(a.input, x.max(a.dims(x.ndim), keepdims=bool(a.keepdim)))
 
 
-@op("amin", "ReduceMin", signature=OVER, dim=None, keepdim=False, exact=True)
+@op("amin ReduceMin", "input dim=None keepdim=False", exact=True)
 def _amin(a: Arguments) -> Any:
     x = plain(a.input)
     return _like(a.input, x.min(a.dims(x.ndim), keepdims=bool(a.keepdim)))
 
 
-@op("any", signature=OVER, dim=None, keepdim=False, exact=True)
+@op("any", "input dim=None keepdim=False", exact=True)
 def _any(a: Arguments) -> Any:
     x = plain(a.input)
     return x.any(a.dims(x.ndim), keepdims=bool(a.keepdim))
 
 
-@op("all", signature=OVER, dim=None, keepdim=False, exact=True)
+@op("all", "input dim=None keepdim=False", exact=True)
 def _all(a: Arguments) -> Any:
     x = plain(a.input)
     return x.all(a.dims(x.ndim), keepdims=bool(a.keepdim))
 
 
-@op("cumsum", "CumsumExt", signature="input dim", dtype=None, exclusive=False, reverse=False)
+@op("cumsum CumsumExt", "input dim | dtype=None exclusive=False reverse=False")
 def _cumsum(a: Arguments) -> Any:
     if not isinstance(a.input, Approx):
         return plain(a.input).astype(np.int64).cumsum(int(a.dim))
     return a.input.cumsum(int(a.dim))
 
 
-@op("logsumexp", stores=True, signature=OVER, keepdim=False)
+@op("logsumexp", "input dim keepdim=False", stores=True)
 def _logsumexp(a: Arguments) -> Any:
     x = floating(a.input)
     dims = a.dims(len(x.shape))
@@ -120,18 +109,9 @@ def _logsumexp(a: Arguments) -> Any:
 
 
 @op(
-    "norm",
-    "LpNorm",
-    "vector_norm",
-    "linalg_vector_norm",
-    "linalg_norm",
+    "norm LpNorm vector_norm linalg_vector_norm linalg_norm",
+    "input p=2 dim=None keepdim=False | ord=None dtype=None",
     stores=True,
-    signature="input p dim keepdim",
-    p=2,
-    dim=None,
-    keepdim=False,
-    ord=None,
-    dtype=None,
 )
 def _norm(a: Arguments) -> Any:
     x, dims = floating(a.input), a.dims(len(a.input.shape))
@@ -147,15 +127,7 @@ def _norm(a: Arguments) -> Any:
     return (x * x).sum(dims, bool(a.keepdim)).sqrt()
 
 
-@op(
-    "var",
-    stores=True,
-    signature="input dim unbiased keepdim",
-    dim=None,
-    unbiased=True,
-    keepdim=False,
-    correction=None,
-)
+@op("var", "input dim=None unbiased=True keepdim=False | correction=None", stores=True)
 def _var(a: Arguments) -> Any:
     x = floating(a.input)
     dims = a.dims(len(x.shape))
@@ -165,7 +137,7 @@ def _var(a: Arguments) -> Any:
     return (centred * centred).sum(dims, bool(a.keepdim)) / (count - less)
 
 
-@op("softmax", stores=True, signature="input dim", dim=-1, dtype=None, _stacklevel=3)
+@op("softmax", "input dim=-1 | dtype=None _stacklevel=3", stores=True)
 def _softmax(a: Arguments) -> Any:
     return softmax(floating(a.input), a.dims(len(a.input.shape))[0])
 
@@ -180,7 +152,7 @@ def softmax(x: Approx, dim: int) -> Approx:
     return result
 
 
-@op("log_softmax", stores=True, signature="input dim", dim=-1, dtype=None, _stacklevel=3)
+@op("log_softmax", "input dim=-1 | dtype=None _stacklevel=3", stores=True)
 def _log_softmax(a: Arguments) -> Any:
     return log_softmax(floating(a.input), a.dims(len(a.input.shape))[0])
 
@@ -195,14 +167,9 @@ def log_softmax(x: Approx, dim: int) -> Approx:
 
 
 @op(
-    "rms_norm",
-    "RmsNorm",
+    "rms_norm RmsNorm",
+    "input *rest | normalized_shape=None weight=None eps=None gamma=None",
     stores=True,
-    signature="input *rest",
-    normalized_shape=None,
-    weight=None,
-    eps=None,
-    gamma=None,
 )
 def _rms_norm(a: Arguments) -> Any:
     """``F.rms_norm(x, shape, weight, eps)`` or ``RmsNorm(x, gamma, eps)``."""
@@ -224,15 +191,7 @@ def _rms_norm(a: Arguments) -> Any:
     return [y if weight is None else y * weight, inverse]
 
 
-@op(
-    "layer_norm",
-    "LayerNorm",
-    stores=True,
-    signature="input normalized_shape weight bias eps",
-    weight=None,
-    bias=None,
-    eps=1e-5,
-)
+@op("layer_norm LayerNorm", "input normalized_shape weight=None bias=None eps=1e-05", stores=True)
 def _layer_norm(a: Arguments) -> Any:
     x = floating(a.input)
     shape = a.normalized_shape

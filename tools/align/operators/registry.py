@@ -4,6 +4,7 @@ A formula takes :class:`Arguments` and returns its outputs: :class:`Approx` for 
 integers and booleans, which must be exact.
 """
 
+import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -120,46 +121,53 @@ _PRIMITIVES: dict[str, Formula] = {}
 """Of MindSpore's primitives by their exact name, where their arguments differ from functions of that name."""
 
 
-def op(
-    *names: str, signature: str, exact: bool = False, stores: bool = False, **defaults: Any
-) -> Callable[[Callable[[Arguments], Any]], Callable[[Arguments], Any]]:
-    """Register a formula under its names; it may return one output or a list."""
+Computes = Callable[[Arguments], Any]
 
-    def register(function: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
-        formula = _formula(function, names[0], signature, defaults, exact, stores)
-        for name in names:
-            _FORMULAS[_plain(name)] = formula
+
+def op(
+    names: str, signature: str, exact: bool = False, stores: bool = False
+) -> Callable[[Computes], Computes]:
+    """Register a formula, which returns one output or a list of them.
+
+    Args:
+        names: Names of the operator, the canonical one first.
+        signature: Positional arguments, ``|``, arguments that are given by name only; ``name=value`` for a default.
+        exact: See :class:`Formula`.
+        stores: See :class:`Formula`.
+    """
+
+    def register(function: Computes) -> Computes:
+        formula = _formula(function, names.split()[0], signature, exact, stores)
+        _FORMULAS.update((_plain(name), formula) for name in names.split())
         return function
 
     return register
 
 
 def primitive(
-    *names: str, signature: str, exact: bool = False, stores: bool = False, **defaults: Any
-) -> Callable[[Callable[[Arguments], Any]], Callable[[Arguments], Any]]:
-    """Register a formula under names of MindSpore primitives; of an attribute that none knows nothing is said."""
+    names: str, signature: str, exact: bool = False, stores: bool = False
+) -> Callable[[Computes], Computes]:
+    """Register a formula under the exact names of MindSpore primitives; see :func:`op`."""
 
-    def register(function: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
-        for name in names:
-            _PRIMITIVES[name] = _formula(function, name, signature, defaults, exact, stores)
+    def register(function: Computes) -> Computes:
+        for name in names.split():
+            _PRIMITIVES[name] = _formula(function, name, signature, exact, stores)
         return function
 
     return register
 
 
-def _formula(
-    function: Callable[[Arguments], Any],
-    name: str,
-    signature: str,
-    defaults: dict[str, Any],
-    exact: bool,
-    stores: bool,
-) -> Formula:
+def _formula(function: Computes, name: str, signature: str, exact: bool, stores: bool) -> Formula:
+    positional = signature.partition("|")[0]
+    items = [item.partition("=") for item in signature.replace("|", " ").split()]
+    defaults = {key: ast.literal_eval(value) for key, equals, value in items if equals}
+    order = tuple(item.partition("=")[0] for item in positional.split())
+
     def compute(arguments: Arguments) -> Sequence[Output]:
         result = function(arguments)
         return result if isinstance(result, list) else [result]
 
-    return Formula(name, tuple(signature.split()), defaults, compute, exact, stores)
+    return Formula(name, order, defaults, compute, exact, stores)
 
 
 def find(call_name: str) -> Formula | None:

@@ -34,39 +34,33 @@ def _shape(x: Any) -> tuple[int, ...]:
     return x.shape if isinstance(x, Approx) else plain(x).shape
 
 
-@op("reshape", "view", "unsafe_view", signature="input *shape", exact=True)
+@op("reshape view unsafe_view", "input *shape", exact=True)
 def _reshape(a: Arguments) -> Any:
     shape = ints(a.shape)
     return move(a.input, lambda x: x.reshape(shape))
 
 
-@op("view_as", "reshape_as", signature="input other", exact=True)
+@op("view_as reshape_as", "input other", exact=True)
 def _reshape_as(a: Arguments) -> Any:
     return move(a.input, lambda x: x.reshape(_shape(a.other)))
 
 
-@op("flatten", signature="input start_dim end_dim", start_dim=0, end_dim=-1, exact=True)
+@op("flatten", "input start_dim=0 end_dim=-1", exact=True)
 def _flatten(a: Arguments) -> Any:
     shape = _shape(a.input)
     begin, end = a.start_dim % max(len(shape), 1), a.end_dim % max(len(shape), 1)
     return move(a.input, lambda x: x.reshape(*shape[:begin], -1, *shape[end + 1 :]))
 
 
-@op("unflatten", signature="input dim sizes", exact=True)
+@op("unflatten", "input dim sizes", exact=True)
 def _unflatten(a: Arguments) -> Any:
     shape, d = _shape(a.input), a.dim % _ndim(a.input)
     return move(a.input, lambda x: x.reshape(*shape[:d], *ints(a.sizes), *shape[d + 1 :]))
 
 
 @op(
-    "transpose",
-    "swapaxes",
-    "swapdims",
-    "movedim",
-    "TransposeExt",
-    signature="input *order",
-    dim0=None,
-    dim1=None,
+    "transpose swapaxes swapdims movedim TransposeExt",
+    "input *order | dim0=None dim1=None",
     exact=True,
 )
 def _transpose(a: Arguments) -> Any:
@@ -84,30 +78,30 @@ def _transpose(a: Arguments) -> Any:
     return move(a.input, lambda x: x.transpose(dims))
 
 
-@op("permute", signature="input *order", dims=None, exact=True)
+@op("permute", "input *order | dims=None", exact=True)
 def _permute(a: Arguments) -> Any:
     order = ints(a.__dict__["order"] or a.__dict__["dims"])
     return move(a.input, lambda x: x.transpose(order))
 
 
-@op("t", "T", "mT", "numpy_T", signature="input", exact=True)
+@op("t T mT numpy_T", "input", exact=True)
 def _t(a: Arguments) -> Any:
     return move(a.input, lambda x: np.swapaxes(x, -1, -2) if x.ndim > 1 else x)
 
 
-@op("unsqueeze", "expand_dims", "ExpandDims", signature="input dim", exact=True)
+@op("unsqueeze expand_dims ExpandDims", "input dim", exact=True)
 def _unsqueeze(a: Arguments) -> Any:
     return move(a.input, lambda x: np.expand_dims(x, int(a.dim)))
 
 
-@op("squeeze", signature="input dim", dim=None, exact=True)
+@op("squeeze", "input dim=None", exact=True)
 def _squeeze(a: Arguments) -> Any:
     shape = _shape(a.input)
     drop = {d for d in a.dims(len(shape)) if shape[d] == 1}
     return move(a.input, lambda x: x.reshape([s for i, s in enumerate(shape) if i not in drop]))
 
 
-@op("expand", "broadcast_to", "BroadcastTo", signature="input *size", exact=True)
+@op("expand broadcast_to BroadcastTo", "input *size", exact=True)
 def _expand(a: Arguments) -> Any:
     size, shape = ints(a.size), _shape(a.input)
     extra = len(size) - len(shape)
@@ -115,7 +109,7 @@ def _expand(a: Arguments) -> Any:
     return _repeated(a.input, full)
 
 
-@op("expand_as", signature="input other", exact=True)
+@op("expand_as", "input other", exact=True)
 def _expand_as(a: Arguments) -> Any:
     return _repeated(a.input, _shape(a.other))
 
@@ -124,19 +118,15 @@ def _repeated(x: Any, shape: Any) -> Any:
     return x.spread(shape) if isinstance(x, Approx) else np.broadcast_to(plain(x), shape)
 
 
-@op("repeat", "tile", signature="input *repeats", exact=True)
+@op("repeat tile", "input *repeats", exact=True)
 def _tile(a: Arguments) -> Any:
     repeats = ints(a.repeats)
     return move(a.input, lambda x: np.tile(x, repeats), True)
 
 
 @op(
-    "repeat_interleave",
-    "RepeatInterleaveTensor",
-    "RepeatInterleaveInt",
-    signature="input repeats dim",
-    dim=None,
-    output_size=None,
+    "repeat_interleave RepeatInterleaveTensor RepeatInterleaveInt",
+    "input repeats dim=None | output_size=None",
     exact=True,
 )
 def _repeat_interleave(a: Arguments) -> Any:
@@ -145,7 +135,7 @@ def _repeat_interleave(a: Arguments) -> Any:
     return move(a.input, lambda x: np.repeat(x, repeats, dim), True)
 
 
-@op("cat", "concat", "concatenate", signature="input dim", dim=0, exact=True)
+@op("cat concat concatenate", "input dim=0", exact=True)
 def _cat(a: Arguments) -> Any:
     parts = [p for p in a.input if np.size(plain(p))] or a.input
     if isinstance(parts[0], Approx):
@@ -153,7 +143,7 @@ def _cat(a: Arguments) -> Any:
     return np.concatenate([plain(p) for p in parts], int(a.dim))
 
 
-@op("stack", "StackExt", signature="input dim", dim=0, exact=True)
+@op("stack StackExt", "input dim=0", exact=True)
 def _stack(a: Arguments) -> Any:
     d = int(a.dim)
     if isinstance(a.input[0], Approx):
@@ -163,14 +153,8 @@ def _stack(a: Arguments) -> Any:
 
 
 @op(
-    "split",
-    "SplitWithSize",
-    "split_with_sizes",
-    "SplitTensor",
-    signature="input split_size dim",
-    dim=0,
-    split_size_or_sections=None,
-    split_sections=None,
+    "split SplitWithSize split_with_sizes SplitTensor",
+    "input split_size dim=0 | split_size_or_sections=None split_sections=None",
     exact=True,
 )
 def _split(a: Arguments) -> Any:
@@ -188,7 +172,7 @@ def _split(a: Arguments) -> Any:
     ]
 
 
-@op("chunk", signature="input chunks dim", dim=0, exact=True)
+@op("chunk", "input chunks dim=0", exact=True)
 def _chunk(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
     total = _shape(a.input)[d]
@@ -199,18 +183,18 @@ def _chunk(a: Arguments) -> Any:
     ]
 
 
-@op("unbind", signature="input dim", dim=0, exact=True)
+@op("unbind", "input dim=0", exact=True)
 def _unbind(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
     return [move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(_shape(a.input)[d])]
 
 
-@op("flip", signature="input *dim", exact=True)
+@op("flip", "input *dim", exact=True)
 def _flip(a: Arguments) -> Any:
     return move(a.input, lambda x: np.flip(x, ints(a.__dict__["dim"])))
 
 
-@op("roll", signature="input shifts dim", dim=None, dims=None, exact=True)
+@op("roll", "input shifts dim=None | dims=None", exact=True)
 def _roll(a: Arguments) -> Any:
     dim = a.__dict__["dim"] if a.__dict__["dim"] is not None else a.__dict__["dims"]
     axes = None if dim is None else ints(dim)
@@ -218,9 +202,7 @@ def _roll(a: Arguments) -> Any:
     return move(a.input, lambda x: np.roll(x, shifts, axes))
 
 
-@op(
-    "pad", "constant_pad_nd", signature="input pad mode value", mode="constant", value=0, exact=True
-)
+@op("pad constant_pad_nd", "input pad mode='constant' value=0", exact=True)
 def _pad(a: Arguments) -> Any:
     if a.mode != "constant":
         raise NotJudgedError(f"pad in mode {a.mode!r}")
@@ -247,12 +229,12 @@ def _pad(a: Arguments) -> Any:
     )
 
 
-@op("tril", "TrilExt", signature="input diagonal", diagonal=0, exact=True)
+@op("tril TrilExt", "input diagonal=0", exact=True)
 def _tril(a: Arguments) -> Any:
     return _masked(a.input, lambda x: np.tril(np.ones(x.shape[-2:]), int(a.diagonal)))
 
 
-@op("triu", signature="input diagonal", diagonal=0, exact=True)
+@op("triu", "input diagonal=0", exact=True)
 def _triu(a: Arguments) -> Any:
     return _masked(a.input, lambda x: np.triu(np.ones(x.shape[-2:]), int(a.diagonal)))
 

@@ -54,7 +54,7 @@ Argument = Tensor | Number | list["Argument"]
 
 
 @dataclass(frozen=True)
-class Node:
+class TappedOperator:
     """An operator.
 
     Attributes:
@@ -87,7 +87,7 @@ class Node:
 
 
 @dataclass
-class Plan:
+class TapPlan:
     """What a tapped graph records.
 
     Attributes:
@@ -95,7 +95,7 @@ class Plan:
         taps: How many there are.
     """
 
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[TappedOperator] = field(default_factory=list)
     taps: int = 0
 
 

@@ -1,0 +1,170 @@
+"""The values of a shard, of which only the elements asked for are read: an array, or a record of a dump."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.ranges import ShardKey
+from telechat_moe.tools.align.dump.records import TensorRecord
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Indexer = slice | Array
+"""Positions along a dimension: a range, or numbers."""
+
+
+class ShardValues:
+    """Values of one shard.
+
+    Args:
+        shape: Of the shard.
+        dtype: Canonical name of the type that the program computed in.
+        load: Returns the values; only what is asked for is read of a mapped file.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], dtype: str, load: Callable[[], Array] | None = None
+    ) -> None:
+        self.shape, self.dtype, self._load = tuple(shape), dtype, load
+
+    @staticmethod
+    def of(values: "ShardValues | TensorRecord | Array") -> "ShardValues":
+        """Return the values of an array or record.
+
+        Raises:
+            BadInputError: The record has no values.
+        """
+        if isinstance(values, ShardValues):
+            return values
+        if isinstance(values, TensorRecord):
+            if values.read is None:
+                raise BadInputError("the values of this tensor were not dumped, only statistics")
+            return ShardValues(values.shape, values.dtype, values.load)
+        array = np.asarray(values)
+        return ShardValues(array.shape, array.dtype.name, lambda: array)
+
+    def take(self, indexers: Sequence[Indexer]) -> Array:
+        """Return some elements, as ``numpy.ix_`` takes them; maybe a view, not to be changed.
+
+        Raises:
+            BadInputError: The file is missing, broken or of another shape.
+        """
+        values = self._open()
+        if values.shape != self.shape:
+            raise BadInputError(
+                f"a shard has the shape {list(values.shape)}, the dump says {list(self.shape)}"
+            )
+        if sum(not isinstance(i, slice) for i in indexers) > 1:
+            grid = (np.arange(n)[i] for i, n in zip(indexers, self.shape, strict=True))
+            return values[np.ix_(*grid)]
+        return np.asarray(values[(*indexers, ...)])
+
+    def holders(self, key: ShardKey, indexers: Sequence[Indexer]) -> list[tuple[ShardKey, Array]]:
+        """Return who holds which of the elements that :meth:`take` returns, as masks."""
+        del indexers
+        return [(key, np.ones((), np.bool_))]
+
+    def keys(self, key: ShardKey) -> list[ShardKey]:
+        """Return who holds the shard."""
+        return [key]
+
+    def _open(self) -> Array:
+        assert self._load is not None  # else a subclass opens its file
+        return self._load()
+
+
+class Shard(NamedTuple):
+    """Values that one rank holds.
+
+    Attributes:
+        rank: The rank.
+        values: Array, record or source.
+        call: Number of the call, where the calls of a rank hold different shards (micro-batches).
+    """
+
+    rank: int
+    values: ShardValues | TensorRecord | Array
+    call: int = 0
+
+
+class FlatShards:
+    """Flat shards of one region, read as if they were the region (ZeRO shards of a parameter).
+
+    Args:
+        shape: Of the region.
+        shards: The flat shards in order: who holds it, the shard, its range in the flattened region.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], shards: Sequence[tuple[ShardKey, ShardValues, tuple[int, int]]]
+    ) -> None:
+        self.shape = tuple(shape)
+        self._shards = list(shards)
+
+    def take(self, indexers: Sequence[Indexer]) -> Array:
+        """See :meth:`ShardValues.take`."""
+        numbers = self._numbers(indexers)
+        found: Array | None = None
+        for _, source, (begin, end) in self._shards:
+            inside = (numbers >= begin) & (numbers < end)
+            if not inside.any():
+                continue
+            chosen = numbers[inside] - begin
+            low, high = int(chosen.min()), int(chosen.max()) + 1
+            values = source.take((slice(low, high),))[chosen - low]
+            if found is None:
+                found = np.empty(numbers.shape, values.dtype)
+            found[inside] = values
+        if found is None:
+            found = self._shards[0][1].take((slice(0, 0),)).reshape(numbers.shape)
+        return found
+
+    def holders(self, key: ShardKey, indexers: Sequence[Indexer]) -> list[tuple[ShardKey, Array]]:
+        """See :meth:`ShardValues.holders`."""
+        del key
+        numbers = self._numbers(indexers)
+        return [(k, (numbers >= begin) & (numbers < end)) for k, _, (begin, end) in self._shards]
+
+    def keys(self, key: ShardKey) -> list[ShardKey]:
+        """See :meth:`ShardValues.keys`."""
+        del key
+        return [k for k, _, _ in self._shards]
+
+    def _numbers(self, indexers: Sequence[Indexer]) -> Array:
+        """Return the positions of elements in the flattened region."""
+        found = np.zeros((), np.int64)
+        for d, (i, n) in enumerate(zip(indexers, self.shape, strict=True)):
+            found = np.add.outer(found, np.arange(n)[i] * math.prod(self.shape[d + 1 :]))
+        return found
+
+
+def intersect(
+    runs: Sequence[tuple[int, int]], low: int, high: int
+) -> tuple[Indexer, Indexer] | None:
+    """Return the positions, in a shard, of the elements of a dimension between ``low`` and ``high``.
+
+    Args:
+        runs: Ranges of the whole, in the order in which the shard holds them.
+        low: Begin in the whole.
+        high: End in the whole.
+
+    Returns:
+        Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.
+    """
+    parts, local = [], 0
+    for a, b in runs:
+        begin, end = max(a, low), min(b, high)
+        if begin < end:
+            parts.append((begin - low, local + begin - a, end - begin))
+        local += b - a
+    if not parts:
+        return None
+    if len(parts) == 1:
+        g, own, n = parts[0]
+        return slice(g, g + n), slice(own, own + n)
+    return (
+        np.concatenate([np.arange(g, g + n) for g, _, n in parts]),
+        np.concatenate([np.arange(own, own + n) for _, own, n in parts]),
+    )
