@@ -20,14 +20,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.children import die_with_parent
 from telechat_moe.cli.arguments import add_overrides
-from telechat_moe.control import CONTROL, Control, RankFailedError, Task
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.launch import worker
-from telechat_moe.launch.affinity import settle
+from telechat_moe.launch.affinity import use_cores
 from telechat_moe.launch.commands import environment
-from telechat_moe.private import keep_others_out
+from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
+from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.processes import CONTROL, Control, RankFailedError, die_with_parent
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths
 
@@ -77,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
     )
     # Given by `telechat-moe launch`: it has made the control folder and the graphs.
-    parser.add_argument("--run-id", metavar="ID", help=argparse.SUPPRESS)
+    parser.add_argument("--nonce", help=argparse.SUPPRESS)
     return parser
 
 
@@ -103,8 +102,8 @@ def _run(args: argparse.Namespace) -> int:
     if local < 1:
         raise UsageError(f"--local-processes {local}: expected 1 or more")
     if args.local_processes or args.bind_cores or recipe.context.device_target == "CPU":
-        place = int(os.environ.get("DEVICE_ID", "0")) % local
-        settle(local, place, args.bind_cores and not worker.is_scheduler())
+        index = int(os.environ.get("DEVICE_ID", "0")) % local
+        use_cores(local, index, args.bind_cores and not is_scheduler())
     check_processes(recipe, processes, under_msrun=role is not None)
     if not args.allow_outside:
         check_written_paths(recipe)
@@ -116,8 +115,8 @@ def _run(args: argparse.Namespace) -> int:
         return _through_mindformers(args, recipe, processes if role else 0)
     if not role:
         return _alone(recipe, args)
-    if worker.is_scheduler():
-        worker.meet()
+    if is_scheduler():
+        meet()
         return 0
     return _as_worker(recipe, args, processes)
 
@@ -158,19 +157,19 @@ def _alone(recipe: Recipe, args: argparse.Namespace) -> int:
 
 
 def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
-    """Train this process's part."""
+    """Train as one of several processes."""
     job = (Path(recipe.output_dir) / ".job").absolute()
     control = Control(job / CONTROL)
-    if args.run_id:  # with it the control folder; we are followed from the first moment
-        check_run(control, args.run_id)
+    if args.nonce:  # with it the control folder; we are followed from the first moment
+        control.check_nonce(args.nonce)
         rank = int(os.environ["RANK_ID"])
 
         def do() -> None:
-            worker.meet()
+            meet()
             _train(recipe, args, job, control, rank)
 
-        return worker.follow(control, rank, do)
-    worker.meet()
+        return run_supervised(control, rank, do)
+    meet()
     from mindspore.communication import get_rank
 
     from telechat_moe.launch.job import only_launch
@@ -185,28 +184,14 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
             os._exit(error.exit_code)  # MindSpore would wait for the others first
-        return worker.follow(control, rank, lambda: _train(recipe, args, job, control, rank))
-
-
-def check_run(control: Control, run_id: str) -> None:
-    """Refuse a control folder that is not this run's.
-
-    Raises:
-        BadInputError: It is another's, or this machine does not see it.
-    """
-    found = control.read("run")
-    if found != run_id:
-        said = "is not there" if found is None else "belongs to another run"
-        raise BadInputError(
-            f"{control.folder} {said} on {os.uname().nodename}: output_dir must be one folder that all hosts see"
-        )
+        return run_supervised(control, rank, lambda: _train(recipe, args, job, control, rank))
 
 
 def _agree(job: Path, control: Control, rank: int) -> None:
-    """Make the control folder anew on rank 0 and wait for it elsewhere.
+    """Make the control folder anew on rank 0; wait for it on the others.
 
-    What an earlier run left there must not be taken for this one's, and nobody else has made it, so rank 0 draws a word and
-    tells it to the others through MindSpore.
+    What an earlier run left there must not be taken for this one's, so rank 0 draws a nonce and tells it to the others
+    through MindSpore.
     """
     import mindspore as ms
     import numpy as np
@@ -224,14 +209,14 @@ def _agree(job: Path, control: Control, rank: int) -> None:
 
     mine = [secrets.randbelow(1 << 20) if rank == 0 else 0 for _ in range(5)]
     total = Sum()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
-    word = "".join(f"{int(x):05x}" for x in total)
+    nonce = "".join(f"{int(x):05x}" for x in total)
     if rank == 0:
-        Control.fresh(job, None).write("run", word)
+        Control.fresh(job, nonce)
         return
     deadline = time.monotonic() + 300.0
-    while control.read("run") != word:
+    while control.read("nonce") != nonce:
         if time.monotonic() > deadline:
-            check_run(control, word)
+            control.check_nonce(nonce)
         time.sleep(0.05)
 
 
@@ -245,11 +230,13 @@ def _train(
     from telechat_moe.launch.job import check_sharded
 
     check_sharded(recipe)
-    if rank == 0 and not args.run_id:
-        compile_elsewhere(args.recipe, args.overrides)
+    if rank == 0 and not args.nonce:
+        compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)
-    task = Task("train", recipe, args.resume, args.overwrite)
-    worker.work(task, job, rank)
+    from telechat_moe.train.sharded_trainer import ShardedTrainer
+
+    check_private(job / "ranks.json")
+    ShardedTrainer(recipe, job=job, rank=rank, resume=args.resume, overwrite=args.overwrite).run()
 
 
 def _one_rank(recipe: Recipe, args: argparse.Namespace, control: Control) -> None:
@@ -260,15 +247,15 @@ def _one_rank(recipe: Recipe, args: argparse.Namespace, control: Control) -> Non
         """A trainer that says where it stands, and stops when that is asked."""
 
         def next_batches(self) -> Any:
-            control.stands(0, f"step {self.step + 1}")
+            control.set_position(0, f"step {self.step + 1}")
             self.interrupted = self.interrupted or control.stop_asked()
             return super().next_batches()
 
     Followed(recipe, resume=args.resume, overwrite=args.overwrite, plain=True).run()
 
 
-def compile_elsewhere(recipe: str, overrides: Sequence[str]) -> None:
-    """Write the job of a recipe in a process of its own: MindSpore has met the others in this one.
+def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
+    """Write the job of a recipe in another process: MindSpore has met the other ranks in this one.
 
     Raises:
         RankFailedError: With what it said.
@@ -301,14 +288,14 @@ def _through_mindformers(args: argparse.Namespace, recipe: Recipe, processes: in
     def do() -> None:
         mindformers_train.train(args.recipe, args.overrides, args.resume)
 
-    if not args.run_id or worker.is_scheduler() or not processes:
+    if not args.nonce or is_scheduler() or not processes:
         do()
         return 0
     rank = int(os.environ["RANK_ID"])
     control = Control((Path(recipe.output_dir) / ".job").absolute() / CONTROL)
-    check_run(control, args.run_id)
-    control.stands(rank, "in MindFormers")
-    return worker.follow(control, rank, do, can_stop=False)
+    control.check_nonce(args.nonce)
+    control.set_position(rank, "in MindFormers")
+    return run_supervised(control, rank, do, can_stop=False)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from telechat_moe.checkpoint import checkpoint, folder, manifest, shards
 from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.manifest import ZEROS, Region
 from telechat_moe.checkpoint.shards import Array
-from telechat_moe.control import Control
 from telechat_moe.errors import CheckFailedError
+from telechat_moe.processes import Control
 
 FORMAT = "telechat-moe part of a checkpoint"
 VERSION = 1

@@ -15,9 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from telechat_moe.checkpoint.multi_rank import Piece
-from telechat_moe.control import Control
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.graph.execute import Job, piece_of
+from telechat_moe.processes import Control
 
 Region = tuple[tuple[int, int], ...]
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from telechat_moe.cli.output import write_json
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
-    from telechat_moe.launch.job import Plan
+    from telechat_moe.launch.job import LaunchPlan
     from telechat_moe.recipe import Recipe
 
 EPILOG = """\
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
+def _plan(args: argparse.Namespace, recipe: "Recipe") -> "LaunchPlan":
     """Return how to start the recipe, as asked."""
     from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
     if args.nodes:
         path = Path(args.nodes)
         chosen = hosts.choose(hosts.read_hosts(path), recipe.devices, path)
-    return launch.Plan(
+    return launch.LaunchPlan(
         nodes=commands.make_nodes(chosen, args.master_port),
         through=args.through or default_trainer(recipe),
         bind=args.bind,
@@ -142,14 +142,14 @@ def _plan(args: argparse.Namespace, recipe: "Recipe") -> "Plan":
     )
 
 
-def _print_commands(recipe: "Recipe", plan: "Plan", resume: bool, overwrite: bool) -> None:
+def _print_commands(recipe: "Recipe", plan: "LaunchPlan", resume: bool, overwrite: bool) -> None:
     """Check the recipe, write it with its overrides, and print a line for a shell on each host."""
     from telechat_moe.launch import job as launch
     from telechat_moe.private import keep_others_out
 
     keep_others_out()
     launch.check(recipe, plan)
-    resolved = launch.write_resolved(recipe)
+    resolved = launch.write_resolved(recipe, Path(recipe.output_dir) / ".job")
     logs = plan.logs or Path(recipe.output_dir) / launch.LOGS
     program = plan.program(resolved, resume=resume, overwrite=overwrite)
     for node in plan.nodes:
@@ -157,7 +157,7 @@ def _print_commands(recipe: "Recipe", plan: "Plan", resume: bool, overwrite: boo
         print(node.shell_line(logs.absolute(), program))
 
 
-def _say_binding(plan: "Plan") -> None:
+def _say_binding(plan: "LaunchPlan") -> None:
     """Say which cores each process on this machine gets."""
     if not plan.bind:
         return

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from telechat_moe.children import in_children
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
+from telechat_moe.processes import in_children
 
 
 class Built(NamedTuple):

@@ -1,6 +1,6 @@
 """Run rewritten rank graphs on CPU processes: load one, cut its parameters, call it."""
 
-import pickle
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ LIMITS = ("step_norm_limit", "step_loss_limit")
 
 @dataclass(frozen=True)
 class Job:
-    """Rank graphs in a folder: ``rank_N.mindir`` and ``ranks.pickle`` beside them.
+    """Rank graphs in a folder: ``rank_N.mindir`` and ``ranks.json`` beside them.
 
     Attributes:
         folder: The folder.
@@ -51,14 +51,17 @@ class Job:
             light.append(replace(graph, mindir=b""))
             counts.append(rewritten.counts)
             operators.append(dict(kinds(graph.mindir)))
-        known = (light, groups, counts, operators)
-        (folder / "ranks.pickle").write_bytes(pickle.dumps(known))
-        return Job(folder, *known)
+        ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
+        known = {"ranks": ranks, "groups": groups, "rewritten": counts, "operators": operators}
+        (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
+        return Job(folder, light, groups, counts, operators)
 
     @staticmethod
     def read(folder: Path) -> "Job":
         """Read what :meth:`write` wrote."""
-        return Job(folder, *pickle.loads((folder / "ranks.pickle").read_bytes()))
+        known = json.loads((folder / "ranks.json").read_text(encoding="utf-8"))
+        ranks = [RankGraph(mindir=b"", **entry) for entry in known.pop("ranks")]
+        return Job(folder, ranks, **known)
 
 
 class RankProgram:

@@ -3,7 +3,7 @@
 MindSpore's semi-automatic parallel front end refuses the target CPU. A small C++ file
 (``simulated_device.cc``) registers a communication manager that answers questions about ranks and groups, and
 ``MS_DEV_PRECOMPILE_ONLY=1`` stops MindSpore after the front-end passes. Internals of mindspore 2.9.0; nothing of
-this can be undone, so call :func:`install` in a forked child (:func:`telechat_moe.children.in_children`).
+this can be undone, so call :func:`install` in a forked child (:func:`telechat_moe.processes.in_children`).
 """
 
 import ctypes

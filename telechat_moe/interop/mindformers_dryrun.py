@@ -18,11 +18,11 @@ from typing import Any
 
 import yaml
 
-from telechat_moe.children import in_clean_process
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
+from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe, find, loads, sections
 from telechat_moe.sharding.mesh import Mesh
 

@@ -136,19 +136,19 @@ def show_cores(cores: Sequence[int]) -> str:
     return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)
 
 
-def settle(processes: int, place: int, bind: bool) -> None:
-    """Bind this process to its cores if asked; say how many threads it may use if nobody has.
+def use_cores(processes: int, index: int, bind: bool) -> None:
+    """Bind this process to its cores if asked; set how many threads it may use if nobody has.
 
-    Before mindspore is imported: its threads take over what is set here.
+    Call it before mindspore is imported, whose threads inherit both.
 
     Args:
         processes: Processes on this machine.
-        place: Which of them this is.
+        index: Which of them this is.
         bind: Whether to bind.
     """
     share = max(1, len(os.sched_getaffinity(0)) // processes)
     if bind:
-        mine = Topology.read().cores(processes)[place]
+        mine = Topology.read().cores(processes)[index]
         os.sched_setaffinity(0, mine)
         share = len(mine)
     os.environ.setdefault("OMP_NUM_THREADS", str(share))

@@ -32,11 +32,11 @@ STRANGE = (
 
 
 @dataclass(frozen=True)
-class Node:
-    """One machine's part of a run.
+class LaunchNode:
+    """One host of a run and its processes.
 
     Attributes:
-        number: Its place, 0 first; the scheduler runs on node 0.
+        number: Counted from 0; the scheduler runs on node 0.
         host: Name, as in the hostfile.
         local: Processes on it.
         total: Processes of the run.
@@ -86,7 +86,7 @@ class Node:
         )
 
 
-def make_nodes(hosts: Sequence[Host], port: int | None) -> list[Node]:
+def make_nodes(hosts: Sequence[Host], port: int | None) -> list[LaunchNode]:
     """Return the nodes of a run.
 
     Args:
@@ -106,7 +106,10 @@ def make_nodes(hosts: Sequence[Host], port: int | None) -> list[Node]:
     if port is None:
         port = free_port(master) if hosts[0].is_here() else DEFAULT_PORT
     total = sum(h.slots for h in hosts)
-    return [Node(i, h.name, h.slots, total, master, port, h.is_here()) for i, h in enumerate(hosts)]
+    return [
+        LaunchNode(i, h.name, h.slots, total, master, port, h.is_here())
+        for i, h in enumerate(hosts)
+    ]
 
 
 def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Launch a recipe: compile the graph of each rank, write a job folder, start the processes, start them again.
+"""Launch a recipe: compile the graph of each rank, write a job folder, start the processes, restart them.
 
-A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and ``ranks.pickle``
-(:class:`telechat_moe.graph.execute.Job`), ``key`` (what the graphs were compiled from), and ``control/``
-(:mod:`telechat_moe.control`).
+A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and ``ranks.json``
+(:class:`telechat_moe.graph.execute.Job`), ``key`` (a hash of what the graphs were compiled from), and ``control/``
+(:class:`telechat_moe.processes.Control`).
 
 As a program, ``python -m telechat_moe.launch.job RECIPE [--set KEY=VALUE]``, it only compiles.
 """
@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import platform
-import secrets
 import sys
 import time
 from collections import Counter
@@ -24,16 +23,17 @@ from typing import Any
 
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
-from telechat_moe.control import Control, RankDiedError, RankFailedError
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.launch.agents import Machines
-from telechat_moe.launch.commands import SSH, Node, check_port, make_nodes
+from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
+from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
-from telechat_moe.launch.processes import Cluster, last_step
+from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.train.metrics import last_step
 
 LOGS = "log"
 RESOLVED = "recipe.yaml"
@@ -149,7 +149,7 @@ def check_sharded(recipe: Recipe) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """How a run is started.
 
     Attributes:
@@ -162,7 +162,7 @@ class Plan:
         allow_outside: The recipe may write outside of ``output_dir``.
     """
 
-    nodes: Sequence[Node]
+    nodes: Sequence[LaunchNode]
     through: str = "own"
     bind: bool = False
     restarts: int = 0
@@ -171,9 +171,9 @@ class Plan:
     allow_outside: bool = False
 
     def program(
-        self, resolved: Path, *, resume: bool, overwrite: bool, run_id: str = ""
+        self, resolved: Path, *, resume: bool, overwrite: bool, nonce: str | None = None
     ) -> list[str]:
-        """Return what the processes run."""
+        """Return what the processes run; the nonce tells them that the control folder and the graphs are there."""
         flags = {
             "--resume": resume,
             "--overwrite": overwrite,
@@ -184,7 +184,7 @@ class Plan:
             *("python", "-u", "-m", "telechat_moe.run", str(resolved.absolute())),
             *(f"--through={self.through}", f"--local-processes={self.nodes[0].local}"),
             *(flag for flag, is_set in flags.items() if is_set),
-            *([f"--run-id={run_id}"] if run_id else []),
+            *([f"--nonce={nonce}"] if nonce else []),
         ]
 
 
@@ -193,7 +193,7 @@ def this_machine(processes: int) -> list[Host]:
     return [Host(platform.node(), processes, "127.0.0.1")]
 
 
-def check(recipe: Recipe, plan: Plan) -> None:
+def check(recipe: Recipe, plan: LaunchPlan) -> None:
     """Refuse what cannot be launched.
 
     Raises:
@@ -212,11 +212,10 @@ def check(recipe: Recipe, plan: Plan) -> None:
         check_launch(recipe, plan.nodes[0].total)
 
 
-def write_resolved(recipe: Recipe) -> Path:
-    """Write the recipe with all overrides where the processes read it; return the file."""
+def write_resolved(recipe: Recipe, folder: Path) -> Path:
+    """Write the recipe with all overrides into a job's folder, where the processes read it; return the file."""
     import yaml
 
-    folder = Path(recipe.output_dir) / ".job"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESOLVED
     text = yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True, width=100)
@@ -227,7 +226,7 @@ def write_resolved(recipe: Recipe) -> Path:
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, plan: Plan | None = None
+    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, plan: LaunchPlan | None = None
 ) -> dict[str, Any]:
     """Train a recipe, one process for each of its devices.
 
@@ -247,7 +246,7 @@ def train(
             checkpoint.
     """
     keep_others_out()
-    plan = plan or Plan(nodes=make_nodes(this_machine(recipe.devices), None))
+    plan = plan or LaunchPlan(nodes=make_nodes(this_machine(recipe.devices), None))
     check(recipe, plan)
     if plan.nodes[0].is_here:
         check_port(plan.nodes[0].master, plan.nodes[0].port)
@@ -259,7 +258,7 @@ def train(
     if plan.through == "own" and resume:  # refused here, not after minutes by every rank
         checkpoint.latest(root, warn=lambda _: None)
     with only_launch(Path(recipe.output_dir)):
-        resolved = write_resolved(recipe)
+        resolved = write_resolved(recipe, Path(recipe.output_dir) / ".job")
         if plan.through == "own" and recipe.devices > 1:
             write_job(recipe, resolved.parent)
         _train_to_the_end(recipe, plan, resolved, resume, overwrite)
@@ -270,7 +269,7 @@ def train(
 
 
 def _train_to_the_end(
-    recipe: Recipe, plan: Plan, resolved: Path, resume: bool, overwrite: bool
+    recipe: Recipe, plan: LaunchPlan, resolved: Path, resume: bool, overwrite: bool
 ) -> None:
     """Start the processes, and start them again after each death as long as the plan says."""
     root = Path(recipe.output_dir) / "checkpoints"
@@ -298,24 +297,23 @@ def _train_to_the_end(
 
 
 def _start(
-    recipe: Recipe, plan: Plan, resolved: Path, logs: Path, resume: bool, overwrite: bool
+    recipe: Recipe, plan: LaunchPlan, resolved: Path, logs: Path, resume: bool, overwrite: bool
 ) -> None:
     """Start the processes once and watch them to their end."""
-    job, run_id = resolved.parent, secrets.token_hex(8)
-    control = Control.fresh(job, None)
-    control.write("run", run_id)
+    job = resolved.parent
+    nonce = Control.fresh(job).read("nonce")
     logs.mkdir(parents=True, exist_ok=True)
-    program = plan.program(resolved, resume=resume, overwrite=overwrite, run_id=run_id)
+    program = plan.program(resolved, resume=resume, overwrite=overwrite, nonce=nonce)
     can_stop, metrics = plan.through == "own", Path(recipe.output_dir) / "metrics.jsonl"
     if len(plan.nodes) > 1 or not plan.nodes[0].is_here:
-        run = Machines(job, plan.nodes, logs, program, metrics, plan.shell, can_stop=can_stop)
+        nodes, shell = plan.nodes, plan.shell
+        run = MultiHostProcesses(job, nodes, logs, program, metrics, shell, can_stop=can_stop)
     else:
-        run = Cluster(
+        run = HostProcesses(
             job,
-            recipe.devices,
+            plan.nodes[0],
             logs,
-            program=program,
-            node=plan.nodes[0],
+            program,
             describe=lambda: f"in step {last_step(metrics) + 1}" if can_stop else "",
             can_stop=can_stop,
         )
@@ -341,7 +339,7 @@ def set_aside(logs: Path, attempt: int | None) -> None:
         path.rename(place / path.name)
 
 
-def newest(recipe: Recipe, plan: Plan) -> str | None:
+def newest(recipe: Recipe, plan: LaunchPlan) -> str | None:
     """Return something that changes when a checkpoint is written: the newest one's path and time; None: none."""
     if plan.through == "own":
         paths = checkpoint.list_checkpoints(Path(recipe.output_dir) / "checkpoints")

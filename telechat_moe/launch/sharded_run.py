@@ -6,24 +6,32 @@ Run by ``telechat-moe run-sharded RECIPE``. Nothing is evaluated or saved; ``tel
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from telechat_moe.control import CONTROL, Control, Task
 from telechat_moe.errors import BadInputError, UsageError
-from telechat_moe.launch.job import LOGS, ascend_operators, check_sharded, write_job
-from telechat_moe.launch.processes import Cluster
+from telechat_moe.launch.commands import LaunchNode, free_port
+from telechat_moe.launch.host_processes import HostProcesses
+from telechat_moe.launch.job import (
+    LOGS,
+    RESOLVED,
+    ascend_operators,
+    check_sharded,
+    write_job,
+    write_resolved,
+)
 from telechat_moe.ops.tap import recording
-from telechat_moe.recipe import Recipe
+from telechat_moe.processes import CONTROL, Control
+from telechat_moe.recipe import Recipe, load
 from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
 
 STEPS_FILE = "steps.jsonl"
 MEASURED = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm")
 
-# Primitives of Ascend -> what computes the same on CPU (telechat_moe.ops, faces "plain").
+# Primitives of Ascend -> what computes the same on CPU (telechat_moe.ops, backend "plain").
 PLAIN = {
     "FlashAttentionScore": "BatchMatMul, Add of the mask, Softmax, BatchMatMul",
     "FlashAttentionScoreGrad": "the gradients of these",
@@ -76,18 +84,13 @@ def run(
     _check_data(recipe)
     output = Path(recipe.output_dir)
     folder = write_job(recipe, output / ".job")
-    control = Control.fresh(folder, Task("steps", recipe, options={"steps": steps}))
-
-    def where() -> str:
-        return f"in step {len(_read_steps(control)) + 1}"
-
-    Cluster(folder, recipe.devices, output / LOGS, describe=where).run()
+    found = run_ranks(recipe, folder, output / LOGS, steps)
     report: dict[str, Any] = {
         "recipe": str(recipe.source),
         "layout": mesh_of(recipe).describe(),
         "processes": recipe.devices,
-        "finished": len(_read_steps(control)) == steps,
-        "steps": _read_steps(control),
+        "finished": len(found) == steps,
+        "steps": found,
         "differences": differences(recipe, folder),
     }
     if keep is not None:
@@ -100,6 +103,34 @@ def run(
         pairs = zip(report["steps"], report["single"], strict=True)
         report["relative_errors"] = [relative_errors(here, one) for here, one in pairs]
     return report
+
+
+def run_ranks(
+    recipe: Recipe, job: Path, logs: Path, steps: int, taps: Mapping[str, Any] | None = None
+) -> list[dict[str, float]]:
+    """Run the first steps of the graphs of a job, one process for each rank; return what they came to.
+
+    Args:
+        recipe: Loaded recipe.
+        job: Folder of the job.
+        logs: Folder for the logs of the processes; made anew.
+        steps: How many steps.
+        taps: See :func:`run_rank`.
+
+    Raises:
+        RankDiedError: A process died or hangs.
+    """
+    write_resolved(recipe, job)
+    control = Control.fresh(job, task={"steps": steps, "taps": taps})
+    shutil.rmtree(logs, ignore_errors=True)
+    HostProcesses(
+        job,
+        LaunchNode(local=recipe.devices, total=recipe.devices, port=free_port()),
+        logs,
+        ["python", "-u", "-m", "telechat_moe.launch.rank", str(job.absolute())],
+        describe=lambda: f"in step {len(_read_steps(control)) + 1}",
+    ).run()
+    return _read_steps(control)
 
 
 def relative_errors(here: Mapping[str, float], one: Mapping[str, float]) -> dict[str, float]:
@@ -189,7 +220,7 @@ class Recording(NamedTuple):
 
     folder: Path
     rank: int
-    steps: range
+    steps: Collection[int]
     values: str
 
     def of(self, step: int) -> AbstractContextManager[None]:
@@ -199,25 +230,22 @@ class Recording(NamedTuple):
         return recording(self.folder / f"step{step}" / f"rank{self.rank}", self.values)
 
 
-def run_rank(
-    recipe: Recipe, job: Path, rank: int, steps: int, taps: Mapping[str, Any] | None = None
-) -> None:
+def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
     """Run the steps of one rank; rank 0 writes what they come to.
 
     Args:
-        recipe: Loaded recipe.
         job: Folder of the job.
         rank: This process.
-        steps: How many steps.
-        taps: ``folder``, ``steps`` and ``values`` of :class:`Recording`, and the ``ranks`` that record; None: none.
+        task: ``steps``, how many; ``taps``: ``folder``, the numbers of the ``steps`` and ``values`` of
+            :class:`Recording`, and the ``ranks`` that record; None: none.
     """
     from telechat_moe.train.sharded_trainer import ShardedTrainer
 
-    trainer = ShardedTrainer(recipe, job=job, rank=rank, overwrite=True)
-    watch = None
+    trainer = ShardedTrainer(load(job / RESOLVED), job=job, rank=rank, overwrite=True)
+    watch, taps = None, task["taps"]
     if taps is not None and rank in taps["ranks"]:
-        watch = Recording(taps["folder"], rank, taps["steps"], taps["values"])
-    record_steps(trainer, steps, watch, (job / CONTROL / STEPS_FILE) if rank == 0 else None)
+        watch = Recording(Path(taps["folder"]), rank, taps["steps"], taps["values"])
+    record_steps(trainer, task["steps"], watch, (job / CONTROL / STEPS_FILE) if rank == 0 else None)
 
 
 def record_steps(

@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.children import die_with_parent
 from telechat_moe.errors import CheckFailedError, TelechatMoeError, UsageError
 from telechat_moe.pipeline.chunks import Chunk, parse
 from telechat_moe.pipeline.schedule import Part, Schedule, show
 from telechat_moe.pipeline.spec import Spec
 from telechat_moe.pipeline.sums import Array, Arrays, InOrder, Named
 from telechat_moe.pipeline.transport import Link, LinkError
+from telechat_moe.processes import die_with_parent
 from telechat_moe.recipe import ModelConfig
 
 WHOLE = -1

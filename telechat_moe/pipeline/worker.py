@@ -267,7 +267,7 @@ class _Step:
 
 def main(words: list[str]) -> int:
     """Run a process; return its exit code."""
-    from telechat_moe.children import die_with_parent
+    from telechat_moe.processes import die_with_parent
 
     die_with_parent()
     number, ends = int(words[0]), words[1:]

@@ -91,6 +91,13 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def last_step(path: Path) -> int:
+    """Return the step of the last record in a metrics.jsonl, 0 if there is none."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = (decode(line) for line in reversed(lines))
+    return next((record["step"] for record in records if record is not None), 0)
+
+
 class MetricsFile:
     """Appends to a metrics.jsonl; every line is in the file when `write` returns.
 

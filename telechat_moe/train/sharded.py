@@ -6,11 +6,11 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from telechat_moe.children import in_clean_process
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
+from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.recipe import (

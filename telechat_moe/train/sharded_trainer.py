@@ -4,7 +4,6 @@ Every rank reads all data, runs its graph and writes its share of the checkpoint
 whole weights and completes the checkpoints.
 """
 
-import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,10 +16,10 @@ from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.multi_rank import Together
 from telechat_moe.checkpoint.rank_shards import Exchange, Sharing, grouped
 from telechat_moe.checkpoint.snapshot import Groups
-from telechat_moe.control import CONTROL, Control
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.ops import select
+from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train import state
@@ -32,7 +31,6 @@ from telechat_moe.train.trainer import Summary, Trainer, check_steps
 
 MOMENTS = ("adam_m", "adam_v")
 SUMS = "accu_grads"  # zero between steps
-RUN = "saving"  # a word that only this run's processes know
 
 
 class ShardedTrainer(Trainer):
@@ -53,13 +51,10 @@ class ShardedTrainer(Trainer):
         self.job, self.control = Job.read(job), Control(job / CONTROL)
         self.saves = self.agreed = self.meetings = 0
         self.moments: dict[str, np.ndarray] = {}
-        if rank == 0:
-            self.control.write(RUN, secrets.token_hex(8))
         super().__init__(recipe, resume=resume, overwrite=overwrite, plain=True)
         if rank:
             self.overwrite = False  # rank 0 does it
         self.control.barrier("loaded", rank, self.ranks)
-        self.run_word = self.control.read(RUN)
         self._cut()
 
     @staticmethod
@@ -125,7 +120,7 @@ class ShardedTrainer(Trainer):
     def meet(self, name: str) -> None:
         """See :meth:`Trainer.meet`."""
         self.meetings += 1
-        self.control.stands(self.rank, f"step {self.step}, {name}")
+        self.control.set_position(self.rank, f"step {self.step}, {name}")
         self.control.barrier(f"met-{self.meetings}", self.rank, self.ranks)
 
     # ------------------------------------------------------------------ whole tensors
@@ -144,7 +139,7 @@ class ShardedTrainer(Trainer):
 
     def save(self, before: Callable[[], object] = lambda: None) -> None:
         """See :meth:`Trainer.save`."""
-        self.control.stands(self.rank, f"step {self.step}, saving")
+        self.control.set_position(self.rank, f"step {self.step}, saving")
         super().save(before)
 
     def writing(self) -> Callable[[Groups], object]:
@@ -153,7 +148,7 @@ class ShardedTrainer(Trainer):
         together = Together(
             self.root,
             self.step,
-            f"{self.run_word}-{self.saves}",
+            f"{self.control.read('nonce')}-{self.saves}",
             self.rank,
             self.ranks,
             self.control,
@@ -173,7 +168,7 @@ class ShardedTrainer(Trainer):
 
     def evaluate(self) -> float:
         """Return the loss on the validation data, on rank 0; the others wait."""
-        self.control.stands(self.rank, f"step {self.step}, evaluating")
+        self.control.set_position(self.rank, f"step {self.step}, evaluating")
         self.collect_weights()
         loss = super().evaluate() if self.rank == 0 else float("nan")
         self.meet("evaluated")
@@ -189,7 +184,7 @@ class ShardedTrainer(Trainer):
 
     def next_batches(self) -> list[tuple[Tensor, ...]]:
         """Return the whole batch; the graph cuts micro-batches and this rank's rows out of it."""
-        self.control.stands(self.rank, f"step {self.step + 1}, reading data")
+        self.control.set_position(self.rank, f"step {self.step + 1}, reading data")
         parts = [next(self.loader) for _ in range(self.micro_batches)]
         whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return [self.tensors(whole)]
@@ -202,7 +197,7 @@ class ShardedTrainer(Trainer):
             self.control.write("last", str(step))
         scalars = self.optimizer.scalars(self.updates + 1, rate)
         self.set_limits()
-        self.control.stands(self.rank, f"step {step}, in the graph")
+        self.control.set_position(self.rank, f"step {step}, in the graph")
         losses, norm, applied, loads = self.program(*scalars, *batches[0])
         output = StepOutput(losses, norm, None, applied, loads, None)
         applied.asnumpy()

@@ -24,8 +24,8 @@ from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.checkpoint import multi_rank as parts
 from telechat_moe.checkpoint.checkpoint import BrokenCheckpointError, CheckpointError
 from telechat_moe.checkpoint.multi_rank import Piece, Together
-from telechat_moe.control import Control
 from telechat_moe.errors import CheckFailedError
+from telechat_moe.processes import Control
 
 RANKS = 4
 SHAPE = (8, 6)

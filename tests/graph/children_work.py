@@ -3,8 +3,8 @@
 import os
 import signal
 
-from telechat_moe.children import in_children, in_clean_process
 from telechat_moe.errors import BadInputError
+from telechat_moe.processes import in_children, in_clean_process
 
 
 @in_clean_process

@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from telechat_moe.children import in_children
 from telechat_moe.graph.read import read
 from telechat_moe.graph.report import check_derived, expected_sizes, report, subject_of
+from telechat_moe.processes import in_children
 from telechat_moe.recipe import load
 from telechat_moe.sharding.recipe import mesh_of
 

@@ -6,8 +6,8 @@ import children_work as work
 import numpy as np
 import pytest
 
-from telechat_moe.children import CompileError, has_computed, in_children
 from telechat_moe.errors import BadInputError
+from telechat_moe.processes import CompileError, has_computed, in_children
 
 pytestmark = pytest.mark.mindspore
 

@@ -24,9 +24,10 @@ pytestmark = pytest.mark.mindspore
 import mini_recipe as mini
 from running import Hold, interrupt, left_over, named, rank, steps_in, until, wait_for_step
 
+from telechat_moe import processes
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.launch import processes
+from telechat_moe.launch.commands import free_port
 from telechat_moe.recipe import load
 
 STEPS = 24
@@ -404,7 +405,7 @@ def test_msrun_alone_compiles_and_trains(tmp_path: Path, data: Path, whole: Path
     _, recipe, *sets = launch(data, tmp_path / "run")
     command = [
         *(str(Path(sys.executable).parent / "msrun"), "--worker_num=2", "--local_worker_num=2"),
-        *(f"--master_port={processes.free_port()}", f"--log_dir={tmp_path}/log", "--join=True"),
+        *(f"--master_port={free_port()}", f"--log_dir={tmp_path}/log", "--join=True"),
         *("python", "-m", "telechat_moe.run", recipe, *sets),
     ]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -533,7 +534,7 @@ def test_a_machine_that_falls_silent_or_is_cut_off_ends_all(
     def cut() -> None:
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "telechat_moe.launch.agent" in words:
+            if "telechat_moe.launch.host_agent" in words:
                 status = Path(f"/proc/{process.pid}/net/fib_trie").read_text()
                 if re.search(r"10\.213\.7\.2\s", status):  # 10.213.7.255 is the first one's, too
                     process.kill()

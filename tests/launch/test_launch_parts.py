@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shlex
 import signal
 import socket
@@ -14,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from telechat_moe.control import Control, RankFailedError
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.launch import affinity as topology
 from telechat_moe.launch import commands, hosts
 from telechat_moe.launch.affinity import Topology
-from telechat_moe.launch.agents import Machines
-from telechat_moe.launch.commands import Node, check_port, make_nodes, remote
+from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
 from telechat_moe.launch.hosts import Host
-from telechat_moe.launch.processes import stop_on_signal
+from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.processes import Control, RankFailedError, stop_on_signal
 from telechat_moe.recipe import load
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
@@ -192,8 +190,8 @@ def test_this_machine_is_read() -> None:
 
 def test_a_process_binds_itself() -> None:
     code = (
-        "from telechat_moe.launch.affinity import settle; import os, subprocess, sys\n"
-        "settle(2, int(sys.argv[1]), True)\n"
+        "from telechat_moe.launch.affinity import use_cores; import os, subprocess, sys\n"
+        "use_cores(2, int(sys.argv[1]), True)\n"
         "print(os.environ['OMP_NUM_THREADS'])\n"
         "subprocess.run(['grep', 'Cpus_allowed_list', '/proc/self/status'], check=True)"
     )
@@ -237,7 +235,7 @@ def test_the_line_for_a_shell_gives_msrun_what_we_would(
     place = tmp_path / NASTY.replace("\n", "")
     place.mkdir()
     monkeypatch.chdir(place)
-    node = Node(1, "b", 2, 4, "10.0.0.1", 8200, is_here=False)
+    node = LaunchNode(1, "b", 2, 4, "10.0.0.1", 8200, is_here=False)
     program = ["python", "-m", "telechat_moe.run", NASTY]
     line = node.shell_line(place / "log", program)
     done = subprocess.run(
@@ -290,11 +288,11 @@ def test_what_an_agent_says_counts_even_if_it_comes_after_its_end(
     shell = tmp_path / "shell"
     shell.write_text(f"#!/bin/sh\n(sleep {late_s}; echo '{json.dumps(answer)}') &\n")
     shell.chmod(0o755)
-    Control.fresh(tmp_path / "job", None)
-    node = Node(host="a", is_here=False)
+    Control.fresh(tmp_path / "job")
+    node = LaunchNode(host="a", is_here=False)
     job, metrics = tmp_path / "job", tmp_path / "metrics.jsonl"
     with pytest.raises(RankFailedError, match="no room") as error:
-        Machines(job, [node], tmp_path, ["python"], metrics, str(shell)).run()
+        MultiHostProcesses(job, [node], tmp_path, ["python"], metrics, str(shell)).run()
     assert error.value.exit_code == 7
 
 
@@ -333,9 +331,9 @@ def no_umask():
 
 def test_control_files_are_not_for_others(tmp_path: Path, no_umask: None) -> None:
     (tmp_path / "job").mkdir(mode=0o755)
-    control = Control.fresh(tmp_path / "job", {"a": 1})
+    control = Control.fresh(tmp_path / "job", task={"a": 1})
     control.write("stop")
-    control.stands(0, "step 1")
+    control.set_position(0, "step 1")
     for path in control.folder.rglob("*"):
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
     assert stat.S_IMODE(control.folder.stat().st_mode) == 0o700
@@ -351,21 +349,10 @@ def test_keeping_others_out_takes_nothing_that_the_user_wants_back() -> None:
         os.umask(before)
 
 
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __reduce__(self) -> object:
-        return os.mkdir, ("pwned",)
-
-
 @pytest.mark.parametrize("how", ["mode", "folder", "link", "owner"])
-def test_a_pickle_that_somebody_else_may_have_written_is_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    control = Control.fresh(tmp_path / "job", None)
-    path = control.folder / "task.pickle"
-    path.write_bytes(pickle.dumps(Bomb()))
+def test_a_task_that_somebody_else_may_have_written_is_not_read(tmp_path: Path, how: str) -> None:
+    control = Control.fresh(tmp_path / "job", task={"steps": 1})
+    path = control.folder / "task.json"
     if how == "mode":
         path.chmod(0o666)
     elif how == "folder":
@@ -383,9 +370,8 @@ def test_a_pickle_that_somebody_else_may_have_written_is_not_read(
         "link": "it is a symbolic link",
         "owner": "it belongs to user 65534",
     }
-    with pytest.raises(BadInputError, match=rf"task\.pickle: {said[how]}"):
+    with pytest.raises(BadInputError, match=rf"task\.json: {said[how]}"):
         control.task()
-    assert not (tmp_path / "pwned").exists()
 
 
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
@@ -432,7 +418,7 @@ def test_restarts_are_counted_anew_after_a_new_checkpoint(
     monkeypatch.setattr(launch, "_start", start)
     monkeypatch.setattr(launch, "newest", lambda recipe, plan: found[0])
     recipe = load("telechat3_moe/pretrain_tiny.yaml", [f"output_dir={tmp_path}/run"])
-    plan = launch.Plan(nodes=[Node()], restarts=restarts)
+    plan = launch.LaunchPlan(nodes=[LaunchNode()], restarts=restarts)
     with pytest.raises(launch.RankDiedError, match="rank 1 died"):
         launch._train_to_the_end(recipe, plan, tmp_path / "recipe.yaml", False, overwrite)
     assert flags == started
@@ -441,5 +427,5 @@ def test_restarts_are_counted_anew_after_a_new_checkpoint(
 
 def test_a_stop_that_cannot_be_asked_for_ends_at_once(tmp_path: Path) -> None:
     control = Control(tmp_path / "gone")
-    with pytest.raises(KeyboardInterrupt), stop_on_signal(control):
+    with pytest.raises(KeyboardInterrupt), stop_on_signal(control.ask_to_stop):
         signal.raise_signal(signal.SIGTERM)

@@ -10,9 +10,9 @@ from unittest import mock
 
 import sharded_run as run
 
-from telechat_moe.children import in_children
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
+from telechat_moe.processes import in_children
 from telechat_moe.sharding.layouts import TABLE
 from telechat_moe.sharding.recipe import mesh_of, parallel_context
 

@@ -19,8 +19,9 @@ from running import Hold, interrupt, left_over, rank, until, wait_for_ends, wait
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.cli import main
-from telechat_moe.control import Control, RankDiedError
-from telechat_moe.launch.processes import Cluster
+from telechat_moe.launch.commands import LaunchNode, free_port
+from telechat_moe.launch.host_processes import HostProcesses
+from telechat_moe.processes import Control, RankDiedError
 
 STEPS = 40
 SAME = {
@@ -165,16 +166,21 @@ def test_a_process_that_cannot_start_ends_all(
     assert "worker_1.log" in said
 
 
+def on_two_processes(folder: Path, script: Path, **options) -> HostProcesses:
+    node = LaunchNode(local=2, total=2, port=free_port())
+    program = [str(script), str(folder / "job")]
+    return HostProcesses(folder / "job", node, folder / "log", program, **options)
+
+
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from telechat_moe.children import die_with_parent
-from telechat_moe.control import Control
+from telechat_moe.processes import Control, die_with_parent
 die_with_parent()
 rank, control = int(os.environ.get("RANK_ID", -1)), Control(Path(sys.argv[1], "control"))
 if os.environ["MS_ROLE"] == "MS_WORKER":
     control.begin(rank)
-    control.stands(rank, "step 5, in the graph" if rank == 0 else "step 5, reading data")
+    control.set_position(rank, "step 5, in the graph" if rank == 0 else "step 5, reading data")
     if rank == 1:
         while control.read("rank_0.at") is None:
             time.sleep(0.01)
@@ -186,8 +192,8 @@ time.sleep(100)
 def test_a_process_that_hangs_is_named_and_ends_all(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    control = Control.fresh(tmp_path / "job", None)
-    cluster = Cluster(tmp_path / "job", 2, tmp_path / "log", script=script, silence_s=3)
+    control = Control.fresh(tmp_path / "job")
+    cluster = on_two_processes(tmp_path, script, silence_s=3)
     with pytest.raises(RankDiedError) as error:
         cluster.run()
     pids = [int(control.read(f"rank_{rank}.pid") or 0) for rank in (0, 1)]
@@ -263,12 +269,12 @@ def test_a_process_that_dies_at_birth_ends_all(tmp_path: Path) -> None:
         "import os, sys, time\n"
         "if os.environ['RANK_ID'] == '1' and os.environ['MS_ROLE'] == 'MS_WORKER':\n"
         "    sys.exit('no room for me')\n"
-        "from telechat_moe.children import die_with_parent\n"
+        "from telechat_moe.processes import die_with_parent\n"
         "die_with_parent()\n"
         "time.sleep(100)\n"
     )
-    Control.fresh(tmp_path / "job", None)
-    cluster = Cluster(tmp_path / "job", 2, tmp_path / "log", script=script, out=sys.stderr)
+    Control.fresh(tmp_path / "job")
+    cluster = on_two_processes(tmp_path, script, out=sys.stderr)
     with pytest.raises(RankDiedError, match=r"(?s)rank . did not start.*|no room for me"):
         cluster.run()
 

@@ -275,10 +275,9 @@ def _sharded(
     ranks: Sequence[int] | None,
     edit: Edit | None,
 ) -> _Found:
-    from telechat_moe.control import Control, Task
     from telechat_moe.graph.execute import Job
     from telechat_moe.launch.job import LOGS, check_sharded
-    from telechat_moe.launch.processes import Cluster
+    from telechat_moe.launch.sharded_run import run_ranks
     from telechat_moe.train.sharded import compile_recipe
 
     check_sharded(recipe)
@@ -298,9 +297,8 @@ def _sharded(
         graphs.append(graph)
     job = taps / "job"
     groups = Job.write(job, graphs).groups
-    watch = {"folder": taps, "steps": steps, "values": values, "ranks": list(chosen)}
-    Control.fresh(job, Task("steps", recipe, options={"steps": steps.stop, "taps": watch}))
-    Cluster(job, recipe.devices, taps / LOGS).run()
+    where = {"folder": str(taps), "steps": list(steps), "values": values, "ranks": list(chosen)}
+    run_ranks(recipe, job, taps / LOGS, steps.stop, where)
     found: _Found = {}
     for rank in chosen:
         known = (plans[rank], layouts(plans[rank], recipe, rank), groups)

@@ -1,15 +1,12 @@
-"""A run on several machines: an agent on each, started through a remote shell, watched from here.
+"""A run on several hosts: an agent on each, started through a remote shell, watched from here.
 
 The launcher talks with an agent through its standard input and output, so that nothing depends on how soon a shared file
-system shows a file; when a connection ends, the agent ends its processes (:mod:`telechat_moe.launch.agent`). Signs of life of the
-processes themselves are files that the agent on the same machine reads.
+system shows a file; when a connection ends, the agent ends its processes (:mod:`telechat_moe.launch.host_agent`). Signs of
+life of the processes themselves are files that the agent on the same host reads.
 """
 
 import json
-import os
 import queue
-import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -20,11 +17,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from telechat_moe.children import die_with_parent
-from telechat_moe.control import CONTROL, Control, RankDiedError, RankFailedError
-from telechat_moe.launch import processes
-from telechat_moe.launch.commands import SSH, Node, remote
-from telechat_moe.launch.processes import LAST_LINES, PATIENCE_S, POLL_S, Tail, stop_on_signal
+from telechat_moe import processes
+from telechat_moe.launch.commands import SSH, LaunchNode, remote
+from telechat_moe.launch.host_processes import LAST_LINES, PATIENCE_S, POLL_S, LogTail
+from telechat_moe.processes import (
+    CONTROL,
+    Control,
+    RankDiedError,
+    RankFailedError,
+    end,
+    start,
+    stop_on_signal,
+)
 
 START_S = 60.0  # for a remote shell to start an agent
 ANSWER_S = 20.0  # agents speak every second
@@ -33,9 +37,9 @@ END_S = 10.0  # for an agent to end its processes
 
 @dataclass
 class _Agent:
-    """The agent of one machine."""
+    """The agent on one host."""
 
-    node: Node
+    node: LaunchNode
     process: subprocess.Popen[str]
     log: Path
     heard: float = field(default_factory=time.monotonic)
@@ -57,23 +61,23 @@ class _Agent:
 
 
 @dataclass
-class Machines:
-    """The processes of one job on several machines.
+class MultiHostProcesses:
+    """The processes of one job on several hosts.
 
     Args:
-        job: Job folder; all machines see it.
-        nodes: The machines.
-        logs: Folder for logs; all machines see it.
+        job: Job folder; all hosts see it.
+        nodes: The hosts.
+        logs: Folder for logs; all hosts see it.
         program: What the processes run.
         metrics: File whose last line says how far the run is.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         out: Where to show what rank 0 prints.
-        can_stop: See :class:`telechat_moe.launch.processes.Cluster`.
+        can_stop: See :class:`telechat_moe.launch.host_processes.HostProcesses`.
         silence_s: See there.
     """
 
     job: Path
-    nodes: Sequence[Node]
+    nodes: Sequence[LaunchNode]
     logs: Path
     program: Sequence[str]
     metrics: Path
@@ -87,43 +91,34 @@ class Machines:
 
         Raises:
             RankFailedError: A process or an agent gave up with a message.
-            RankDiedError: A process died or hangs, or a machine does not answer; all is ended everywhere.
+            RankDiedError: A process died or hangs, or a host does not answer; all processes are ended.
         """
         self.control = Control(self.job / CONTROL)
-        self.tail = Tail(self.logs / "worker_0.log")
+        self.tail = LogTail(self.logs / "worker_0.log", self.out)
         self.said: queue.Queue[tuple[_Agent, dict[str, Any]]] = queue.Queue()
         self.agents: list[_Agent] = []
-        word = secrets.token_hex(8)
-        self.control.write("nonce", word)
         try:
-            with stop_on_signal(self.control if self.can_stop else None):
-                self.agents += [self._start(node, word) for node in self.nodes]
+            with stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
+                self.agents += [self._start(node) for node in self.nodes]
                 self._wait_until_up()
                 for agent in self.agents:
                     agent.tell("go")
                 self._watch()
         finally:
             self._end()
-            self._show()
+            self.tail.show()
 
-    def _start(self, node: Node, word: str) -> _Agent:
-        argv = [sys.executable, "-u", "-m", "telechat_moe.launch.agent"]
+    def _start(self, node: LaunchNode) -> _Agent:
+        argv = [sys.executable, "-u", "-m", "telechat_moe.launch.host_agent"]
         command = argv if node.is_here else remote(self.shell, node.host, argv)
         log = self.logs / f"agent_{node.number}.log"
         with log.open("wb") as errors:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-                preexec_fn=die_with_parent,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            process = start(command, text=True, **pipes)
         agent = _Agent(node, process, log)
         task = {
             "node": asdict(node),
-            "nonce": word,
+            "nonce": self.control.read("nonce"),
             "silence_s": self.silence_s,
             "program": list(self.program),
             **{k: str(getattr(self, k).absolute()) for k in ("job", "logs", "metrics")},
@@ -137,7 +132,7 @@ class Machines:
         for line in agent.process.stdout:
             try:
                 said = json.loads(line)
-            except ValueError:  # a remote machine's greeting
+            except ValueError:  # a remote host's greeting
                 continue
             if isinstance(said, dict):
                 self.said.put((agent, said))
@@ -186,7 +181,7 @@ class Machines:
 
     def _watch(self) -> None:
         while True:
-            self._show()
+            self.tail.show()
             self._hear()
             self._raise_bad()
             if all(a.answer is not None for a in self.agents):
@@ -216,22 +211,10 @@ class Machines:
 
     def _bad(self) -> list[dict[str, Any]]:
         """Return the bad answers, the one that says most first."""
-        order = (
-            "failed",
-            "lost",
-            "died",
-            "echo",
-        )  # what dies with a machine says less than that it is lost
-        found = [
-            a.answer for a in self.agents if a.answer is not None and a.answer["kind"] != "done"
-        ]
+        order = ("failed", "lost", "died", "echo")  # a lost host says more than a death on it
+        answers = [a.answer for a in self.agents if a.answer is not None]
+        found = [answer for answer in answers if answer["kind"] != "done"]
         return sorted(found, key=lambda answer: order.index(answer["kind"]))
-
-    def _show(self) -> None:
-        text = self.tail.new()
-        if text:
-            self.out.write(text)
-            self.out.flush()
 
     def _end(self) -> None:
         """Let every agent end its processes and go."""
@@ -243,6 +226,4 @@ class Machines:
         for agent in self.agents:
             with suppress(subprocess.TimeoutExpired):
                 agent.process.wait(timeout=max(0.1, deadline - time.monotonic()))
-            with suppress(ProcessLookupError):
-                os.killpg(agent.process.pid, signal.SIGKILL)
-            agent.process.wait()
+            end(agent.process)

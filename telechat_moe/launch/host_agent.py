@@ -1,8 +1,8 @@
-"""The agent of one machine in a run on several: starts the machine's processes, watches them, reports.
+"""The agent on one host of a run on several: starts the host's processes, watches them, reports.
 
-``python -m telechat_moe.launch.agent``, started by :mod:`telechat_moe.launch.agents`. It reads its task and then ``go`` from standard
-input and writes lines of JSON: ``up``, ``beat`` every second, and at the end an ``answer``. When standard input ends, it ends its
-processes, so whatever cuts the connection stops them.
+``python -m telechat_moe.launch.host_agent``, started by :mod:`telechat_moe.launch.multi_host`. It reads its task and then
+``go`` from standard input and writes lines of JSON: ``up``, ``beat`` every second, and at the end an ``answer``. When
+standard input ends, it ends its processes, so whatever cuts the connection stops them.
 """
 
 import json
@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.control import CONTROL, Control, RankDiedError, RankFailedError
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.launch.commands import Node, check_port
-from telechat_moe.launch.processes import Cluster, last_step
+from telechat_moe.launch.commands import LaunchNode, check_port
+from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.private import keep_others_out
-
-BEAT_S = 1.0
+from telechat_moe.processes import CONTROL, Control, RankDiedError, RankFailedError, beat
+from telechat_moe.train.metrics import last_step
 
 
 def main() -> None:
@@ -28,8 +27,7 @@ def main() -> None:
     task = json.loads(sys.stdin.readline() or "null")
     if task is None:
         sys.exit("this is the agent of `telechat-moe launch`, which tells it what to do")
-    gone = threading.Event()
-    go = threading.Event()
+    gone, go = threading.Event(), threading.Event()
 
     def listen() -> None:
         for line in sys.stdin:
@@ -38,23 +36,19 @@ def main() -> None:
         gone.set()
         go.set()
 
-    def beat() -> None:
-        while True:
-            _say({"beat": time.time()})
-            time.sleep(BEAT_S)
-
     threading.Thread(target=listen, daemon=True).start()
-    threading.Thread(target=beat, daemon=True).start()
+    beat(lambda: _say({"beat": time.time()}))
     answer = _work(task, go, gone)
     _say({"answer": answer})
     os._exit(0 if answer["kind"] == "done" else 1)  # a thread still reads standard input
 
 
 def _work(task: dict[str, Any], go: threading.Event, gone: threading.Event) -> dict[str, Any]:
-    """Run this machine's processes; return how it ended."""
-    node = Node(**{**task["node"], "is_here": True})
+    """Run this host's processes; return how it ended."""
+    node = LaunchNode(**{**task["node"], "is_here": True})
+    job, metrics = Path(task["job"]), Path(task["metrics"])
+    control = Control(job / CONTROL)
     try:
-        control = Control(Path(task["job"], CONTROL))
         if control.read("nonce") != task["nonce"]:
             return _failed(
                 f"host {node.host} does not see {control.folder} as the launcher does; output_dir must be one "
@@ -68,13 +62,11 @@ def _work(task: dict[str, Any], go: threading.Event, gone: threading.Event) -> d
         go.wait()
         if gone.is_set():
             return {"kind": "echo", "message": "the launcher is gone"}
-        metrics = Path(task["metrics"])
-        Cluster(
-            Path(task["job"]),
-            node.total,
+        HostProcesses(
+            job,
+            node,
             Path(task["logs"]),
-            program=task["program"],
-            node=node,
+            task["program"],
             out=None,
             describe=lambda: f"in step {last_step(metrics) + 1}" if metrics.exists() else "",
             silence_s=task["silence_s"],
@@ -84,10 +76,8 @@ def _work(task: dict[str, Any], go: threading.Event, gone: threading.Event) -> d
         return _failed(str(error), error.exit_code)
     except RankDiedError as error:
         return {"kind": "echo" if error.is_echo else "died", "message": str(error)}
-    except TelechatMoeError as error:
-        return _failed(f"host {node.host}: {error}", error.exit_code)
-    except OSError as error:
-        return _failed(f"host {node.host}: {error}", 1)
+    except (TelechatMoeError, OSError) as error:
+        return _failed(f"host {node.host}: {error}", getattr(error, "exit_code", 1))
     return {"kind": "done"}
 
 

@@ -1,0 +1,261 @@
+"""The processes of a job on one host under ``msrun``: start them, watch them, end them together.
+
+Every process asks the kernel to be killed when its parent dies, so none outlives the command. Jobs on several
+hosts: :mod:`telechat_moe.launch.multi_host`.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from telechat_moe import processes
+from telechat_moe.launch.commands import LaunchNode, environment
+from telechat_moe.private import keep_others_out
+from telechat_moe.processes import (
+    CONTROL,
+    Control,
+    HangDetector,
+    RankDiedError,
+    RankFailedError,
+    death,
+    end,
+    reasons,
+    start,
+    state,
+    stop_on_signal,
+)
+
+PATIENCE_S = 2.0  # for the other processes to say why, once one is dead
+POLL_S = 0.1
+LAST_LINES = 12
+_DEATH = re.compile(r"Worker process (\d+) exit with exception\. Error code: (-?\d+)")
+_CHATTER = re.compile(r"\[(INFO|WARNING)\] ?[A-Z_]+\(\d+,")  # MindSpore's own log lines
+
+
+@dataclass
+class LogTail:
+    """A log file that is shown as it grows.
+
+    Args:
+        path: The file.
+        out: Where to show it; None: nowhere.
+    """
+
+    path: Path
+    out: IO[str] | None
+    shown: int = 0
+
+    def show(self) -> None:
+        """Show what was added, whole lines only, without MindSpore's own."""
+        if self.out is None or not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self.shown)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self.shown += len(whole)
+        lines = whole.decode(errors="replace").splitlines(keepends=True)
+        if kept := [line for line in lines if not _CHATTER.match(line)]:
+            self.out.write("".join(kept))
+            self.out.flush()
+
+
+@dataclass
+class HostProcesses:
+    """The processes of one job on one host, under ``msrun``.
+
+    Args:
+        job: Job folder.
+        node: Which of the job's processes are here.
+        logs: Folder for their logs; made if it is not there.
+        program: What they run: ``python`` and its arguments, or a script; the job folder must be one of the words.
+        out: Where to show what rank 0 prints; None: nowhere.
+        describe: Says how far the run is, for the message when a process dies.
+        silence_s: A process that neither gives signs of life nor computes for this long hangs.
+        can_stop: The processes know how to stop between two steps, so Ctrl-C asks them to; else it ends them.
+        abandoned: Says whether nobody wants the processes any more.
+    """
+
+    job: Path
+    node: LaunchNode
+    logs: Path
+    program: Sequence[str]
+    out: IO[str] | None = field(default_factory=lambda: sys.stderr)
+    describe: Callable[[], str] = lambda: ""
+    silence_s: float = field(default_factory=lambda: processes.SILENCE_S)
+    can_stop: bool = True
+    abandoned: Callable[[], bool] = lambda: False
+
+    def run(self) -> None:
+        """Run to the end.
+
+        Raises:
+            RankFailedError: A process gave up with a message.
+            RankDiedError: A process was killed, crashed or hangs; all others are ended.
+        """
+        keep_others_out()
+        self.control = Control(self.job / CONTROL)
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.tail = LogTail(self.logs / "worker_0.log", self.out)
+        self.detector = HangDetector(self.silence_s)
+        number = self.node.number
+        self.log = self.logs / (f"msrun_{number}.log" if number else "msrun.log")
+        with self.log.open("wb") as log:
+            self.process = start(
+                self.node.msrun(self.logs.absolute(), self.program, watched=True),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment(),
+            )
+        try:
+            with stop_on_signal(self.control.ask_to_stop if self.can_stop else None):
+                self._watch()
+        finally:
+            self._end()
+            self.tail.show()
+
+    def _watch(self) -> None:
+        found_at, dead = 0.0, None
+        while True:
+            self.tail.show()
+            if self._finished():
+                return
+            if self.abandoned():
+                raise RankDiedError("nobody waits for these processes any more", is_echo=True)
+            self._raise_failed()
+            self._raise_hanging()
+            if dead is None:  # the first one: msrun kills the others when it sees it
+                dead, found_at = self._dead(), time.monotonic()
+            # Give the dead one's last words a moment to reach the disk.
+            elif time.monotonic() - found_at > POLL_S * 3:
+                self._raise_failed()
+                raise RankDiedError(self._obituary(dead))
+            time.sleep(POLL_S)
+
+    def _reports(self, what: str) -> dict[int, str]:
+        """Return what the ranks of this host wrote into their files of a kind, those that did."""
+        found = {rank: self.control.read(f"rank_{rank}.{what}") for rank in self.node.ranks}
+        return {rank: text for rank, text in found.items() if text is not None}
+
+    def _finished(self) -> bool:
+        return len(self._reports("done")) == self.node.local
+
+    def _failures(self) -> dict[int, dict[str, Any]]:
+        return {rank: json.loads(text) for rank, text in self._reports("failed").items()}
+
+    def _raise_failed(self) -> None:
+        said = self._failures()
+        if not said:
+            return
+        # A message of our own says more than the echo of it in another process.
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(s["known"] for s in said.values()) and len(said) < self.node.local:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+            said = self._failures()
+        first = min(said, key=lambda rank: (not said[rank]["known"], said[rank]["time"]))
+        message = said[first]["message"]
+        if said[first]["known"]:
+            raise RankFailedError(message, said[first]["exit_code"])
+        raise RankDiedError(
+            f"rank {first} failed{self._where()}: {message}{self._positions()}\n{self._last_lines(first)}",
+            is_echo=True,  # of the death of another, often: its collectives break
+        )
+
+    def _raise_hanging(self) -> None:
+        begun, done = self._reports("at"), self._reports("done")
+        for rank, pid in self._reports("pid").items():
+            if rank not in begun or rank in done:
+                continue
+            hangs = self.detector.hangs(int(pid), self.control.sign_of_life(rank))
+            if hangs and (found := state(int(pid))):
+                raise RankDiedError(
+                    f"rank {rank} (process {pid}) hangs{self._where()}: its state is {found}, it has not moved for "
+                    f"{self.silence_s:.0f} s; all processes were ended{self._positions()}; {self._last_lines(rank)}"
+                )
+
+    def _positions(self) -> str:
+        """Say where in the run each process was, if they differ."""
+        at = {rank: self.control.read(f"rank_{rank}.at") for rank in range(self.node.total)}
+        if len(set(at.values())) < 2:
+            return ""
+        return "; " + ", ".join(f"rank {r}: {w or 'not begun'}" for r, w in at.items())
+
+    def _dead(self) -> int | None:
+        """Return a process that ended without a message, -1 for one that is not known, or None."""
+        pids, done = self._reports("pid"), self._reports("done")
+        not_started = next((rank for rank in self.node.ranks if rank not in pids), -1)
+        if seen := _DEATH.search(self._msrun_log()):
+            return next((rank for rank, pid in pids.items() if pid == seen[1]), not_started)
+        for rank, pid in pids.items():
+            if rank not in done and state(int(pid)) is None:
+                return rank
+        return not_started if self.process.poll() is not None else None
+
+    def _msrun_log(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _obituary(self, rank: int) -> str:
+        text = self._msrun_log()
+        last = "\n".join(text.splitlines()[-LAST_LINES:])
+        if rank < 0:
+            return f"msrun ended before the processes did{self._where()}; its last lines:\n{last}"
+        pid, lines = self._reports("pid").get(rank), self._last_lines(rank)
+        if pid is None:
+            if not (self.logs / f"worker_{rank}.log").exists():
+                lines += f"\nmsrun says:\n{last}"
+            return f"rank {rank} did not start{self._where()}; {lines}"
+        seen = _DEATH.search(text)
+        code = int(seen[2]) if seen else 0
+        how = f"was killed by {death(code)}" if code < 0 else "died"
+        how += f" with exit code {code}" if code > 0 else ""
+        return f"rank {rank} (process {pid}) {how}{self._where()}; all other processes were ended; {lines}"
+
+    def _where(self) -> str:
+        where = self.describe()
+        return (f" {where}" if where else "") + (f" on {self.node.host}" if self.node.host else "")
+
+    def _last_lines(self, rank: int) -> str:
+        path = self.logs / f"worker_{rank}.log"
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines = [line for line in text.splitlines() if not _CHATTER.match(line)]
+        if not lines:
+            return f"it wrote nothing into {path}"
+        said = [f"MindSpore says: {line}" for line in reasons(text)]  # its exceptions do not
+        shown = [f"the last lines of {path}:", *said, *lines[-LAST_LINES:]]
+        return "\n  ".join(line[:300] for line in shown)
+
+    def _end(self) -> None:
+        """End msrun and every process; the kernel ends what hangs on msrun."""
+        if self.process.poll() is None and self._finished():
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=PATIENCE_S)
+        end(self.process)
+        deadline = time.monotonic() + PATIENCE_S
+        for pid in map(int, self._reports("pid").values()):
+            while state(pid) and _is_of_job(pid, self.job) and time.monotonic() < deadline:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)  # one that was killed takes a moment to go
+
+
+def _is_of_job(pid: int, job: Path) -> bool:
+    """Return whether a process is one of a job's, or dies: it has no command line then. Numbers are used again."""
+    import psutil
+
+    try:
+        words = psutil.Process(pid).cmdline()
+        return not words or any(str(job.absolute()) in word for word in words)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,96 @@
+"""The process of one rank, which ``msrun`` starts: meet the others, work under supervision.
+
+As a program, ``python -m telechat_moe.launch.rank JOB``, it runs the steps of the task in the job's control folder
+(``telechat-moe run-sharded``); training is started by :mod:`telechat_moe.run`. The scheduler that ``msrun`` starts runs
+the same program, and only lets the others meet.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from telechat_moe.errors import TelechatMoeError
+from telechat_moe.launch.affinity import use_cores
+from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.processes import CONTROL, Control, describe_failure, die_with_parent
+
+
+def is_scheduler() -> bool:
+    """Return whether ``msrun`` started this process to let the others meet."""
+    return os.environ.get("MS_ROLE") == "MS_SCHED"
+
+
+def main(job: Path) -> int:
+    """Meet the other processes and run the steps of a job's task; return the exit code."""
+    keep_others_out()
+    use_cores(int(os.environ["MS_WORKER_NUM"]), 0, bind=False)
+    die_with_parent()
+    if is_scheduler():
+        meet()
+        return 0
+    rank = int(os.environ["RANK_ID"])
+    control = Control(job / CONTROL)
+
+    def work() -> None:
+        from telechat_moe.launch.sharded_run import run_rank
+
+        meet()
+        check_private(job / "ranks.json")
+        run_rank(job, rank, control.task())
+
+    return run_supervised(control, rank, work)
+
+
+def run_supervised(
+    control: Control, rank: int, work: Callable[[], None], *, can_stop: bool = True
+) -> int:
+    """Run a function under supervision through the control folder; return the exit code.
+
+    Does not return if it fails.
+
+    Args:
+        control: The folder.
+        rank: This process.
+        work: The function.
+        can_stop: It looks whether it should stop between two steps.
+    """
+    control.begin(rank)
+
+    # All processes must stop after the same step, so one that is asked to asks for all.
+    def stop(number: int, frame: object) -> None:
+        control.ask_to_stop()
+
+    if can_stop:
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        work()
+    except BaseException as error:
+        traceback.print_exc()
+        if isinstance(error, TelechatMoeError):
+            sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+        said = describe_failure(error)
+        control.write(f"rank_{rank}.failed", json.dumps(said))
+        os._exit(said["exit_code"])  # MindSpore would wait for the others first
+    control.barrier("end", rank, int(os.environ["MS_WORKER_NUM"]))
+    control.write(f"rank_{rank}.done")
+    return 0
+
+
+def meet() -> None:
+    """Wait for the other processes; the scheduler stays here to the end."""
+    import mindspore as ms
+    from mindspore.communication import init
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,492 @@
+"""Child processes: start them, watch them, end them together, and the folder through which they report.
+
+Every process that this package starts is killed by the kernel when its parent dies. MindSpore's compiler runs in forked
+children (:func:`in_children`), which MindSpore's threads do not survive; they start with the first computation, so a
+process that has computed compiles in a new interpreter (:func:`in_clean_process`). These two pickle functions, recipes
+and graphs, through a pipe or a folder that only this process knows; all other processes exchange JSON.
+"""
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.private import check_private, keep_others_out
+
+P = ParamSpec("P")
+T = TypeVar("T")
+CONTROL = "control"
+BEAT_S = 1.0
+SILENCE_S = 20.0  # MindSpore's own scheduler gives up after half a minute without saying which
+_SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_THREADS = {"ActorThread_0", "KernelThread_0", "backend_queue", "launch_queue"}
+
+
+class CompileError(BadInputError):
+    """MindSpore refused the graph; the message carries the reason that it printed on standard error."""
+
+
+class RankDiedError(TelechatMoeError):
+    """A process died without a message (exit code 1), or hangs.
+
+    Args:
+        message: Which process, where, how.
+        is_echo: It may be no more than the consequence of another death.
+    """
+
+    def __init__(self, message: str, *, is_echo: bool = False) -> None:
+        super().__init__(message)
+        self.is_echo = is_echo
+
+
+class RankFailedError(TelechatMoeError):
+    """A process gave up; message and exit code are its own."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies (on Linux; no other system can)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_SIGNAL_OF_PARENT, signal.SIGKILL)
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program that dies with this process; ``options`` are those of :class:`subprocess.Popen`.
+
+    It leads its own session, so that Ctrl-C reaches this process only and :func:`end` ends all that it started.
+    """
+    options = {"start_new_session": True, "preexec_fn": die_with_parent, **options}
+    return subprocess.Popen(command, **options)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that :func:`start` started, with its session, and wait for its end."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def death(code: int) -> str:
+    """Name the signal that killed a process, or its exit status."""
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """Return what a process reports as it gives up: ``message``, ``exit_code``, ``known`` and ``time``.
+
+    ``known`` tells an error of this package, whose message is meant for the user, from any other.
+    """
+    known = isinstance(error, TelechatMoeError)
+    return {
+        "message": str(error) if known else f"{type(error).__name__}: {error}"[:2000],
+        "exit_code": error.exit_code if isinstance(error, TelechatMoeError) else 1,
+        "known": known,
+        "time": time.time(),
+    }
+
+
+def beat(action: Callable[[], object], every_s: float = BEAT_S) -> None:
+    """Call ``action`` now and then from a thread, for as long as this interpreter runs."""
+
+    def repeat() -> None:
+        while True:
+            action()
+            time.sleep(every_s)
+
+    threading.Thread(target=repeat, daemon=True, name="beat").start()
+
+
+def state(pid: int) -> str | None:
+    """Return the state of a process, such as ``sleeping``; None if it ended, whether waited for or not."""
+    import psutil
+
+    try:
+        found = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+    return None if found == psutil.STATUS_ZOMBIE else found
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the seconds that a process has computed, 0 if it is gone."""
+    import psutil
+
+    try:
+        return sum(psutil.Process(pid).cpu_times()[:2])
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+@dataclass
+class HangDetector:
+    """Finds processes that give no sign of life and do not compute.
+
+    Args:
+        silence_s: For how long, before a process counts as hanging.
+    """
+
+    silence_s: float
+    _last: dict[int, tuple[object, float]] = field(default_factory=dict)
+
+    def hangs(self, pid: int, sign: object) -> bool:
+        """Return whether a process hangs; ``sign`` changes whenever it gives a sign of life."""
+        seen, now = (sign, processor_seconds(pid)), time.monotonic()
+        if pid not in self._last or self._last[pid][0] != seen:
+            self._last[pid] = (seen, now)
+        return now - self._last[pid][1] > self.silence_s
+
+
+@contextmanager
+def stop_on_signal(
+    ask: Callable[[], object] | None, second_term: Any = signal.default_int_handler
+) -> Iterator[None]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop, the second into an end.
+
+    Args:
+        ask: Asks for a stop after the next step; None: the first signal ends at once. In a thread nothing changes.
+        second_term: What handles a second SIGTERM.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        if ask is None:
+            raise KeyboardInterrupt
+        try:
+            ask()
+        except OSError:  # nowhere to ask: the folder is gone, or the disk is full
+            raise KeyboardInterrupt from None
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, second_term)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Control:
+    """The folder of small files through which the processes of a run talk.
+
+    ::
+
+        nonce          random text that only this run's processes know
+        task.json      what the processes do, where their command does not say it
+        rank_N.pid     written when a process starts
+        rank_N.beat    touched every second while its interpreter runs
+        rank_N.at      its position in the run
+        rank_N.done    it ended well
+        rank_N.failed  it gave up: :func:`describe_failure`
+        node_N.up      a host sees this folder
+        stop           the user wants to stop
+    """
+
+    folder: Path
+
+    @staticmethod
+    def fresh(job: Path, nonce: str | None = None, task: Any = None) -> "Control":
+        """Make the folder anew in a job's folder.
+
+        Args:
+            job: Folder of the job.
+            nonce: The run's nonce; None: a new one.
+            task: What the processes do, JSON values; None: their command says it.
+        """
+        keep_others_out()
+        control = Control(job / CONTROL)
+        shutil.rmtree(control.folder, ignore_errors=True)
+        job.mkdir(parents=True, exist_ok=True)
+        control.folder.mkdir(mode=0o700)
+        if task is not None:
+            control.write("task.json", json.dumps(task))
+        control.write("nonce", nonce or secrets.token_hex(8))
+        return control
+
+    def task(self) -> Any:
+        """Return what the processes do.
+
+        Raises:
+            BadInputError: Somebody else may have written it.
+        """
+        return json.loads(check_private(self.folder / "task.json").read_text(encoding="utf-8"))
+
+    def check_nonce(self, nonce: str) -> None:
+        """Refuse a control folder that is not this run's.
+
+        Raises:
+            BadInputError: It is another's, or this machine does not see it.
+        """
+        found = self.read("nonce")
+        if found != nonce:
+            said = "is not there" if found is None else "belongs to another run"
+            raise BadInputError(
+                f"{self.folder} {said} on {os.uname().nodename}: output_dir must be one folder that all hosts see"
+            )
+
+    def write(self, name: str, text: str = "") -> None:
+        """Write a file at once."""
+        partial = self.folder / f".{name}.{os.getpid()}"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.folder / name)
+
+    def read(self, name: str) -> str | None:
+        """Return a file's text; None if it is not there."""
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    def ask_to_stop(self) -> None:
+        """Let the processes stop after the next step."""
+        self.write("stop")
+
+    def stop_asked(self) -> bool:
+        """Return whether the user wants to stop."""
+        return (self.folder / "stop").exists()
+
+    def begin(self, rank: int) -> None:
+        """Register this process and let it give signs of life while its interpreter runs."""
+        self.write(f"rank_{rank}.pid", str(os.getpid()))
+        beat((self.folder / f"rank_{rank}.beat").touch)
+
+    def set_position(self, rank: int, where: str) -> None:
+        """Note where in the run a process is, for the message should it hang there."""
+        (self.folder / f"rank_{rank}.at").write_text(where, encoding="utf-8")
+
+    def sign_of_life(self, rank: int) -> int:
+        """Return a number that changes as long as a process lives; 0 before it has begun."""
+        try:
+            return (self.folder / f"rank_{rank}.beat").stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def barrier(self, name: str, rank: int, ranks: int, patience_s: float = 3600.0) -> None:
+        """Wait until all processes are here.
+
+        Through files, because a collective of MindSpore on CPU gives up after a while, and one process may
+        be evaluating for long. The parent notices a process that died.
+
+        Raises:
+            RankDiedError: A process did not come for ``patience_s`` seconds.
+        """
+        self.write(f"{name}-{rank}")
+        deadline = time.monotonic() + patience_s
+        waiting = {other for other in range(ranks) if other != rank}
+        while waiting:
+            waiting = {r for r in waiting if not (self.folder / f"{name}-{r}").exists()}
+            if waiting and time.monotonic() > deadline:
+                raise RankDiedError(
+                    f"rank {rank} waited {patience_s:.0f} s for rank {min(waiting)}"
+                )
+            if waiting:
+                time.sleep(0.003)
+
+
+def has_computed() -> bool:
+    """Return whether MindSpore's threads run in this process (on Linux; otherwise False)."""
+    names: set[str] = set()
+    for task in Path("/proc/self/task").glob("*/comm"):
+        try:
+            names.add(task.read_text().strip())
+        except OSError:  # the thread ended
+            continue
+    return not names.isdisjoint(_THREADS)
+
+
+def in_clean_process(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function run in a new interpreter where MindSpore has computed in this one.
+
+    The function must be at the top level of a module. Arguments, result and exceptions must be picklable, but for a
+    callback ``done`` without arguments, which is called here.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        here = not has_computed()
+        return function(*args, **kwargs) if here else _run_in_subprocess(function, *args, **kwargs)
+
+    return run
+
+
+def _run_in_subprocess(
+    function: Callable[..., T], *args: Any, done: Callable[[], object] | None = None, **kwargs: Any
+) -> T:
+    """Return what a function returns in a new interpreter."""
+    task = pickle.dumps(
+        (function.__module__, function.__qualname__, done is not None, args, kwargs)
+    )
+    read, write = os.pipe()
+    code = f"import sys; sys.path[:] = {sys.path!r}; import {__name__} as it; it.serve({write})"
+    command = [sys.executable, "-c", code]
+    with (
+        os.fdopen(read, "rb") as answers,
+        # Not by start(): between fork and exec of a process with MindSpore's threads no Python may run.
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(write,)) as process,
+    ):
+        os.close(write)
+        try:
+            with process.stdin or answers as question:
+                question.write(task)
+            while True:
+                kind, value = pickle.load(answers)
+                if kind == "result":
+                    return value
+                if kind == "error":
+                    raise value
+                if done is not None:
+                    done()
+        except (EOFError, BrokenPipeError):
+            raise CompileError(
+                f"the process of {function.__qualname__} died ({death(process.wait())})"
+            ) from None
+        finally:
+            process.kill()
+
+
+def serve(pipe: int) -> None:
+    """Run in a new interpreter the function that standard input names; answer into a pipe."""
+    die_with_parent()
+    with os.fdopen(pipe, "wb") as answers:
+
+        def say(kind: str, value: Any = None) -> None:
+            pickle.dump((kind, value), answers)
+            answers.flush()
+
+        module, name, reports, args, kwargs = pickle.load(sys.stdin.buffer)
+        if reports:
+            kwargs["done"] = lambda: say("done")
+        try:
+            say("result", getattr(importlib.import_module(module), name)(*args, **kwargs))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except TelechatMoeError as error:
+            say("error", error)
+
+
+def in_children(
+    works: Sequence[tuple[Callable[[], T], str]],
+    at_once: int | None = None,
+    done: Callable[[], object] | None = None,
+) -> list[T]:
+    """Return the results of several functions in order, computed in forked children.
+
+    Their standard error is read for MindSpore's reasons.
+
+    Args:
+        works: Each a function whose result can be pickled, and its name, for errors.
+        at_once: Children at a time; None = one a core.
+        done: Called after each.
+
+    Raises:
+        CompileError: An exception in a child, or a child died.
+        RuntimeError: MindSpore has computed in this process.
+    """
+    if has_computed():
+        raise RuntimeError("MindSpore has computed in this process: fork its compiler from another")
+    os.environ.setdefault("GLOG_v", "3")
+    import mindspore  # noqa: F401  (once, in the parent)
+
+    at_once = at_once or len(os.sched_getaffinity(0))
+    waiting = list(enumerate(works))[::-1]
+    running: dict[int, tuple[int, str, Path]] = {}
+    results: dict[int, T] = {}
+    with tempfile.TemporaryDirectory(prefix="telechat-moe-") as root:
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    index, (work, name) = waiting.pop()
+                    folder = Path(root, str(index))
+                    folder.mkdir()
+                    child = os.fork()
+                    if child == 0:
+                        _run_child(work, folder)
+                    running[child] = (index, name, folder)
+                child, status = os.waitpid(next(iter(running)), 0)
+                index, name, folder = running.pop(child)
+                results[index] = _result(name, folder, os.waitstatus_to_exitcode(status))
+                if done is not None:
+                    done()
+        finally:
+            for child in running:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+    return [results[i] for i in range(len(works))]
+
+
+def _result(name: str, folder: Path, code: int) -> Any:
+    """Return what a child computed."""
+    errors, result = folder / "stderr", folder / "result"
+    text = errors.read_text(errors="replace") if errors.exists() else ""
+    because = "".join(f"\n  MindSpore says: {line[:400]}" for line in reasons(text))
+    if not result.exists():
+        raise CompileError(f"{name}: MindSpore's compiler died ({death(code)}){because}")
+    good, value = pickle.loads(result.read_bytes())
+    if good:
+        return value
+    raise CompileError(f"{name}: {value}{because}")
+
+
+def _run_child(work: Callable[[], Any], folder: Path) -> None:
+    """Run in the child; never returns."""
+    die_with_parent()
+    os.dup2(os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY, 0o600), 2)
+    os.chdir(folder)  # MindSpore writes rank_N/ into the working folder
+    os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"  # here only: with it, calls of cells return None
+    try:
+        answer = (True, work())
+    except BaseException as error:
+        answer = (False, f"{type(error).__name__}: {_first_lines(str(error))}")
+    partial = folder / "partial"
+    partial.write_bytes(pickle.dumps(answer))
+    partial.replace(folder / "result")
+    os._exit(0)
+
+
+def reasons(text: str) -> list[str]:
+    """Return what MindSpore logged as errors, without its prefixes, first ones first, each once.
+
+    The exception says "operator MatMul init failed"; the reason is only in the log.
+    """
+    found: dict[str, None] = {}
+    for line in text.splitlines():
+        if re.match(r"\[(ERROR|CRITICAL)\]", line):
+            message = re.sub(r"^\[\w+\].*?\] ", "", line)
+            message = re.sub(r"^\[[\w/]+\.(cc|h|py):\d+\] ?", "", message)
+            found[message.split("] ", 1)[-1].strip()] = None
+    return list(found)[:4]
+
+
+def _first_lines(text: str) -> str:
+    """Return the message without MindSpore's sections of stack traces."""
+    kept: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("-----") and kept:
+            break
+        if line.strip() and not line.startswith("-----"):
+            kept.append(line.strip())
+    return " ".join(kept)[:1200]
