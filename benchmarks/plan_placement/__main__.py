@@ -8,7 +8,7 @@ import argparse
 import math
 import time
 
-from telechat_moe.tools.plan.search.placement import Inner, PathPool
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Layers, Problem
 
 MS = 10**9
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for each")
     args = parser.parse_args()
     for shape in SHAPES:
-        inner, began = Inner(problem(*shape), PathPool()), time.process_time()
+        inner, began = PlacementSearch(problem(*shape), PathPool()), time.process_time()
         answer = inner.solve(math.inf, nodes=10**9, until=time.perf_counter() + args.limit)
         took = time.process_time() - began
         stages, chunks, micro_batches, layers = shape

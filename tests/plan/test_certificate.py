@@ -22,7 +22,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.certify import Writer, certificate
-from telechat_moe.tools.plan.search.placement import Inner, PathPool
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
 from telechat_moe.tools.plan.search.search import Plan, search, usable
 from telechat_moe.tools.plan.search.space import Space
@@ -253,7 +253,7 @@ def written(rng: random.Random) -> Any:
         if p.schedule == "zb-v" or sum(g.count for g in p.layers) > 6:
             continue
         pool = PathPool()
-        answer = Inner(p, pool).solve(math.inf, nodes=4000)
+        answer = PlacementSearch(p, pool).solve(math.inf, nodes=4000)
         if answer.best and answer.bound >= answer.best.seconds * (1 - 1e-7):
             write = Writer({(p.schedule, p.stages, p.micro_batches, p.chunks): pool})
             write.add(0, "instance", p, answer.tree)

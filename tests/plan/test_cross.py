@@ -4,11 +4,11 @@ import random
 from dataclasses import replace
 from functools import lru_cache
 
+import plan_solvers
 import pytest
 from test_placement import random_problem
 
-from telechat_moe.tools.plan.search import cross
-from telechat_moe.tools.plan.search.placement import Inner, PathPool
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
 from telechat_moe.tools.plan.search.planner import question
 
@@ -29,7 +29,7 @@ def _agree(solver, number: int, seed: int, rel: float) -> int:
             p = replace(
                 p, choice=False
             )  # recipes recompute the first layers of a chunk, the program any
-        ours, theirs = Inner(p, PathPool()).solve(float("inf"), nodes=4000), solver(p)
+        ours, theirs = PlacementSearch(p, PathPool()).solve(float("inf"), nodes=4000), solver(p)
         assert theirs.proven
         if ours.best is None:
             assert theirs.seconds is None
@@ -41,12 +41,12 @@ def _agree(solver, number: int, seed: int, rel: float) -> int:
 
 
 def test_highs_agrees() -> None:
-    assert _agree(cross.highs, 25, 11, 1e-6) > 12
+    assert _agree(plan_solvers.highs, 25, 11, 1e-6) > 12
 
 
 def test_cp_sat_agrees() -> None:
     pytest.importorskip("ortools", reason="the extra `plan`")
-    assert _agree(cross.cp_sat, 12, 12, 1e-9) > 5
+    assert _agree(plan_solvers.cp_sat, 12, 12, 1e-9) > 5
 
 
 @lru_cache(3)
@@ -70,7 +70,10 @@ def test_solvers_agree_on_real_placements(degrees: str, name: str) -> None:
     if name == "cp_sat":
         pytest.importorskip("ortools", reason="the extra `plan`")
     p = real(f"{degrees} dp=8 tp=2 sp=true zero=1 recompute=none")
-    ours, theirs = Inner(p, PathPool()).solve(float("inf"), nodes=4000), getattr(cross, name)(p)
+    ours, theirs = (
+        PlacementSearch(p, PathPool()).solve(float("inf"), nodes=4000),
+        getattr(plan_solvers, name)(p),
+    )
     assert theirs.proven
     assert ours.best
     assert ours.bound == pytest.approx(ours.best.seconds, rel=1e-6)

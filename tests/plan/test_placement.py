@@ -14,7 +14,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
 from telechat_moe.tools.plan.schedules.program import Kind, Times
 from telechat_moe.tools.plan.schedules.simulate import makes, needs, simulate
-from telechat_moe.tools.plan.search.placement import Inner, PathPool
+from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
 
 MS = 10**9
@@ -229,7 +229,7 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
 
 def agree(p: Problem, rng: random.Random) -> bool:
     """Compare one instance with brute force; return whether it was closed."""
-    found = Inner(p, PathPool()).solve(math.inf, nodes=4000)
+    found = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
     all_steps = steps_of(p)
     for one in rng.sample(sorted(all_steps), min(3, len(all_steps))):
         step = scored(p, *one)
@@ -288,9 +288,9 @@ def test_more_of_anything_never_hurts() -> None:
     rng, fewer = random.Random(5), 0
     for _ in range(20):
         p = random_problem(rng, hidden=rng.random() < 0.5)
-        before = Inner(p, PathPool()).solve(math.inf, nodes=4000)
+        before = PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000)
         for q in relaxed(p, rng):
-            after = Inner(q, PathPool()).solve(math.inf, nodes=4000)
+            after = PlacementSearch(q, PathPool()).solve(math.inf, nodes=4000)
             least = math.inf if before.best is None else before.best.seconds
             assert after.bound <= least * (1 + 1e-6)
             if after.best and after.bound >= after.best.seconds * (1 - 1e-6):
@@ -300,15 +300,15 @@ def test_more_of_anything_never_hurts() -> None:
 
 
 def test_trees_prove_what_is_said() -> None:
-    """What C++ found, followed box by box in Python; a bound above the best step is not proven by it."""
+    """What was found, followed box by box; a bound above the best step is not proven by it."""
     rng, closed = random.Random(8), 0
     for _ in range(40):
-        inner = Inner(random_problem(rng), PathPool())
-        answer = inner.solve(math.inf, nodes=4000)
+        placements = PlacementSearch(random_problem(rng), PathPool())
+        answer = placements.solve(math.inf, nodes=4000)
         if answer.best is None or answer.bound < answer.best.seconds * (1 - 1e-6):
             continue
-        assert inner.holds(answer.tree, inner.whole(), answer.bound * (1 - 1e-9))
-        assert not inner.holds(answer.tree, inner.whole(), answer.best.seconds * (1 + 1e-3))
+        assert placements.proves(answer.tree, answer.bound * (1 - 1e-9))
+        assert not placements.proves(answer.tree, answer.best.seconds * (1 + 1e-3))
         closed += 1
     assert closed > 20
 
@@ -317,7 +317,10 @@ def test_a_search_goes_on_where_it_ended() -> None:
     rng = random.Random(9)
     for _ in range(20):
         p = random_problem(rng)
-        whole, parts = Inner(p, PathPool()).solve(math.inf, nodes=4000), Inner(p, PathPool())
+        whole, parts = (
+            PlacementSearch(p, PathPool()).solve(math.inf, nodes=4000),
+            PlacementSearch(p, PathPool()),
+        )
         bounds = [parts.solve(math.inf, nodes=2).bound for _ in range(60)]
         last = parts.solve(math.inf, nodes=4000)
         assert bounds == sorted(bounds)

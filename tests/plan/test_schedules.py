@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.bounds import Rules
-from telechat_moe.tools.plan.schedules.check import check, find_cycle
-from telechat_moe.tools.plan.schedules.formulas import (
+from schedule_formulas import (
     FORMULAS,
     Chunk,
     closed_form,
     idle_share,
     measured,
 )
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.schedules.bounds import Rules
+from telechat_moe.tools.plan.schedules.check import check, find_cycle
 from telechat_moe.tools.plan.schedules.known import GENERATORS, generate, known, merge
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
 from telechat_moe.tools.plan.schedules.simulate import simulate

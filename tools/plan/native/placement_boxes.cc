@@ -126,20 +126,20 @@ Ints Search::longest(const Box& box) const {
   return sum(found) < bulk.count ? found : Ints{};
 }
 
-std::vector<Box> Search::cut(const Box& box, const Part& part) const {
+std::vector<Box> Search::cut(const Box& box, const ProofNode& node, const Ints& longest) const {
   std::vector<Box> found;
-  if (part.cut == kStructure) {
+  if (node.cut == kStructure) {
     for (const Ints& one : structures) found.push_back(fixed(box, one));
-  } else if (part.cut == kLongest) {
+  } else if (node.cut == kLongest) {
     for (int s = 0; s < p.stages; ++s) {
       found.push_back(box);
-      found.back().fewest[s] = std::max(box.fewest[s], few[s] + 1);
-      for (int j = 0; j < s; ++j) found.back().most[j] = std::min(box.most[j], few[j]);  // else it is in an earlier one
+      found.back().fewest[s] = std::max(box.fewest[s], longest[s] + 1);
+      for (int j = 0; j < s; ++j) found.back().most[j] = std::min(box.most[j], longest[j]);  // else it is in an earlier one
     }
   } else {
     found = {box, box};
-    (part.cut == kStage ? found[0].most : found[0].high)[part.at] = part.value;
-    (part.cut == kStage ? found[1].fewest : found[1].low)[part.at] = part.value + 1;
+    (node.cut == kStage ? found[0].most : found[0].high)[node.at] = node.value;
+    (node.cut == kStage ? found[1].fewest : found[1].low)[node.at] = node.value + 1;
   }
   return found;
 }

@@ -3,12 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace telechat {
 
 // The multipliers of the last solution, scaled so that they prove something whatever rounding did.
-Proof Search::proof(const LinearProgram& lp) const {
-  Proof found;
+Multipliers Search::proof(const LinearProgram& lp) const {
+  Multipliers found;
   const int per = p.stages + 1;
   double sums[2] = {0, 0}, paths = 0;
   lp.multipliers([&](int64_t tagged, double y) {
@@ -41,7 +42,7 @@ Proof Search::proof(const LinearProgram& lp) const {
 }
 
 // What multipliers prove: the least sum over all placements in a box.
-double Search::value(const Proof& proof, const Box& box, const Ints& most) const {
+double Search::value(const Multipliers& proof, const Box& box, const Ints& most) const {
   double k, c, u[2];
   {
     const double s = proof.share, r = 1 - s;
@@ -114,6 +115,28 @@ double Search::value(const Proof& proof, const Box& box, const Ints& most) const
     if (left) return kNone;
   }
   return total;
+}
+
+bool Search::proves(const ProofTree& tree, double target) {
+  const Placed known = std::exchange(best, {});  // the search itself goes on as if nothing had been looked at
+  const bool proven = holds(tree, 0, whole(), target);
+  best = known;
+  return proven;
+}
+
+bool Search::holds(const ProofTree& tree, int at, Box box, double target) {
+  const ProofNode& node = tree.nodes[at];
+  if (node.count > 0) {
+    const std::vector<Box> boxes = cut(box, node, tree.longest);
+    bool proven = static_cast<int>(boxes.size()) == node.count;
+    for (int i = 0; proven && i < node.count; ++i) proven = holds(tree, node.first + i, boxes[i], target);
+    return proven;
+  }
+  const Ints top = most(box, target);
+  if (!possible(box, top)) return true;
+  if (node.proof == kExhausted) return box.placed && box.low == box.high && exact(box, target) >= target * (1 - kClose);
+  box.room = rooms(box, top);
+  return node.proof >= 0 && value(tree.proofs[node.proof], box, top) >= target * (1 - kClose);
 }
 
 }  // namespace telechat

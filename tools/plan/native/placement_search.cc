@@ -15,17 +15,17 @@ constexpr size_t kKept = 64u << 20;  // bytes of programs that wait; boxes beyon
 
 void Search::begin() {
   const Box all = whole();
-  few = longest(all);
-  parts.assign(1, {});
-  if (few.empty()) {
-    todo.push(std::unique_ptr<Node>(new Node{0.0, 0, 0, -1, all, nullptr}));
+  too_few = longest(all);
+  tree.assign(1, {});
+  if (too_few.empty()) {
+    todo.push(std::unique_ptr<OpenBox>(new OpenBox{0.0, 0, 0, -1, all, nullptr}));
     first = 1;
   } else {
-    parts[0] = {kLongest, 0, 0, 1, p.stages, -1};
-    parts.resize(1 + p.stages);
-    const std::vector<Box> boxes = cut(all, parts[0]);
+    tree[0] = {kLongest, 0, 0, 1, p.stages, kEmpty};
+    tree.resize(1 + p.stages);
+    const std::vector<Box> boxes = cut(all, tree[0], too_few);
     for (int s = 0; s < p.stages; ++s)
-      todo.push(std::unique_ptr<Node>(new Node{0.0, s, 1 + s, -1, boxes[s], nullptr}));
+      todo.push(std::unique_ptr<OpenBox>(new OpenBox{0.0, s, 1 + s, -1, boxes[s], nullptr}));
     first = p.stages;
   }
   number = first - 1;
@@ -39,25 +39,25 @@ void Search::solve(double target, int nodes, double limit_s) {
   for (int left = nodes + (seen ? 0 : first); !todo.empty(); --left) {
     while (!todo.empty() && closed(todo.top()->bound)) todo.pop();  // by what proves the box that it was cut from
     if (todo.empty() || left <= 0 || Clock::now() > until) break;
-    const std::unique_ptr<Node> node = std::move(const_cast<std::unique_ptr<Node>&>(todo.top()));
+    const std::unique_ptr<OpenBox> open = std::move(const_cast<std::unique_ptr<OpenBox>&>(todo.top()));
     todo.pop();
-    visit(*node, limit());
+    visit(*open, limit());
   }
   bound = std::min({limit(), stuck, todo.empty() ? kNone : todo.top()->bound});
 }
 
-void Search::visit(const Node& node, double limit) {
+void Search::visit(const OpenBox& open, double limit) {
   ++seen;
-  Box box = node.box;
+  Box box = open.box;
   const Ints top = most(box, limit);
   box.room = rooms(box, top);
-  parts[node.part].proof = -1;
-  const bool initial = node.number < first;
+  tree[open.node].proof = kEmpty;
+  const bool initial = open.number < first;
   if (!possible(box, top)) {
     if (initial) root.push_back(root.empty() ? -1 : root.back());  // of another configuration it may hold placements
     return;
   }
-  const std::shared_ptr<const Program> from = node.from ? node.from : initial ? earlier : nullptr;
+  const std::shared_ptr<const Program> from = open.from ? open.from : initial ? earlier : nullptr;
   LinearProgram lp = from ? from->lp : program(box);
   if (from) {
     bounds(lp, box);
@@ -68,18 +68,18 @@ void Search::visit(const Node& node, double limit) {
     }
   }
   Relaxed found = relax(lp, box, top, limit, initial ? 60 : 12, !from);
-  if (from && !(found.bound >= node.bound * (1 - kClose))) {  // rounding adds up from program to program
+  if (from && !(found.bound >= open.bound * (1 - kClose))) {  // rounding adds up from program to program
     lp = program(box);
     found = relax(lp, box, top, limit, 60, true);
   }
-  int proof = node.proof;
-  if (proof < 0 || found.bound > node.bound) {
+  int proof = open.proof;
+  if (proof < 0 || found.bound > open.bound) {
     proof = static_cast<int>(proofs.size());
     proofs.push_back(found.proof);
   } else {
-    found.bound = node.bound;
+    found.bound = open.bound;
   }
-  parts[node.part].proof = proof;
+  tree[open.node].proof = proof;
   if (initial) {
     root.push_back(proof);
     std::replace(root.begin(), root.end(), -1, proof);
@@ -103,21 +103,21 @@ void Search::visit(const Node& node, double limit) {
     if (p.improve(p.round(found.near), seen == 1 ? 2 : seen % 16 == 0, until, seed, pool, one)) take(one);
     if (closed(found.bound)) return;
   }
-  Part& part = parts[node.part];
-  if (!where(box, found, part)) {
+  ProofNode& node = tree[open.node];
+  if (!where(box, found, node)) {
     const double least = exact(box, limit);
-    if (closed(least)) parts[node.part].proof = -2;
+    if (closed(least)) tree[open.node].proof = kExhausted;
     else stuck = std::min(stuck, std::max(found.bound, least));
     return;
   }
-  const std::vector<Box> boxes = cut(box, part);
-  part.first = static_cast<int>(parts.size());
-  part.count = static_cast<int>(boxes.size());
+  const std::vector<Box> boxes = cut(box, node, too_few);
+  node.first = static_cast<int>(tree.size());
+  node.count = static_cast<int>(boxes.size());
   for (const Box& one : boxes) {
-    const int at = static_cast<int>(parts.size());
-    parts.push_back({});
-    parts.back().proof = proof;
-    todo.push(std::unique_ptr<Node>(new Node{found.bound, ++number, at, proof, one, kept_program}));
+    const int at = static_cast<int>(tree.size());
+    tree.push_back({});
+    tree.back().proof = proof;
+    todo.push(std::unique_ptr<OpenBox>(new OpenBox{found.bound, ++number, at, proof, one, kept_program}));
   }
 }
 
@@ -126,9 +126,9 @@ void Search::take(const Placed& one) {
 }
 
 // Says where to cut a box; returns false where all layers stand.
-bool Search::where(const Box& box, const Relaxed& found, Part& part) const {
+bool Search::where(const Box& box, const Relaxed& found, ProofNode& node) const {
   if (!box.placed) {
-    part.cut = kStructure;
+    node.cut = kStructure;
     return true;
   }
   double far = 1e-4;
@@ -138,20 +138,20 @@ bool Search::where(const Box& box, const Relaxed& found, Part& part) const {
     const double apart = std::fabs(sum - std::rint(sum));
     if (apart > far) {
       far = apart;
-      part.cut = kStage;
-      part.at = s;
-      part.value = static_cast<int>(std::floor(sum));
+      node.cut = kStage;
+      node.at = s;
+      node.value = static_cast<int>(std::floor(sum));
     }
   }
-  if (part.cut == kStage) return true;
+  if (node.cut == kStage) return true;
   // the last chunks stand beside MTP and head, which decide most: half the boxes of the most fractional one
   int chunk = -1;
   for (int c = 0; c < n; ++c)
     if (box.low[c] < box.high[c] && (chunk < 0 || std::fabs(found.counts[c] - std::rint(found.counts[c])) > 1e-4)) chunk = c;
   if (chunk < 0) return false;
-  part.cut = kChunk;
-  part.at = chunk;
-  part.value = std::clamp(static_cast<int>(std::floor(found.counts[chunk] + 1e-6)), box.low[chunk], box.high[chunk] - 1);
+  node.cut = kChunk;
+  node.at = chunk;
+  node.value = std::clamp(static_cast<int>(std::floor(found.counts[chunk] + 1e-6)), box.low[chunk], box.high[chunk] - 1);
   return true;
 }
 
@@ -224,19 +224,23 @@ EXPORT int32_t telechat_paths_at(void* pool, int32_t number, int32_t* ops) {
   return static_cast<int32_t>(path.ops.size());
 }
 
-EXPORT void* telechat_placement_new(const telechat::Given* given, void* pool) {
-  return new Search(*given, *static_cast<PathPool*>(pool));
+// Begins a search; writes the layers of every stage, [stages], that are too few together: -1 where nothing is known.
+EXPORT void* telechat_placement_new(const telechat::Given* given, void* pool, int32_t* too_few) {
+  auto* search = new Search(*given, *static_cast<PathPool*>(pool));
+  std::fill(too_few, too_few + search->p.stages, -1);
+  std::copy(search->too_few.begin(), search->too_few.end(), too_few);
+  return search;
 }
 
 EXPORT void telechat_placement_delete(void* search) { delete static_cast<Search*>(search); }
 
 // Looks at up to `nodes` further boxes for placements that take less than `target`. Writes the bound into `bound`, and into `size`
-// the numbers of boxes seen, parts, first boxes and whether a placement is known.
+// the numbers of boxes seen, boxes of the tree, first boxes and whether a placement is known.
 EXPORT void telechat_placement_solve(void* search, double target, int32_t nodes, double limit_s, double* bound, int32_t* size) {
   auto& s = *static_cast<Search*>(search);
   s.solve(target, nodes, limit_s);
   *bound = s.bound;
-  const int found[] = {s.seen, static_cast<int>(s.parts.size()), static_cast<int>(s.root.size()), s.best.seconds > 0};
+  const int found[] = {s.seen, static_cast<int>(s.tree.size()), static_cast<int>(s.root.size()), s.best.seconds > 0};
   std::copy(found, found + 4, size);
 }
 
@@ -252,14 +256,26 @@ EXPORT double telechat_placement_best(void* search, const int32_t* start, int32_
   return found.seconds;
 }
 
-// Writes the tree: cut, at, value, first, count and proof of every part; `few` of the first cut, [stages]; and the proofs of the
-// first boxes.
-EXPORT void telechat_placement_tree(void* search, int32_t* parts, int32_t* few, int32_t* root) {
+// Writes the tree, box by box as `ProofNode`, and the proofs of the first boxes.
+EXPORT void telechat_placement_tree(void* search, telechat::ProofNode* tree, int32_t* root) {
   auto& s = *static_cast<Search*>(search);
-  for (const auto& part : s.parts)
-    for (int value : {part.cut, part.at, part.value, part.first, part.count, part.proof}) *parts++ = value;
-  std::copy(s.few.begin(), s.few.end(), few);
+  std::copy(s.tree.begin(), s.tree.end(), tree);
   std::copy(s.root.begin(), s.root.end(), root);
+}
+
+// Returns whether a tree with the multipliers of `other`, a search with the same paths, proves that no placement takes less than
+// `target`; `longest` has `stages` values, or none.
+EXPORT bool telechat_placement_proves(void* search, void* other, const telechat::ProofNode* tree, const int32_t* longest,
+                                      int32_t stages, double target) {
+  return static_cast<Search*>(search)->proves({tree, {longest, longest + stages}, static_cast<Search*>(other)->proofs}, target);
+}
+
+// Writes every way to put the layers of the smaller kind into chunks, [ways, chunks]; returns how many there are.
+EXPORT int32_t telechat_placement_structures(void* search, int32_t* ways) {
+  const auto& structures = static_cast<Search*>(search)->structures;
+  for (const auto& one : structures)
+    if (ways) ways = std::copy(one.begin(), one.end(), ways);
+  return static_cast<int32_t>(structures.size());
 }
 
 // Writes multipliers: [share, parameters (2, stages + 1), memory, most, fewest (stages each)], their paths with weights, and the

@@ -14,7 +14,8 @@ namespace telechat {
 constexpr double kPs = 1e-12, kGib = 1073741824.0, kNone = LinearProgram::kNone;
 constexpr double kClose = 1e-7;  // relative difference below which two steps are the same
 
-enum Cut : int { kWhole, kLongest, kStructure, kStage, kChunk };  // as `Part.cut`
+enum Cut : int { kWhole, kLongest, kStructure, kStage, kChunk };  // as `CUTS` of placement.py
+enum : int { kEmpty = -1, kExhausted = -2 };                   // proofs without multipliers
 enum Row : int64_t { kPath, kLine, kParameter, kMemory, kMost, kFewest, kTotal, kAgain };
 inline int64_t tag(Row row, int64_t at) { return row << 40 | at; }
 
@@ -25,12 +26,20 @@ struct Box {
   Reals room = {};      // bytes of every stage for its layers, as `Search::rooms`
 };
 
-struct Part {  // as `Part` of placement.py; children stand one after another
-  int cut = kWhole, at = 0, value = 0, first = -1, count = 0;
-  int proof = -1;  // -1: the box is empty; -2: every way was looked at
+struct ProofNode {  // a row of `ProofTree.boxes` of placement.py; the boxes that one is cut into follow each other
+  int32_t cut = kWhole, at = 0, value = 0, first = -1, count = 0;
+  int32_t proof = kEmpty;
 };
 
-struct Proof {  // as `Multipliers` of placement.py
+struct Multipliers;
+
+struct ProofTree {
+  const ProofNode* nodes;
+  Ints longest;  // of kLongest
+  const std::vector<Multipliers>& proofs;
+};
+
+struct Multipliers {  // as `Multipliers` of placement.py
   double share = 0;
   std::vector<std::pair<int, double>> paths;
   std::vector<std::pair<int, double>> others;  // position in [parameters, memory, most, fewest] and weight
@@ -42,15 +51,15 @@ struct Program {
   Reals room;
 };
 
-struct Node {
+struct OpenBox {
   double bound;
-  int number, part, proof;  // proof: of the box that it was cut from
+  int number, node, proof;  // proof: of the box that it was cut from
   Box box;
   std::shared_ptr<const Program> from;  // of the box that it was cut from
 };
 
 struct Later {
-  bool operator()(const std::unique_ptr<Node>& a, const std::unique_ptr<Node>& b) const {
+  bool operator()(const std::unique_ptr<OpenBox>& a, const std::unique_ptr<OpenBox>& b) const {
     return a->bound != b->bound ? a->bound > b->bound : a->number > b->number;
   }
 };
@@ -84,15 +93,18 @@ class Search {
   }
 
   void solve(double target, int nodes, double limit_s);
+  // Returns whether a tree, of another configuration with the same schedule perhaps, proves that no placement takes less.
+  bool proves(const ProofTree& tree, double target);
 
   Problem p;
   PathPool& pool;
+  std::vector<Ints> structures;  // every way to put the layers of the smaller kind into chunks
   Placed best;            // seconds 0: none
   double bound = 0;
   int seen = 0, first = 0;
-  Ints few;               // `longest`: layers of each stage that are too few together
-  std::vector<Part> parts;
-  std::vector<Proof> proofs;
+  Ints too_few;           // layers of each stage that are too few together
+  std::vector<ProofNode> tree;
+  std::vector<Multipliers> proofs;
   Ints root;              // proofs of the first boxes
   uint64_t seed = 1;
   Clock::time_point until;
@@ -102,7 +114,7 @@ class Search {
     bool possible = false;
     double bound = 0;
     Reals counts, near;  // layers of the larger kind, of both, of every chunk
-    Proof proof;
+    Multipliers proof;
   };
 
   void begin();
@@ -113,7 +125,8 @@ class Search {
   Reals rooms(const Box& box, const Ints& most) const;
   bool possible(const Box& box, const Ints& most) const;
   Ints longest(const Box& box) const;
-  std::vector<Box> cut(const Box& box, const Part& part) const;
+  std::vector<Box> cut(const Box& box, const ProofNode& node, const Ints& longest) const;
+  bool holds(const ProofTree& tree, int at, Box box, double target);
   LinearProgram program(const Box& box) const;
   void bounds(LinearProgram& lp, const Box& box) const;
   void add(LinearProgram& lp, Row row, int at, const Box& box, const Ints& most) const;
@@ -121,13 +134,13 @@ class Search {
   bool separate(LinearProgram& lp, const Box& box, const Ints& most) const;
   double right(Row row, int at, const Box& box, const Ints& most) const;
   Relaxed relax(LinearProgram& lp, const Box& box, const Ints& most, double target, int rounds, bool start);
-  Proof proof(const LinearProgram& lp) const;
-  double value(const Proof& proof, const Box& box, const Ints& most) const;
+  Multipliers proof(const LinearProgram& lp) const;
+  double value(const Multipliers& proof, const Box& box, const Ints& most) const;
   std::vector<int64_t> times(const Reals& x) const;
-  bool where(const Box& box, const Relaxed& found, Part& part) const;
+  bool where(const Box& box, const Relaxed& found, ProofNode& node) const;
   bool fewest(int stage, const Ints& counts, Ints& again) const;
   double exact(const Box& box, double limit);
-  void visit(const Node& node, double limit);
+  void visit(const OpenBox& open, double limit);
   void take(const Placed& one);
   double least_rest() const { return p.lines[0][1] + p.lines[0][2] * p.least[0] + p.lines[0][3] * p.least[1]; }
 
@@ -137,9 +150,9 @@ class Search {
   int layers[2] = {-1, -1}, again[2] = {-1, -1}, span = 0, width = 0;
   Reals room, spent;
   std::vector<Reals> each_least;
-  std::vector<Ints> own, structures;
+  std::vector<Ints> own;
   size_t kept = 0;  // bytes of programs that wait; programs are gone before it is
-  std::priority_queue<std::unique_ptr<Node>, std::vector<std::unique_ptr<Node>>, Later> todo;
+  std::priority_queue<std::unique_ptr<OpenBox>, std::vector<std::unique_ptr<OpenBox>>, Later> todo;
   std::shared_ptr<const Program> earlier;  // of the first box: the other first ones differ by one row
   double stuck = kNone;                    // bound of what cannot be cut any more and has too many ways
   int number = 0;

@@ -7,9 +7,15 @@ import numpy as np
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.search.bounds import problem_of
-from telechat_moe.tools.plan.search.boxes import Boxes
-from telechat_moe.tools.plan.search.placement import Inner, Multipliers, Part, PathPool
-from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, structures
+from telechat_moe.tools.plan.search.placement import (
+    CUTS,
+    EMPTY,
+    EXHAUSTED,
+    PathPool,
+    PlacementSearch,
+    ProofTree,
+)
+from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
 from telechat_moe.tools.plan.search.search import Plan
 from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe, layout_of
 
@@ -31,9 +37,9 @@ class Writer:
         self.schedules: dict[Key, int] = {}
         self.paths: list[dict[int, list[int]]] = []
         self.proofs: list[dict[str, Any]] = []
-        self._known: dict[int, tuple[int, Multipliers]] = {}
+        self._known: dict[tuple[int, int], tuple[int, PlacementSearch]] = {}
 
-    def add(self, row: int, name: str, p: Problem, tree: Part) -> None:
+    def add(self, row: int, name: str, p: Problem, tree: ProofTree) -> None:
         """Add a configuration and why none of its placements is faster."""
         why, costs = self._tree(p, tree), self._costs(p)
         self.columns = list(costs)
@@ -73,40 +79,43 @@ class Writer:
             self.paths.append({})
         return number
 
-    def _proof(self, p: Problem, proof: Multipliers) -> int:
-        """Return the number of multipliers; their paths are written with the schedule."""
-        if id(proof) not in self._known:
-            for number, _ in proof.paths:
-                kind, micro = np.divmod(self.pools[_key(p)].paths[number].ops, p.micro_batches)
+    def _proof(self, p: Problem, search: PlacementSearch, proof: int) -> int:
+        """Return the number of multipliers of a search; their paths are written with the schedule."""
+        key = id(search), proof
+        if key not in self._known:
+            found = search.multipliers(proof)
+            for number, _ in found.paths:
+                kind, micro = np.divmod(self.pools[_key(p)][number].ops, p.micro_batches)
                 passes = np.where(kind < p.number, kind, 3 * p.number - 1 - kind)
                 ops = passes * p.micro_batches + micro
                 self.paths[self._schedule(p)][number] = ops.tolist()
-            self._known[id(proof)] = len(self.proofs), proof  # kept, so that its id stays its own
+            self._known[key] = len(self.proofs), search  # kept, so that its id stays its own
             arrays = {
-                name: np.maximum(getattr(proof, name), 0).tolist()
+                name: np.maximum(getattr(found, name), 0).tolist()
                 for name in ("share", "parameters", "memory", "most", "fewest")
             }
-            self.proofs.append({"paths": [[n, w] for n, w in proof.paths], **arrays})
-        return self._known[id(proof)][0]
+            self.proofs.append({"paths": [[n, w] for n, w in found.paths], **arrays})
+        return self._known[key][0]
 
-    def _tree(self, p: Problem, part: Part) -> Any:
-        """Return why no placement is faster, as the checker reads it: parts in two, a proof's number, -1 or nothing."""
-        parts = [self._tree(p, inner) for inner in part.parts]
+    def _tree(self, p: Problem, tree: ProofTree, box: int = 0) -> Any:
+        """Return why no placement is faster, as the checker reads it: boxes in two, a proof's number, -1 or nothing."""
+        cut, at, layers, first, count, proof = map(int, tree.boxes[box])
+        if not count:
+            if proof in (EMPTY, EXHAUSTED):
+                return None if proof == EMPTY else -1
+            return self._proof(p, tree.search, proof)
+        boxes = [self._tree(p, tree, first + i) for i in range(count)]
         bulk = p.bulk if len(p.layers) > 1 else 1
-        if part.cut == "longest":  # where no stage has more, there are too few
+        if CUTS[cut] == "longest":  # where no stage has more, there are too few
             found = None
-            for stage, (at, more) in reversed(list(enumerate(zip(part.at, parts, strict=True)))):
-                found = [2, stage, at, found, more]
+            for stage in reversed(range(count)):
+                found = [2, stage, tree.longest[stage], found, boxes[stage]]
             return found
-        if part.cut == "structure":
+        if CUTS[cut] == "structure":
             chunks = list(range(p.number))[:: 1 if bulk else -1]
-            ways = list(zip(structures(p), parts, strict=True))
+            ways = list(zip(tree.search.structures(), boxes, strict=True))
             return _nest(ways, 1 - bulk, chunks, p.layers[1 - bulk].count)
-        if part.cut:
-            return [2 if part.cut == "stage" else bulk, *part.at, *parts]
-        if part.point:
-            return -1
-        return self._proof(p, part.proof) if part.proof is not None else None
+        return [2 if CUTS[cut] == "stage" else bulk, at, layers, *boxes]
 
     def _costs(self, p: Problem) -> dict[str, int]:
         """Return the costs of a configuration by name, as numbers of arrays."""
@@ -157,25 +166,22 @@ def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int],
     return found
 
 
-def _tree(plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[Part]]) -> Part:
+def _tree(
+    plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[ProofTree]]
+) -> ProofTree:
     """Return the tree that proves a configuration; where many were pruned at once, it is made here."""
-    boxes, tree = Boxes(p), Part(empty=True)
-    whole = boxes.whole()
+    search = PlacementSearch(p, plan.pools.setdefault(_key(p), PathPool()))
+    tree = search.empty()
     if plan.by[row] == -2:
         tree = plan.answers[row].tree
     elif plan.by[row] >= 0:
-        proofs = plan.proofs[plan.by[row]][1]
-        few = boxes.longest(whole) if len(proofs) > 1 else ()
-        tree = Part(proof=proofs[0])
-        if few:
-            tree = Part(cut="longest", at=few, parts=[Part(proof=proof) for proof in proofs])
+        tree = search.with_first(plan.proofs[plan.by[row]])
     # the quick bounds of many at once are not always to the letter those of one
     own = made.setdefault(_key(p), [])
     for known in (tree, *reversed(own)):
-        if boxes.holds(known, whole, bound):
+        if search.proves(known, bound):
             return known
-    pool = plan.pools.setdefault(_key(p), PathPool())
-    own.append(Inner(p, pool).solve(bound).tree)
+    own.append(search.solve(bound).tree)
     del own[:-NEIGHBOURS]
     return own[-1]
 

@@ -1,10 +1,14 @@
-"""The inner problem, solved and proven: branch and bound over linear programs whose rows are paths (`ops/csrc/placement*.cc`).
+"""The inner problem, solved and proven: branch and bound over linear programs whose rows are paths (`../native/placement*.cc`).
 
 The makespan is the largest of the lengths of all paths through the schedule. A path's length is linear in the layers of the
 chunks, so any few paths give a linear program that is a lower bound; the longest path at its solution is the next row, until
 there is none that is longer (Kelley 1960). Its multipliers are the proof. Where the solution is not whole, layers of a stage or
-of a chunk are bounded from above and below, and each half goes on from that program (:mod:`.boxes` says what a tree of such
-halves proves). Good placements come from rounding these solutions and from moving single layers off the longest path.
+of a chunk are bounded from above and below, and each of these boxes goes on from that program. Good placements come from
+rounding these solutions and from moving single layers off the longest path.
+
+Multipliers weigh paths through the schedule, stages' memory and parameters into one number for a layer in each chunk, and the
+least sum of those is found by sorting. They hold for every configuration with the same schedule, so one program prunes many.
+All of it is defined once, in C++; `check_certificate.py` repeats it on purpose.
 """
 
 import ctypes
@@ -14,30 +18,78 @@ import time
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.native import address, load
-from telechat_moe.tools.plan.search.boxes import CLOSE, PS, Boxes, Multipliers, Part
 from telechat_moe.tools.plan.search.pipeline_paths import Path, Pipeline
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
 
+PS = 1e-12
+CLOSE = 1e-7
+"""Relative difference below which two steps are the same."""
+
 CUTS = ("", "longest", "structure", "stage", "chunk")
-"""`Part.cut` by its number."""
+"""What the boxes that a box is cut into differ in, by its number in `ProofTree.boxes`: nothing; `longest` (each stage in turn
+has more layers than `ProofTree.longest` says); `structure` (where the layers of the smaller kind are); `stage` or `chunk` (at
+most so many layers of the larger kind, or more)."""
+
+EMPTY, EXHAUSTED = -1, -2
+"""Proofs of a box without multipliers: it does not hold that many layers at all; all layers are placed, and each of the few
+ways to recompute was looked at."""
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Weights that add rows of the program up to one bound; any that are not negative prove something."""
+
+    share: float
+    """Of the two lines of `Rest.lines`, the weight of the first; the second has the rest."""
+
+    paths: tuple[tuple[int, float], ...]
+    """Number of a path in its pool and its weight; they add up to 1."""
+
+    counts: NDArray[np.float64]
+    """Operations of the weighted paths, [3, chunks]."""
+
+    sends: float
+    parameters: NDArray[np.float64]
+    """Weight of each stage's parameters, and of what some stage has at least, [2, stages + 1]; each row adds up to 1."""
+
+    memory: NDArray[np.float64]
+    """Seconds for a byte of each stage."""
+
+    most: NDArray[np.float64]
+    """Seconds for a layer of each stage, where so many at most fit or are fast enough."""
+
+    fewest: NDArray[np.float64]
+    """Seconds for a layer of each stage, where so many at least are asked for."""
+
+
+@dataclass(frozen=True)
+class ProofTree:
+    """Why no placement is faster: a box of all placements, cut into boxes of which each is proven by itself."""
+
+    search: "PlacementSearch"
+    """Whose multipliers the proofs are: of this configuration, or of another one with the same schedule."""
+
+    boxes: NDArray[np.int32]
+    """[boxes, 6], the first one holds all: number of the cut in `CUTS`; chunk or stage, and layers, of the cut; number of the
+    first of the boxes that it is cut into, and how many; number of its proof."""
+
+    longest: tuple[int, ...]
+    """Layers of every stage that are too few together."""
 
 
 class PathPool:
-    """Paths of one schedule, shared by the configurations that have it."""
+    """Paths of one schedule, shared by the configurations that have it; `pool[number]` is a path."""
 
     def __init__(self) -> None:
         self.at = load().telechat_paths_new()
         weakref.finalize(self, load().telechat_paths_delete, self.at)
         self.pipeline: Pipeline | None = None
-
-    @property
-    def paths(self) -> "PathPool":
-        """Paths by their numbers."""
-        return self
 
     def __getitem__(self, number: int) -> Path:
         if self.pipeline is None:
@@ -49,9 +101,9 @@ class PathPool:
 
 @dataclass
 class Answer:
-    """What `Inner.solve` returns."""
+    """What `PlacementSearch.solve` returns."""
 
-    inner: "Inner"
+    search: "PlacementSearch"
     best: Placed | None
     bound: float
     """No placement is faster; at most what was asked for."""
@@ -59,30 +111,32 @@ class Answer:
     nodes: int
     """Boxes that were looked at."""
 
-    firsts: tuple[int, ...]
+    tree: ProofTree
+    """Why no placement is faster than `bound`, where the search came to its end."""
+
+    first_proofs: tuple[int, ...]
     """Proofs of the first boxes."""
 
     @cached_property
-    def root(self) -> list[Multipliers]:
+    def first(self) -> list[Multipliers]:
         """Of the first boxes, one for each stage that may be the longest: they are tried on other configurations."""
-        return [self.inner.multipliers(number) for number in self.firsts]
-
-    @cached_property
-    def tree(self) -> Part:
-        """Why no placement is faster than `bound`, where the search came to its end."""
-        return self.inner.tree()
+        return [self.search.multipliers(number) for number in self.first_proofs]
 
 
-class Inner(Boxes):
-    """One configuration and what is known of it."""
+class PlacementSearch:
+    """One configuration and what is known of its placements."""
 
     def __init__(self, problem: Problem, pool: PathPool) -> None:
-        super().__init__(problem)
-        self.pool = pool
+        self.p, self.pool = problem, pool
         pool.pipeline = problem.pipeline
         self._given = _Given(problem)
-        self._at = load().telechat_placement_new(ctypes.byref(self._given), pool.at)
+        longest = np.zeros(problem.stages, dtype=np.int32)
+        self._at = load().telechat_placement_new(
+            ctypes.byref(self._given), pool.at, address(longest)
+        )
         weakref.finalize(self, load().telechat_placement_delete, self._at)
+        self.longest: tuple[int, ...] = tuple(longest.tolist()) if longest[0] >= 0 else ()
+        """Layers of every stage that are too few together: some stage has more. Empty: nothing is known."""
 
     def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> Answer:
         """Prove that no placement takes less than `target`, or find those that do; goes on where the last call ended.
@@ -101,18 +155,47 @@ class Inner(Boxes):
             ctypes.byref(bound),
             address(size),
         )
-        seen, self._parts, first, _ = map(int, size)
-        self._few = np.zeros(self.p.stages, dtype=np.int32)
-        self._table = np.zeros((self._parts, 6), dtype=np.int32)
-        root = np.zeros(first, dtype=np.int32)
-        load().telechat_placement_tree(
-            self._at, address(self._table), address(self._few), address(root)
+        seen, count, first, _ = map(int, size)
+        boxes, proofs = np.zeros((count, 6), dtype=np.int32), np.zeros(first, dtype=np.int32)
+        load().telechat_placement_tree(self._at, address(boxes), address(proofs))
+        return Answer(
+            search=self,
+            best=self._best(),
+            bound=bound.value,
+            nodes=seen,
+            tree=ProofTree(self, boxes, self.longest),
+            first_proofs=tuple(int(number) for number in proofs if number >= 0),
         )
-        firsts = tuple(int(number) for number in root if number >= 0)
-        return Answer(self, self._best(), bound.value, seen, firsts)
+
+    def proves(self, tree: ProofTree, target: float) -> bool:
+        """Return whether a tree, of a neighbour perhaps, proves that no placement takes less than `target`."""
+        longest = np.array(tree.longest, dtype=np.int32)
+        return load().telechat_placement_proves(
+            self._at, tree.search._at, address(tree.boxes), address(longest), len(longest), target
+        )
+
+    def empty(self) -> ProofTree:
+        """Return the tree that proves a problem without placements."""
+        return ProofTree(self, np.array([[0, 0, 0, -1, 0, EMPTY]], dtype=np.int32), ())
+
+    def with_first(self, answer: Answer) -> ProofTree:
+        """Return the first boxes, proven with the multipliers of another configuration's."""
+        proofs = answer.first_proofs
+        boxes = [[0, 0, 0, -1, 0, proofs[0]]]
+        if len(proofs) > 1 and self.longest:
+            boxes = [[CUTS.index("longest"), 0, 0, 1, len(proofs), EMPTY]]
+            boxes += [[0, 0, 0, -1, 0, number] for number in proofs]
+        return ProofTree(answer.search, np.array(boxes, dtype=np.int32), self.longest)
+
+    def structures(self) -> list[tuple[int, ...]]:
+        """Return every way to put the layers of the smaller kind into chunks: how many each has."""
+        number = load().telechat_placement_structures(self._at, None)
+        found = np.zeros((number, self.p.number), dtype=np.int32)
+        load().telechat_placement_structures(self._at, address(found))
+        return [tuple(row) for row in found.tolist()]
 
     def improve(
-        self, counts: np.ndarray, patience: int = 4, until: float = math.inf
+        self, counts: NDArray[Any], patience: int = 4, until: float = math.inf
     ) -> Placed | None:
         """Move single layers off the longest path while that helps; None: the placement does not fit.
 
@@ -124,7 +207,7 @@ class Inner(Boxes):
         return self._best(np.ascontiguousarray(counts, dtype=np.int32), patience, until)
 
     def _best(
-        self, start: np.ndarray | None = None, patience: int = 0, until: float = math.inf
+        self, start: NDArray[np.int32] | None = None, patience: int = 0, until: float = math.inf
     ) -> Placed | None:
         layers, again = np.zeros((2, self.p.number), dtype=np.int32)
         seconds = load().telechat_placement_best(
@@ -138,17 +221,6 @@ class Inner(Boxes):
         if not seconds:
             return None
         return Placed(layers=tuple(layers.tolist()), again=tuple(again.tolist()), seconds=seconds)
-
-    def tree(self, number: int = 0) -> Part:
-        """Return the tree of boxes from a part on."""
-        cut, at, value, first, count, proof = map(int, self._table[number])
-        if not count:
-            if proof < 0:
-                return Part(empty=proof == -1, point=proof == -2)
-            return Part(proof=self.multipliers(proof))
-        parts = [self.tree(first + i) for i in range(count)]
-        where = {1: tuple(map(int, self._few)), 2: ()}.get(cut, (at, value))
-        return Part(cut=CUTS[cut], at=where, parts=parts)
 
     def multipliers(self, number: int) -> Multipliers:
         """Return a proof by its number."""
@@ -170,7 +242,7 @@ class Inner(Boxes):
             fewest=fewest,
         )
 
-    def even(self, rng: random.Random) -> np.ndarray:
+    def even(self, rng: random.Random) -> NDArray[np.int64]:
         """Return layers by rounds: the chunks of a round have equally many, some rounds one more."""
         p = self.p
         total = sum(g.count for g in p.layers)
@@ -224,7 +296,7 @@ class _Given(ctypes.Structure):
 
     def __init__(self, p: Problem) -> None:
         rest = p.rest
-        self._arrays: list[np.ndarray] = []
+        self._arrays: list[NDArray[Any]] = []
         layers = [
             _GivenLayers(
                 count=g.count,
@@ -267,6 +339,3 @@ class _Given(ctypes.Structure):
     def _numbers(self, values: object, kind: type = np.int64) -> int:
         self._arrays.append(np.ascontiguousarray(values, dtype=kind))
         return self._arrays[-1].ctypes.data
-
-
-__all__ = ["CLOSE", "PS", "Answer", "Inner", "Multipliers", "Part", "PathPool"]

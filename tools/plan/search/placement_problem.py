@@ -9,7 +9,6 @@ so that no stage needs more memory than it has. The makespan is that of the sche
 (:mod:`.pipeline`); the rest is gradient reduction, update and host. Times are whole picoseconds, memory whole bytes.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -66,12 +65,6 @@ class Rest:
     hides: tuple[float, float] = (0.0, 1.0)
     """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
     micro-batch."""
-
-    def seconds(self, largest: np.ndarray, hidden: float) -> float:
-        """Return it for the parameters of the largest stage, [2], and what a stage hides at most."""
-        whole = self.start + float(np.dot(self.reduce, largest))
-        shown = max(whole - hidden, self.exposed * whole)
-        return shown + float(np.dot(self.update, largest)) + self.base
 
     def lines(self, micro_batches: int) -> list[tuple[float, float, np.ndarray]]:
         """Return (k, c, [u_0, u_1]) so that every step is at least k makespan + c + u U, for each.
@@ -198,55 +191,6 @@ class Problem:
         first = np.clip(self.layers[0].count - before, 0, counts)
         return np.stack([first, counts - first])
 
-    def times(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
-        """Return the times of the chunks, [3, chunks], with so many layers of every kind, `again` of them recomputed."""
-        found = self.fixed.copy()
-        for g, layer in enumerate(self.layers):
-            found += np.outer(layer.times, kinds[g])
-            found[1] += layer.again * again[g]
-        return found
-
-    def bytes(self, kinds: np.ndarray, again: np.ndarray) -> np.ndarray:
-        """Return what every stage needs of its `memory`."""
-        route, found = self.pipeline.route, np.zeros(self.stages, dtype=np.int64)
-        work = np.zeros(self.stages, dtype=np.int64)
-        some = np.bincount(route, weights=kinds.sum(axis=0), minlength=self.stages) > 0
-        work[some] = self.held
-        for g, layer in enumerate(self.layers):
-            own = _by_stage(route, kinds[g], self.stages)
-            more = _by_stage(route, again[g], self.stages)
-            kept, entry = np.array(layer.kept), np.array(layer.entry or layer.kept)
-            found += own * (layer.states + kept) - more * (kept - entry)
-            work[more > 0] = np.maximum(work[more > 0], layer.working)
-        return found + np.maximum(work, self.buffer)
-
-    def after(self, kinds: np.ndarray, again: np.ndarray) -> float:
-        """Return the rest, s."""
-        route, largest = self.pipeline.route, self.weight.copy()
-        for g, layer in enumerate(self.layers):
-            largest += np.outer(layer.weights, _by_stage(route, kinds[g], self.stages))
-        forward, *backward = self.times(kinds, again)
-        hidden = self.rest.hides[0] * forward + self.rest.hides[1] * sum(backward)
-        longest = np.bincount(route, weights=hidden, minlength=self.stages).max() * 1e-12
-        return self.rest.seconds(largest.max(axis=1), float(longest))
-
-    def seconds(self, counts: np.ndarray, again: np.ndarray, more: bool = False) -> float:
-        """Return the step of a placement: layers of every chunk, and how many of them, the first ones, are recomputed.
-
-        `more`: none that recomputes these and more takes less than this.
-        """
-        kinds, twice = self.kinds(counts), self.kinds_again(counts, again)
-        makespan = self.pipeline.makespan(self.times(kinds, twice), self.send)
-        return makespan * 1e-12 + self.after(kinds, kinds if more else twice)
-
-    def kinds_again(self, counts: np.ndarray, again: np.ndarray) -> np.ndarray:
-        """Return the recomputed layers of every kind, [kinds, chunks]: a chunk recomputes its first ones."""
-        kinds = self.kinds(counts)
-        if len(self.layers) == 1:
-            return np.minimum(again, counts)[None, :]
-        first = np.minimum(again, kinds[0])
-        return np.stack([first, again - first])
-
 
 def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarray:
     """Return the least that the largest stage can have when so many equal layers are divided among the stages.
@@ -276,35 +220,6 @@ def _least_largest(
     """Return it for one problem: many have the same parameters."""
     one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
     return least_largest(one[None], more[None], number)[0]
-
-
-def _by_stage(route: np.ndarray, numbers: np.ndarray, stages: int) -> np.ndarray:
-    return np.bincount(route, weights=numbers, minlength=stages).astype(np.int64)
-
-
-def structures(problem: Problem) -> Iterator[tuple[int, ...]]:
-    """Yield every way to put the layers of the smaller kind into chunks: how many each has.
-
-    They stand at one end of the model; a chunk between has one at least, so all but the innermost hold nothing else.
-    """
-    n = problem.number
-    if len(problem.layers) == 1:
-        yield (0,) * n
-        return
-    few = problem.layers[1 - problem.bulk].count
-
-    def walk(left: int, chunk: int) -> Iterator[tuple[int, ...]]:
-        if not left:
-            yield (0,) * (n - chunk)
-        elif chunk < n:
-            at = chunk if problem.bulk else n - 1 - chunk
-            most = min(left, int(problem.highest[at]))
-            for here in range(most, 0 if 0 < chunk < n - 1 else -1, -1):
-                for more in walk(left - here, chunk + 1):
-                    yield (here, *more)
-
-    for found in walk(few, 0):
-        yield found if problem.bulk else found[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)

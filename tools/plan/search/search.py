@@ -29,7 +29,7 @@ from telechat_moe.tools.plan.search.bounds import (
     prove,
     too_slow,
 )
-from telechat_moe.tools.plan.search.placement import CLOSE, Answer, Inner, Multipliers, PathPool
+from telechat_moe.tools.plan.search.placement import CLOSE, Answer, PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
 from telechat_moe.tools.plan.search.space import (
     CHOSEN,
@@ -108,8 +108,8 @@ class Plan:
 
     seconds: float
     solved: int
-    proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = field(default_factory=list)
-    """Multipliers that prune whole schedules."""
+    proofs: list[Answer] = field(default_factory=list)
+    """What prunes whole schedules by the multipliers of its first boxes."""
 
     by: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
@@ -186,8 +186,8 @@ class _Search:
 
         self.groups: dict[tuple[str, int, int, int], np.ndarray] = {}
         self.pools: dict[tuple[str, int, int, int], PathPool] = {}
-        self.inners: dict[int, Inner] = {}
-        self.proofs: list[tuple[tuple[str, int, int, int], list[Multipliers]]] = []
+        self.searches: dict[int, PlacementSearch] = {}
+        self.proofs: list[Answer] = []
         self.answers: dict[int, Answer] = {}
         self.placed: dict[int, Placed] = {}
         self.best = math.inf
@@ -269,14 +269,14 @@ class _Search:
     def _late(self) -> bool:
         return time.perf_counter() > self.until
 
-    def _inner(self, row: int) -> Inner:
-        if row not in self.inners:
+    def _placements(self, row: int) -> PlacementSearch:
+        if row not in self.searches:
             layout = layout_of(self.rows[row], self.space)
             c, _ = self.costs[layout.pp]
             problem = problem_of(c, int(self.place[row]), self.a, layout, self.room)
             pool = self.pools.setdefault(self._key(row), PathPool())
-            self.inners[row] = Inner(problem, pool)
-        return self.inners[row]
+            self.searches[row] = PlacementSearch(problem, pool)
+        return self.searches[row]
 
     def _keep(self, row: int, placed: Placed | None) -> None:
         if placed and not any(placed.again) and (twin := self._twin(row)) != row:
@@ -296,20 +296,20 @@ class _Search:
 
     def _try(self, row: int) -> None:
         """Place a configuration without a proof."""
-        inner = self._inner(row)
-        self._keep(row, inner.improve(inner.even(self.rng), 1, self.until))
+        placements = self._placements(row)
+        self._keep(row, placements.improve(placements.even(self.rng), 1, self.until))
 
-    def _prune(self, key: tuple[str, int, int, int], proofs: list[Multipliers]) -> None:
-        """Bound all configurations with the same schedule by multipliers."""
+    def _prune(self, key: tuple[str, int, int, int], answer: Answer) -> None:
+        """Bound all configurations with the same schedule by the multipliers of one."""
         some = self.groups[key]
         some = some[(self.bound[some] < self.best) & np.isfinite(self.bound[some])]
         if not len(some):
             return
         c, _ = self.costs[key[1]]
-        route = self._inner(int(some[0])).route
-        bound = prove(c, self.place[some], self.a, proofs, route, self.room, self.best)
+        route = answer.search.p.pipeline.route
+        bound = prove(c, self.place[some], self.a, answer.first, route, self.room, self.best)
         better = bound > self.bound[some]
-        self.proofs.append((key, proofs))
+        self.proofs.append(answer)
         self.bound[some[better]] = bound[better]
         self.by[some[better]] = len(self.proofs) - 1
 
@@ -324,10 +324,10 @@ class _Search:
             while rows := self._next(first) or self._next(np.ones_like(first)):
                 if self._late():
                     return True
-                inners = [self._inner(row) for row in rows]
+                searches = [self._placements(row) for row in rows]
                 each = [0 if first[row] else int(nodes[row]) for row in rows]
                 answers = pool.map(
-                    lambda i, n: i.solve(self.best, nodes=n, until=self.until), inners, each
+                    lambda i, n: i.solve(self.best, nodes=n, until=self.until), searches, each
                 )
                 for row, answer in zip(rows, list(answers), strict=True):
                     self._take(row, answer)
@@ -356,8 +356,8 @@ class _Search:
         self._keep(row, answer.best)
         if answer.bound > self.bound[row]:
             self.bound[row], self.by[row] = answer.bound, -2
-        if initial and len(answer.firsts) in (1, answer.inner.p.stages):
-            self._prune(self._key(row), answer.root)
+        if initial and len(answer.first_proofs) in (1, answer.search.p.stages):
+            self._prune(self._key(row), answer)
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""
@@ -377,7 +377,7 @@ class _Search:
 
     def _candidate(self, row: int, placed: Placed) -> Candidate:
         layout = layout_of(self.rows[row], self.space)
-        problem = self._inner(row).p
+        problem = self._placements(row).p
         again = placed.again if problem.choice else None
         layout = layout.but(chunks=placed.layers, recompute_layers=again)
         step = simulate_step(self.a, layout, self.device)

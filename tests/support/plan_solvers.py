@@ -1,11 +1,11 @@
 """The inner problem as an integer program, for solvers that others wrote: CP-SAT (extra `plan`) and HiGHS (scipy).
 
-Used to cross-check :mod:`.placement`; the planner itself needs neither. One program for each way to put the layers of the
+Used to cross-check the planner (`tools/plan/search/placement.py`), which needs neither and shares no bound with this file. One program for each way to put the layers of the
 smaller kind. Integers n, r, q of every chunk: layers of the larger kind, recomputed ones of both; e: end of every operation.
 
     minimise   makespan + rest
     e_o >= e_p + send + time_o   for the operation before it on its stage and the one whose output it reads
-    time_o = fixed + time * layers (+ again * recomputed),   e_o <= makespan
+    time_o = fixed + time * layers (+ recompute_time * recomputed),   e_o <= makespan
     sum of n = count,   n + others >= lowest,   r <= n,   memory of every stage
     U_i >= parameters of every stage,   rest = (reduce + update) U + start - hidden,   rest >= (exposed reduce + update) U + ...
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.search.placement import PS, Inner, PathPool
-from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, structures
+from telechat_moe.tools.plan.search.placement import PS, PathPool, PlacementSearch
+from telechat_moe.tools.plan.search.placement_problem import Layers, Problem
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,21 @@ class _Rows:
     """The rows ``a x <= b`` of a structure; x = [n, r, q, ends of operations, makespan, U_0, U_1, rest]."""
 
     def __init__(self, p: Problem, structure: tuple[int, ...]) -> None:
-        self.p, self.inner, n = p, Inner(p, PathPool()), p.number
-        self.few = np.array(structure)
-        self.box = self.inner.fixed(self.inner.whole(), structure)
+        self.p, self.route, n = p, p.pipeline.route, p.number
+        self.few = few = np.array(structure)
+        self.bulk = p.layers[p.bulk]
+        self.low, self.high = (
+            np.maximum(p.lowest - few, 0),
+            np.minimum(p.highest - few, self.bulk.count),
+        )
+        held = np.flatnonzero(few)
+        if len(
+            held
+        ):  # only layers of the smaller kind before the last of them, or behind the first
+            closed = slice(0, held[-1]) if p.bulk else slice(held[0] + 1, None)
+            self.low[closed] = self.high[closed] = 0
+        some = np.bincount(self.route, weights=p.lowest, minlength=p.stages) > 0
+        self.room = np.array(p.memory) - np.maximum(np.where(some, p.held, 0), p.buffer)
         self.orders = [[int(op) for op in own] for own in p.pipeline.orders]
         ops = [op for own in self.orders for op in own]
         self.at = {op: 3 * n + i for i, op in enumerate(ops)}
@@ -60,11 +72,9 @@ class _Rows:
         self.rows: list[np.ndarray] = []
         self.right: list[float] = []
         # layers that stand, the column of those that do not, the column of recomputed ones
-        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [
-            (self.inner.bulk, 0 * self.few, 0, n)
-        ]
-        if self.inner.other:
-            self.kinds.append((self.inner.other, self.few, -1, 2 * n))
+        self.kinds: list[tuple[Layers, np.ndarray, int, int]] = [(self.bulk, 0 * few, 0, n)]
+        if len(p.layers) > 1:
+            self.kinds.append((p.layers[1 - p.bulk], few, -1, 2 * n))
 
     def add(self, terms: dict[int, float], right: float) -> None:
         """Add a row."""
@@ -76,7 +86,7 @@ class _Rows:
 
     def operations(self) -> None:
         """Add when operations end."""
-        p, n, m, route = self.p, self.p.number, self.p.micro_batches, self.inner.route
+        p, n, m, route = self.p, self.p.number, self.p.micro_batches, self.route
         for own in self.orders:
             for i, op in enumerate(own):
                 kind, c, micro = op // m // n, op // m % n, op % m
@@ -98,14 +108,14 @@ class _Rows:
     def stages(self) -> None:
         """Add memory and parameters."""
         p, n = self.p, self.p.number
-        bulk = self.inner.bulk
+        bulk = self.bulk
         self.add(dict.fromkeys(range(n), 1.0), bulk.count)
         self.add(dict.fromkeys(range(n), -1.0), -bulk.count)
         for c in range(n):
             self.add({n + c: 1.0, c: -1.0}, 0.0)
         for s in range(p.stages):
-            own = [int(c) for c in np.flatnonzero(self.inner.route == s)]
-            terms, have = {}, float(self.inner.room[s])
+            own = [int(c) for c in np.flatnonzero(self.route == s)]
+            terms, have = {}, float(self.room[s])
             for layer, held, column, again in self.kinds:
                 each = layer.states + layer.kept[s]
                 have -= float(held[own].sum()) * each
@@ -133,8 +143,8 @@ def _program(p: Problem, structure: tuple[int, ...]) -> _Program:
     made.operations()
     made.stages()
     low, high, cost = np.zeros(made.width), np.full(made.width, np.inf), np.zeros(made.width)
-    low[:n], high[:n] = made.box.low, made.box.high
-    high[n : 2 * n] = made.box.high * p.choice
+    low[:n], high[:n] = made.low, made.high
+    high[n : 2 * n] = made.high * p.choice
     high[2 * n : 3 * n] = made.few * p.choice
     cost[[made.last, made.last + 3]] = 1.0
     return _Program(cost, np.array(made.rows), np.array(made.right), low, high, 3 * n)
@@ -149,7 +159,7 @@ def highs(p: Problem, limit_s: float = 30.0) -> Crossed:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     began, best, bound, proven = time.perf_counter(), None, np.inf, True
-    for structure in structures(p):
+    for structure in PlacementSearch(p, PathPool()).structures():
         m = _program(p, structure)
         # in ps and bytes it calls feasible programs infeasible
         size = np.where(np.arange(len(m.cost)) < m.whole, 1.0, np.abs(m.rows).max())
@@ -187,7 +197,7 @@ def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
     sends = 2 * p.number * p.micro_batches * p.send
     far = int(p.micro_batches * work + sends)  # one operation after the other
     far += int(p.weight.sum()) + sum(g.count * sum(g.weights) for g in p.layers)
-    for structure in structures(p):
+    for structure in PlacementSearch(p, PathPool()).structures():
         m, model = _program(p, structure), cp_model.CpModel()
         x = [
             model.new_int_var(int(low), far if np.isinf(high) else int(max(low, high)), "")
