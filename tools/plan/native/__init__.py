@@ -57,6 +57,6 @@ def load() -> ctypes.CDLL:
     return library
 
 
-def address(array: NDArray[Any]) -> int:
-    """Return the address of a C-contiguous array's first value, as the library's functions take it."""
-    return array.ctypes.data
+def address(array: NDArray[Any]) -> ctypes.c_void_p:
+    """Return a pointer to a C-contiguous array's first value; the array lives as long as the pointer does."""
+    return array.ctypes.data_as(ctypes.c_void_p)
