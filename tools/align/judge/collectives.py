@@ -12,7 +12,8 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import is_float
-from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.joining import concatenate
 
 Pieces = Sequence[Approx | Array]
 

@@ -16,7 +16,8 @@ from telechat_moe.tools.align.judge.data_flow import Place, Wiring, digest
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly, forward_key
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array, gradients
+from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
+from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.registry import UNFIT, Arguments, Formula
 
 MOST = 1 << 26

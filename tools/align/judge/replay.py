@@ -16,7 +16,8 @@ from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import Arguments, Formula, find
-from telechat_moe.tools.align.operators.approx import Approx, Array, gradients
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
 from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
 

@@ -22,16 +22,23 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, Float, spacing
+from telechat_moe.tools.align.numerics import FLOATS, Array, spacing
+from telechat_moe.tools.align.operators.rounding_errors import (
+    ROUNDING,
+    Axes,
+    alike,
+    lost,
+    rounding,
+    sum_errors,
+    walk_along,
+    walk_of_product,
+)
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Axes = int | tuple[int, ...] | None
 Back = Callable[["Approx"], "Approx"]
 
 SIGMAS = 8.0
 """Standard deviations to a bound. With 10^8 elements 6 would do for normal errors; the sizes are estimates, too."""
 
-_ROUNDING = 3**-0.5  # standard deviation of an error that is uniform in +-1 unit roundoff
 _LOST = 1e-140  # squares of smaller deviations underflow
 _FUNCTION_ULPS = 4.0  # exp, log, tanh ... of vector libraries: at most 4 ULP in float32
 
@@ -112,8 +119,8 @@ class Approx:
         """
         value = np.asarray(value, np.float64)
         with np.errstate(all="ignore"):
-            step = self._rounding(np.abs(value), roundings)
-            variance, limit = np.square(step * _ROUNDING), step
+            step = rounding(np.abs(value), roundings, self.stored, self.accumulated)
+            variance, limit = np.square(step * ROUNDING), step
             if own is not None:
                 variance, limit = variance + np.square(own[0]), limit + own[1]
             for slope, operand in terms:
@@ -122,39 +129,32 @@ class Approx:
                     variance = variance + np.square(size * operand.sigma)
                     limit = limit + size * operand.limit
             sigma = np.sqrt(variance)
-        return Approx(value, self.stored, self.accumulated, _known(sigma), _known(limit), parents)
+        return self.like(value, _known(sigma), _known(limit), parents)
 
-    def _rounding(self, size: Array, roundings: float) -> Array:
-        """Return the largest error of one rounding of values of a size."""
-        kind = FLOATS[self.stored]
-        further = max(0.0, roundings - 1) * FLOATS[self.accumulated].unit
-        if further and self.stored == "float16":
-            further += kind.unit
-        step = (min(roundings, 1.0) * kind.unit + further) * size
-        least = 2.0**kind.low
-        if roundings and np.any(size < 2 * least):
-            # Below the smallest normal number: flushed to zero, or in float16 rounded to the last bit.
-            lost = least * kind.unit if self.stored == "float16" else size
-            step = np.where(
-                size < 2 * least, np.where(size == 0, 0.0, np.maximum(step, lost)), step
-            )
-        over = (size > kind.largest) & np.isfinite(size)
-        return np.where(over, np.inf, step) if np.any(over) else step
+    def like(
+        self,
+        value: Any,
+        sigma: Any = 0.0,
+        limit: Any = 0.0,
+        parents: Sequence[tuple["Approx", Back]] = (),
+    ) -> "Approx":
+        """Return other values with the same types."""
+        return Approx(value, self.stored, self.accumulated, sigma, limit, parents)
 
     def constant(self, value: Any) -> "Approx":
-        """Return exact values with the same types."""
-        return value if isinstance(value, Approx) else Approx(value, self.stored, self.accumulated)
+        """Return exact values with the same types; an :class:`Approx` stays as it is."""
+        return value if isinstance(value, Approx) else self.like(value)
 
     def stop(self) -> "Approx":
         """Return the same numbers without their history."""
-        return Approx(self.value, self.stored, self.accumulated, self.sigma, self.limit)
+        return self.like(self.value, self.sigma, self.limit)
 
     # ------------------------------------------------------------------ element by element
 
     def __add__(self, other: Any) -> "Approx":
         """Sum."""
         o = self.constant(other)
-        parents = [(self, lambda g: _fit(g, self)), (o, lambda g: _fit(g, o))]
+        parents = [(self, lambda g: fit(g, self)), (o, lambda g: fit(g, o))]
         return self.made(self.value + o.value, [(1.0, self), (1.0, o)], 1.0, parents)
 
     __radd__ = __add__
@@ -175,7 +175,7 @@ class Approx:
         """Product."""
         o = self.constant(other)
         a, b = self.stop(), o.stop()
-        parents = [(self, lambda g: _fit(g * b, self)), (o, lambda g: _fit(g * a, o))]
+        parents = [(self, lambda g: fit(g * b, self)), (o, lambda g: fit(g * a, o))]
         both = None
         if not self.is_exact and not o.is_exact:
             both = self.sigma * o.sigma, self.limit * o.limit
@@ -193,8 +193,8 @@ class Approx:
         result = self.made(value, slopes)
         divisor, quotient = o.stop(), result.stop()
         result.parents = (
-            (self, lambda g: _fit(g / divisor, self)),
-            (o, lambda g: _fit(-(g * (quotient / divisor)), o)),
+            (self, lambda g: fit(g / divisor, self)),
+            (o, lambda g: fit(-(g * (quotient / divisor)), o)),
         )
         return result
 
@@ -229,9 +229,7 @@ class Approx:
         with np.errstate(over="ignore"):
             value = np.exp(self.value)
             slope = value
-            if (
-                not self.is_exact
-            ):  # errors of the argument may be large: exp(x + e) - exp(x), not its first order
+            if not self.is_exact:  # a large error e gives exp(x + e) - exp(x), not its first order
                 most = np.clip(np.minimum(SIGMAS * self.sigma, self.limit), 1e-9, 700.0)
                 slope = np.where(most > 0.01, value * np.expm1(most) / most, value)
         return self.apply(value, slope, lambda x, y: y)
@@ -298,7 +296,7 @@ class Approx:
     def plus(self, error: Any) -> "Approx":
         """Return the same value with one more error of a given size."""
         sigma, limit = np.hypot(self.sigma, error), self.limit + error
-        return Approx(self.value, self.stored, self.accumulated, sigma, limit, self.parents)
+        return self.like(self.value, sigma, limit, self.parents)
 
     def abs(self) -> "Approx":
         """Magnitude, exact."""
@@ -311,13 +309,11 @@ class Approx:
         """
         size = np.abs(factor)
         with np.errstate(invalid="ignore"):  # 0 times what is not finite
-            return Approx(
+            return self.like(
                 np.where(size == 0, 0.0, self.value * factor),
-                self.stored,
-                self.accumulated,
                 _known(self.sigma * size),
                 _known(self.limit * size),
-                [(self, lambda g: _fit(g.times(factor), self))],
+                [(self, lambda g: fit(g.times(factor), self))],
             )
 
     # ------------------------------------------------------------------ reductions
@@ -339,7 +335,7 @@ class Approx:
             lost(self.value, value, squares, axis, unit),
             walk_along(self.value, axis),
         )
-        return result if keepdims else result.moved(lambda x: _squeezed(x, axis))
+        return result if keepdims else result.moved(lambda x: x.squeeze(axis))
 
     def _added(
         self,
@@ -359,8 +355,14 @@ class Approx:
         if carry is not None:
             own_sigma = np.sqrt(own_sigma**2 + carry(np.square(self.sigma)))
             own_limit = own_limit + carry(self.limit)
-        same = self.stored == self.accumulated
-        return self.made(value, (), 0.0 if same else 1.0, parents, (own_sigma, own_limit))
+        return self._stored_sum(value, own_sigma, own_limit, parents)
+
+    def _stored_sum(
+        self, value: Array, sigma: Array, limit: Array, parents: Sequence[tuple["Approx", Back]]
+    ) -> "Approx":
+        """Return a sum; it is rounded once more where the stored type is not the accumulating one."""
+        roundings = 0.0 if self.stored == self.accumulated else 1.0
+        return self.made(value, (), roundings, parents, (sigma, limit))
 
     def mean(self, axis: Axes = None, keepdims: bool = False) -> "Approx":
         """Mean."""
@@ -374,10 +376,11 @@ class Approx:
         shape[axis] = -1
         count = np.arange(1, self.shape[axis] + 1).reshape(shape)
 
+        def flipped(x: "Approx") -> "Approx":
+            return x.moved(lambda v: np.flip(v, axis))
+
         def back(g: "Approx") -> "Approx":
-            return (
-                g.moved(lambda x: np.flip(x, axis)).cumsum(axis).moved(lambda x: np.flip(x, axis))
-            )
+            return flipped(flipped(g).cumsum(axis))
 
         carry = None
         if not self.is_exact:
@@ -403,11 +406,10 @@ class Approx:
                 variance, limit = variance + a @ b, limit + c @ d
         a, b = self.stop(), o.stop()
         parents = [
-            (self, lambda g: _fit(g.matmul(b.swap(-1, -2)), self)),
-            (o, lambda g: _fit(a.swap(-1, -2).matmul(g), o)),
+            (self, lambda g: fit(g.matmul(b.swap(-1, -2)), self)),
+            (o, lambda g: fit(a.swap(-1, -2).matmul(g), o)),
         ]
-        same = self.stored == self.accumulated
-        return self.made(value, (), 0.0 if same else 1.0, parents, (np.sqrt(variance), limit))
+        return self._stored_sum(value, np.sqrt(variance), limit, parents)
 
     # ------------------------------------------------------------------ moves
 
@@ -432,17 +434,13 @@ class Approx:
                 return flat.moved(lambda x: x[order].reshape(shape))
             return scatter_add((self.value.size,), index, flat).moved(lambda x: x.reshape(shape))
 
-        return Approx(
-            move(self.value), self.stored, self.accumulated, *errors, parents=[(self, back)]
-        )
+        return self.like(move(self.value), *errors, parents=[(self, back)])
 
     def spread(self, shape: Sequence[int]) -> "Approx":
         """Return it repeated to a shape; its gradient is a sum, in the accumulating type."""
-        shape = tuple(shape)
-        errors = [np.broadcast_to(e, shape) if np.any(e) else 0.0 for e in (self.sigma, self.limit)]
-        value = np.broadcast_to(self.value, shape)
-        parents = [(self, lambda g: _fit(g, self))]
-        return Approx(value, self.stored, self.accumulated, *errors, parents=parents)
+        result = self.moved(lambda x: np.broadcast_to(x, tuple(shape)), True)
+        result.parents = ((self, lambda g: fit(g, self)),)
+        return result
 
     def reshape(self, *shape: int) -> "Approx":
         """Other shape."""
@@ -459,133 +457,6 @@ class Approx:
     def __getitem__(self, key: Any) -> "Approx":
         """Part, or rows by index."""
         return self.moved(lambda x: x[key], repeats=True)
-
-
-def sum_errors(
-    total: Array, squares: Array, count: Any, kind: Float, same: Any = 0.0, walk: Any = 0.0
-) -> tuple[Array, Array]:
-    """Return standard deviation and limit of the error of a sum, from its terms' sum and sum of squares.
-
-    Each term is rounded once (products) and each partial sum once: the k-th is about ``|m| k + sqrt(v k)``. Roundings
-    of equal terms are equal, not independent. The limit is ``n u`` times the sum of magnitudes, by Cauchy's inequality.
-
-    Args:
-        total: Sum.
-        squares: Sum of squares.
-        count: Number of terms.
-        kind: Type that they are added up in.
-        same: Share of the pairs of terms that are equal, see :func:`alike`.
-        walk: Mean square of the partial sums in the order of the terms, where known.
-    """
-    count = np.maximum(count, 1)
-    mean = np.abs(total) / count
-    variance = np.maximum(squares / count - mean**2, 0.0)
-    partial = mean**2 * count**3 / 3 + variance * count**2 / 2
-    partial = np.maximum(partial, count * walk)
-    partial = partial * (1 + count * same)
-    sigma = kind.unit * _ROUNDING * np.sqrt(partial + squares + total**2)
-    flushed = count * 2.0**kind.low  # terms below the smallest normal number
-    return sigma + flushed, kind.unit * (count + 1) * np.sqrt(count * squares) + flushed
-
-
-def alike(x: Array, axis: Axes) -> Array:
-    """Return the share of pairs of terms along an axis that are equal and not zero, estimated from three distances."""
-    rows, axes = _terms(x, axis)
-    count = rows.shape[-1]
-    if count < 8:
-        return np.zeros(())
-    pairs = [(rows[..., lag:], rows[..., :-lag]) for lag in (1, count // 3, count // 2)]
-    shares = [((a == b) & (a != 0)).mean(-1) for a, b in pairs]
-    return np.expand_dims(np.mean(shares, 0), axes)
-
-
-def walk_along(x: Array, axis: Axes) -> Array:
-    """Return the mean square of the partial sums along axes, at the ends of blocks of terms."""
-    rows, axes = _terms(x, axis)
-    starts = _blocks(rows.shape[-1])
-    if len(starts) < 2:
-        return np.zeros(())
-    partial = np.add.reduceat(rows, starts, -1).cumsum(-1)
-    return np.expand_dims(np.square(partial).mean(-1), axes)
-
-
-def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
-    """Return a matrix product, and the mean square of its partial sums at the ends of blocks of terms.
-
-    Programs with two accumulators add up even and odd terms apart (OpenBLAS does, for AVX-512): where signs alternate,
-    those partial sums are larger than the ones in order.
-    """
-    starts = _blocks(a.shape[-1])
-    if len(starts) < 2:
-        return a @ b, np.zeros(())
-    even, odd = np.zeros(()), np.zeros(())
-    walk, walk_apart = np.zeros(()), np.zeros(())
-    for start, stop in zip(starts, [*starts[1:], None], strict=True):
-        left, right = a[..., start:stop], b[..., start:stop, :]
-        even = even + np.ascontiguousarray(left[..., ::2]) @ right[..., ::2, :]
-        odd = odd + np.ascontiguousarray(left[..., 1::2]) @ right[..., 1::2, :]
-        walk = walk + np.square(even + odd)
-        walk_apart = walk_apart + (np.square(even) + np.square(odd)) / 2
-    return even + odd, np.maximum(walk, walk_apart) / len(starts)
-
-
-def _blocks(count: int) -> list[int]:
-    """Return where blocks of about 32 terms or more begin, all at even terms, at most 16."""
-    number = min(16, count // 32)
-    return [i * count // number // 2 * 2 for i in range(number)]
-
-
-def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
-    """Return an array with the axes of a sum as its last, in one, and which they are."""
-    axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    rest = _rest(x, axes)
-    count = x.size // max(int(np.prod(rest, dtype=np.int64)), 1)
-    rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rest, count)
-    return rows, [a % x.ndim for a in axes]
-
-
-def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Array:
-    """Return what a sum may lack because small terms vanish beside the partial sums, as a standard deviation."""
-    partial = np.abs(total) + np.sqrt(squares)
-    small = np.where(np.abs(x) < 2 * unit * partial, x, 0.0)
-    if not np.any(small):
-        return np.zeros(())
-    whole = np.abs(small.sum(axis, keepdims=True)) / 4
-    return whole + np.sqrt(np.square(small).sum(axis, keepdims=True))
-
-
-def _rest(x: Array, axes: tuple[int, ...]) -> list[int]:
-    taken = {a % x.ndim for a in axes}
-    return [n for i, n in enumerate(x.shape) if i not in taken]
-
-
-def where(condition: Array, a: Any, b: Any) -> Approx:
-    """Choose by condition, exact."""
-    known = a if isinstance(a, Approx) else b
-    x, y = known.constant(a), known.constant(b)
-    keep = condition.astype(np.float64)
-    return Approx(
-        np.where(condition, x.value, y.value),
-        known.stored,
-        known.accumulated,
-        np.where(condition, x.sigma, y.sigma),
-        np.where(condition, x.limit, y.limit),
-        [(x, lambda g: _fit(g.times(keep), x)), (y, lambda g: _fit(g.times(1 - keep), y))],
-    )
-
-
-def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
-    """Put arrays one behind the other, exact."""
-    ends = np.cumsum([p.shape[axis] for p in parts])
-    parents = []
-    for part, end in zip(parts, ends, strict=True):
-        index = np.arange(end - part.shape[axis], end)
-        parents.append((part, lambda g, index=index: g.moved(lambda x: x.take(index, axis), True)))
-    first = parts[0]
-    sigma = np.concatenate([np.broadcast_to(p.sigma, p.shape) for p in parts], axis)
-    limit = np.concatenate([np.broadcast_to(p.limit, p.shape) for p in parts], axis)
-    value = np.concatenate([p.value for p in parts], axis)
-    return Approx(value, first.stored, first.accumulated, sigma, limit, parents)
 
 
 def scatter_add(
@@ -613,60 +484,15 @@ def scatter_add(
     if start is not None:
         sigma, limit = np.hypot(sigma, start.sigma), limit + start.limit
         parents.append((start, lambda g: g))
-    return Approx(total, parts.stored, parts.accumulated, sigma, limit, parents)
+    return parts.like(total, sigma, limit, parents)
 
 
-def gradients(
-    outputs: Sequence[tuple[Approx, Approx]], inputs: Sequence[Approx]
-) -> list[Approx | None]:
-    """Return the gradient of each input.
-
-    Args:
-        outputs: Results with the gradients that come in.
-        inputs: What they were computed from.
-
-    Returns:
-        Gradients in the order of ``inputs``; None: no output depends on it.
-    """
-    found: dict[int, Approx] = {}
-    for output, gradient in outputs:
-        found[id(output)] = found[id(output)] + gradient if id(output) in found else gradient
-    for node in _sorted([output for output, _ in outputs]):
-        gradient = found.get(id(node))
-        if gradient is None:
-            continue
-        for parent, back in node.parents:
-            part = back(gradient)
-            found[id(parent)] = found[id(parent)] + part if id(parent) in found else part
-    return [found[id(x)].stop() if id(x) in found else None for x in inputs]
-
-
-def _sorted(roots: Sequence[Approx]) -> list[Approx]:
-    """Return all that roots depend on, each before what it was computed from."""
-    order: list[Approx] = []
-    seen: set[int] = set()
-    stack: list[tuple[Approx, bool]] = [(root, False) for root in roots]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack += [(parent, False) for parent, _ in node.parents]
-    return order[::-1]
-
-
-def _fit(g: Approx, like: Approx) -> Approx:
+def fit(g: Approx, like: Approx) -> Approx:
     """Return a gradient summed over the dimensions in which its owner was repeated."""
     extra = len(g.shape) - len(like.shape)
     sizes = zip(g.shape[extra:], like.shape, strict=True)
     axes = tuple(range(extra)) + tuple(extra + i for i, (a, b) in enumerate(sizes) if a != b)
     return g.sum(axes, keepdims=True).reshape(*like.shape) if axes else g
-
-
-def _squeezed(x: Array, axis: Axes) -> Array:
-    return x.reshape(()) if axis is None else x.squeeze(axis)
 
 
 def _known(error: Array) -> Array:

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array, where
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 PAIR = "input other"
@@ -196,9 +197,7 @@ def _clamp(a: Arguments) -> Any:
     x = a.input
     inside = ((x.value >= low) & (x.value <= high)).astype(np.float64)
     kept = x.times(inside)
-    return Approx(
-        np.clip(x.value, low, high), x.stored, x.accumulated, kept.sigma, kept.limit, kept.parents
-    )
+    return x.like(np.clip(x.value, low, high), kept.sigma, kept.limit, kept.parents)
 
 
 @op("maximum", "input other")

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, where
+from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
@@ -92,7 +93,7 @@ def _weighted(score: Approx, v: Approx) -> Approx:
         coming = g.matmul(values.swap(-1, -2))
         plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
         more = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
-        total = Approx(plain.value, plain.stored, plain.accumulated, *more)
+        total = plain.like(plain.value, *more)
         return p * (coming - total)
 
     result.parents = ((score, back), result.parents[1])

@@ -110,7 +110,7 @@ def _grouped_matmul(a: Arguments) -> Any:
         raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {w.shape[0]} matrices")
     if np.any(np.diff(ends) < 0) or ends[-1] > rows or (ends.sum() == rows and ends[-1] != rows):
         ends = ends.cumsum()
-    from telechat_moe.tools.align.operators.approx import concatenate
+    from telechat_moe.tools.align.operators.joining import concatenate
 
     parts, begin = [], 0
     for e, end in enumerate(ends):

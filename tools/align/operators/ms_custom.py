@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.numerics import FLOATS, round_to
-from telechat_moe.tools.align.operators.approx import Approx, concatenate, gradients, where
+from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.gradients import gradients
+from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
 

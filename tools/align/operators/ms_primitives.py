@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, concatenate, scatter_add, where
+from telechat_moe.tools.align.operators.approx import Approx, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
+from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
@@ -30,7 +31,7 @@ def loose(x: Approx, argument: Any) -> Approx:
     """Return what follows from an exponential with the error that MindSpore's has."""
     size = (EXP + EXP_SLOPE * np.minimum(np.abs(plain(argument)), 100.0)) * x.unit * np.abs(x.value)
     sigma, limit = np.hypot(x.sigma, size / 3**0.5), x.limit + size
-    return Approx(x.value, x.stored, x.accumulated, sigma, limit, [(x, lambda g: g)])
+    return x.like(x.value, sigma, limit, [(x, lambda g: g)])
 
 
 def _index(x: Any) -> Any:

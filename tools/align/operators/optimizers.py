@@ -16,7 +16,7 @@ def _rest(x: Approx, beta: float, power: float = 1.0) -> Approx:
     """Return ``1 - beta ** power``; kernels hold beta in float32, whose rounding is large beside a small rest."""
     value = beta**power
     error = power * FLOATS["float32"].unit * value
-    return Approx(1 - value, x.stored, x.accumulated, error, 2 * error)
+    return x.like(1 - value, error, 2 * error)
 
 
 def _plain_update(a: Arguments) -> None:

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, concatenate
+from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import plain
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 
@@ -221,12 +222,7 @@ def _pad(a: Arguments) -> Any:
         return np.pad(plain(a.input), width, constant_values=int(value))
     x = a.input
     padded = np.where(outside, value, np.pad(x.value, width))
-    return Approx(
-        padded,
-        x.stored,
-        x.accumulated,
-        parents=[(x, lambda g: g.moved(lambda v: v[where], True))],
-    )
+    return x.like(padded, parents=[(x, lambda g: g.moved(lambda v: v[where], True))])
 
 
 @op("tril TrilExt", "input diagonal=0", exact=True)

@@ -24,7 +24,8 @@ from telechat_moe.ops import (
 from telechat_moe.ops.select import face as chosen_face
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
 
 ROWS = 256

@@ -13,7 +13,8 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.model.dispatch import DroplessDispatch, build_dispatch, drops
 from telechat_moe.ops import grouped_matmul, permute
-from telechat_moe.tools.align.operators.approx import Approx, Array, concatenate, where
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,
     ROWS,

@@ -18,7 +18,8 @@ import numpy as np
 
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
-from telechat_moe.tools.align.operators.approx import Approx, gradients
+from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.operators.gradients import gradients
 
 if TYPE_CHECKING:
     from telechat_moe.tools.align.phases.cases import Case
