@@ -50,8 +50,8 @@ setup(
     package_dir=package_dir,
     package_data={
         "telechat_moe": ["py.typed", "*.css"],
-        "telechat_moe.graph": ["*.cc", "*.html"],
-        "telechat_moe.tools.plan": ["*/*.html", "*/*.yaml", "native/*.cc", "native/*.h"],
+        "telechat_moe.graph": ["*.cc"],
+        "telechat_moe.tools.plan": ["*/*.js", "*/*.yaml", "native/*.cc", "native/*.h"],
         "telechat_moe.recipes": ["*/*.yaml", "*.json"],
         "telechat_moe.ops": ["csrc/*", "csrc/*/*"],
     },

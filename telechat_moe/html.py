@@ -238,6 +238,7 @@ class Axes:
         ]
         digits = decimals(across)
         parts += [
+            f"<line class=grid x1={self.x(v):.1f} x2={self.x(v):.1f} y1={self.top} y2={low} />"
             f"<text x={self.x(v):.1f} y={low + 18} text-anchor=middle>{v:,.{digits}f}</text>"
             for v in across
         ]

@@ -1,10 +1,11 @@
-"""The dry run's report as one HTML page, without anything from elsewhere."""
+"""The dry run's report as one self-contained HTML page."""
 
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from telechat_moe import html
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.report import (
     Table,
@@ -14,8 +15,8 @@ from telechat_moe.graph.report import (
     size_text,
 )
 from telechat_moe.graph.schedule import Event, timeline
+from telechat_moe.html import Html
 
-TEMPLATE = Path(__file__).with_name("page.html")
 MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 LANE, UNIT = 26, 22
 
@@ -42,12 +43,10 @@ def page(result: dict[str, Any], difference: dict[str, Any] | None = None) -> st
     body += ["<h2>Memory of a device</h2>", _memory(result)]
     body += [_stage(stage) for stage in result["stages"]]
     notes = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in result["notes"].items()
+        html.tag("dt", name) + html.tag("dd", text) for name, text in result["notes"].items()
     )
     body.append(f"<h2>How it is counted</h2><dl>{notes}</dl>")
-    text = TEMPLATE.read_text(encoding="utf-8")
-    title = f"Dry run: {Path(result['recipe']).name}, {result['layout']}"
-    return text.replace("{{title}}", escape(title)).replace("{{body}}", "".join(body))
+    return html.page(f"Dry run: {Path(result['recipe']).name}, {result['layout']}", body)
 
 
 def _head(result: dict[str, Any]) -> str:
@@ -58,7 +57,7 @@ def _head(result: dict[str, Any]) -> str:
     lines = [
         f"<p>{escape(result['model'])}'s model, <b>{escape(result['layout'])}</b> on {result['devices']} devices, target "
         f"{escape(result['target'])}, MindSpore {escape(result['mindspore'])}. Compiled on this machine: {seconds}.</p>",
-        f"<p class=limits>{escape(result['limits'])}</p>",
+        html.tag("p", result["limits"], "soft"),
     ]
     check = result["check"]
     if check is not None:
@@ -69,48 +68,29 @@ def _head(result: dict[str, Any]) -> str:
             f"<p class={kind}>Rank {check['rank']} compiled too: {said} to what was derived from rank "
             f"{check['derived_from']} ({escape(check['compared'])}).{detail}</p>"
         )
-    lines += [f"<p class=bad>{escape(text)}</p>" for text in result["unmatched_transfers"]]
+    lines += [html.tag("p", text, "bad") for text in result["unmatched_transfers"]]
     return "".join(lines)
 
 
 def _table(table: Table) -> str:
     title, headers, rows = table
-    head = "".join(_cell("th", h.strip(), h.endswith(" ")) for h in headers)
-    body = "".join(
-        "<tr>"
-        + "".join(_cell("td", c, h.endswith(" ")) for c, h in zip(row, headers, strict=True))
-        + "</tr>"
-        for row in rows
-    )
-    caption = f"<h3>{escape(title)}</h3>" if title else ""
-    return f"{caption}<div class=scroll><table><thead><tr>{head}</tr></thead>{body}</table></div>"
-
-
-def _cell(tag: str, text: str, number: bool) -> str:
-    return f"<{tag}{' class=n' if number else ''}>{escape(text)}</{tag}>"
+    return (html.tag("h3", title) if title else "") + html.table(headers, rows)
 
 
 def _stage(stage: dict[str, Any]) -> str:
     others = stage["derived_ranks"]
     derived = f"; ranks {_spans(others)} derived by substituting groups" if others else ""
     parts = [f"<h2>Stage {stage['stage']}, rank {stage['rank']}{derived}</h2>"]
-    rows = []
-    most = max((s["sent"] for s in by_group(stage).values()), default=0)
-    for key, s in by_group(stage).items():
-        calls, size = str(s["count"]), size_text(s["bytes"])
+    groups = by_group(stage)
+    most = max((s["sent"] for s in groups.values()), default=0) or 1
+    rows: list[list[object]] = []
+    for key, s in groups.items():
         certain = "" if s["certain"] == s["bytes"] else f"{size_text(s['certain'])} certain"
-        bar = f"<div class=bar style='width:{100 * s['sent'] / most if most else 0:.1f}%'></div>"
-        cells = "".join(f"<td>{escape(text)}</td>" for text in key)
-        numbers = "".join(f"<td class=n>{escape(v)}</td>" for v in (calls, size))
-        rows.append(
-            f"<tr>{cells}{numbers}<td class=n>{size_text(s['sent'])}</td>"
-            f"<td class=track>{bar}<span class=soft>{escape(certain)}</span></td></tr>"
-        )
-    head = "<th>phase<th>purpose<th>collective<th>group<th class=n>calls<th class=n>bytes<th class=n>sent<th>"
-    parts.append("<h3>Collectives a step</h3>")
-    parts.append(
-        f"<div class=scroll><table><thead><tr>{head}</tr></thead>{''.join(rows)}</table></div>"
-    )
+        bar = html.bar(s["sent"] / most, said=html.tag("span", certain, "soft"))
+        sizes = (size_text(s["bytes"]), size_text(s["sent"]))
+        rows.append([*key, s["count"], *sizes, bar])
+    head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent ", ""]
+    parts += ["<h3>Collectives a step</h3>", html.table(head, rows)]
     found = [
         [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
         for key, s in by_module(stage).items()
@@ -119,7 +99,7 @@ def _stage(stage: dict[str, Any]) -> str:
     if found:
         parts.append(_table(("Forward collectives by module", head, found)))
     kinds = sorted(stage["operators"].items(), key=lambda item: -sum(item[1].values()))
-    rows = [[kind, *(str(counts[p] or "") for p in PHASES)] for kind, counts in kinds]
+    rows = [[kind, *(counts[p] or "" for p in PHASES)] for kind, counts in kinds]
     again = stage["recomputation"]
     said = (
         f"<p>{again['operators']} forward operators run again in the backward pass, {again['collectives']} of them "
@@ -127,10 +107,10 @@ def _stage(stage: dict[str, Any]) -> str:
         if again["operators"]
         else "<p>No forward operator runs again.</p>"
     )
-    table = _table(("", ["operator", *(f"{p} " for p in PHASES)], rows))
+    table = html.table(["operator", *(f"{p} " for p in PHASES)], rows)
     count = sum(sum(c.values()) for c in stage["operators"].values())
     parts.append(f"<h3>Operators a step: {count}</h3>{said}")
-    parts.append(f"<details><summary>by kind</summary>{table}</details>")
+    parts.append(html.details("by kind", table))
     return "".join(parts)
 
 
@@ -147,19 +127,17 @@ def _spans(ranks: Sequence[int]) -> str:
 
 def _memory(result: dict[str, Any]) -> str:
     most = max(s["memory"]["total"] for s in result["stages"]) or 1
-    lines = []
+    bars: list[list[object]] = []
     for stage in result["stages"]:
         memory = stage["memory"]
-        bars = "".join(
-            f"<i class='m{place}' style='width:{100 * memory[name] / most:.2f}%' "
+        shares = "".join(
+            f"<i style='width:{100 * memory[name] / most:.2f}%;background:var(--m{i})' "
             f"title='{name}: {size_text(memory[name])}'></i>"
-            for place, name in enumerate(MEMORY)
+            for i, name in enumerate(MEMORY)
         )
-        lines.append(
-            f"<div class=row><span>stage {stage['stage']}</span><span class=stack>{bars}</span>"
-            f"<span class=n>{size_text(memory['total'])}</span></div>"
-        )
-    keys = "".join(f"<span><i class='key m{i}'></i>{name}</span>" for i, name in enumerate(MEMORY))
+        bar = html.tag("div", Html(shares), "stack")
+        bars.append([f"stage {stage['stage']}", bar, size_text(memory["total"])])
+    keys = html.keys((f"var(--m{i})", name) for i, name in enumerate(MEMORY))
     head = ["stage", *(f"{name} " for name in MEMORY), "kept by a pass ", "in flight "]
     rows = [
         [
@@ -170,7 +148,7 @@ def _memory(result: dict[str, Any]) -> str:
         ]
         for s in result["stages"]
     ]
-    return f"{''.join(lines)}<p class=keys>{keys}</p>{_table(('', head, rows))}"
+    return html.table(["", "", "total "], bars) + keys + html.table(head, rows)
 
 
 def _timeline(result: dict[str, Any]) -> str:
@@ -187,21 +165,27 @@ def _timeline(result: dict[str, Any]) -> str:
         for slot in slots:
             x, w = left + slot.start * UNIT, (slot.end - slot.start) * UNIT
             chunk = f".{slot.event.chunk}" if slot.event.chunk else ""
-            kind = "f" if slot.event.kind == "F" else "b"
+            fade = " fill-opacity=.6" if slot.event.chunk else ""
             drawn.append(
                 f"<g><title>{escape(str(slot.event))}</title><rect x={x:g} y={top} width={w - 1:g} height={LANE - 5} "
-                f"rx=2 class='{kind}{' alt' if slot.event.chunk else ''}' />"
-                f"<text x={x + w / 2:g} y={top + 15} class=mid>{slot.event.micro}{chunk}</text></g>"
+                f"rx=2 fill='var(--{slot.event.kind})'{fade} />"
+                f"<text x={x + w / 2:g} y={top + 15} class=inside>{slot.event.micro}{chunk}</text></g>"
             )
     text = "".join(
-        f"<p class=order><b>stage {s['stage']}</b> {escape(s['order_text'])}</p>"
+        f"<p class=mono><b>stage {s['stage']}</b> {escape(s['order_text'])}</p>"
         for s in result["stages"]
     )
+    keys = html.keys(
+        [("var(--F)", "forward"), ("var(--B)", "backward")],
+        "the number is the micro-batch, .1 a second chunk of layers",
+    )
+    drawing = html.svg(width, height, drawn, "order of the micro-batches")
+    said = (
+        "in words: F forward, B backward, sf rf send and receive an activation, sb rb a gradient, "
+        "> the other rank"
+    )
+    note = "The order is the graph's; drawn as if a forward took 1, a backward 2 and a transfer no time."
     return (
-        "<p class=keys><span><i class='key f'></i>forward</span><span><i class='key b'></i>backward</span>"
-        "<span class=soft>the number is the micro-batch, .1 a second chunk of layers</span></p>"
-        f"<div class=scroll><svg width={width:g} height={height} role=img>{''.join(drawn)}</svg></div>"
-        "<p class=soft>The order is the graph's; drawn as if a forward took 1, a backward 2 and a transfer no time.</p>"
-        f"<details><summary>in words: F forward, B backward, sf rf send and receive an activation, sb rb a gradient, "
-        f"&gt; the other rank</summary>{text}</details>"
+        f"{keys}<div class=scroll>{drawing}</div><p class=soft>{note}</p>"
+        f"{html.details(said, Html(text))}"
     )

@@ -1,9 +1,9 @@
 """`telechat-moe plan search`: which architecture of a space trains fastest on a device, within a budget."""
 
 import argparse
-import html
 from typing import Any
 
+from telechat_moe import html
 from telechat_moe.cli.output import human, show_table, write_json, write_text
 
 EPILOG = """\
@@ -109,53 +109,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
-    points = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in result.scored]
-    front = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in result.front]
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row(c)) + "</tr>"
-        for c in result.front
-    )
-    titles = "".join(f"<th>{h.strip()}</th>" for h in headers)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Model search</title><style>body{font:15px system-ui,'
-        "sans-serif;margin:2em auto;max-width:80em;padding:0 1em}td,th{padding:.25em .7em;text-align:right;border-bottom:1px "
-        "solid #ddd}table{border-collapse:collapse;font-variant-numeric:tabular-nums}</style><h1>Model search</h1>"
-        f"<p>{html.escape(said)}</p>{_chart(points[:4000], front)}<h2>Front</h2><table><tr>{titles}</tr>{cells}</table></html>"
-    )
+    def points(found: Any) -> list[tuple[float, float, str]]:
+        rows = [(c.architecture.parameters / 1e9, c.tokens_per_s, row(c)[5]) for c in found]
+        return [(x, y, f"{text}: {x:.1f}B, {y:.1f} tokens/s") for x, y, text in rows]
 
-
-def _chart(points: list[tuple[float, float, str]], front: list[tuple[float, float, str]]) -> str:
-    """Return an SVG: parameters to the right, tokens a second upwards."""
-    if not points:
-        return ""
-    xs, ys = [p[0] for p in points + front], [p[1] for p in points + front]
-    left, right, top, low = 80, 860, 20, 380
-    wide, high = max(xs) - min(xs) or 1.0, max(ys) - min(ys) or 1.0
-
-    def at(p: tuple[float, float, str]) -> str:
-        x = left + 20 + (right - left - 40) * (p[0] - min(xs)) / wide
-        return f"{x:.1f},{low - 15 - (low - top - 30) * (p[1] - min(ys)) / high:.1f}"
-
-    def dot(p: tuple[float, float, str], colour: str, size: float) -> str:
-        x, _, y = at(p).partition(",")
-        tip = html.escape(f"{p[2]}: {p[0]:.1f}B, {p[1]:.1f} tokens/s")
-        return f'<circle cx="{x}" cy="{y}" r="{size}" fill="{colour}"><title>{tip}</title></circle>'
-
+    labels = ("parameters, 10^9", "tokens/s a device")
     parts = [
-        f'<rect x="{left}" y="{top}" width="{right - left}" height="{low - top}" fill="none" stroke="#ccc"/>'
+        html.tag("p", said, "sentence"),
+        html.front_chart(points(result.front), points(result.scored[:4000]), labels),
+        "<h2>Front</h2>",
+        html.table(headers, list(map(row, result.front))),
     ]
-    parts += [dot(p, "#bbb", 2.5) for p in points]
-    parts.append(
-        f'<polyline points="{" ".join(map(at, front))}" fill="none" stroke="#1663b0" stroke-width="1.5"/>'
-    )
-    parts += [dot(p, "#1663b0", 4.5) for p in front]
-    for text, x, y, anchor in (
-        (f"{min(xs):.1f}B", left + 20, low + 18, "middle"),
-        (f"{max(xs):.1f}B", right - 20, low + 18, "middle"),
-        ("parameters", (left + right) / 2, low + 36, "middle"),
-        (f"{max(ys):.1f}", left - 8, top + 18, "end"),
-        (f"{min(ys):.1f}", left - 8, low - 10, "end"),
-        ("tokens/s a device", left, top - 6, "start"),
-    ):
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>')
-    return f'<svg viewBox="0 0 900 430" width="900" font-size="13">{"".join(parts)}</svg>'
+    return html.page("Model search", parts)

@@ -1,6 +1,5 @@
 """What the planner says: the ranked table, why every other layout was not chosen, and the page."""
 
-import html
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -9,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe import html
 from telechat_moe.errors import BadInputError
-from telechat_moe.html import round_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
@@ -197,17 +196,11 @@ def front_points(plans: list[Plan]) -> list[Point]:
     return kept
 
 
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>body{{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#1b1b1b;background:#fff}}
-table{{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}}td,th{{padding:.25em .8em;text-align:right;
-border-bottom:1px solid #ddd}}td:last-child,th:last-child{{text-align:left}}svg{{max-width:100%;height:auto}}
-pre{{background:#f4f4f4;padding:.8em;overflow:auto}}details{{margin:1em 0}}</style>
-<h1>{title}</h1><p>{verdict}</p><h2>Time against memory</h2>
-<p>Blue: the best layout found with no more memory than so much, and how sure it is that none is faster; grey: the other layouts
-that were solved. Step times are simulated, the pipeline operation by operation; memory is as searched, with a mean of micro-batches in flight.</p>
-{chart}{front}<h2>Fastest layouts</h2>{table}<h2>The first one</h2><pre>{first}</pre>
-<h2>Why not the others</h2><p>{counts}</p><details><summary>{shown}</summary><pre>{why}</pre></details></html>
-"""
+FRONT = (
+    "Blue: the fastest layout found within each amount of memory, and how sure it is that none is faster; grey: the other "
+    "layouts that were solved. Step times are simulated, the pipeline operation by operation; memory is as searched, with a "
+    "mean of micro-batches in flight."
+)
 
 
 def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
@@ -229,86 +222,32 @@ def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
     first = data["layouts"][0] if data["layouts"] else {}
     shown = lines[:2000]
     counts = f"{len(plan.rows):,} layouts: {data['out_of_memory']:,} out of memory, {data['dominated']:,} dominated, "
-    return PAGE.format(
-        title=html.escape(
-            f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
-        ),
-        verdict=html.escape(verdict(plan)),
-        chart=_chart(points, plan),
-        front=_table(["peak, GiB", "step, s", "fastest", "layout"], front),
-        table=_table(*ranked(data)),
-        first=html.escape("\n".join(f"{k}: {v}" for k, v in first.items())),
-        counts=counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s",
-        shown=f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all",
-        why=html.escape("\n".join(shown)),
-    )
-
-
-def _table(headers: list[str], rows: list[list[str]]) -> str:
-    cells = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    return (
-        "<table><tr>" + "".join(f"<th>{h.strip()}</th>" for h in headers) + f"</tr>{cells}</table>"
-    )
-
-
-def _chart(points: list[Point], plan: Plan) -> str:
-    """Return an SVG: peak memory to the right, step time upwards."""
+    title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
+    reasons = f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all"
     others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
-    both = points + others
-    if not both:
-        return "<p>Nothing fits.</p>"
-    width, height, left, low = 820, 400, 70, 350
-    across = _ticks(0.0, max(p.peak_bytes for p in both) / GIB)
-    up = _ticks(min(p.step_s for p in both), max(p.step_s for p in both))
-    most, fast, slow = across[-1], up[0], up[-1]
-
-    def at(point: Point) -> tuple[float, float]:
-        x = left + (width - left - 20) * point.peak_bytes / GIB / most
-        return x, low - (low - 20) * (point.step_s - fast) / max(slow - fast, 1e-12)
-
-    parts = []
-    for gib in across:
-        x, _ = at(Point(gib * GIB, fast, ""))
-        parts.append(f'<line x1="{x:.1f}" y1="20" x2="{x:.1f}" y2="{low}" stroke="#eee"/>')
-        parts.append(f'<text x="{x:.1f}" y="{low + 20}" text-anchor="middle">{gib:g}</text>')
-    for sec in up:
-        _, y = at(Point(0.0, sec, ""))
-        parts.append(
-            f'<line x1="{left}" y1="{y:.1f}" x2="{width - 20}" y2="{y:.1f}" stroke="#eee"/>'
-        )
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{sec:g}</text>')
-    parts.append(
-        f'<text x="{(left + width) / 2}" y="{low + 42}" text-anchor="middle">peak memory of a device, GiB</text>'
+    drawn = html.front_chart(
+        list(map(_on_chart, points)),
+        list(map(_on_chart, others)),
+        ("peak memory of a device, GiB", "step, s"),
     )
-    parts.append(f'<text x="{left}" y="12">step, s</text>')
-    for p in others:
-        x, y = at(p)
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#bbb"><title>{_tip(p)}</title></circle>'
-        )
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, points))
-    parts.append(f'<polyline points="{line}" fill="none" stroke="#1663b0" stroke-width="1.5"/>')
-    for p in points:
-        x, y = at(p)
-        parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="#1663b0"><title>{_tip(p)}</title></circle>'
-        )
-    return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" font-size="13">{"".join(parts)}</svg>'
-    )
+    parts = [
+        html.tag("p", verdict(plan), "sentence"),
+        "<h2>Time against memory</h2>",
+        html.tag("p", FRONT, "soft"),
+        drawn or "<p>Nothing fits.</p>",
+        html.table(["peak, GiB ", "step, s ", "fastest ", "layout"], front),
+        "<h2>Fastest layouts</h2>",
+        html.table(*ranked(data)),
+        "<h2>The first one</h2>",
+        html.tag("pre", "\n".join(f"{k}: {v}" for k, v in first.items())),
+        "<h2>Why not the others</h2>",
+        html.tag("p", counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s"),
+        html.details(reasons, html.tag("pre", "\n".join(shown))),
+    ]
+    return html.page(title, parts)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return round numbers, a few of them, from at most `low` to at least `high`."""
-    step = round_step(max(high - low, 1e-9 * max(abs(high), 1e-9)), 5)
-    first, last = math.floor(low / step), max(math.ceil(high / step), math.floor(low / step) + 1)
-    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
-
-
-def _tip(point: Point) -> str:
+def _on_chart(point: Point) -> tuple[float, float, str]:
     sure = "" if math.isnan(point.gap) else f", {point.sure}"
-    return html.escape(
-        f"{point.layout}: {point.step_s:.4f} s, {point.peak_bytes / GIB:.1f} GiB{sure}"
-    )
+    gib = point.peak_bytes / GIB
+    return gib, point.step_s, f"{point.layout}: {point.step_s:.4f} s, {gib:.1f} GiB{sure}"

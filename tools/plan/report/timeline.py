@@ -3,10 +3,19 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
-TEMPLATE = Path(__file__).with_name("timeline.html")
+from telechat_moe import html
+
+SCRIPT = Path(__file__).with_name("timeline.js")
+CANVAS = """
+<div class="keys" id="keys"></div>
+<p class="soft"><button id="all">whole</button> <button id="in">zoom in</button> <button id="out">zoom out</button>
+ wheel zooms at the pointer, drag moves, keys + − 0 ← → too</p>
+<canvas id="time" tabindex="0" aria-label="timeline"></canvas>
+<canvas id="memory" aria-label="memory over time"></canvas>
+<div id="tip"></div>
+"""
 
 KINDS = {
     "F": "forward",
@@ -73,7 +82,7 @@ class Timeline:
 
 
 def page(timeline: Timeline) -> str:
-    """Return a page that needs nothing from elsewhere and no network."""
+    """Return a self-contained page."""
     used = {box.kind for box in (*timeline.boxes, *timeline.sends)}
     data = {
         "rows": list(timeline.rows),
@@ -86,17 +95,10 @@ def page(timeline: Timeline) -> str:
         ],
         "limit": timeline.limit_bytes,
     }
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    parts = {
-        "title": escape(timeline.title),
-        "notes": "".join(f"<p>{escape(note)}</p>" for note in timeline.notes),
-        "tables": "".join(_table(table) for table in timeline.tables),
-        "data": text,
-    }
-    result = TEMPLATE.read_text(encoding="utf-8")
-    for name, value in parts.items():
-        result = result.replace("{{" + name + "}}", value)
-    return result
+    tables = [html.tag("h2", t.title) + html.table(t.headers, t.rows) for t in timeline.tables]
+    notes = [html.tag("p", note) for note in timeline.notes]
+    script = html.script(data, SCRIPT.read_text(encoding="utf-8"))
+    return html.page(timeline.title, [*notes, CANVAS, *tables, script], wide=True)
 
 
 def _short(seconds: float) -> float:
@@ -111,20 +113,6 @@ def _columns(boxes: Sequence[Box], rows: int) -> list[list[object]]:
             [_short(box.start_s), _short(box.duration_s), box.kind, box.text, box.label]
         )
     return per_row
-
-
-def _table(table: Table) -> str:
-    def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if head.endswith(' ') else ''}>{escape(cell.strip())}</{tag}>"
-            for cell, head in zip(row, table.headers, strict=True)
-        )
-
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
-    return (
-        f"<h2>{escape(table.title)}</h2><div class=scroll><table><thead><tr>"
-        f"{cells('th', table.headers)}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def chrome_trace(timeline: Timeline) -> str:

@@ -1,43 +1,3 @@
-<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{{title}}</title>
-<style>
-:root { --ink: #1c2430; --soft: #66707d; --line: #dfe3e8; --paper: #fff; --empty: #f3f5f7; --text: #fff;
-  --F: #3f7fc4; --B: #d9822b; --D: #e5a54f; --W: #4d9f61; --FB: #8a63b8; --FD: #a784cc; --C: #b6517a; --S: #d695b3; --K: #3f7fc4;
-  --O: #7d8590; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e5e9ee; --soft: #98a2ae; --line: #333b45; --paper: #14181d;
-  --empty: #1c2229; --text: #0c0f13; --F: #6ea8e6; --B: #efa254; --D: #f2c27d; --W: #7cc48d; --FB: #b394dc;
-  --FD: #c9b3e6; --C: #dd86a8; --S: #f0bfd2; --K: #6ea8e6; --O: #98a2ae; --bad: #ff8a80; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1400px;
-  margin: 1.5rem auto; padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0 0 .4rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .5rem; }
-p { margin: .2rem 0; max-width: 75rem; } .soft { color: var(--soft); font-size: .87rem; }
-.keys { margin: .6rem 0; } .keys span { margin-right: 1.1rem; white-space: nowrap; }
-.keys i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; vertical-align: -.05rem; }
-canvas { display: block; width: 100%; cursor: grab; touch-action: none; } canvas:active { cursor: grabbing; }
-button { font: inherit; font-size: .87rem; padding: .1rem .6rem; border: 1px solid var(--line); border-radius: .3rem;
-  background: var(--empty); color: var(--ink); cursor: pointer; }
-#tip { position: fixed; pointer-events: none; background: var(--ink); color: var(--paper); padding: .3rem .6rem;
-  border-radius: .3rem; font-size: .82rem; max-width: 34rem; display: none; z-index: 2; white-space: pre-line;
-  overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .87rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .18rem .9rem .18rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--soft); font-weight: 500; } .n { text-align: right; }
-</style>
-<h1>{{title}}</h1>
-{{notes}}
-<div class="keys" id="keys"></div>
-<p class="soft"><button id="all">whole</button> <button id="in">zoom in</button> <button id="out">zoom out</button>
- wheel zooms at the pointer, drag moves, keys + − 0 ← → too</p>
-<canvas id="time" tabindex="0" aria-label="timeline"></canvas>
-<canvas id="memory" aria-label="memory over time"></canvas>
-<div id="tip"></div>
-{{tables}}
-<script id="data" type="application/json">{{data}}</script>
-<script>
 const data = JSON.parse(document.getElementById("data").textContent);
 const time = document.getElementById("time"), memory = document.getElementById("memory"), tip = document.getElementById("tip");
 const style = k => getComputedStyle(document.documentElement).getPropertyValue("--" + k).trim();
@@ -82,12 +42,12 @@ function first(row, t) {  // boxes may overlap a little, so look a few back
   return Math.max(0, low - 1);
 }
 function draw() {
-  for (const k of ["ink", "soft", "line", "empty", "text", "bad", ...Object.keys(data.kinds)]) colours[k] = style(k);
+  for (const k of ["ink", "soft", "line", "card", "on-fill", "bad", ...Object.keys(data.kinds)]) colours[k] = style(k);
   const height = AXIS + data.rows.length * ROW, g = canvas(time, height), width = time.clientWidth;
   ticks(g, height);
   data.boxes.forEach((row, r) => {
     const y = AXIS + r * ROW;
-    g.fillStyle = colours.empty; g.fillRect(LEFT, y + 1, width - LEFT, ROW - 2);
+    g.fillStyle = colours.card; g.fillRect(LEFT, y + 1, width - LEFT, ROW - 2);
     g.save(); g.beginPath(); g.rect(LEFT, y, width - LEFT, ROW); g.clip();
     let painted = -1;
     for (let i = first(row, from); i < row.length && row[i][0] <= to; i++) {
@@ -96,7 +56,7 @@ function draw() {
       painted = b;
       g.fillStyle = colours[kind]; g.fillRect(a, y + 2, Math.max(b - a - (b - a > 3 ? .7 : 0), .4), ROW - 4);
       if (label && b - a > 7 * label.length + 4) {
-        g.fillStyle = colours.text; g.textAlign = "center";
+        g.fillStyle = colours["on-fill"]; g.textAlign = "center";
         g.fillText(label, (Math.max(a, LEFT) + Math.min(b, width)) / 2, y + ROW / 2 + .5);
       }
     }
@@ -183,5 +143,3 @@ addEventListener("keydown", e => { const t = (from + to) / 2, s = (to - from) / 
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 whole();
-</script>
-</html>
