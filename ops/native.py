@@ -18,6 +18,30 @@ import numpy as np
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.ops.build import LIBRARY
 
+POINTER, TEXT, NUMBER = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64
+# Function -> type of the result, types of the arguments (None: those of the call). Others return int.
+SIGNATURES: dict[str, tuple[Any, list[Any] | None]] = {
+    "telechat_isa": (TEXT, []),
+    "telechat_gemm_backend": (TEXT, []),
+    "telechat_attributes_new": (POINTER, []),
+    "telechat_attributes_workspace": (NUMBER, [POINTER]),
+    "telechat_attributes_free": (None, [POINTER]),
+    "telechat_attributes_number": (None, [POINTER, TEXT, ctypes.c_double]),
+    "telechat_attributes_list": (None, [POINTER, TEXT, POINTER, NUMBER]),
+    "telechat_infer": (NUMBER, None),
+    "telechat_tap_begin": (NUMBER, [TEXT, NUMBER]),
+    "telechat_tap_end": (NUMBER, []),
+    "dvm_create": (POINTER, [POINTER, NUMBER]),
+    "dvm_destroy": (None, [POINTER]),
+    "dvm_run": (ctypes.c_int, [POINTER, POINTER, POINTER]),
+    "dvm_encode": (ctypes.c_int, [POINTER, POINTER]),
+    "dvm_output_shapes": (NUMBER, [POINTER, POINTER, POINTER]),
+    "dvm_disassemble": (NUMBER, [POINTER, POINTER, TEXT, NUMBER]),
+    "dvm_explain": (NUMBER, [POINTER, TEXT, NUMBER]),
+    "dvm_time_encode": (ctypes.c_int, [POINTER, POINTER, NUMBER, POINTER]),
+    "dvm_opcode_names": (NUMBER, [TEXT, NUMBER]),
+}
+
 Attribute = bool | int | float | Sequence[int]
 
 
@@ -64,26 +88,9 @@ def load() -> ctypes.CDLL:
         NativeError: It is missing or cannot be loaded.
     """
     library = open_library(path())
-    library.telechat_isa.restype = ctypes.c_char_p
-    library.telechat_gemm_backend.restype = ctypes.c_char_p
-    library.telechat_attributes_new.restype = ctypes.c_void_p
-    library.telechat_attributes_workspace.restype = ctypes.c_int64
-    library.telechat_attributes_workspace.argtypes = [ctypes.c_void_p]
-    library.telechat_attributes_free.argtypes = [ctypes.c_void_p]
-    library.telechat_attributes_number.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_double,
-    ]
-    library.telechat_attributes_list.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_void_p,
-        ctypes.c_int64,
-    ]
-    library.telechat_infer.restype = ctypes.c_int64
-    library.telechat_tap_begin.restype = library.telechat_tap_end.restype = ctypes.c_int64
-    library.telechat_tap_begin.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     found = importlib.util.find_spec("mindspore")
     if found and found.submodule_search_locations:
         onednn = Path(found.submodule_search_locations[0]) / "lib" / "libdnnl.so.3"

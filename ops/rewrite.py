@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
 from telechat_moe.ops import dvm
-from telechat_moe.ops.dvm import Builder, ProgramError, Value
+from telechat_moe.ops.dvm import Builder, ProgramError, Value, ir
 
 
 class Region(NamedTuple):
@@ -71,7 +71,7 @@ def _descend(parent: nn.Cell, path: str, regions: list[Region]) -> None:
             _descend(child, where, regions)
             continue
         stages = len(dvm.Compiled(program).explain()["stages"])
-        work = sum(n.op not in (dvm.ir.LOAD, dvm.ir.STORE, dvm.ir.SCALAR) for n in program.nodes)
+        work = sum(n.op not in (ir.LOAD, ir.STORE, ir.SCALAR) for n in program.nodes)
         reason = f"{work} operations in {stages} stage{'s' if stages > 1 else ''}"
         regions.append(Region(where, type(child).__name__, program, reason))
         parent._cells[name] = FusedRegion(child, program, parameters)
@@ -101,7 +101,8 @@ class _Self:
         if isinstance(found, ops.Primitive):
             return lambda *args: self._tracer.operation(found, args)
         if isinstance(found, nn.Cell):
-            return lambda *args: type(found).construct(_Self(found, self._tracer), *args)
+            construct: Any = type(found).construct  # called with a recorder in place of the cell
+            return lambda *args: construct(_Self(found, self._tracer), *args)
         return found
 
 
@@ -218,19 +219,20 @@ def _trace(cell: nn.Cell) -> tuple[dvm.Program, list[Parameter]]:
     """Return the program of a cell, and the parameters that are its last inputs."""
     tracer = _Tracer()
     widths = {p.shape for _, p in cell.parameters_and_names() if len(p.shape) == 1}
-    names = list(inspect.signature(type(cell).construct).parameters)[1:]
+    construct: Any = type(cell).construct  # called with a recorder in place of the cell
+    names = list(inspect.signature(construct).parameters)[1:]
     if not names or len(names) > 3:
         raise _UnsupportedError(f"{len(names)} arguments")
     values = []
     for name in names:
-        shape = list(name.rpartition("_")[2])
-        if "_" not in name or not all(c.isupper() or c.isdigit() for c in shape):
+        shape: list[int | str] = list(name.rpartition("_")[2])
+        if "_" not in name or not all(c.isupper() or c.isdigit() for c in map(str, shape)):
             raise _UnsupportedError(f"the argument {name} does not name its shape")
         if len(widths) == 1:  # a weight as wide as the rows
             shape[-1] = next(iter(widths))[0]
         values.append(_Recorded(tracer.k.load(shape)))
     try:
-        result = type(cell).construct(_Self(cell, tracer), *values)
+        result = construct(_Self(cell, tracer), *values)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         raise _UnsupportedError(f"it does more than call primitives ({error})") from error
     results = result if isinstance(result, tuple) else (result,)

@@ -17,28 +17,6 @@ from telechat_moe.ops.dvm.ir import Program, ProgramError
 _ROOM = 1 << 20
 
 
-def _library() -> ctypes.CDLL:
-    library = native.load()
-    if not getattr(library, "dvm_typed", False):
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        library.dvm_create.restype = pointer
-        library.dvm_create.argtypes = [pointer, number]
-        library.dvm_destroy.argtypes = [pointer]
-        library.dvm_run.argtypes = [pointer, pointer, pointer]
-        library.dvm_encode.argtypes = [pointer, pointer]
-        library.dvm_output_shapes.argtypes = [pointer, pointer, pointer]
-        library.dvm_output_shapes.restype = number
-        library.dvm_disassemble.argtypes = [pointer, pointer, ctypes.c_char_p, number]
-        library.dvm_disassemble.restype = number
-        library.dvm_explain.argtypes = [pointer, ctypes.c_char_p, number]
-        library.dvm_explain.restype = number
-        library.dvm_time_encode.argtypes = [pointer, pointer, number, pointer]
-        library.dvm_opcode_names.argtypes = [ctypes.c_char_p, number]
-        library.dvm_opcode_names.restype = number
-        library.dvm_typed = True
-    return library
-
-
 class Compiled:
     """A program in the virtual machine.
 
@@ -51,7 +29,7 @@ class Compiled:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._library = _library()
+        self._library = native.load()
         flat = program.to_ints()
         words = array("q", flat)  # ctypes' own arrays take five times as long
         self._handle = self._library.dvm_create(words.buffer_info()[0], len(flat))
@@ -188,7 +166,7 @@ def explain(program: Program) -> str:
 def opcode_names() -> dict[str, int]:
     """Return the native library's own table of operations."""
     text = ctypes.create_string_buffer(1 << 14)
-    _library().dvm_opcode_names(text, 1 << 14)
+    native.load().dvm_opcode_names(text, 1 << 14)
     rows = (line.split() for line in text.value.decode().splitlines())
     return {name: int(code) for code, name in rows}
 

@@ -81,9 +81,9 @@ class MultiLatentAttention(nn.Cell):
         self.split_query = SplitWithSize()
         self.split_key_value = SplitWithSize()
         rotary_dtype = DTYPES[config.rotary_dtype]
-        self.rope_query = Rope(self.rotary, config.rope_interleave, rotary_dtype)
-        self.rope_key = Rope(self.rotary, config.rope_interleave, rotary_dtype)
-        self.share_key = ShareKey(self.num_heads)
+        self.rope_query: nn.Cell = Rope(self.rotary, config.rope_interleave, rotary_dtype)
+        self.rope_key: nn.Cell = Rope(self.rotary, config.rope_interleave, rotary_dtype)
+        self.share_key: nn.Cell = ShareKey(self.num_heads)
         self.concat_query = ops.Concat(-1)
         self.concat_key = ops.Concat(-1)
         self.query_heads_first = ops.Transpose()
@@ -94,7 +94,7 @@ class MultiLatentAttention(nn.Cell):
         self.fused = chosen == "fused"
         if self.fused:
             self.assemble = MlaAssemble(self.num_heads, self.nope, config.rope_interleave)
-            self.core = FlashAttention(scale, compute)
+            self.core: nn.Cell = FlashAttention(scale, compute)
         elif chosen == "ascend":
             self.core = AscendAttention(self.num_heads, scale)
         else:

@@ -38,7 +38,7 @@ class Embedding(nn.Cell):
         residual_fp32 = config.fp32_residual_connection
         self.dtype = ms.float32 if residual_fp32 else carried(DTYPES[config.compute_dtype])
         self.reshape = ops.Reshape()
-        self.rows = TableRows()
+        self.rows: nn.Cell = TableRows()
         self.to_residual = ops.Cast()
 
     def construct(self, id_BS: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class CausalLM(nn.Cell):
         super().__init__()
         check_supported(config)
         self.config = config
-        self.embedding = Embedding(config)
+        self.embedding: nn.Cell = Embedding(config)
         self.rope = RopeTable(config)
         self.mask = AttentionMask(config.num_attention_heads, DTYPES[config.compute_dtype])
         self.layers = nn.CellList(
@@ -114,14 +114,14 @@ class CausalLM(nn.Cell):
                 compute,
                 DTYPES[config.params_dtype],
             )
-        self.loss = CrossEntropy()
+        self.loss: nn.Cell = CrossEntropy()
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
             self.mtp = nn.CellList(
                 [MTPLayer(config, block_rows, capacity_tokens) for _ in range(self.mtp_depth)]
             )
-            self.mtp_loss = CrossEntropy()
-            self.shift = ShiftLeft()
+            self.mtp_loss: nn.Cell = CrossEntropy()
+            self.shift: nn.Cell = ShiftLeft()
             self.mtp_scale = Tensor([(config.mtp_loss_factor or 0.0) / self.mtp_depth], ms.float32)
         self.reshape = ops.Reshape()
         self.add_mtp = ops.Add()

@@ -83,7 +83,7 @@ class MLP(nn.Cell):
         super().__init__()
         self.gate = Linear(hidden, width, std, compute_dtype, params_dtype)
         self.up = Linear(hidden, width, std, compute_dtype, params_dtype)
-        self.act = SwiGLU()
+        self.act: nn.Cell = SwiGLU()
         self.down = Linear(width, hidden, down_std, compute_dtype, params_dtype)
 
     def construct(self, x_TH: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Router(nn.Cell):
         self.dtype = DTYPES[config.router_dense_type]
         self.to_router = ops.Cast()
         self.weight_to_router = ops.Cast()
-        self.gate = ops.MatMul(transpose_b=True)
+        self.gate: nn.Cell | ops.Primitive = ops.MatMul(transpose_b=True)
         self.to_float = ops.Cast()
         rule = Rule(
             experts=self.num_experts,

@@ -61,7 +61,8 @@ class Mesh:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each axis of a stage, in the order of the device matrix."""
-        left, inner = self.ep, {}
+        left = self.ep
+        inner: dict[str, int] = {}
         for axis in ("dp",) if self.expert_tp else ("tp", "cp", "dp"):
             degree = getattr(self, axis)
             inner[axis] = math.gcd(left, degree)
@@ -74,7 +75,7 @@ class Mesh:
                 f"mesh: expert_parallel {self.ep} does not fit dp {self.dp} x cp {self.cp} x tp {self.tp}; "
                 f"experts spread over {over}: each of these must be used up before the next"
             )
-        sizes = {}
+        sizes: dict[str, int] = {}
         for axis in ("dp", "cp", "tp"):
             part = inner.get(axis, 1)
             sizes[f"{axis}_outer"], sizes[f"{axis}_inner"] = getattr(self, axis) // part, part
@@ -96,7 +97,8 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return where a rank stands within its stage."""
-        rest, place = rank % self.stage_devices, {}
+        rest = rank % self.stage_devices
+        place: dict[str, int] = {}
         for axis in reversed(AXES):
             rest, place[axis] = divmod(rest, self.sizes[axis])
         return place

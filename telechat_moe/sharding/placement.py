@@ -241,10 +241,11 @@ def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
             f"{name} was given an output layout of its own, which MindSpore does not check; known to be right: {known}"
         )
     given = COMPUTED_AXIS[name]
-    axis = getattr(primitive, "axis") if given is None else given  # noqa: B009
+    axis: int | tuple[int, ...] = primitive.axis if given is None else given
+    axes = axis if isinstance(axis, tuple) else (axis,)
     for layout in rule.inputs:
         cut = dimensions(layout, mesh)
-        for place in axis if isinstance(axis, tuple) else (axis,):
+        for place in axes:
             parts = mesh.size(cut[place])
             if parts > 1:
                 raise BadInputError(

@@ -60,7 +60,7 @@ def recomputed_layers(recipe: Recipe) -> set[int]:
         for chunk, row in enumerate(rows)
         for stage, count in enumerate(row)
     }
-    chosen = set()
+    chosen: set[int] = set()
     for i, place in enumerate(places):
         if left.get(place, 0):
             left[place] -= 1

@@ -101,7 +101,7 @@ class Cuts:
         if self.stage(name) != self.mesh.stage(rank):
             return None
         shape, axes = self.shapes[name], self.axes(name)
-        found = []
+        found: list[tuple[int, int]] = []
         for length, cut in zip(shape, axes, strict=True):
             part = length // self.mesh.size(cut)
             start = self.mesh.index(rank, cut) * part

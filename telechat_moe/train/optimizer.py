@@ -52,7 +52,7 @@ class AdamW(nn.Cell):
         self.update = ops.AdamWeightDecay()
         self.clip = ops.Mul()
 
-    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, ...]:
         """Return ``(a, e, d)`` of update number ``step`` (from 1), fp32 scalars."""
         c1 = 1 - self.betas[0] ** step
         root = math.sqrt(1 - self.betas[1] ** step)
@@ -106,7 +106,7 @@ class Momentum(nn.Cell):
         self.update = ops.ApplyMomentum()
         self.clip = ops.Mul()
 
-    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, ...]:
         """Return the learning rate and two zeros, fp32 scalars."""
         del step
         return tuple(Tensor(np.float32(x)) for x in (learning_rate, 0.0, 0.0))

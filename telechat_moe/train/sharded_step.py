@@ -79,7 +79,7 @@ class ShardedStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.optimizer = optimizer
         self.weights = optimizer.params
-        self.network = LossVector(model)
+        self.network: nn.Cell = LossVector(model)
         if shared_graph:
             self.network.cell_init_args = "lazy_inline_LossVector"
         self.accumulates = micro_batches > 1 or pipeline

@@ -113,8 +113,8 @@ class CapacityExchange(ParallelDispatch):
         self.num_experts = config.n_routed_experts
         self.factor = config.moe_expert_capacity_factor if drops(config) else None
         self.capacity_tokens = capacity_tokens
-        policy = config.moe_token_drop_policy if drops(config) else "position"
-        self.plan = CapacityPlan(1, policy)
+        policy = config.moe_token_drop_policy if drops(config) else None
+        self.plan = CapacityPlan(1, policy or "position")
         self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
         self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
         self.to_float, self.keep, self.add = ops.Cast(), ops.Mul(), ops.Add()

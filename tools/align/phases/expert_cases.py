@@ -223,7 +223,7 @@ def _dropping(config: Any, rows: int, x: Draw) -> Case:
 class _ThereAndBack(nn.Cell):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.core = build_dispatch(config)
+        self.core: Any = build_dispatch(config)
         self.core.plan = _Held(self.core.plan)
         if self.core.fused:
             self.core.sort_plan = _Held(self.core.sort_plan)

@@ -1,0 +1,5 @@
+"""Untyped."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...

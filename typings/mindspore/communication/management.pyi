@@ -1,0 +1,7 @@
+"""Untyped."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
+
+_get_group: Any

@@ -1,0 +1,5 @@
+"""Primitives that MindSpore generates."""
+
+from typing import Any
+
+def __getattr__(name: str) -> Any: ...
