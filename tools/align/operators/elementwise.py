@@ -6,7 +6,7 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import where
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
 PAIR = "input other"
 
@@ -23,6 +23,11 @@ def plain(x: Any) -> Any:
     return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
+def integers(x: Any) -> Array:
+    """Return the values as int64."""
+    return plain(x).astype(np.int64)
+
+
 def whole(*values: Any) -> bool:
     """Return whether none of the values is of floating point."""
     return not any(
@@ -30,6 +35,7 @@ def whole(*values: Any) -> bool:
     )
 
 
+@primitive("Adds AssignAdd", "input other | alpha=1")
 @op("add", "input other | alpha=1")
 def _add(a: Arguments) -> Any:
     other = (
@@ -44,6 +50,7 @@ def _add(a: Arguments) -> Any:
     return floating(a.input, other) + other
 
 
+@primitive("AssignSub", "input other | alpha=1")
 @op("sub subtract", "input other | alpha=1")
 def _sub(a: Arguments) -> Any:
     if whole(a.input, a.other):
@@ -59,6 +66,7 @@ def _rsub(a: Arguments) -> Any:
     return floating(a.other, a.input) - a.input
 
 
+@primitive("Muls", "input other")
 @op("mul multiply", "input other")
 def _mul(a: Arguments) -> Any:
     if whole(a.input, a.other):

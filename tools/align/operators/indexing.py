@@ -5,14 +5,10 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
-from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
+from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 from telechat_moe.tools.align.operators.shapes import move
-
-
-def _index(x: Any) -> Array:
-    return plain(x).astype(np.int64)
 
 
 @op(
@@ -23,7 +19,7 @@ def _index(x: Any) -> Array:
 )
 def _embedding(a: Arguments) -> Any:
     index, table = (a.input, a.weight) if whole(a.input) else (a.weight, a.input)
-    rows = _index(index)
+    rows = integers(index)
     return move(table, lambda x: x[rows], True)
 
 
@@ -37,12 +33,12 @@ def _gather(a: Arguments) -> Any:
     if isinstance(a.index, int | float) or (
         np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0
     ):
-        rows, axis = _index(a.dim), int(plain(a.index))
+        rows, axis = integers(a.dim), int(plain(a.index))
         return move(a.input, lambda x: x.take(rows, axis), True)
     if not isinstance(a.dim, int):
-        rows, axis = _index(a.dim), int(plain(a.index))
+        rows, axis = integers(a.dim), int(plain(a.index))
         return move(a.input, lambda x: x.take(rows, axis), True)
-    index, dim = _index(a.index), int(a.dim)
+    index, dim = integers(a.index), int(a.dim)
     keep = np.ndim(plain(a.input))
 
     def take(x: Array) -> Array:
@@ -56,7 +52,7 @@ def _gather(a: Arguments) -> Any:
 
 @op("index_select IndexSelect take", "input dim index", exact=True)
 def _index_select(a: Arguments) -> Any:
-    rows = _index(a.index).reshape(-1)
+    rows = integers(a.index).reshape(-1)
     return move(a.input, lambda x: x.take(rows, int(a.dim)), True)
 
 
@@ -130,7 +126,7 @@ def _select(a: Arguments) -> Any:
 
 @op("one_hot OneHotExt OneHot", "input num_classes=-1 *rest", exact=True)
 def _one_hot(a: Arguments) -> Any:
-    index = _index(a.input)
+    index = integers(a.input)
     depth = int(plain(a.num_classes))
     depth = depth if depth > 0 else int(index.max()) + 1
     return (index[..., None] == np.arange(depth)).astype(np.int64)
@@ -146,7 +142,7 @@ def _along(index: Array, dim: int) -> tuple[Array, ...]:
 def _scatter(a: Arguments) -> Any:
     if a.reduce is not None:
         raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
-    index, dim = _index(a.index), int(a.dim)
+    index, dim = integers(a.index), int(a.dim)
     out = np.array(plain(a.input))
     at = _along(index, dim % out.ndim)
     flat = np.ravel_multi_index(at, out.shape)
@@ -159,7 +155,7 @@ def _scatter(a: Arguments) -> Any:
 
 @op("scatter_add scatter_add_ ScatterAddExt", "input dim index src")
 def _scatter_add(a: Arguments) -> Any:
-    index, dim = _index(a.index), int(a.dim)
+    index, dim = integers(a.index), int(a.dim)
     x = floating(a.input)
     at = _along(index, dim % len(x.shape))
     source = floating(a.src)[tuple(slice(0, s) for s in index.shape)]
@@ -168,7 +164,7 @@ def _scatter_add(a: Arguments) -> Any:
 
 @op("index_add index_add_ IndexAddExt", "input dim index source alpha=1")
 def _index_add(a: Arguments) -> Any:
-    x, rows, dim = floating(a.input), _index(a.index), int(a.dim)
+    x, rows, dim = floating(a.input), integers(a.index), int(a.dim)
     source = floating(a.source)
     source = source if a.alpha == 1 else source * a.alpha
     front = source.moved(lambda v: np.moveaxis(v, dim, 0))
@@ -180,7 +176,7 @@ def _index_add(a: Arguments) -> Any:
 def _bincount(a: Arguments) -> Any:
     if a.weights is not None:
         raise NotJudgedError("bincount with weights")
-    return np.bincount(_index(a.input).reshape(-1), minlength=int(a.minlength))
+    return np.bincount(integers(a.input).reshape(-1), minlength=int(a.minlength))
 
 
 @op("nonzero", "input | as_tuple=False", exact=True)

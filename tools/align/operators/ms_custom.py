@@ -4,7 +4,7 @@ Written from what each says that it computes (docstrings of ``ops/``), not from 
 derivatives of the formulas here. Kernels marked ``bf16`` round what goes into a product.
 """
 
-import struct
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,15 +12,11 @@ import numpy as np
 
 from telechat_moe.tools.align.numerics import FLOATS, round_to
 from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
-
-
-def _index(x: Any) -> Any:
-    return plain(x).astype(np.int64)
 
 
 def _operand(x: Any, bf16: Any) -> Approx:
@@ -72,8 +68,8 @@ def _matmul_grad_add(a: Arguments) -> Any:
 
 
 def _experts(sizes: Any) -> list[slice]:
-    ends = np.cumsum(_index(sizes))
-    return [slice(int(e - s), int(e)) for s, e in zip(_index(sizes), ends, strict=True)]
+    ends = np.cumsum(integers(sizes))
+    return [slice(int(e - s), int(e)) for s, e in zip(integers(sizes), ends, strict=True)]
 
 
 def _grouped(x: Approx, w: Approx, sizes: Any) -> Approx:
@@ -128,7 +124,7 @@ def _scores(a: Arguments, q: Approx, k: Approx) -> Approx:
     score = q.matmul(k.swap(-1, -2)) * float(a.scale)
     key = np.arange(score.shape[-1])
     query = np.arange(score.shape[-2])[:, None]
-    seen = (key <= query) & (key >= _index(a.start)[:, None, :, None])
+    seen = (key <= query) & (key >= integers(a.start)[:, None, :, None])
     return where(np.broadcast_to(seen, score.shape), score, -np.inf)
 
 
@@ -265,7 +261,7 @@ def _routing(a: Arguments) -> Any:
 )
 def _routing_grad(a: Arguments) -> Any:
     score = floating(a.score)
-    (through,) = _back([_weights(a, score, _index(a.index))], [a.dweight], [score])
+    (through,) = _back([_weights(a, score, integers(a.index))], [a.dweight], [score])
     g = through + floating(a.dscore)
     if a.softmax:
         return score * (g - (g * score).sum(1, True))
@@ -275,7 +271,7 @@ def _routing_grad(a: Arguments) -> Any:
 @primitive("TelechatPermutePlan", "input | experts=1", exact=True)
 def _permute_plan(a: Arguments) -> Any:
     """Row of each pair, pair of each row, rows of each expert; pairs of an expert keep their order."""
-    flat = _index(a.input).reshape(-1)
+    flat = integers(a.input).reshape(-1)
     pair = np.argsort(flat, kind="stable")
     return [np.argsort(pair, kind="stable"), pair, np.bincount(flat, minlength=int(a.experts))]
 
@@ -283,14 +279,16 @@ def _permute_plan(a: Arguments) -> Any:
 @primitive("TelechatPermute", "input pair row", exact=True)
 def _permute(a: Arguments) -> Any:
     """Each token at the rows of its pairs; rows without a pair are zero."""
-    x, pair, rows = floating(a.input), _index(a.pair), _index(a.row)
+    x, pair, rows = floating(a.input), integers(a.pair), integers(a.row)
     slots = rows.size // x.shape[0]
     return x[np.maximum(pair, 0) // slots].times((pair >= 0).astype(np.float64)[:, None])
 
 
 @primitive("TelechatPermuteGrad", "grad row input", stores=True)
 def _permute_grad(a: Arguments) -> Any:
-    return _combined(floating(a.grad), _index(a.row).reshape(floating(a.input).shape[0], -1), None)
+    return _combined(
+        floating(a.grad), integers(a.row).reshape(floating(a.input).shape[0], -1), None
+    )
 
 
 def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
@@ -303,12 +301,12 @@ def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
 @primitive("TelechatUnpermute", "input row weight")
 def _unpermute(a: Arguments) -> Any:
     weight = floating(a.weight)
-    return _combined(floating(a.input), _index(a.row).reshape(weight.shape), weight)
+    return _combined(floating(a.input), integers(a.row).reshape(weight.shape), weight)
 
 
 @primitive("TelechatUnpermuteGrad", "input pair weight grad", stores=True)
 def _unpermute_grad(a: Arguments) -> Any:
-    y, weight, pair = floating(a.input), floating(a.weight), _index(a.pair)
+    y, weight, pair = floating(a.input), floating(a.weight), integers(a.pair)
     row = np.full(weight.value.size, -1)
     at = np.flatnonzero(pair >= 0)
     row[pair[at]] = at
@@ -321,7 +319,7 @@ def _unpermute_grad(a: Arguments) -> Any:
 
 def _losses(a: Arguments, x: Approx) -> tuple[Approx, Approx]:
     """Return the loss ``(1,)``, and each row's maximum and log-sum-exp above it ``[T, 2]``."""
-    label, mask = _index(a.label), plain(a.mask).astype(np.float64)
+    label, mask = integers(a.label), plain(a.mask).astype(np.float64)
     top = x.value.max(1, keepdims=True)
     over = (x - top).exp().sum(1, True).log()
     lse = (over + top).reshape(-1)
@@ -353,94 +351,65 @@ def _square_sums(a: Arguments) -> Any:
 
 # ------------------------------------------------------------------ programs of the virtual machine
 
-_MAGIC = 0x44564D31
-_UNARY: Mapping[int, Callable[[Approx], Approx]] = {
-    10: lambda x: -x,
-    11: lambda x: x.abs(),
-    12: lambda x: x.sqrt(),
-    13: lambda x: x.rsqrt(),
-    14: lambda x: x.exp(),
-    15: lambda x: x.log(),
-    16: lambda x: 1.0 / x,
-    21: lambda x: x.tanh(),
-    22: lambda x: x.sigmoid(),
-    23: lambda x: x.erf(),
-    26: lambda x: x.sin(),
-    27: lambda x: x.cos(),
+_ARITHMETIC: Mapping[str, Callable[..., Approx]] = {
+    **{name: getattr(Approx, name) for name in ("abs", "sqrt", "rsqrt", "exp", "log")},
+    **{name: getattr(Approx, name) for name in ("tanh", "sigmoid", "erf", "sin", "cos")},
+    "neg": operator.neg,
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "reciprocal": lambda x: 1.0 / x,
+    "maximum": lambda x, y: where(x.value >= y.value, x, y),
+    "minimum": lambda x, y: where(x.value <= y.value, x, y),
 }
-_BINARY: Mapping[int, Callable[[Approx, Approx], Approx]] = {
-    40: lambda x, y: x + y,
-    41: lambda x, y: x - y,
-    42: lambda x, y: x * y,
-    43: lambda x, y: x / y,
-    45: lambda x, y: where(x.value >= y.value, x, y),
-    46: lambda x, y: where(x.value <= y.value, x, y),
-}
-_LOAD, _SCALAR, _STORE, _CAST, _SUM, _BROADCAST, _RESHAPE = 0, 1, 2, 61, 70, 80, 81
-
-
-def _parsed(flat: Sequence[int]) -> list[tuple[int, list[int], list[int], list[int]]]:
-    """Return (operation, arguments, extents, attributes) of each node; the form is told in ``ops/dvm/ir.py``."""
-    if len(flat) < 5 or flat[0] != _MAGIC:
-        raise NotJudgedError("not a program of the virtual machine")
-    at, nodes = 5, []
-
-    def take() -> list[int]:
-        nonlocal at
-        n = flat[at]
-        at += n + 1
-        return list(flat[at - n : at])
-
-    for _ in range(flat[4]):
-        operation = flat[at]
-        at += 2
-        nodes.append((operation, take(), take(), take()))
-        at += 1  # the line
-    return nodes
 
 
 @primitive("TelechatDvm TelechatDvmMulti", "*input | prog=''", stores=True)
 def _program(a: Arguments) -> Any:
-    """Interpret a program in float64."""
-    nodes = _parsed([int(x) for x in str(a.prog).split()])
+    """Interpret a program of the virtual machine in float64."""
+    from telechat_moe.ops.dvm import ir
+
+    try:
+        nodes = ir.Program.from_ints([int(x) for x in str(a.prog).split()]).nodes
+    except ir.ProgramError as error:
+        raise NotJudgedError(str(error)) from None
     inputs = [floating(x) for x in a.input]
     symbols: dict[int, int] = {}
-    for operation, _, dims, more in nodes:
-        if operation == _LOAD:
-            for d, n in zip(dims, inputs[more[0]].shape, strict=True):
-                if d < 0:
-                    symbols[d] = n
+    for node in nodes:
+        if node.op == ir.LOAD:
+            sizes = zip(node.dims, inputs[node.attrs[0]].shape, strict=True)
+            symbols.update((d, n) for d, n in sizes if d < 0)
     values: list[Approx] = []
     stored: dict[int, Approx] = {}
-    for operation, arguments, dims, more in nodes:
-        shape = tuple(d if d >= 0 else symbols[d] for d in dims)
-        values.append(_step(operation, [values[i] for i in arguments], shape, more, inputs))
-        if operation == _STORE:
-            stored[more[0]] = values[-1]
+    for node in nodes:
+        shape = tuple(d if d >= 0 else symbols[d] for d in node.dims)
+        given = [values[i] for i in node.args]
+        if node.op == ir.LOAD:
+            values.append(inputs[node.attrs[0]])
+        elif node.op == ir.SCALAR:
+            values.append(Approx(ir.bits_float(node.attrs[0])))
+        else:
+            values.append(
+                _instruction(ir.NAMES.get(node.op, str(node.op)), given, shape, node.attrs)
+            )
+        if node.op == ir.STORE:
+            stored[node.attrs[0]] = values[-1]
     return [stored[i] for i in sorted(stored)]
 
 
-def _step(
-    operation: int,
-    given: list[Approx],
-    shape: tuple[int, ...],
-    more: list[int],
-    inputs: list[Approx],
+def _instruction(
+    name: str, given: list[Approx], shape: tuple[int, ...], attributes: Sequence[int]
 ) -> Approx:
-    if operation == _LOAD:
-        return inputs[more[0]]
-    if operation == _SCALAR:
-        return Approx(struct.unpack("<d", struct.pack("<q", more[0]))[0])
-    if operation in (_STORE, _CAST):
-        return given[0]
-    if operation in _UNARY:
-        return _UNARY[operation](given[0])
-    if operation in _BINARY:
-        return _BINARY[operation](*given)
-    if operation == _SUM:
-        return given[0].sum(tuple(more[1:]), True).reshape(*shape)
-    if operation == _BROADCAST:
-        return given[0].moved(lambda x: np.broadcast_to(x, shape), True)
-    if operation == _RESHAPE:
-        return given[0].reshape(*shape)
-    raise NotJudgedError(f"instruction {operation} of the virtual machine")
+    if name in _ARITHMETIC:
+        return _ARITHMETIC[name](*given)
+    x = given[0]
+    if name in ("store", "cast"):
+        return x
+    if name == "sum":
+        return x.sum(tuple(attributes[1:]), True).reshape(*shape)
+    if name == "broadcast":
+        return x.moved(lambda v: np.broadcast_to(v, shape), True)
+    if name == "reshape":
+        return x.reshape(*shape)
+    raise NotJudgedError(f"instruction {name} of the virtual machine")

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, scatter_add
-from telechat_moe.tools.align.operators.elementwise import floating, plain, whole
+from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
@@ -34,10 +34,6 @@ def loose(x: Approx, argument: Any) -> Approx:
     return x.like(x.value, sigma, limit, [(x, lambda g: g)])
 
 
-def _index(x: Any) -> Any:
-    return plain(x).astype(np.int64)
-
-
 @primitive(
     "MatMul BatchMatMul MatMulExt BatchMatMulExt",
     "input other transpose_a=None transpose_b=None | transpose_x1=False transpose_x2=False",
@@ -49,18 +45,6 @@ def _matmul(a: Arguments) -> Any:
     if unsaid and x.shape[-2:] == y.shape[-2:] and x.shape[-1] == x.shape[-2]:
         raise NotJudgedError("the dump does not say whether square matrices are transposed")
     return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
-
-
-@primitive("SumExt", "input dim=None keepdim=False dtype=None")
-@primitive("ReduceSum", "input dim=None keepdim=False skip_mode=False")
-def _sum(a: Arguments) -> Any:
-    if a.__dict__.get("skip_mode") and a.dim in (None, [], ()):
-        return a.input
-    if not isinstance(a.input, Approx):
-        return (
-            plain(a.input).astype(np.int64).sum(a.dims(np.ndim(a.input)), keepdims=bool(a.keepdim))
-        )
-    return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
 
 
 @primitive("CumSum", "input dim exclusive=False reverse=False")
@@ -89,14 +73,6 @@ def _split(a: Arguments) -> Any:
         move(a.input, lambda x, i=i: x.take(np.arange(i * step, (i + 1) * step), int(a.dim)), True)
         for i in range(int(a.parts))
     ]
-
-
-@primitive("Stack", "input dim=0", exact=True)
-def _stack(a: Arguments) -> Any:
-    d, parts = int(a.dim), a.input
-    if isinstance(parts[0], Approx):
-        return concatenate([p.moved(lambda x: np.expand_dims(x, d)) for p in parts], d)
-    return np.stack([plain(p) for p in parts], d)
 
 
 @primitive(
@@ -135,7 +111,7 @@ def _gather(a: Arguments) -> Any:
     """Rows by index; on CPU an index outside of the table gives zeros."""
     if int(plain(a.batch_dims)):
         raise NotJudgedError("gather with batch dimensions")
-    index, axis = _index(a.index), int(plain(a.dim))
+    index, axis = integers(a.index), int(plain(a.dim))
     size = plain(a.input).shape[axis]
     inside = (index >= 0) & (index < size)
     at = np.where(inside, index, 0)
@@ -155,7 +131,7 @@ def _gather(a: Arguments) -> Any:
 @primitive("GatherDGradV2", "input dim index grad")
 def _gather_d_grad(a: Arguments) -> Any:
     """The gradient of ``gather_d``: added where each element came from."""
-    index, dim = _index(a.index), int(plain(a.dim))
+    index, dim = integers(a.index), int(plain(a.dim))
     grid = list(np.indices(index.shape))
     grid[dim] = index
     return scatter_add(plain(a.input).shape, tuple(grid), floating(a.grad))
@@ -164,36 +140,34 @@ def _gather_d_grad(a: Arguments) -> Any:
 @primitive("UnsortedSegmentSum", "input index count")
 def _segment_sum(a: Arguments) -> Any:
     """Rows added up by segment; negative segments are left out."""
-    index, x = _index(a.index), a.input
-    rows = (
-        x.reshape(-1, *x.shape[index.ndim :])
-        if isinstance(x, Approx)
-        else plain(x).reshape(-1, *plain(x).shape[index.ndim :])
-    )
+    index, x = integers(a.index), a.input
+    rows = move(x, lambda v: v.reshape(-1, *v.shape[index.ndim :]))
     flat, count = index.reshape(-1), int(plain(a.count))
     keep = np.flatnonzero((flat >= 0) & (flat < count))
-    if isinstance(rows, Approx):
-        return scatter_add((count, *rows.shape[1:]), flat[keep], rows[keep])
-    out = np.zeros((count, *rows.shape[1:]), rows.dtype)
-    np.add.at(out, flat[keep], rows[keep])
+    return _scattered((count, *rows.shape[1:]), flat[keep], rows[keep])
+
+
+def _scattered(shape: tuple[int, ...], at: Any, values: Any) -> Any:
+    """Add values to zeros at an index."""
+    if isinstance(values, Approx):
+        return scatter_add(shape, at, values)
+    out = np.zeros(shape, values.dtype)
+    np.add.at(out, at, values)
     return out
 
 
 @primitive("ScatterNd", "index updates shape")
 def _scatter_nd(a: Arguments) -> Any:
-    index, shape = _index(a.index), ints(a.shape)
+    index, shape = integers(a.index), ints(a.shape)
     at = tuple(index.reshape(-1, index.shape[-1]).T)
     rest = shape[index.shape[-1] :]
-    if isinstance(a.updates, Approx):
-        return scatter_add(shape, at, a.updates.reshape(-1, *rest))
-    out = np.zeros(shape, np.int64)
-    np.add.at(out, at, plain(a.updates).reshape(-1, *rest))
-    return out
+    updates = a.updates if isinstance(a.updates, Approx) else integers(a.updates)
+    return _scattered(shape, at, updates.reshape(-1, *rest))
 
 
 @primitive("TensorScatterAdd ScatterNdAdd", "input index updates")
 def _tensor_scatter_add(a: Arguments) -> Any:
-    index = _index(a.index)
+    index = integers(a.index)
     x = floating(a.input)
     at = tuple(index.reshape(-1, index.shape[-1]).T)
     parts = floating(a.updates).reshape(-1, *x.shape[index.shape[-1] :])
@@ -203,7 +177,7 @@ def _tensor_scatter_add(a: Arguments) -> Any:
 @primitive("OneHot", "input depth on off dim=-1 | axis=-1", exact=True)
 def _one_hot(a: Arguments) -> Any:
     """``on`` at the index, ``off`` elsewhere, along a new dimension."""
-    index, axis = _index(a.input), int(plain(a.dim))
+    index, axis = integers(a.input), int(plain(a.dim))
     hot = index[..., None] == np.arange(int(plain(a.depth)))
     values = np.where(hot, plain(a.on), plain(a.off))
     values = values if axis == -1 else np.moveaxis(values, -1, axis)
@@ -288,34 +262,16 @@ def _silu_grad(a: Arguments) -> Any:
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
 
-@primitive("SigmoidGrad", "output grad", stores=True)
-def _sigmoid_grad(a: Arguments) -> Any:
-    y = floating(a.output)
-    return floating(a.grad) * (y * (1 - y))
-
-
-@primitive("TanhGrad", "output grad", stores=True)
-def _tanh_grad(a: Arguments) -> Any:
-    y = floating(a.output)
-    return floating(a.grad) * (1 - y * y)
-
-
-@primitive("RsqrtGrad", "output grad", stores=True)
-def _rsqrt_grad(a: Arguments) -> Any:
-    """``-g y^3 / 2``."""
-    y = floating(a.output)
-    return floating(a.grad) * (y * y * y) * -0.5
-
-
-@primitive("SqrtGrad", "output grad", stores=True)
-def _sqrt_grad(a: Arguments) -> Any:
-    return floating(a.grad) / (floating(a.output) * 2.0)
-
-
-@primitive("ReciprocalGrad", "output grad", stores=True)
-def _reciprocal_grad(a: Arguments) -> Any:
-    y = floating(a.output)
-    return -(floating(a.grad) * (y * y))
+for _name, _slope in {
+    "SigmoidGrad": lambda y, g: g * (y * (1 - y)),
+    "TanhGrad": lambda y, g: g * (1 - y * y),
+    "RsqrtGrad": lambda y, g: g * (y * y * y) * -0.5,
+    "SqrtGrad": lambda y, g: g / (y * 2.0),
+    "ReciprocalGrad": lambda y, g: -(g * (y * y)),
+}.items():
+    primitive(_name, "output grad", stores=True)(
+        lambda a, slope=_slope: slope(floating(a.output), floating(a.grad))
+    )
 
 
 @primitive("ReluGrad", "grad output", exact=True)
@@ -351,16 +307,6 @@ def _pow(a: Arguments) -> Any:
     return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
 
 
-@primitive("Muls", "input factor")
-def _muls(a: Arguments) -> Any:
-    return a.input * a.factor
-
-
-@primitive("Adds", "input term")
-def _adds(a: Arguments) -> Any:
-    return a.input + a.term
-
-
 @primitive("TensorMove Identity StopGradient", "input", exact=True)
 def _same(a: Arguments) -> Any:
     return a.input if isinstance(a.input, Approx) else plain(a.input)
@@ -372,16 +318,6 @@ def _same(a: Arguments) -> Any:
 @primitive("Assign", "input value", exact=True)
 def _assign(a: Arguments) -> Any:
     return a.value if isinstance(a.value, Approx) else plain(a.value)
-
-
-@primitive("AssignAdd", "input value")
-def _assign_add(a: Arguments) -> Any:
-    return floating(a.input) + a.value if not whole(a.input) else plain(a.input) + plain(a.value)
-
-
-@primitive("AssignSub", "input value")
-def _assign_sub(a: Arguments) -> Any:
-    return floating(a.input) - a.value if not whole(a.input) else plain(a.input) - plain(a.value)
 
 
 @primitive(

@@ -6,12 +6,16 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 from telechat_moe.tools.align.operators.shapes import move
 
 
+@primitive("SumExt", "input dim=None keepdim=False dtype=None")
+@primitive("ReduceSum", "input dim=None keepdim=False skip_mode=False")
 @op("sum ReduceSum SumExt", "input dim=None keepdim=False | dtype=None skip_mode=False")
 def _sum(a: Arguments) -> Any:
+    if a.__dict__.get("skip_mode") and a.dim in (None, [], ()):
+        return a.input
     if not isinstance(a.input, Approx):
         x = plain(a.input)
         return x.astype(np.int64).sum(a.dims(x.ndim), keepdims=bool(a.keepdim))

@@ -7,7 +7,7 @@ import numpy as np
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import plain
 from telechat_moe.tools.align.operators.joining import concatenate
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
 
 def move(x: Any, function: Any, repeats: bool = False) -> Any:
@@ -144,6 +144,7 @@ def _cat(a: Arguments) -> Any:
     return np.concatenate([plain(p) for p in parts], int(a.dim))
 
 
+@primitive("Stack", "input dim=0", exact=True)
 @op("stack StackExt", "input dim=0", exact=True)
 def _stack(a: Arguments) -> Any:
     d = int(a.dim)
