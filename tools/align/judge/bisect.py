@@ -22,8 +22,9 @@ from telechat_moe.tools.align.judge.collectives import (
     judged_collectives,
     kind_of,
 )
-from telechat_moe.tools.align.judge.data_flow import Wiring, broken_edges, digest, wrong_sums
+from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
 from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
 from telechat_moe.tools.align.judge.fused_calls import Replaced
 from telechat_moe.tools.align.judge.pairing import add_to, aligned, without_repeats
@@ -137,15 +138,15 @@ class Outcome:
 class Known:
     """What comparisons with one reference may share: its data flow, and verdicts on calls with equal contents."""
 
-    wirings: dict[tuple[int, tuple[str, ...]], Wiring] = field(default_factory=dict)
+    flows: dict[tuple[int, tuple[str, ...]], DataFlow] = field(default_factory=dict)
     verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict)
 
-    def wiring(self, reference: RankDump) -> Wiring:
+    def flow(self, reference: RankDump) -> DataFlow:
         """Return the data flow of a rank of the reference."""
         place = reference.rank, tuple(reference.calls)
-        if place not in self.wirings:
-            self.wirings[place] = Wiring(reference)
-        return self.wirings[place]
+        if place not in self.flows:
+            self.flows[place] = DataFlow(reference)
+        return self.flows[place]
 
 
 def bisect(
@@ -204,12 +205,12 @@ class _Comparison:
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.seen: list[Seen] = []
-        self.theirs: dict[int, Wiring] = {}
+        self.theirs: dict[int, DataFlow] = {}
         self.limit: tuple[float, float] = (np.inf, np.inf)  # step and order of the first finding
 
     def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
         """Return the wrong calls of a rank, in order."""
-        ours, theirs = Wiring(target), self.known.wiring(reference)
+        ours, theirs = DataFlow(target), self.known.flow(reference)
         self.theirs[target.rank] = theirs
         wrong: dict[str, list[Verdict]] = {}
         for verdict in (*broken_edges(theirs, ours), *wrong_sums(theirs, ours)):
@@ -385,7 +386,7 @@ def _also_wrong(key: str, reference: RankDump) -> float:
 def _missing(
     reference: RankDump,
     target: RankDump,
-    ours: Wiring,
+    ours: DataFlow,
     begins: Mapping[str, int],
     right: frozenset[str],
 ) -> list[Finding]:
@@ -440,7 +441,7 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
     return False
 
 
-def _with_family(finding: Finding, theirs: Wiring, ours: Wiring, others: Ranks) -> Finding:
+def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ranks) -> Finding:
     if finding.call is None:
         return finding
     count = 1

@@ -1,23 +1,23 @@
-"""Which call made what another one takes: edges of the data flow, read off equal contents.
+"""The data flow of a rank: which call made what another one takes, read off tensors with equal contents.
 
-An edge that the reference has must hold in the target: a tensor that was changed on the way (dropped, permuted, stale,
-of another rank) is found even though every operator computes right. Nothing is demanded of the target that the
-reference itself does not keep.
+A gradient that no call made is the sum of those that the users of its tensor sent back.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
-from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
+Key = TypeVar("Key", bytes, tuple[str, str])
 Place = tuple[str, str]
 """Key of a call, and which of its tensors: ``output.0``, ``input.weight``."""
 
@@ -27,12 +27,10 @@ _SAMPLE = 4096  # elements by which the terms of a sum are told
 _SMALL = 4  # tensors with fewer elements are equal by chance
 _BITS = 12  # unless their values have so many significant bits
 _WEIGHTS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var"}
-_ALSO = 4.0  # times the distance of what was made before
-_STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
 @dataclass
-class Wiring:
+class DataFlow:
     """The data flow of one rank.
 
     Args:
@@ -101,31 +99,16 @@ class Wiring:
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
         """The outputs with a content, in order."""
-        found: dict[bytes, list[Place]] = {}
-        for place, content in self.content.items():
-            if place[1].startswith("output"):
-                found.setdefault(content, []).append(place)
-        return found
-
-    @cached_property
-    def takers(self) -> Mapping[Place, list[Place]]:
-        """The inputs of forward calls that are equal to an output."""
-        found: dict[Place, list[Place]] = {}
-        for place in self.inputs():
-            if self.dump.calls[place[0]].phase is Phase.FORWARD:
-                for source in self.sources_of(place):
-                    found.setdefault(source, []).append(place)
-        return found
+        return _grouped((c, p) for p, c in self.content.items() if p[1].startswith("output"))
 
     @cached_property
     def given(self) -> Mapping[bytes, list[Place]]:
         """The inputs of forward calls with a content."""
-        found: dict[bytes, list[Place]] = {}
-        for place in self.inputs():
-            content = self.content.get(place)
-            if content and self.dump.calls[place[0]].phase is Phase.FORWARD:
-                found.setdefault(content, []).append(place)
-        return found
+        return _grouped(
+            (content, place)
+            for place in self.inputs()
+            if self._phase(place) is Phase.FORWARD and (content := self.content.get(place))
+        )
 
     @cached_property
     def late(self) -> frozenset[str]:
@@ -139,8 +122,8 @@ class Wiring:
             step = key.partition("|")[0] if "|" in key else ""
             if call.phase is Phase.BACKWARD:
                 begun.add(step)
-            back = key.removesuffix("forward") + "backward"
-            if call.phase is Phase.FORWARD and step in begun and back not in self.dump.calls:
+            differentiated = backward_key(key) in self.dump.calls
+            if call.phase is Phase.FORWARD and step in begun and not differentiated:
                 found.add(key)
         return frozenset(found)
 
@@ -166,19 +149,23 @@ class Wiring:
         found: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
             if len(places) > 1 and not any(map(self._differentiated, self.makers.get(content, []))):
-                uses = [use for use in map(self._gradient_of, places) if use is not None]
+                uses = self._gradients_of(places)
                 if len(uses) > 1:
                     size = int(np.prod(self.tensors[uses[0]].shape))
                     found.setdefault(size, []).append(uses)
         return found
 
     def _differentiated(self, place: Place) -> bool:
-        """Return whether a call has a backward of its own: what it made is no weight."""
-        return place[0].removesuffix("forward") + "backward" in self.dump.calls
+        """Return whether a call has a backward call: then what it made is no weight."""
+        return backward_key(place[0]) in self.dump.calls
+
+    def _gradients_of(self, places: Iterable[Place]) -> list[Place]:
+        """Return the gradients that forward calls send back for some of their inputs."""
+        return [gradient for place in places if (gradient := self._gradient_of(place)) is not None]
 
     def _gradient_of(self, place: Place) -> Place | None:
         """Return the gradient that a call sends back for one of its inputs."""
-        back = place[0].removesuffix("forward") + "backward"
+        back = backward_key(place[0])
         if back not in self.dump.calls:
             return None
         at = _gradient_place(self.dump.calls[place[0]], self.dump.calls[back], place[1])
@@ -193,7 +180,7 @@ class Wiring:
         at = self.order[place[0]]
         for uses in self._weights.get(x.size, []):
             before = [use for use in uses if self.order[use[0]] < at]
-            if len(before) > 1 and _sum_verdict(self, place, before).status == "pass":
+            if len(before) > 1 and sum_verdict(self, place, before).status == "pass":
                 return before
         if x.size < _SMALL or not np.all(np.isfinite(x)):
             return []
@@ -202,7 +189,7 @@ class Wiring:
         able = able[-max(2, x.size // 2) :]
         for places, terms_of in ((near, _of_few), (able, _of_many)):
             parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
-            if len(parts) > 1 and _sum_verdict(self, place, parts).status == "pass":
+            if len(parts) > 1 and sum_verdict(self, place, parts).status == "pass":
                 return parts
         return []
 
@@ -218,7 +205,8 @@ class Wiring:
         """Return the gradients that are sent back for what a gradient is one of: a call's output, or a weight."""
         key, name = place
         if name == "input.grad":
-            return _uses(self, (key, "input.weight"))
+            content = self.content.get((key, "input.weight"))
+            return self._gradients_of(self.given.get(content, []) if content else [])
         if self.dump.calls[key].phase is not Phase.BACKWARD:
             return []
         forward = key.removesuffix("backward") + "forward"
@@ -243,20 +231,20 @@ class Wiring:
     @cached_property
     def taken(self) -> Mapping[Place, list[Place]]:
         """The inputs of any call that are equal to an output."""
-        found: dict[Place, list[Place]] = {}
-        for place in self.inputs():
-            for source in self.sources_of(place):
-                found.setdefault(source, []).append(place)
-        return found
+        return _grouped((s, place) for place in self.inputs() for s in self.sources_of(place))
+
+    def _phase(self, place: Place) -> Phase:
+        return self.dump.calls[place[0]].phase
 
     @cached_property
     def summands(self) -> frozenset[Place]:
         """Outputs of calls that are a term of a gradient that comes into a backward call."""
-        found: set[Place] = set()
-        for place in self.inputs():
-            if self.dump.calls[place[0]].phase is Phase.BACKWARD and not self.sources_of(place):
-                found |= set(self.summed_from(place))
-        return frozenset(found)
+        return frozenset(
+            term
+            for place in self.inputs()
+            if self._phase(place) is Phase.BACKWARD and not self.sources_of(place)
+            for term in self.summed_from(place)
+        )
 
     def is_weight(self, place: Place) -> bool:
         """Return whether an input is a weight: by its argument's name, or because an optimizer updates it."""
@@ -271,7 +259,7 @@ class Wiring:
         """Contents of the weights that optimizers take."""
         return frozenset(c for (_, name), c in self.content.items() if name == "input.weight")
 
-    def noise(self, reference: "Wiring", key: str) -> float:
+    def noise(self, reference: "DataFlow", key: str) -> float:
         """Return how far outputs before a call are from the reference's at most, relative L2."""
         if self._noise is None:
             self._noise, most = {}, 0.0
@@ -282,8 +270,8 @@ class Wiring:
                     if other is None or other.shape != tensor.shape or place[0] != "o":
                         continue
                     if other.read and tensor.read and is_float(other.dtype):
-                        apart = _apart(other, tensor)
-                        most = max(most, apart if np.isfinite(apart) else 0.0)
+                        distance = apart(other, tensor)
+                        most = max(most, distance if np.isfinite(distance) else 0.0)
         return self._noise.get(key, 0.0)
 
     def makers_of(self, key: str) -> list[Place]:
@@ -303,13 +291,14 @@ class Wiring:
     def keeps(self, came: Place, users: list[Place]) -> bool:
         """Return whether a gradient is the sum of those that users sent."""
         if came not in self._kept:
-            self._kept[came] = _sum_verdict(self, came, users).status == "pass"
+            self._kept[came] = sum_verdict(self, came, users).status == "pass"
         return self._kept[came]
 
     def users_of(self, output: Place) -> list[Place]:
         """Return the gradients that the calls which take an output send back for it."""
         if output not in self._sent:
-            self._sent[output] = _users(self, output)
+            takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
+            self._sent[output] = self._gradients_of(takers)
         return self._sent[output]
 
     def inputs(self) -> Iterator[Place]:
@@ -319,36 +308,17 @@ class Wiring:
                 yield place
 
 
-def origin(place: Place, reference: Wiring, target: Wiring) -> tuple[str, list[TensorRecord]]:
-    """Return of which tensors an input should be the sum by the data flow, and how to say it.
-
-    What the same call made in the target, the gradients that were sent, or the reference's own value.
-    """
-    sources = reference.sources_of(place) or reference.plain.get(place, [])
-    made = [s for s in sources if s in target.tensors]
-    if made:
-        key, name = made[-1]
-        return f"what {key} made ({name})", [target.tensors[made[-1]]]
-    terms = reference.terms_of(place) or reference.summed_from(place)
-    if terms and all(term in target.tensors for term in terms):
-        said = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
-        return said, [target.tensors[term] for term in terms]
-    record = reference.tensors.get(place)
-    return "what the reference has", [record] if record is not None else []
+def backward_key(key: str) -> str:
+    """Return the key that the backward call of a forward one has."""
+    return key.removesuffix("forward") + "backward"
 
 
-def wanted(place: Place, reference: Wiring, target: Wiring) -> tuple[Array, Array] | None:
-    """Return what an input should hold by the data flow, with a bound; None: the reference does not say."""
-    tensor = target.tensors.get(place)
-    _, parts = origin(place, reference, target) if tensor is not None else ("", [])
-    if tensor is None or not parts or any(part.read is None for part in parts):
-        return None
-    dtype = tensor.dtype if is_float(tensor.dtype) else "float64"
-    if len(parts) == 1:
-        value = parts[0].load().astype(np.float64)
-        return value, Approx(value, dtype).bound(dtype)
-    total = _total([part.load().reshape(tensor.shape) for part in parts], dtype)
-    return total.value, total.bound(dtype)
+def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
+    """Return the places of each key, in order."""
+    found: dict[Key, list[Place]] = {}
+    for key, place in pairs:
+        found.setdefault(key, []).append(place)
+    return found
 
 
 def _tells(values: Array) -> bool:
@@ -402,236 +372,13 @@ def digest(values: Array) -> bytes:
     return hashlib.blake2b(wide.tobytes(), digest_size=16).digest()
 
 
-def broken_edges(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
-    """Yield inputs of the target that are not what they should be.
-
-    An input that the reference's calls made must be equal, in the target, to what the same call made there; one that
-    comes from outside (weights, data) must be equal to the reference's.
-    """
-    for place in reference.inputs():
-        tensor = target.tensors.get(place)
-        if tensor is None or tensor.read is None or reference.tensors[place].read is None:
-            continue
-        if place in reference.plain:
-            verdict = _as_plain(place, reference, target)
-        elif sources := reference.sources_of(place):
-            made = [source for source in sources if source in target.tensors]
-            verdict = _as_made(place, made, target) if made else None
-        else:
-            verdict = _as_outside(place, reference, target)
-        if verdict is not None:
-            yield verdict
-
-
-def _as_outside(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
-    """Judge what no call of the reference has made: data, weights, an optimizer's states; gradients are sums."""
-    phase = reference.dump.calls[place[0]].phase
-    state = phase is Phase.OPTIMIZER and place[1] in _STATES
-    if not state and phase is not Phase.FORWARD:
-        return None
-    verdict = _as_given(place, reference.tensors[place], target.tensors[place])
-    if verdict is not None and place[0] in reference.late and not state:
-        return _as_summed(place, reference, target)
-    if verdict is not None and _rounded_in_passing(place, reference, target):
-        return None
-    unknown = verdict is not None and not state and not reference.is_weight(place)
-    if unknown and _maybe_computed(place, reference, target):
-        said = f"{place[1]}: nothing in the dump says where it comes from"
-        return Verdict(place[0], "", "not judged", reason=said)
-    return verdict
-
-
-def _rounded_in_passing(place: Place, reference: Wiring, target: Wiring) -> bool:
-    """Return whether a tensor is the reference's, rounded to a type that only the target computes in."""
-    record, tensor = reference.tensors[place], target.tensors[place]
-    if not is_float(record.dtype) or not is_float(tensor.dtype) or record.shape != tensor.shape:
-        return False
-    expected, found = record.load(), tensor.load()
-    kinds = _only_in(target, reference)
-    return any(np.array_equal(round_to(expected, d), found, equal_nan=True) for d in kinds)
-
-
-def _only_in(one: Wiring, other: Wiring) -> list[str]:
-    """Return the floating-point types in which only one of two runs computes."""
-    return [d for d in one.dump.dtypes - other.dump.dtypes if is_float(d)]
-
-
-def _maybe_computed(place: Place, reference: Wiring, target: Wiring) -> bool:
-    """Return whether a tensor may be what a call made that the dumps lack: it is as far from the reference's as others are.
-
-    Where all that was made before is equal to the last bit, so must what comes from outside be.
-    """
-    record, tensor = reference.tensors[place], target.tensors[place]
-    if not is_float(record.dtype) or record.shape != tensor.shape:
-        return False
-    return _apart(record, tensor) <= _ALSO * target.noise(reference, place[0])
-
-
-def _apart(record: TensorRecord, tensor: TensorRecord) -> float:
+def apart(record: TensorRecord, tensor: TensorRecord) -> float:
     """Return the relative distance (L2) of two tensors of one shape; infinite where one is not finite."""
     a, b = (t.load().astype(np.float64) for t in (record, tensor))
     if not np.all(np.isfinite(a)) or not np.all(np.isfinite(b)):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else np.inf
     size = float(np.linalg.norm(a))
     return float(np.linalg.norm(a - b)) / size if size else 0.0
-
-
-def _as_plain(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
-    """Judge a tensor of few bits, which calls may have made that have nothing to do with it.
-
-    What the reference has is right, and so is what any call made that may have. Of a gradient from outside only the
-    ones are known that a loss begins with; zeros may be anything but an optimizer's first state.
-    """
-    record, tensor = reference.tensors[place], target.tensors[place]
-    values, found = record.load(), tensor.load()
-    phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
-    state = phase is Phase.OPTIMIZER and place[1] in _STATES
-    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != found.shape):
-        return None
-    given = _as_given(place, record, tensor)
-    if given is None:
-        return None
-    if makers and not state:
-        made = [source for source in makers if source in target.tensors]
-        return _as_made(place, made, target) if made else None
-    lone = values.size == 1 and not is_float(record.dtype)  # a count, perhaps
-    if lone or target.has_made(place):
-        return None
-    if phase is Phase.BACKWARD:
-        return given if np.all(values == 1) else None
-    return _as_outside(place, reference, target)
-
-
-def _as_summed(place: Place, reference: Wiring, target: Wiring) -> Verdict | None:
-    """Judge what goes into a call of the way back: a sum of gradients where the reference's is one."""
-    parts = reference.summed_from(place)
-    if not parts or any(part not in target.tensors for part in parts):
-        said = f"{place[1]}: nothing in the dump says where it comes from"
-        return Verdict(place[0], "", "not judged", reason=said)
-    verdict = _sum_verdict(target, place, parts)
-    return verdict if verdict.status == "diverged" else None
-
-
-def _as_made(place: Place, sources: list[Place], target: Wiring) -> Verdict | None:
-    tensor = target.tensors[place]
-    found = tensor.load()
-    for source in sources:
-        record = target.tensors[source]
-        if record.read is None:
-            return None
-        values = record.load()
-        if values.size == found.size and _same(values.reshape(found.shape), found, tensor.dtype):
-            return None
-    maker = sources[-1]
-    expected = target.tensors[maker].load()
-    key, name = place
-    if expected.size != found.size:
-        said = f"{name} has {found.size} elements, {maker[0]} made {expected.size}"
-        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
-    verdict = judge(
-        key, name, found, _expected(expected.reshape(found.shape), tensor.dtype), tensor.dtype
-    )
-    said = f"{name} is not what {maker[0]} made ({maker[1]}): {verdict.reason}"
-    return Verdict(
-        key, name, "diverged", np.inf, said, verdict.element, verdict.wrong, verdict.elements
-    )
-
-
-def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
-    if reference.read is None:
-        return None
-    expected, found = reference.load(), tensor.load()
-    key, name = place
-    if expected.shape != found.shape:
-        said = f"{name} has shape {list(found.shape)}, in the reference {list(expected.shape)}"
-        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
-    narrow = tensor.dtype
-    if (
-        is_float(reference.dtype)
-        and is_float(narrow)
-        and FLOATS[reference.dtype].bits < FLOATS[narrow].bits
-    ):
-        narrow = reference.dtype
-    if _same(expected, found, narrow) or _same(found, expected, narrow):
-        return None
-    verdict = judge(key, name, found, _expected(expected, tensor.dtype), tensor.dtype)
-    said = f"{name} comes from outside and is not the reference's: {verdict.reason}"
-    return Verdict(
-        key, name, "diverged", np.inf, said, verdict.element, verdict.wrong, verdict.elements
-    )
-
-
-def _same(values: Array, found: Array, dtype: str) -> bool:
-    """Return whether a tensor holds values, perhaps rounded to its type."""
-    if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
-        return True
-    return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
-
-
-def _expected(values: Array, dtype: str) -> Approx | Array:
-    return Approx(values, dtype) if is_float(dtype) else values
-
-
-def wrong_sums(reference: Wiring, target: Wiring) -> Iterator[Verdict]:
-    """Yield gradients that come into a call and are not the sum of what the users of its output or weight sent back."""
-    for key, call in reference.dump.calls.items():
-        if call.phase is Phase.BACKWARD:
-            places = [(key, f"input.{i}") for i in range(len(call.inputs))]
-        else:
-            places = [(key, "input.grad")] if call.phase is Phase.OPTIMIZER else []
-        for came in places:
-            if came not in reference.tensors or came not in target.tensors:
-                continue
-            terms = reference.terms_of(came)
-            if terms and all(term in target.tensors for term in terms):
-                verdict = _sum_verdict(target, came, terms)
-                if verdict.status == "diverged" and not _narrow_sum(came, terms, reference, target):
-                    yield verdict
-                continue
-            made = reference.sources_of(came)
-            if came in reference.content and not any(source in target.tensors for source in made):
-                why = "in the target others sent it back"
-                if not terms and not made:
-                    why = "nothing in the dump says where it comes from"
-                yield Verdict(key, "", "not judged", reason=f"{came[1]}: {why}")
-
-
-def _narrow_sum(came: Place, terms: list[Place], reference: Wiring, target: Wiring) -> bool:
-    """Return whether a gradient is a sum rounded, on a way that the dump lacks, to a type that only the target computes in."""
-    record, found = target.tensors[came], target.tensors[came].load()
-    for kind in _only_in(target, reference) if is_float(record.dtype) else ():
-        if np.array_equal(round_to(found, kind), found):
-            parts = [target.tensors[t].load().reshape(record.shape) for t in terms]
-            total = _total([round_to(p, kind) for p in parts], kind)
-            if judge(*came, found, total, kind).status == "pass":
-                return True
-    return False
-
-
-def _uses(wiring: Wiring, weight: Place) -> list[Place]:
-    """Return the gradients that the calls which took a weight since its last update sent back for it."""
-    content, found = wiring.content.get(weight), []
-    for key, name in wiring.given.get(content, []) if content else []:
-        back = key.removesuffix("forward") + "backward"
-        if back not in wiring.dump.calls:
-            continue
-        at = _gradient_place(wiring.dump.calls[key], wiring.dump.calls[back], name)
-        if at is not None and (back, at) in wiring.tensors:
-            found.append((back, at))
-    return found
-
-
-def _users(wiring: Wiring, output: Place) -> list[Place]:
-    """Return the gradients that the calls which take an output send back for it."""
-    found: list[Place] = []
-    for key, name in wiring.takers.get(output, []):
-        back = key.removesuffix("forward") + "backward"
-        if back not in wiring.dump.calls:
-            continue
-        at = _gradient_place(wiring.dump.calls[key], wiring.dump.calls[back], name)
-        if at is not None and (back, at) in wiring.tensors:
-            found.append((back, at))
-    return found
 
 
 def _gradient_place(call: Call, back: Call, name: str) -> str | None:
@@ -657,16 +404,17 @@ def _gradient_place(call: Call, back: Call, name: str) -> str | None:
     return None
 
 
-def _total(parts: list[Array], dtype: str) -> Approx:
+def total_of(terms: list[Array], dtype: str) -> Approx:
     """Return a sum that programs make in any order, each partial sum rounded to its type."""
-    return Approx(np.stack(parts), dtype, dtype).sum(0)
+    return Approx(np.stack(terms), dtype, dtype).sum(0)
 
 
-def _sum_verdict(wiring: Wiring, came: Place, users: list[Place]) -> Verdict:
-    record = wiring.tensors[came]
+def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
+    """Judge whether a gradient is the sum of the gradients that its users sent back."""
+    record = flow.tensors[came]
     parts: list[Array] = []
     for user in users:
-        values = wiring.tensors[user].load()
+        values = flow.tensors[user].load()
         if values.size != record.load().size:
             return Verdict(*came, "not judged", reason="shapes")
         parts.append(values.reshape(record.shape))
@@ -676,13 +424,11 @@ def _sum_verdict(wiring: Wiring, came: Place, users: list[Place]) -> Verdict:
     if np.all(once):
         return Verdict(*came, "pass", elements=found.size)  # rounded once: no need of a bound
     unit = FLOATS[record.dtype].unit  # a part of a wider type may be rounded before it is added
-    wide = [FLOATS[wiring.tensors[user].dtype].unit < unit for user in users]
-    apart = np.stack([np.abs(p) * unit * w for p, w in zip(parts, wide, strict=True)])
-    total = Approx(np.stack(parts), record.dtype, record.dtype, sigma=apart, limit=apart).sum(0)
+    wide = [FLOATS[flow.tensors[user].dtype].unit < unit for user in users]
+    error = np.stack([np.abs(p) * unit * w for p, w in zip(parts, wide, strict=True)])
+    total = Approx(np.stack(parts), record.dtype, record.dtype, sigma=error, limit=error).sum(0)
     verdict = judge(*came, found, total, record.dtype)
     if verdict.status == "pass":
         return verdict
     said = f"{came[1]} is not the sum of the gradients from {', '.join(u[0] for u in users)}: {verdict.reason}"
-    return Verdict(
-        *came, "diverged", verdict.ratio, said, verdict.element, verdict.wrong, verdict.elements
-    )
+    return replace(verdict, place=came[1], status="diverged", reason=said)

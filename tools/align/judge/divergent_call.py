@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.data_flow import Place, Wiring, digest, wanted
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.edges import wanted
 from telechat_moe.tools.align.judge.replay import arguments_of, expected_of, forward_key
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.numerics import is_float
@@ -30,8 +31,8 @@ class Wrong:
 
     verdict: Verdict
     call: Call
-    reference: Wiring
-    target: Wiring
+    reference: DataFlow
+    target: DataFlow
     others: Mapping[int, RankDump] = field(default_factory=dict)
     wrong_outputs: int = 1
 

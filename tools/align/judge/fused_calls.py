@@ -13,7 +13,7 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
-from telechat_moe.tools.align.judge.data_flow import Place, Wiring
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
 from telechat_moe.tools.align.judge.replay import arguments_of
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
@@ -32,7 +32,7 @@ class Replaced:
         target: Of the run to judge, with the reference's keys where calls belong together.
     """
 
-    def __init__(self, reference: Wiring, target: Wiring) -> None:
+    def __init__(self, reference: DataFlow, target: DataFlow) -> None:
         self.reference, self.target = reference, target
         self._made: dict[str, list[Approx | Array] | None] = {}
         self._wrong: set[str] = set()

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump
-from telechat_moe.tools.align.judge.data_flow import Wiring
+from telechat_moe.tools.align.judge.data_flow import DataFlow
 
 REACH = 2  # calls away from the one in the middle
 _WINDOW = 120  # calls before and behind in the order of the run: others are not searched
@@ -28,19 +28,19 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     if found is None or key not in found.calls:
         return None
     part = _window(found, key)
-    wiring = Wiring(part)
+    flow = DataFlow(part)
     edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for call in part.calls.values():
         for place, tensor in call.tensors():
             if place.startswith("output"):
                 continue
-            sources = wiring.sources_of((call.key, place))
+            sources = flow.sources_of((call.key, place))
             if sources:  # of several with the same content the nearest one
                 edges.setdefault((sources[-1][0], call.key), (place, tensor.shape))
     distance = _distances(key, list(edges))
     kept = {k: d for k, d in distance.items() if abs(d) <= REACH}
     nodes = [
-        _node(part.calls[k], d) for k, d in sorted(kept.items(), key=lambda i: wiring.order[i[0]])
+        _node(part.calls[k], d) for k, d in sorted(kept.items(), key=lambda i: flow.order[i[0]])
     ]
     shown = [
         {"from": a, "to": b, "tensor": place, "shape": list(shape)}

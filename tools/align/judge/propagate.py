@@ -12,7 +12,7 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
-from telechat_moe.tools.align.judge.data_flow import Place, Wiring, digest
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly, forward_key
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
@@ -34,7 +34,7 @@ class Deviations:
     """
 
     def __init__(self, dump: RankDump) -> None:
-        self.dump, self.wiring = dump, Wiring(dump)
+        self.dump, self.flow = dump, DataFlow(dump)
         self.made: dict[Place, Array] = {}
         """Of outputs; of others nothing is known: their call cannot be recomputed, or takes such a tensor."""
         self._holding: dict[bytes, Array | None] = {}  # by what a tensor holds; None: not known
@@ -46,14 +46,14 @@ class Deviations:
         """Return the deviation of a tensor, 0 of one from outside; None: not known."""
         if place in self.made:
             return self.made[place]
-        values = self.wiring.tensors[place].load()
+        values = self.flow.tensors[place].load()
         content = digest(values)
         if content in self._holding:
             known = self._holding[content]
             return None if known is None else known.reshape(values.shape)
         if not self._comes_back(place) or values.min() == values.max():
             return np.zeros(values.shape)
-        parts = [self.made.get(p) for p in self.wiring.summed_from(place)]
+        parts = [self.made.get(p) for p in self.flow.summed_from(place)]
         if not parts or any(p is None for p in parts):
             return None
         squares = [np.square(p).reshape(values.shape) for p in parts if p is not None]

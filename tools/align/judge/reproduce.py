@@ -25,8 +25,8 @@ from telechat_moe.tools.align.dump.records import (
     Value,
 )
 from telechat_moe.tools.align.judge.collectives import Exchange, judged_collectives
-from telechat_moe.tools.align.judge.data_flow import origin
 from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.edges import origin
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, worst
 from telechat_moe.tools.align.numerics import is_float
@@ -157,8 +157,8 @@ def _of_exchange(about: Exchange, tensors: dict[str, Array]) -> dict[str, Any]:
 def _around(about: Wrong) -> dict[str, Any]:
     """Return the names of the calls around one that only one run makes."""
     found: dict[str, Any] = {}
-    for name, wiring in (("reference", about.reference), ("target", about.target)):
-        keys = [k for k, c in wiring.dump.calls.items() if c.kind == "api"]
+    for name, flow in (("reference", about.reference), ("target", about.target)):
+        keys = [k for k, c in flow.dump.calls.items() if c.kind == "api"]
         found[name] = [k.rpartition("|")[2] for k in keys]
     ours, theirs = found["target"], found["reference"]
     key = about.call.key.rpartition("|")[2]

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 from telechat_moe.tools.align.dump.records import Call, Phase
 from telechat_moe.tools.align.judge.collectives import kind_of
-from telechat_moe.tools.align.judge.data_flow import Place, Wiring
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
 
 _GRADIENT = re.compile(r"(Grad|Backward)(V\d)?$")
 _STEP = "|"  # between the number of a step and the key of a call, where steps are joined
 
 
-def phase_of(call: Call, wiring: Wiring) -> Phase:
+def phase_of(call: Call, flow: DataFlow) -> Phase:
     """Return the phase of a call.
 
     A forward key on the way back (a collective, the clipping of gradients) is told by the data flow: what a backward
@@ -20,48 +20,48 @@ def phase_of(call: Call, wiring: Wiring) -> Phase:
 
     Args:
         call: Of the run.
-        wiring: Of a run that is believed, with the same keys.
+        flow: Of a run that is believed, with the same keys.
     """
-    if call.stage is not Phase.FORWARD or call.key not in wiring.order:
+    if call.stage is not Phase.FORWARD or call.key not in flow.order:
         return call.stage
     step = call.key.partition(_STEP)[0] if _STEP in call.key else ""
-    at = wiring.order[call.key]
+    at = flow.order[call.key]
     back = [
-        wiring.order[key]
-        for key, other in wiring.dump.calls.items()
+        flow.order[key]
+        for key, other in flow.dump.calls.items()
         if other.phase is Phase.BACKWARD and (not step or key.startswith(step + _STEP))
     ]
     if not back:
-        return _in_graph(call.key, wiring)
-    if _goes_back(call.key, wiring):
+        return _in_graph(call.key, flow)
+    if _goes_back(call.key, flow):
         return Phase.BACKWARD
     if at < min(back):
         return Phase.FORWARD
-    if call.key not in wiring.late:
+    if call.key not in flow.late:
         return Phase.FORWARD
-    if _is_gradient(call, wiring):
+    if _is_gradient(call, flow):
         return Phase.REDUCTION if kind_of(call) is not None else Phase.OPTIMIZER
     return Phase.OPTIMIZER if at > max(back) else Phase.FORWARD
 
 
-def _in_graph(key: str, wiring: Wiring) -> Phase:
+def _in_graph(key: str, flow: DataFlow) -> Phase:
     """Return the phase of a call of a compiled graph, whose gradient operators are told by their names.
 
     Between two of them is backward, too (a fused operator without such a name); behind all of them is the optimizer's.
     """
     step = key.partition(_STEP)[0] + _STEP if _STEP in key else ""
-    calls = {k: c for k, c in wiring.dump.calls.items() if k.startswith(step)}
+    calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
     back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
     if key in back:
         return Phase.BACKWARD
 
     def taken(k: str) -> set[str]:
-        sources = wiring.makers_of(k)
-        return {p[0] for s in sources for p in wiring.taken.get(s, []) if p[0] in calls}
+        sources = flow.makers_of(k)
+        return {p[0] for s in sources for p in flow.taken.get(s, []) if p[0] in calls}
 
     def given(k: str) -> set[str]:
-        places = _inputs(calls[k], wiring)
-        return {s[0] for p in places for s in wiring.sources_of(p) if s[0] in calls}
+        places = _inputs(calls[k], flow)
+        return {s[0] for p in places for s in flow.sources_of(p) if s[0] in calls}
 
     if not _reaches(key, back, given):
         return Phase.FORWARD
@@ -80,32 +80,32 @@ def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> boo
     return False
 
 
-def _goes_back(key: str, wiring: Wiring) -> bool:
+def _goes_back(key: str, flow: DataFlow) -> bool:
     """Return whether a backward call takes what a call made, alone or in a sum."""
-    made = wiring.makers_of(key)
+    made = flow.makers_of(key)
     return any(
-        wiring.dump.calls[place[0]].phase is Phase.BACKWARD
+        flow.dump.calls[place[0]].phase is Phase.BACKWARD
         for source in made
-        for place in wiring.taken.get(source, [])
-    ) or any(source in wiring.summands for source in made)
+        for place in flow.taken.get(source, [])
+    ) or any(source in flow.summands for source in made)
 
 
-def _is_gradient(call: Call, wiring: Wiring) -> bool:
+def _is_gradient(call: Call, flow: DataFlow) -> bool:
     """Return whether backward calls, or reductions over what they made, made what goes into a call."""
-    for place in _inputs(call, wiring):
-        sources = wiring.sources_of(place) or wiring.summed_from(place)
+    for place in _inputs(call, flow):
+        sources = flow.sources_of(place) or flow.summed_from(place)
         for source in sources:
-            maker = wiring.dump.calls[source[0]]
+            maker = flow.dump.calls[source[0]]
             if maker.phase is Phase.BACKWARD:
                 return True
-            if kind_of(maker) is not None and _is_gradient(maker, wiring):
+            if kind_of(maker) is not None and _is_gradient(maker, flow):
                 return True
     return False
 
 
-def _inputs(call: Call, wiring: Wiring) -> list[Place]:
+def _inputs(call: Call, flow: DataFlow) -> list[Place]:
     return [
         (call.key, place)
         for place, _ in call.tensors()
-        if not place.startswith("output") and (call.key, place) in wiring.tensors
+        if not place.startswith("output") and (call.key, place) in flow.tensors
     ]

@@ -1,0 +1,244 @@
+"""Judge the edges of a run's data flow: is each input what the call before made, as in the reference?
+
+An edge that the reference has must hold in the target: a tensor that was changed on the way (dropped, permuted, stale,
+of another rank) is found even though every operator computes right. Nothing is demanded of the target that the
+reference itself does not keep.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Phase, TensorRecord
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, apart, sum_verdict, total_of
+from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
+from telechat_moe.tools.align.operators.approx import Approx, Array
+
+_ALSO = 4.0  # times the distance of what was made before
+_STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
+
+
+def origin(place: Place, reference: DataFlow, target: DataFlow) -> tuple[str, list[TensorRecord]]:
+    """Return of which tensors an input should be the sum by the data flow, and how to say it.
+
+    What the same call made in the target, the gradients that were sent, or the reference's own value.
+    """
+    sources = reference.sources_of(place) or reference.plain.get(place, [])
+    made = [s for s in sources if s in target.tensors]
+    if made:
+        key, name = made[-1]
+        return f"what {key} made ({name})", [target.tensors[made[-1]]]
+    terms = reference.terms_of(place) or reference.summed_from(place)
+    if terms and all(term in target.tensors for term in terms):
+        said = f"the sum of the gradients from {', '.join(key for key, _ in terms)}"
+        return said, [target.tensors[term] for term in terms]
+    record = reference.tensors.get(place)
+    return "what the reference has", [record] if record is not None else []
+
+
+def wanted(place: Place, reference: DataFlow, target: DataFlow) -> tuple[Array, Array] | None:
+    """Return what an input should hold by the data flow, with a bound; None: the reference does not say."""
+    tensor = target.tensors.get(place)
+    _, parts = origin(place, reference, target) if tensor is not None else ("", [])
+    if tensor is None or not parts or any(part.read is None for part in parts):
+        return None
+    dtype = tensor.dtype if is_float(tensor.dtype) else "float64"
+    if len(parts) == 1:
+        value = parts[0].load().astype(np.float64)
+        return value, Approx(value, dtype).bound(dtype)
+    total = total_of([part.load().reshape(tensor.shape) for part in parts], dtype)
+    return total.value, total.bound(dtype)
+
+
+def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
+    """Yield inputs of the target that are not what they should be.
+
+    An input that the reference's calls made must be equal, in the target, to what the same call made there; one that
+    comes from outside (weights, data) must be equal to the reference's.
+    """
+    for place in reference.inputs():
+        tensor = target.tensors.get(place)
+        if tensor is None or tensor.read is None or reference.tensors[place].read is None:
+            continue
+        if place in reference.plain:
+            verdict = _as_plain(place, reference, target)
+        elif sources := reference.sources_of(place):
+            made = [source for source in sources if source in target.tensors]
+            verdict = _as_made(place, made, target) if made else None
+        else:
+            verdict = _as_outside(place, reference, target)
+        if verdict is not None:
+            yield verdict
+
+
+def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge what no call of the reference has made: data, weights, an optimizer's states; gradients are sums."""
+    phase = reference.dump.calls[place[0]].phase
+    state = phase is Phase.OPTIMIZER and place[1] in _STATES
+    if not state and phase is not Phase.FORWARD:
+        return None
+    verdict = _as_given(place, reference.tensors[place], target.tensors[place])
+    if verdict is not None and place[0] in reference.late and not state:
+        return _as_summed(place, reference, target)
+    if verdict is not None and _rounded_in_passing(place, reference, target):
+        return None
+    unknown = verdict is not None and not state and not reference.is_weight(place)
+    if unknown and _maybe_computed(place, reference, target):
+        said = f"{place[1]}: nothing in the dump says where it comes from"
+        return Verdict(place[0], "", "not judged", reason=said)
+    return verdict
+
+
+def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> bool:
+    """Return whether a tensor is the reference's, rounded to a type that only the target computes in."""
+    record, tensor = reference.tensors[place], target.tensors[place]
+    if not is_float(record.dtype) or not is_float(tensor.dtype) or record.shape != tensor.shape:
+        return False
+    expected, found = record.load(), tensor.load()
+    kinds = _only_in(target, reference)
+    return any(np.array_equal(round_to(expected, d), found, equal_nan=True) for d in kinds)
+
+
+def _only_in(one: DataFlow, other: DataFlow) -> list[str]:
+    """Return the floating-point types in which only one of two runs computes."""
+    return [d for d in one.dump.dtypes - other.dump.dtypes if is_float(d)]
+
+
+def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool:
+    """Return whether a tensor may be what a call made that the dumps lack: it is as far from the reference's as others are.
+
+    Where all that was made before is equal to the last bit, so must what comes from outside be.
+    """
+    record, tensor = reference.tensors[place], target.tensors[place]
+    if not is_float(record.dtype) or record.shape != tensor.shape:
+        return False
+    return apart(record, tensor) <= _ALSO * target.noise(reference, place[0])
+
+
+def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge a tensor of few bits, which calls may have made that have nothing to do with it.
+
+    What the reference has is right, and so is what any call made that may have. Of a gradient from outside only the
+    ones are known that a loss begins with; zeros may be anything but an optimizer's first state.
+    """
+    record, tensor = reference.tensors[place], target.tensors[place]
+    values, found = record.load(), tensor.load()
+    phase, makers = reference.dump.calls[place[0]].phase, reference.plain[place]
+    state = phase is Phase.OPTIMIZER and place[1] in _STATES
+    if not (state or np.any(values)) or (is_float(record.dtype) and values.shape != found.shape):
+        return None
+    given = _as_given(place, record, tensor)
+    if given is None:
+        return None
+    if makers and not state:
+        made = [source for source in makers if source in target.tensors]
+        return _as_made(place, made, target) if made else None
+    lone = values.size == 1 and not is_float(record.dtype)  # a count, perhaps
+    if lone or target.has_made(place):
+        return None
+    if phase is Phase.BACKWARD:
+        return given if np.all(values == 1) else None
+    return _as_outside(place, reference, target)
+
+
+def _as_summed(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
+    """Judge what goes into a call of the way back: a sum of gradients where the reference's is one."""
+    parts = reference.summed_from(place)
+    if not parts or any(part not in target.tensors for part in parts):
+        said = f"{place[1]}: nothing in the dump says where it comes from"
+        return Verdict(place[0], "", "not judged", reason=said)
+    verdict = sum_verdict(target, place, parts)
+    return verdict if verdict.status == "diverged" else None
+
+
+def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | None:
+    tensor = target.tensors[place]
+    found = tensor.load()
+    for source in sources:
+        record = target.tensors[source]
+        if record.read is None:
+            return None
+        values = record.load()
+        if values.size == found.size and _same(values.reshape(found.shape), found, tensor.dtype):
+            return None
+    maker = sources[-1]
+    expected = target.tensors[maker].load()
+    key, name = place
+    if expected.size != found.size:
+        said = f"{name} has {found.size} elements, {maker[0]} made {expected.size}"
+        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
+    right = _expected(expected.reshape(found.shape), tensor.dtype)
+    verdict = judge(*place, found, right, tensor.dtype)
+    said = f"{name} is not what {maker[0]} made ({maker[1]}): {verdict.reason}"
+    return replace(verdict, place=name, status="diverged", ratio=np.inf, reason=said)
+
+
+def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
+    if reference.read is None:
+        return None
+    expected, found = reference.load(), tensor.load()
+    key, name = place
+    if expected.shape != found.shape:
+        said = f"{name} has shape {list(found.shape)}, in the reference {list(expected.shape)}"
+        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
+    narrow = tensor.dtype
+    if (
+        is_float(reference.dtype)
+        and is_float(narrow)
+        and FLOATS[reference.dtype].bits < FLOATS[narrow].bits
+    ):
+        narrow = reference.dtype
+    if _same(expected, found, narrow) or _same(found, expected, narrow):
+        return None
+    verdict = judge(*place, found, _expected(expected, tensor.dtype), tensor.dtype)
+    said = f"{name} comes from outside and is not the reference's: {verdict.reason}"
+    return replace(verdict, place=name, status="diverged", ratio=np.inf, reason=said)
+
+
+def _same(values: Array, found: Array, dtype: str) -> bool:
+    """Return whether a tensor holds values, perhaps rounded to its type."""
+    if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
+        return True
+    return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
+
+
+def _expected(values: Array, dtype: str) -> Approx | Array:
+    return Approx(values, dtype) if is_float(dtype) else values
+
+
+def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
+    """Yield gradients that come into a call and are not the sum of what the users of its output or weight sent back."""
+    for key, call in reference.dump.calls.items():
+        if call.phase is Phase.BACKWARD:
+            places = [(key, f"input.{i}") for i in range(len(call.inputs))]
+        else:
+            places = [(key, "input.grad")] if call.phase is Phase.OPTIMIZER else []
+        for came in places:
+            if came not in reference.tensors or came not in target.tensors:
+                continue
+            terms = reference.terms_of(came)
+            if terms and all(term in target.tensors for term in terms):
+                verdict = sum_verdict(target, came, terms)
+                if verdict.status == "diverged" and not _narrow_sum(came, terms, reference, target):
+                    yield verdict
+                continue
+            made = reference.sources_of(came)
+            if came in reference.content and not any(source in target.tensors for source in made):
+                why = "in the target others sent it back"
+                if not terms and not made:
+                    why = "nothing in the dump says where it comes from"
+                yield Verdict(key, "", "not judged", reason=f"{came[1]}: {why}")
+
+
+def _narrow_sum(came: Place, terms: list[Place], reference: DataFlow, target: DataFlow) -> bool:
+    """Return whether a gradient is a sum rounded, on a way that the dump lacks, to a type that only the target computes in."""
+    record, found = target.tensors[came], target.tensors[came].load()
+    for kind in _only_in(target, reference) if is_float(record.dtype) else ():
+        if np.array_equal(round_to(found, kind), found):
+            parts = [target.tensors[t].load().reshape(record.shape) for t in terms]
+            total = total_of([round_to(p, kind) for p in parts], kind)
+            if judge(*came, found, total, kind).status == "pass":
+                return True
+    return False
