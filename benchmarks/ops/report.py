@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from benchmarks.ops.timing import Case
+from telechat_moe import html
+from telechat_moe.html import Html
 
 
 class Target(NamedTuple):
@@ -166,55 +167,36 @@ def _in_graph(cases: Sequence[Case]) -> list[float]:
     ]
 
 
-STYLE = """
-:root { --ink: #1b1f24; --soft: #68707a; --paper: #fff; --ours: #1f6feb; --peer: #c3cad3; --good: #1a7f37; --bad: #b35900 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ed; --soft: #98a1ab; --paper: #14171a; --ours: #58a6ff; --peer: #454d57; --good: #56d364; --bad: #e3b341 } }
-body { font: 14px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem } p, .soft { color: var(--soft) }
-table { border-collapse: collapse; width: 100% } td, th { padding: .2rem .6rem; text-align: left; border-bottom: 1px solid var(--peer) }
-td.n { text-align: right; font-variant-numeric: tabular-nums } .good { color: var(--good) } .bad { color: var(--bad) }
-.case { margin: .9rem 0 } .bar { display: grid; grid-template-columns: 13rem 1fr; gap: .6rem; align-items: center; font-size: 12px }
-.track { display: flex; align-items: center; gap: .5rem } .fill { height: .8rem; background: var(--peer); border-radius: 2px; min-width: 2px }
-.fill.ours { background: var(--ours) }
-"""
-
-
 def page(result: dict[str, Any]) -> str:
     """Return a self-contained HTML page."""
-    rows = "".join(
-        f"<tr><td>{escape(t['name'])}</td><td class=n>{t['wanted']:g}</td>"
-        f"<td class='n {'good' if t['met'] else 'bad'}'>{t['reached']:.3g}</td></tr>"
+    rows = [
+        [t["name"], t["wanted"], html.tag("span", t["reached"], "good" if t["met"] else "bad")]
         for t in result["targets"]
         if t["reached"] is not None
-    )
-    parts = []
+    ]
+    parts = [
+        html.tag(
+            "p",
+            f"{result['machine']}. Best of many calls in turns, microseconds; shorter is better; with dynamic lengths "
+            "the sum over all calls, compilation included. torch with malloc tuned.",
+            "soft",
+        ),
+        html.table(["target (times faster, or share)", "wanted ", "reached "], rows),
+    ]
     for group in dict.fromkeys(c["group"] for c in result["cases"]):
-        parts.append(f"<h2>{escape(group)}</h2>")
+        parts.append(html.tag("h2", group))
         parts += [_bars(c) for c in result["cases"] if c["group"] == group]
-    return (
-        "<!doctype html><meta charset=utf-8><meta name=viewport content='width=device-width'>"
-        f"<title>telechat-moe operators</title><style>{STYLE}</style>"
-        f"<h1>telechat-moe operators</h1><p>{escape(result['machine'])}. Best of many calls in turns, microseconds; "
-        "shorter is better; with dynamic lengths the sum over all calls, compilation included. torch with malloc tuned.</p>"
-        f"<table><tr><th>target (times faster, or share)</th><th>wanted</th><th>reached</th></tr>{rows}</table>"
-        + "".join(parts)
-    )
+    return html.page("telechat-moe operators", parts)
 
 
-def _bars(case: dict[str, Any]) -> str:
+def _bars(case: dict[str, Any]) -> Html:
     longest = max(case["best"].values())
     error = "" if case["error"] is None else f", error {case['error']:.0e}"
-    lines = [
-        f"<div class=case><b>{escape(case['op'])}</b> <span class=soft>{escape(case['shape'])}, {case['threads']} threads{error}</span>"
-    ]
+    said = html.tag("span", f"{case['shape']}, {case['threads']} threads{error}", "soft")
+    rows: list[list[object]] = []
     for peer, us in sorted(case["best"].items(), key=lambda x: x[1]):
-        mine = " ours" if peer.startswith(case["ours"]) else ""
-        width = 100 * us / longest * 0.8
         worst = case["extra"].get(f"{peer}: worst call")
         note = "" if worst is None else f", worst call {worst:,.0f}"
-        lines.append(
-            f"<div class=bar><span>{escape(peer)}</span><span class=track>"
-            f"<span class='fill{mine}' style='width:{width:.1f}%'></span>{us:,.0f}{note}</span></div>"
-        )
-    return "".join(lines) + "</div>"
+        ours = "ours" if peer.startswith(case["ours"]) else ""
+        rows.append([peer, html.bar(us / longest, ours, f"{us:,.0f}{note}")])
+    return Html(f"<h3>{html.html(case['op'])} {said}</h3>{html.table((), rows)}")
