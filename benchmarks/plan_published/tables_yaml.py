@@ -20,8 +20,7 @@ from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.score import MeasuredStep
-
-GIB = 2**30
+from telechat_moe.units import GIB
 
 
 def _first(row: Mapping[str, Any], *keys: str, default: Any = None) -> Any:

@@ -35,6 +35,7 @@ from telechat_moe.checkpoint.folder import CheckpointError, list_checkpoints
 from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.checkpoint.shards import BFLOAT16, Array
 from telechat_moe.errors import BadInputError
+from telechat_moe.units import size_text
 
 __all__ = [
     "BFLOAT16",
@@ -229,7 +230,7 @@ def explain(error: OSError, root: Path, step: int, needed: int) -> str:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB ({count:,} bytes)"
+    return f"{size_text(count)} ({count:,} bytes)"
 
 
 # --------------------------------------------------------------------------------------- reading

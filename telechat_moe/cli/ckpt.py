@@ -9,6 +9,7 @@ from typing import Any
 from telechat_moe.cli import ckpt_mindformers
 from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.units import size_text
 
 EPILOG = """\
 A run of several processes writes checkpoints in pieces, each process its own; `telechat-moe train --resume` goes on
@@ -107,7 +108,7 @@ def run_reshard(args: argparse.Namespace) -> int:
     if not write_json(args.json, found):
         print(
             f"{args.out}: step {found['step']} for {found['layout']}, {found['devices']} files, "
-            f"{found['bytes'] / 1e6:.1f} MB"
+            f"{size_text(found['bytes'])}"
         )
     return 0
 

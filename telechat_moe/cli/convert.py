@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.arguments import add_overrides
-from telechat_moe.cli.output import human, write_json
+from telechat_moe.cli.output import write_json
 from telechat_moe.cli.progress import bars
 from telechat_moe.errors import UsageError
+from telechat_moe.units import count_text, parse_size, size_text
 
 if TYPE_CHECKING:
     from telechat_moe.interop.hf import Conversion
@@ -50,8 +50,6 @@ example:
 exit codes: 0 converted or verified; 1 writing failed (disk full), or files differ; 2 wrong usage; 3 the recipe or SRC cannot be
 used, or DST exists
 """
-
-_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
 
 
 def register(subparsers: Any) -> None:
@@ -94,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     if missing:
         raise UsageError(f"convert needs {', '.join(missing)} (or --verify to check SRC only)")
-    shard_bytes = _size(args.shard_size)
+    shard_bytes = parse_size("--shard-size", args.shard_size, bare=True)
     from telechat_moe.interop.hf import convert
     from telechat_moe.recipe import load
 
@@ -128,27 +126,19 @@ def _verify(args: argparse.Namespace) -> int:
         "seconds": round(seconds, 3),
     }
     if not write_json(args.json, report) and not problems:
-        print(f"{args.src}: {files} file(s), {size / 1e6:.1f} MB, all as they were written")
+        print(f"{args.src}: {files} file(s), {size_text(size)}, all as they were written")
     for problem in problems:
         print(problem, file=sys.stderr)
     return 1 if problems else 0
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?)?B?", text.strip().upper())
-    count = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if count < 1:
-        raise UsageError(f"--shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
-    return count
 
 
 def _describe(result: Conversion, seconds: float) -> str:
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in result.dtypes.items())
     weights = [f for f in result.files if f.endswith(".safetensors")]
     lines = [
-        f"{result.destination}: {human(result.parameters)} parameters in {result.tensors} tensors "
+        f"{result.destination}: {count_text(result.parameters)} parameters in {result.tensors} tensors "
         f"({dtypes})",
-        f"  {len(weights)} file(s), {result.total_bytes / 1e6:.1f} MB, {seconds:.1f} s",
+        f"  {len(weights)} file(s), {size_text(result.total_bytes)}, {seconds:.1f} s",
     ]
     if result.resumed_files:
         lines.append(f"  {result.resumed_files} file(s) were finished by an earlier run")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from telechat_moe.cli.data_audit import register_audit
 from telechat_moe.cli.output import write_json
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.units import size_text
 
 if TYPE_CHECKING:
     from telechat_moe.data import BuildResult, IndexedDataset, Tokenizer
@@ -251,7 +252,7 @@ def _describe_build(result: BuildResult, seconds: float) -> str:
     lines = [
         did,
         f"  corpus     {corpus['label']}: {corpus['documents']:,} documents, "
-        f"{corpus['text_bytes'] / 1e6:.2f} MB",
+        f"{size_text(corpus['text_bytes'])}",
         f"  tokenizer  {tokenizer['vocab_size']:,} tokens, end of document "
         f"{tokenizer['eod_token']} = {tokenizer['eod']}, stored as {manifest['dtype']}",
     ]
@@ -328,7 +329,7 @@ def _report(
 def _describe(report: dict[str, Any]) -> str:
     lines = [
         f"{report['prefix']}: {report['documents']:,} documents, {report['tokens']:,} tokens of "
-        f"{report['dtype']} ({report['bytes'] / 1e6:.2f} MB)",
+        f"{report['dtype']} ({size_text(report['bytes'])})",
         f"  tokens per document: {report['shortest']:,} to {report['longest']:,}, "
         f"mean {report['mean_tokens']:,}",
         f"  checksums: {report['checksums']}",

@@ -13,6 +13,7 @@ from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.units import size_text
 
 PREDICT = "telechat_moe.tools.plan.cost.expected_graph"
 EPILOG = """\
@@ -205,7 +206,7 @@ def _mindformers(
 
 
 def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
-    from telechat_moe.graph.report import difference_tables, size_text, tables
+    from telechat_moe.graph.report import difference_tables, tables
 
     print(
         f"{result['recipe']}, {result['model']}'s model: {result['layout']}, {result['devices']} devices, target {result['target']}, "
@@ -258,7 +259,6 @@ def _show_check(check: dict[str, Any] | None) -> None:
 
 
 def _show_confirm(stages: list[dict[str, Any]]) -> None:
-    from telechat_moe.graph.report import size_text
 
     if not stages:
         return

@@ -84,12 +84,3 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
-
-
-def human(count: float) -> str:
-    """Write a large number with three or four digits: 104576167936 is 104.6B."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= limit:
-            value = count / limit
-            return f"{value:.1f}{unit}" if value >= 100 else f"{value:.2f}{unit}"
-    return f"{count:g}"

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeVar
 
+from telechat_moe.units import size_text
+
 Item = TypeVar("Item")
 Move = Callable[[str, int, int | None], None]
 """Called with what is being done, how much of it is done and how much there is (None: not known)."""
@@ -23,6 +25,7 @@ def bars(*, in_bytes: bool = False) -> Generator[Move | None, None, None]:
         return
     from rich import progress
     from rich.console import Console
+    from rich.text import Text
 
     what = progress.TextColumn("{task.description}"), progress.BarColumn()
     count: tuple[progress.ProgressColumn, ...] = (
@@ -30,7 +33,12 @@ def bars(*, in_bytes: bool = False) -> Generator[Move | None, None, None]:
         progress.TimeElapsedColumn(),
     )
     if in_bytes:
-        count = progress.DownloadColumn(), progress.TransferSpeedColumn()
+
+        class Speed(progress.ProgressColumn):
+            def render(self, task: progress.Task) -> Text:
+                return Text(f"{size_text(task.speed or 0)}/s", style="progress.data.speed")
+
+        count = progress.DownloadColumn(binary_units=True), Speed()
     with progress.Progress(
         *what,
         *count,

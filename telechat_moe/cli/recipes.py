@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.cli.output import human, show_table, write_json
+from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.errors import UsageError
+from telechat_moe.units import count_text, gib_text
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import ModelConfig, Problem, Recipe
@@ -121,8 +122,8 @@ def run_ls(args: argparse.Namespace) -> int:
         rows = [
             [
                 e["name"],
-                human(e["total_without_mtp"]),
-                human(e["active_without_mtp"]),
+                count_text(e["total_without_mtp"]),
+                count_text(e["active_without_mtp"]),
                 f"{e['devices']:,}",
                 e["description"],
             ]
@@ -238,13 +239,13 @@ def _print_show(report: dict[str, Any], model_type: str | None) -> None:
         return
     flops, state = report["flops_per_token"], report["state_bytes"]
     lines += [
-        f"parameters:      {human(counts['total_without_mtp'])} without MTP, "
-        f"{human(counts['total'])} with",
-        f"active:          {human(counts['active_without_mtp'])} without MTP, "
-        f"{human(counts['active'])} with, per token, embedding and head included",
-        f"FLOPs per token: {human(flops['forward'])} forward, {human(flops['training'])} training",
+        f"parameters:      {count_text(counts['total_without_mtp'])} without MTP, "
+        f"{count_text(counts['total'])} with",
+        f"active:          {count_text(counts['active_without_mtp'])} without MTP, "
+        f"{count_text(counts['active'])} with, per token, embedding and head included",
+        f"FLOPs per token: {count_text(flops['forward'])} forward, {count_text(flops['training'])} training",
         f"                 ({flops['convention']})",
-        f"states:          {state['total'] / 2**30:,.2f} GiB over all devices: parameters, "
+        f"states:          {gib_text(state['total'])} over all devices: parameters, "
         "gradients, two float32 moments",
     ]
     print("\n".join(f"# {line}" for line in lines))

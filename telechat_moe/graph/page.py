@@ -12,10 +12,10 @@ from telechat_moe.graph.report import (
     by_group,
     by_module,
     difference_tables,
-    size_text,
 )
 from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
+from telechat_moe.units import size_text
 
 MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 LANE, UNIT = 26, 22

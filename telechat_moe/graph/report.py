@@ -16,6 +16,7 @@ from telechat_moe.graph.schedule import Event, in_flight, unmatched
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.units import size_text
 
 LIMITS = (
     "Front end only: MindSpore's Ascend graph before the backend, so no kernel selection, memory plan, "
@@ -221,14 +222,6 @@ def check_derived(
         "compared": "operations in order, output shapes and types, groups; not constants",
     }
     return not found
-
-
-def size_text(size: float) -> str:
-    """Return bytes in the unit that suits them."""
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(size) >= limit:
-            return f"{size / limit:,.2f} {unit}"
-    return f"{size:,.0f} B"
 
 
 def by_group(stage: dict[str, Any]) -> dict[tuple[str, str, str, str], Counter[str]]:

@@ -16,9 +16,10 @@ from telechat_moe.graph.mindir import Model
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
 from telechat_moe.graph.page import page
 from telechat_moe.graph.read import Expected, group_name, read, sent_bytes, substitute
-from telechat_moe.graph.report import NOTES, Subject, difference, size_text
+from telechat_moe.graph.report import NOTES, Subject, difference
 from telechat_moe.graph.schedule import Event, in_flight, timeline, unmatched
 from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.units import size_text
 
 
 def test_module_of_a_scope():

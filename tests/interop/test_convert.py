@@ -467,9 +467,9 @@ def test_exit_codes(tmp_path, tiny_source, capsys):
     [("5GB", 5 * 10**9), ("2GiB", 2 << 30), ("1.5 mb", 1_500_000), ("700", 700), ("3K", 3000)],
 )
 def test_sizes(text, expected):
-    from telechat_moe.cli.convert import _size
+    from telechat_moe.units import parse_size
 
-    assert _size(text) == expected
+    assert parse_size("--shard-size", text, bare=True) == expected
 
 
 def test_imports_neither_mindspore_nor_torch():

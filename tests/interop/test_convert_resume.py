@@ -351,4 +351,4 @@ def test_progress_on_a_terminal(tmp_path, whole):
         text += chunk
     assert process.wait() == 0
     assert b"verifying" in text
-    assert b"MB" in text
+    assert b"iB" in text

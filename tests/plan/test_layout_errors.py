@@ -51,7 +51,7 @@ NOWHERE = "/no/such/folder/out.yaml"
         (TINY, "--devices 4 --json .", 2, "cannot be written"),
         (TINY, "--devices 1013", 2, "no layout has 1013 devices and 4 sequences a step"),
         (LARGE, "--devices 7", 1, "the nearest lacks at least"),
-        (LARGE, "--devices 4 --memory 60GB --limit 1e-9", 1, "the nearest lacks at least"),
+        (LARGE, "--devices 4 --memory 60GiB --limit 1e-9", 1, "the nearest lacks at least"),
         (
             LARGE,
             "--devices 64 --limit 1e-9",
@@ -89,7 +89,7 @@ def test_what_was_found_is_printed_where_a_recipe_cannot_say_it(capsys) -> None:
     assert "recipes cannot place MTP before its head" in err
 
 
-@pytest.mark.parametrize(("memory", "more"), [("16GB", True), ("24GB", False)])
+@pytest.mark.parametrize(("memory", "more"), [("16GiB", True), ("24GiB", False)])
 def test_a_plan_that_needs_more_when_it_is_run_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str, more: bool
 ) -> None:

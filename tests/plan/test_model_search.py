@@ -107,12 +107,12 @@ def test_verbs(tmp_path: Path, capsys) -> None:
         "--devices",
         "64",
         "--memory",
-        "60GB",
+        "60GiB",
     ]
     words += ["--fix", "tp=2", "--fix", "vpp=1", "--top", "2", "--out", str(out), "--why", str(why)]
     assert main([*words, "--certificate", str(proof)]) == 0
     assert main(["check", str(out), "--devices", "64"]) == 0
     assert "optimal under the event simulation" in capsys.readouterr().out
     assert why.read_text().count("\n") > 100
-    assert main(["plan", "layout", words[2], "--devices", "4", "--memory", "1GB"]) == 1
+    assert main(["plan", "layout", words[2], "--devices", "4", "--memory", "1GiB"]) == 1
     assert main([*words[:5], "--fix", "tq=2"]) == 2

@@ -7,9 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, human, show_table, write_json, write_text
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.progress import bar
 from telechat_moe.errors import UsageError
+from telechat_moe.units import size_text
 
 EPILOG = """\
 Tensors are paired by step, rank, call and place, and judged one after another, worst first in the table. Profiles:
@@ -198,7 +199,7 @@ def _show(outcome: Any, most: int) -> None:
         print(f"note: {note}")
     passed, judged = outcome.counts["pass"], outcome.counts["pass"] + outcome.counts["diverged"]
     said = outcome.reason or f"{passed} of {judged} judged tensors meet {outcome.profile}"
-    print(f"\n{outcome.verdict}: {said} ({human(outcome.nbytes)}B of values read)")
+    print(f"\n{outcome.verdict}: {said} ({size_text(outcome.nbytes)} of values read)")
 
 
 def _line(row: Any) -> list[str]:

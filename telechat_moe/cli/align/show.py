@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.output import human, show_table, write_json
+from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.units import count_text
 
 EPILOG = """\
 DUMP is a folder that msprobe wrote (of a run, a step or a rank; MindSpore or PyTorch), or a native dump of MindSpore
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             str(r["rank"]),
             f"{r['framework']} {r['task']} {r['level']}",
             *(f"{r[key]:,}" for key in _COUNTS),
-            human(r["elements"]),
+            count_text(r["elements"]),
             ", ".join(r["dtypes"]),
         ]
         for r in report["ranks"]

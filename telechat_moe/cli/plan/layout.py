@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from telechat_moe.cli.arguments import add_documents, add_overrides
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.errors import UsageError
+from telechat_moe.units import gib_text, parse_size
 
 EPILOG = """\
 Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
@@ -21,7 +21,7 @@ last in these lists, and zero=2 and 3, needs --beyond-recipes, and --out refuses
 python -m telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
 
 example:
-  telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GB \\
+  telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GiB \\
     --out my_recipe.yaml
   telechat-moe check my_recipe.yaml --devices 256
 
@@ -46,7 +46,9 @@ def register(verbs: Any) -> None:
         "--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)"
     )
     parser.add_argument(
-        "--memory", metavar="SIZE", help="memory of a device to use, as 55GB (GB = 2^30 bytes)"
+        "--memory",
+        metavar="SIZE",
+        help="memory of a device to use, as 55GiB (2^30 bytes) or 59GB (10^9)",
     )
     parser.add_argument(
         "--global-batch", type=int, metavar="B", help="sequences of a step (default: the recipe's)"
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         )
     for file in (args.out, args.why, args.html, args.certificate, args.json):
         _writable(file if file != "-" else None)
-    room = _bytes(args.memory)
+    room = args.memory and parse_size("--memory", args.memory)
     # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import layouts as report
     from telechat_moe.tools.plan.search import planner
@@ -141,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
     print(
         f"{data['model']} on {data['devices']} x {data['device']}, {data['global_batch']} sequences a step, "
-        f"{data['memory_bytes'] / 2**30:.1f} GiB a device"
+        f"{gib_text(data['memory_bytes'], 1)} a device"
     )
     print(
         f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
@@ -163,16 +165,6 @@ def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
         print("Megatron: " + (option if string.startswith("E") else string))
         words = first["mindspeed_arguments"]
         print("MindSpeed: " + (words if isinstance(words, str) else " ".join(words)))
-
-
-def _bytes(text: str | None) -> float | None:
-    """Return the bytes of a size such as 55GB, GB being 2^30 bytes as in MindSpore's settings."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB)", text.strip(), re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
-        raise UsageError(f"--memory {text}: expected a size such as 55GB")
-    return float(found[1]) * 2**30
 
 
 def _writable(file: str | None) -> None:

@@ -8,9 +8,10 @@ from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.arguments import add_overrides
-from telechat_moe.cli.output import human, show_table, write_json
+from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
 from telechat_moe.errors import UsageError
+from telechat_moe.units import MIB, count_text
 
 MAX_PARAMETERS = 50_000_000
 WIDTH = 96
@@ -126,8 +127,8 @@ def _check_arguments(args: argparse.Namespace, parameters: int, units: str) -> N
         raise UsageError(f"--pace {args.pace:g}: expected milliseconds, 0 or more")
     if parameters > MAX_PARAMETERS:
         raise UsageError(
-            f"{args.recipe} has {human(parameters)} parameters, and every process holds some of them: take a "
-            f"model of at most {human(MAX_PARAMETERS)} (--set model.model_config.hidden_size=...)"
+            f"{args.recipe} has {count_text(parameters)} parameters, and every process holds some of them: take a "
+            f"model of at most {count_text(MAX_PARAMETERS)} (--set model.model_config.hidden_size=...)"
         )
 
 
@@ -265,8 +266,8 @@ def _show(figures: dict[str, Any], operations: bool, weights: int) -> None:
             f"{stage['busy_ms']:.1f}",
             f"{stage['timeline'][-1]['end_ms']:.1f}",
             f"{stage['timeline'][-1]['simulated_end_ms']:.1f}",
-            f"{stage['kept_bytes'] / 1e6:.2f}",
-            f"{stage['sent_bytes'] / 1e6:.2f}",
+            f"{stage['kept_bytes'] / MIB:.2f}",
+            f"{stage['sent_bytes'] / MIB:.2f}",
         ]
         for s, stage in enumerate(figures["per_stage"])
     ]
@@ -275,8 +276,8 @@ def _show(figures: dict[str, Any], operations: bool, weights: int) -> None:
         "busy ms ",
         "ends at ms ",
         "simulated ms ",
-        "most kept MB ",
-        "sent MB ",
+        "most kept MiB ",
+        "sent MiB ",
     )
     show_table(["stage ", *titles], rows)
     if operations:

@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from telechat_moe import html
-from telechat_moe.cli.output import human, show_table, write_json, write_text
+from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.units import GIB, count_text
 
 EPILOG = """\
 SPACE is YAML:
@@ -66,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     def row(c: Any) -> list[str]:
         a = c.architecture
         return [
-            human(a.parameters), human(a.active_parameters), f"{c.tokens_per_s:.1f}", f"{c.step_s:.3f}",
-            f"{c.peak_bytes / 2**30:.1f}", models.describe_model(a), c.layout.short(),
+            count_text(a.parameters), count_text(a.active_parameters), f"{c.tokens_per_s:.1f}", f"{c.step_s:.3f}",
+            f"{c.peak_bytes / GIB:.1f}", models.describe_model(a), c.layout.short(),
         ]  # fmt: skip
 
     headers = [

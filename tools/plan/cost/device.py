@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.units import GIB
 
 FOLDER = Path(__file__).parents[1] / "devices"
 LIMIT = 12
@@ -86,7 +87,7 @@ class Device:
     host_bandwidth: float = 0.0
     """Bytes/s of a device to its host's memory, each direction; 0: not known, nothing is swapped."""
 
-    reserved_bytes: float = 1.5 * 2**30
+    reserved_bytes: float = 1.5 * GIB
     """Memory that the runtime, libraries and communication buffers hold."""
 
     constants: Constants = field(default_factory=Constants)

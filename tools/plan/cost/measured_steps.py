@@ -11,6 +11,7 @@ from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.layout import Layout, Schedule
 from telechat_moe.tools.plan.cost.score import MeasuredStep
+from telechat_moe.units import GIB
 
 
 def _count(text: str) -> int:
@@ -133,7 +134,7 @@ def _row(line: Mapping[str, str | None], table: str, number: int) -> MeasuredSte
     return MeasuredStep(
         table=table, line=number, model=texts["model"] or (architecture.name if architecture else texts["recipe"]),
         device=texts["device"], architecture=architecture, layout=layout, step_s=values.get("step_s"),
-        memory_bytes=memory and memory * 2**30, reason=reason,
+        memory_bytes=memory and memory * GIB, reason=reason,
     )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from telechat_moe.tools.plan.cost.columns import Array, Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.saved_activations import saved
+from telechat_moe.units import MIB
 
-WORKSPACE = 96 * 2**20
+WORKSPACE = 96 * MIB
 """Bytes that matrix-product libraries hold."""
 
 

@@ -15,8 +15,8 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import Candidate, Plan
 from telechat_moe.tools.plan.search.space import describe
+from telechat_moe.units import GIB
 
-GIB = 2**30
 EXACT = 1e-6
 """Relative difference below which steps and bounds are the same: times are rounded to ps."""
 

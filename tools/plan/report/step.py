@@ -15,6 +15,7 @@ from telechat_moe.tools.plan.cost.layout import Layout, Schedule
 from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
 from telechat_moe.tools.plan.report.timeline import Box, Curve, Table, Timeline, chrome_trace, page
 from telechat_moe.tools.plan.schedules.program import Kind, Op
+from telechat_moe.units import gib_text, seconds_text
 
 PARTS = {
     "matmul": "matrix products",
@@ -96,7 +97,7 @@ def summary(step: Step) -> Table:
         ("host", float(t.host_s[0])),
         ("step", whole),
     ]
-    rows = [[name, _time(s), f"{s / whole * 100:.2f} %"] for name, s in parts]
+    rows = [[name, seconds_text(s), f"{s / whole * 100:.2f} %"] for name, s in parts]
     tokens = step.layout.global_batch * step.architecture.seq
     each = f"{tokens / whole / step.layout.devices:,.1f} tokens/s and device"
     rows.append(["throughput", f"{tokens / whole:,.0f} tokens/s", each])
@@ -108,7 +109,7 @@ def breakdown(step: Step) -> Table:
     parts = {k: float(np.atleast_1d(v)[0]) for k, v in step.table.parts.items()}
     total = sum(parts.values()) or 1.0
     rows = [
-        [PARTS.get(name, name), _time(s), f"{s / total * 100:.1f} %"]
+        [PARTS.get(name, name), seconds_text(s), f"{s / total * 100:.1f} %"]
         for name, s in sorted(parts.items(), key=lambda item: -item[1])
         if s > 0
     ]
@@ -125,7 +126,9 @@ def bubble(step: Step) -> Table:
         "sends between stages": b.neighbours,
         "all": b.total,
     }
-    rows = [[n, f"{v * 100:.3f} %", _time(v * step.result.makespan)] for n, v in causes.items()]
+    rows = [
+        [n, f"{v * 100:.3f} %", seconds_text(v * step.result.makespan)] for n, v in causes.items()
+    ]
     return Table(
         "Bubble: idle share of the makespan, start-up included, mean over stages",
         ("cause", "share ", "time "),
@@ -173,15 +176,19 @@ def stages(step: Step) -> Table:
         row = [
             str(s),
             "+".join(str(step.layers[c]) for c in chunks),
-            _time(float(times.forward[chunks].sum()) * m),
-            _time(float((times.dx + times.dw)[chunks].sum()) * m),
-            _time(float(step.again_s[chunks].sum()) * m),
+            seconds_text(float(times.forward[chunks].sum()) * m),
+            seconds_text(float((times.dx + times.dw)[chunks].sum()) * m),
+            seconds_text(float(step.again_s[chunks].sum()) * m),
             f"{step.result.idle[s] * 100:.2f} %",
         ]
         for part in (held.parameters, held.gradients, held.optimizer):
-            row.append(_size(float(part[0, s])))
-        row += [_size(float(step.result.peak[s])), _size(float(held.buffers[0, s])), _size(peak)]
-        row.append("yes" if peak <= limit else f"no, {_size(peak - limit)} too much")
+            row.append(gib_text(float(part[0, s])))
+        row += [
+            gib_text(float(step.result.peak[s])),
+            gib_text(float(held.buffers[0, s])),
+            gib_text(peak),
+        ]
+        row.append("yes" if peak <= limit else f"no, {gib_text(peak - limit)} too much")
         rows.append(row)
     headers = (
         "stage ", "layers", "forward ", "backward ", "of it again ", "idle ", "parameters ", "gradients ",
@@ -190,31 +197,20 @@ def stages(step: Step) -> Table:
     return Table("Stages", headers, rows)
 
 
-def _time(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(seconds) >= unit:
-            return f"{seconds / unit:.3f} {name}"
-    return f"{seconds * 1e6:.3f} us"
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB"
-
-
 def notes(step: Step) -> list[str]:
     """Return what was simulated."""
     a, layout = step.architecture, step.layout
     own: list[str] = []
     if step.device.step and layout.devices == 1:
         seconds = cpu_step.predict(a, layout, step.device.step)
-        own = [f"one CPU thread, as this machine measured itself: {_time(seconds)} a step"]
+        own = [f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"]
     return [
         *own,
         f"{a.name}: {a.parameters / 1e9:,.1f} B parameters, {a.active_parameters / 1e9:,.2f} B active; "
         f"{layout.short()} on {layout.devices} x {step.device.name}; schedule {step.program.name}, "
         f"global batch {layout.global_batch} sequences of {a.seq} tokens",
-        f"predicted step {_time(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "
-        f"start-up included), peak memory {_size(float(step.peak_bytes.max()))} of a device",
+        f"predicted step {seconds_text(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "
+        f"start-up included), peak memory {gib_text(float(step.peak_bytes.max()))} of a device",
     ]
 
 

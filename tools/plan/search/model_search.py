@@ -25,6 +25,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.search.search import search, usable
 from telechat_moe.tools.plan.search.space import Space
+from telechat_moe.units import GIB
 
 CHOICES = (
     "hidden", "layers", "dense_layers", "heads", "ffn", "experts", "top_k", "shared_experts", "moe_ffn",
@@ -123,7 +124,7 @@ def read_space(file: str) -> Choices:
     return Choices(
         base=Architecture.from_recipe(recipe),
         layout=layout,
-        device=usable(load_device(raw.get("device", "ascend-910b")), room and float(room) * 2**30),
+        device=usable(load_device(raw.get("device", "ascend-910b")), room and float(room) * GIB),
         devices=int(raw["devices"]),
         global_batch=int(raw.get("global_batch") or layout.global_batch),
         choices={k: _numbers(file, k, v) for k, v in raw["choices"].items()},

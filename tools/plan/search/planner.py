@@ -14,6 +14,7 @@ from telechat_moe.tools.plan.report.layouts import distinct
 from telechat_moe.tools.plan.search.emit import write_recipe
 from telechat_moe.tools.plan.search.search import Plan, search, usable
 from telechat_moe.tools.plan.search.space import Space, nothing, parse_fixed
+from telechat_moe.units import gib_text
 
 FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
 """Memory limits of the front, as shares of the largest peak."""
@@ -86,7 +87,7 @@ class Question:
             word = f"within {gap:.2%} of the proven bound"
         comment = (
             f"{self.architecture.name} on {self.space.devices} x {self.device.name}, by telechat-moe plan layout.\n"
-            f"Predicted step {best.step_s:.4f} s ({word}), peak {best.peak_bytes / 2**30:.1f} GiB.\n"
+            f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.peak_bytes, 1)}.\n"
             "Not measured."
         )
         return write_recipe(self.recipe, self.overrides, best.layout, comment)
