@@ -14,6 +14,7 @@ from typing import Any, cast
 from telechat_moe.recipe.check import describe, parts_of
 from telechat_moe.recipe.rules import documented
 from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.table import is_made
 
 INTRO = """\
 # Recipes
@@ -49,16 +50,25 @@ Checked after each value is right alone. The text says what goes wrong otherwise
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring under each field of a dataclass, base classes included."""
+    """Return what each field of a section means, base classes included."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
-        body = cast(ast.ClassDef, ast.parse(inspect.getsource(base)).body[0]).body
-        for statement, following in itertools.pairwise(body):
-            if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):
-                continue
-            if isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant):
-                text = str(following.value.value)
-                found[statement.target.id] = " ".join(text.split())
+        if not is_made(base):
+            found |= _attribute_docs(base)
+    return found | {
+        f.name: f.metadata["doc"] for f in dataclasses.fields(cls) if "doc" in f.metadata
+    }
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Return the docstrings under the attributes of a class, by attribute."""
+    found: dict[str, str] = {}
+    body = cast(ast.ClassDef, ast.parse(inspect.getsource(cls)).body[0]).body
+    for statement, following in itertools.pairwise(body):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):
+            continue
+        if isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant):
+            found[statement.target.id] = " ".join(str(following.value.value).split())
     return found
 
 

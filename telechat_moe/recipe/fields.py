@@ -79,6 +79,8 @@ NonNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, above=True)]
 Text = Annotated[str, Form(r"(?s).+", "text that is not empty")]
 Gigabytes = Annotated[str, Form(r"[0-9]+(\.[0-9]+)?GB", 'a size such as "55.5GB"')]
+Sinks = Literal["log", "tensorboard"] | list[Literal["log", "tensorboard"]]
+"""Where MindFormers' monitor writes."""
 Dtype = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
 WRITTEN = {"written": True}

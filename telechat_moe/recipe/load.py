@@ -19,8 +19,7 @@ from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, keys_of, required_of
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig
-from telechat_moe.recipe.schema.other import OTHER_TYPES, OtherModelConfig
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
 from telechat_moe.recipe.tree import Entry, Kind, Node, read
 
 

@@ -17,8 +17,7 @@ from yaml_edit import RECIPES
 from telechat_moe.recipe import RecipeError, load
 from telechat_moe.recipe.check import keys_of
 from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig
-from telechat_moe.recipe.schema.other import OtherModelConfig
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig, OtherModelConfig
 
 pytestmark = [
     pytest.mark.mindformers,

@@ -1,6 +1,7 @@
 """Rules about the training data and its columns."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.train import GptDatasetConfig, TrainDataset
@@ -34,7 +35,7 @@ def _config(r: Recipe) -> GptDatasetConfig | None:
 def loader_keys(r: Recipe) -> Iterator[Broken]:
     """MindFormers passes keys of another loader on, where most are dropped silently."""
     loader = r.train_dataset.data_loader
-    for key in loader.__slots__:
+    for key in (field.name for field in fields(loader)):
         if getattr(loader, key) is not None and key not in _KEYS[loader.type]:
             yield LOADER + key, f"not read by {loader.type}", "remove it"
 

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.recipe.schema.other import OtherModelConfig
+from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
 Broken = tuple[str, str, str]
 AnyModel = ModelConfig | OtherModelConfig

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.model import ModelConfig
-from telechat_moe.recipe.schema.other import OtherModelConfig
+from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 from telechat_moe.recipe.schema.train import TrainDataset
 
 Broken = tuple[str, str, str]

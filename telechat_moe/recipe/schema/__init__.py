@@ -1,28 +1,28 @@
 """What a recipe may say: `Recipe`, one frozen dataclass per section of the YAML file.
 
-Attribute names are the keys of the file. Sections stand in `schema_model.py` (the model),
-`schema_train.py` (runner, data), `schema_parallel.py` (devices),
-`schema_optimizer.py`, `schema_callbacks.py` and `schema_own.py` (our own section).
+Attribute names are the keys of the file; the docstring under an attribute is its line in `docs/recipes.md`. Keys that
+code of this package reads are fields here: `model.py` (the model), `train.py` (runner, data), `parallel.py` (devices),
+`optimizer.py`, `callbacks.py` and `own.py` (our own section). Keys that only MindFormers reads are lines of
+`mindformers_keys.txt`, which `table.py` puts between them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from telechat_moe.recipe.fields import Count, Positive, Share, Text
+from telechat_moe.recipe.fields import Count, Positive, Text
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
-from telechat_moe.recipe.schema.model import ModelConfig
+from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 from telechat_moe.recipe.schema.optimizer import GroupedLrSchedule, LrSchedule, Optimizer
-from telechat_moe.recipe.schema.other import OtherModelConfig
 from telechat_moe.recipe.schema.own import TelechatMoe
 from telechat_moe.recipe.schema.parallel import (
     Context,
     Parallel,
     ParallelConfig,
     RecomputeConfig,
-    SwapConfig,
 )
+from telechat_moe.recipe.schema.table import section
 from telechat_moe.recipe.schema.train import (
     DatasetTask,
     RunnerConfig,
@@ -33,7 +33,7 @@ from telechat_moe.recipe.schema.train import (
 from telechat_moe.recipe.values import plain
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Model:
     """`model`: the network."""
 
@@ -44,7 +44,7 @@ class Model:
     """Network class of old recipes (`use_legacy: True`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Recipe:
     """One training recipe: the whole YAML file."""
 
@@ -66,82 +66,22 @@ class Recipe:
     load_checkpoint: str = ""
     """Checkpoint to start from. Empty: none."""
 
-    load_ckpt_format: Literal["ckpt", "safetensors"] = "ckpt"
-    """Format of that checkpoint."""
-
     resume_training: bool | Text = False
     """Go on with the step and optimizer of `load_checkpoint`; a text names the checkpoint."""
 
-    auto_trans_ckpt: bool = False
-    """Convert a checkpoint to this recipe's layout while loading."""
-
-    transform_process_num: Positive = 1
-    """Processes that convert."""
-
-    src_strategy_path_or_dir: str = ""
-    """Layout files of the checkpoint."""
-
-    only_save_strategy: bool = False
-    """Write the layout file and stop."""
-
-    load_ckpt_async: bool = False
-    """Load while compiling."""
-
-    use_legacy_format: bool = True
-    """Old checkpoint layout of MindFormers."""
-
-    remove_redundancy: bool = False
-    """The checkpoint to load has each parameter once only."""
-
-    balanced_load: bool = False
-    """Spread reading of a checkpoint over devices."""
-
-    reshard_worker_num: Positive = 1
-    """Processes that reshard."""
-
     pretrained_model_dir: str = ""
     """Hugging Face folder that gives dimensions and weights. Empty: none."""
-
-    print_separate_loss: bool = True
-    """Log main, balance and MTP loss apart."""
 
     use_skip_data_by_global_norm: bool = False
     """Skip the update of steps whose gradient norm is not below
     `monitor_config.global_norm_spike_threshold` (1.0 without that section). `telechat_moe.loss_guard` has
     thresholds that follow the run."""
 
-    train_precision_sync: bool | None = None
-    """Deterministic training on Ascend. None: as the environment says."""
-
-    infer_precision_sync: bool | None = None
-    """Deterministic inference on Ascend."""
-
     do_eval: bool = False
     """Evaluate while training (MindFormers)."""
 
-    eval_step_interval: int = 100
-    """Steps between evaluations."""
-
-    eval_epoch_interval: int = -1
-    """Epochs between evaluations. -1: by steps."""
-
-    ignore_data_skip: bool = False
-    """Resume at the beginning of the data."""
-
-    data_skip_steps: Count | None = None
-    """Steps of data to skip."""
-
     micro_batch_interleave_num: Positive = 1
     """Copies of the network that overlap communication; the new networks allow 1 only."""
-
-    exclude_cann_cpu: bool = False
-    """Keep some cores free for CANN."""
-
-    postprocess_use_numpy: bool = False
-    """Post-processing of inference in NumPy."""
-
-    use_graceful_exit: bool = False
-    """Save and stop when a signal file says so."""
 
     profile: bool = False
     """Profile steps."""
@@ -151,57 +91,6 @@ class Recipe:
 
     profile_stop_step: Positive = 10
     """Last profiled step."""
-
-    profile_communication: bool = False
-    """Record communication."""
-
-    profile_memory: bool = True
-    """Record memory."""
-
-    profile_rank_ids: list[Count] | None = None
-    """Ranks to profile. None: all."""
-
-    profile_pipeline: bool = False
-    """Profile one rank of each stage."""
-
-    profile_level: Literal[0, 1, 2] = 1
-    """Detail."""
-
-    profiler_level: Literal[0, 1, 2] | None = None
-    """Detail; the name that MindFormers' trainer reads."""
-
-    init_start_profile: bool = False
-    """Profile from the start of the process."""
-
-    mstx: bool = False
-    """Record markers."""
-
-    layer_scale: bool = False
-    """Learning rate per layer."""
-
-    layer_decay: Share = 0.65
-    """Its decay."""
-
-    lr_scale: bool = False
-    """Scale the learning rate with the batch."""
-
-    lr_scale_factor: Positive = 256
-    """Batch for which the learning rate is meant."""
-
-    remote_save_url: Text | None = None
-    """Remote folder for results."""
-
-    save_file: Text | None = None
-    """File of predictions."""
-
-    input_data: Text | list[Text] | None = None
-    """Texts to predict from."""
-
-    predict_batch_size: Positive | None = None
-    """Texts per batch."""
-
-    adapter_id: Text | None = None
-    """LoRA adapter."""
 
     trainer: Trainer = field(default_factory=Trainer)
     """MindFormers' trainer."""
@@ -242,9 +131,6 @@ class Recipe:
     recompute_config: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Recomputation."""
 
-    swap_config: SwapConfig = field(default_factory=SwapConfig)
-    """Activations in host memory."""
-
     model: Model
     """The network."""
 
@@ -254,20 +140,11 @@ class Recipe:
     callbacks: list[Callback] = field(default_factory=list[Callback])
     """What happens besides training."""
 
-    eval_callbacks: list[Callback] | None = None
-    """What happens besides evaluation."""
-
     runner_wrapper: RunnerWrapper = field(default_factory=RunnerWrapper)
     """One training step."""
 
     monitor_config: MonitorConfig | None = None
     """MindFormers' training monitor."""
-
-    processor: dict[str, object] | None = None
-    """Tokenizer of inference."""
-
-    metric: dict[str, object] | list[dict[str, object]] | None = None
-    """Metric of evaluation."""
 
     telechat_moe: TelechatMoe = field(default_factory=TelechatMoe, metadata={"own": True})
     """Settings of this package."""

@@ -1,11 +1,11 @@
-"""The model section: `ModelConfig`, what the model room reads.
+"""The model section: `ModelConfig`, what the model room reads, and `OtherModelConfig`, what is checked alone.
 
 Key names are MindFormers' and Hugging Face's. A key marked *written* has no default that a
 recipe may rely on: MindFormers would silently take it from a class default of another model.
 """
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from telechat_moe.recipe.fields import (
     OWN,
@@ -21,7 +21,7 @@ from telechat_moe.recipe.fields import (
     instead_of,
     names,
 )
-from telechat_moe.recipe.schema.keys import MindFormersModelKeys
+from telechat_moe.recipe.schema.table import section
 
 
 def written(*others: str) -> dict[str, object]:
@@ -29,7 +29,74 @@ def written(*others: str) -> dict[str, object]:
     return {**WRITTEN, **instead_of(*others)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
+class ParamInitRule:
+    """One entry of `param_init_std_rules`: another standard deviation for some parameters."""
+
+    target: Text
+    """Regular expression for parameter names."""
+
+
+@section
+class MindFormersModelKeys:
+    """Model keys that MindFormers reads, and that change nothing in the networks of this package.
+
+    They choose kernels, communication and details of inference. None always means: not written, MindFormers' default
+    holds. Which keys exist is read from MindFormers 1.9.0 (`TransformerConfig`, `MLATransformerConfig`,
+    `PretrainedConfig` and the converters); a test compares.
+    """
+
+    batch_size: Positive | None = None
+    """Samples per device; equals `runner_config.batch_size`."""
+
+    use_flash_attention: bool | None = None
+    """Use the fused attention kernel on Ascend."""
+
+    use_eod_attn_mask_compression: bool | None = None
+    """Let the kernel make a mask that stops at document ends. Needs `use_flash_attention`."""
+
+    mla_qkv_concat: bool | None = None
+    """Merge the two down projections of MLA into one product."""
+
+    use_interleaved_weight_layout_mlp: bool | None = None
+    """Order of the merged gate/up weight."""
+
+    bias_swiglu_fusion: bool | None = field(default=None, metadata=instead_of("use_fused_swiglu"))
+    """Fuse SwiGLU. Needs `hidden_act: swiglu`."""
+
+    apply_rope_fusion: bool | None = field(default=None, metadata=instead_of("use_fused_rope"))
+    """Fuse the rotary product; MindFormers refuses it with MLA."""
+
+    untie_embeddings_and_output_weights: bool | None = None
+    """The opposite of `tie_word_embeddings`."""
+
+    rotary_interleaved: bool | None = None
+    """MindFormers refuses it with MLA."""
+
+    rotary_scaling_factor: NonNegative | None = field(
+        default=None, metadata=instead_of("factor", "scaling_factor")
+    )
+    """YaRN: how many times longer the context becomes."""
+
+    param_init_std_rules: list[ParamInitRule] | None = None
+    """Other initialisation for some parameters."""
+
+    moe_layer_freq: Positive | list[Count] | None = None
+    """1, or a list with 1 for each MoE layer; must agree with `first_k_dense_replace`."""
+
+    moe_token_dispatcher_type: Text | None = None
+    """`alltoall`, `alltoall_deredundency`, `alltoall_zero_redundancy` or `allgather`."""
+
+    npu_nums_per_device: Positive | None = None
+    """NPUs per server, for hierarchical communication."""
+
+    num_key_value_heads: Positive | None = field(
+        default=None, metadata=instead_of("num_query_groups", "n_kv_heads")
+    )
+    """Key/value heads; with MLA equal to `num_attention_heads`."""
+
+
+@section
 class ModelConfig(MindFormersModelKeys):
     """A decoder with multi-head latent attention (MLA) and mixture-of-experts (MoE) layers.
 
@@ -290,3 +357,21 @@ DEEPSEEK_V3: dict[str, object] = {
     "seq_length": 4096,
 }
 """Class defaults of MindFormers' DeepseekV3Config: the published DeepSeek-V3."""
+
+
+OTHER_TYPES = ("qwen2", "qwen3", "qwen3_moe", "glm4", "glm4_moe", "telechat2", "telechat3")
+"""Model types of MindFormers whose keys are checked, but which this package does not train."""
+
+
+@section
+class OtherModelConfig(MindFormersModelKeys):
+    """`model.model_config` of a model that this package checks but does not train.
+
+    Used for other model types, and when the dimensions stand in a Hugging Face folder
+    (`pretrained_model_dir`). None: not written.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any:
+            """Return what the recipe says for a key; all of them are rows of the table."""

@@ -1,6 +1,6 @@
 """Sections about the update: optimizer and learning rate."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from telechat_moe.recipe.fields import (
@@ -8,19 +8,16 @@ from telechat_moe.recipe.fields import (
     Count,
     Length,
     NonNegative,
-    Positive,
     Range,
     Share,
     Text,
 )
+from telechat_moe.recipe.schema.table import section
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Optimizer:
     """`optimizer`. Which keys are read depends on `type`."""
-
-    type: Literal["AdamW", "FusedAdamW", "PmaAdamW", "FusedPmaAdamW"] = "AdamW"
-    """Update rule. This package trains with `AdamW`; the others are MindFormers'."""
 
     betas: Annotated[list[Annotated[float, Range(0, 1, below=True)]], Length(2, 2)] = field(
         default_factory=lambda: [0.9, 0.999]
@@ -35,27 +32,6 @@ class Optimizer:
 
     learning_rate: Above0 | None = None
     """Learning rate without a schedule; `lr_schedule` replaces it."""
-
-    swap: bool | None = None
-    """Keep optimizer states in host memory."""
-
-    amsgrad: bool | None = None
-    """AMSGrad variant."""
-
-    maximize: bool | None = None
-    """Ascend instead of descend."""
-
-    fused_num: Positive | None = None
-    """PMA: models that are averaged."""
-
-    interleave_step: Positive | None = None
-    """PMA: steps between averages."""
-
-    fused_algo: Literal["ema", "sma"] | None = None
-    """PMA: kind of average."""
-
-    ema_alpha: Share | None = None
-    """PMA: weight of the newest model."""
 
 
 _LR_TYPES = Literal[
@@ -72,7 +48,7 @@ _LR_TYPES = Literal[
 _Steps = Annotated[int, Range(-1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class LrSchedule:
     """`lr_schedule`. Which keys are read depends on `type`; MindFormers drops the others."""
 
@@ -116,35 +92,8 @@ class LrSchedule:
     num_cycles: Above0 | None = None
     """Cosine periods. 0.5 falls once."""
 
-    power: Above0 | None = None
-    """Exponent of the polynomial."""
 
-    keep_steps: Count | None = None
-    """Cool-down: steps at the highest rate."""
-
-    final_steps: Count | None = None
-    """Cool-down: steps of the last part."""
-
-    lr_end1: NonNegative | None = None
-    """Cool-down: rate after the first decay."""
-
-    lr_end2: NonNegative | None = None
-    """Cool-down: rate at the end."""
-
-    t_max: Positive | None = None
-    """Cosine annealing: steps of half a period."""
-
-    t_0: Positive | None = None
-    """Warm restarts: steps of the first period."""
-
-    t_mult: Positive | None = None
-    """Warm restarts: growth of the period."""
-
-    eta_min: NonNegative | None = None
-    """Cosine annealing: lowest rate."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class GroupedLr(LrSchedule):
     """One entry of `grouped_lr_schedule.grouped`: a schedule for some parameters."""
 
@@ -152,7 +101,7 @@ class GroupedLr(LrSchedule):
     """Regular expressions for parameter names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class GroupedLrSchedule:
     """`grouped_lr_schedule`: a schedule per group of parameters, instead of `lr_schedule`."""
 

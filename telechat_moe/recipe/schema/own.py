@@ -1,12 +1,13 @@
 """The section `telechat_moe`: settings of this package that MindFormers lacks."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from typing import Annotated, Literal
 
 from telechat_moe.recipe.fields import Above0, Count, Length, NonNegative, Positive, Range, Text
+from telechat_moe.recipe.schema.table import section
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Evaluation:
     """`telechat_moe.evaluation`: loss on validation data while training."""
 
@@ -21,7 +22,7 @@ class Evaluation:
     word `train` replaced by `valid`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Corpus:
     """`telechat_moe.corpus`: text from which `telechat-moe data build --recipe` makes the data."""
 
@@ -35,7 +36,7 @@ class Corpus:
     """A `tokenizer.json` to use. None: train a byte-level BPE with `vocab_size` entries."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Sample:
     """`telechat_moe.sample`: text that the model writes at the end."""
 
@@ -55,7 +56,7 @@ class Sample:
 Face = Literal["auto", "fused", "plain"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Operators:
     """`telechat_moe.operators`: what computes each operator (`telechat_moe.ops.select`).
 
@@ -111,7 +112,7 @@ class Operators:
 Recomputed = Literal["mla_up", "norms", "swiglu", "permute", "moe"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Sharding:
     """`telechat_moe.sharding`: how the model is split, beyond the degrees of `parallel_config`."""
 
@@ -131,7 +132,7 @@ class Sharding:
     `moe` (router, dispatch and experts)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class Saving:
     """How checkpoints are written. How often and how many: `callbacks[]` CheckpointMonitor."""
 
@@ -147,7 +148,7 @@ class Saving:
 Factor = Annotated[float, Range(1, above=True)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class LossGuard:
     """`telechat_moe.loss_guard`: what counts as a spike of the loss, and what is done then.
 
@@ -183,7 +184,7 @@ class LossGuard:
     """Times that a run goes back; at the next spike it stops."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@section
 class TelechatMoe:
     """`telechat_moe`: what only this package reads. MindFormers drops the section with a warning."""
 
