@@ -12,15 +12,16 @@ be held against each other. Where the graph does more than an ideal would, so do
 Symbols as in `saved`: W, T, R, D rows; P pairs; H width. Element sizes: 2 bytes (`width`) in products, 4 in norms, router, losses.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.recipe.weights import Weight
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import stage_of_chunk
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.weights import Weight, stage_weights
+from telechat_moe.tools.plan.cost.weights import cuts_of, shard_shape
 
 
 class Call(NamedTuple):
@@ -67,8 +68,8 @@ class Calls:
 
     def __init__(self, a: Architecture, x: Layout, threshold: int | None, width: int = 2) -> None:
         self.a, self.x, self.threshold, self.width = a, x, threshold, width
-        sp = x.sequence_parallel and x.tp > 1
-        self.mesh = Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
+        self.cuts = cuts_of(a, x)
+        self.mesh = self.cuts.mesh
         self.whole = x.micro_batch * a.seq
         self.token = self.whole // x.cp
         self.pairs = self.token // (1 if x.etp > 1 else x.tp) * a.top_k
@@ -80,8 +81,9 @@ class Calls:
         self._passes(stage)
         self._batch(stage)
         self._boundaries(stage)
-        for weight in stage_weights(self.a, self.x)[stage]:
-            self._weight(weight)
+        for name, weight in self.cuts.weights.items():
+            if self.cuts.stage(name) == stage:
+                self._weight(weight)
         everyone = tuple(range(self.mesh.devices))
         routers = self.a.moe_layers + self.a.mtp * (self.a.layers[-1] == "moe")
         for size in (1, 3, max(1, routers) * max(1, self.a.experts)):
@@ -242,21 +244,14 @@ class Calls:
 
     def _weight(self, weight: Weight) -> None:
         """Add the sum of a gradient over the copies of its weight, and the gather of one that they share."""
-        mesh = self.mesh
-        axes = {"whole": mesh.axes("dp", "cp", "tp"), "tp": mesh.axes("dp", "cp")}
-        inner = {*mesh.axes("ep"), *(mesh.axes("tp") if mesh.expert_tp else ())}
-        outer = tuple(axis for axis in axes["whole"] if axis not in inner)
-        ranks = mesh.group(self.rank, axes.get(weight.cut, outer))
-        if self._is_shared(weight, len(ranks)):
-            self._put("backward", "ReduceScatter", ranks, 4 * weight.elements)
-            self._put("forward", "AllGather", ranks, weight.read_bytes * weight.elements)
-        else:
-            self._put("backward", "AllReduce", ranks, 4 * weight.elements)
-
-    def _is_shared(self, weight: Weight, copies: int) -> bool:
-        return (
-            self.threshold is not None
-            and copies > 1
-            and weight.shape[0] % copies == 0
-            and 4 * weight.elements >= self.threshold
-        )
+        cut = {axis for axes in self.cuts.axes(weight.name) for axis in axes}
+        ranks = self.mesh.group(self.rank, [axis for axis in self.mesh.sizes if axis not in cut])
+        shape = shard_shape(self.cuts, weight)
+        elements, copies = math.prod(shape), len(ranks)
+        if self.threshold is None or shape[0] % copies or 4 * elements < self.threshold:
+            self._put("backward", "AllReduce", ranks, 4 * elements)
+            return
+        # norms, routers and the embedding are read in float32, matrices in the type of products
+        wide = len(shape) == 1 or weight.name.endswith(("router.weight", "embedding.weight"))
+        self._put("backward", "ReduceScatter", ranks, 4 * elements)
+        self._put("forward", "AllGather", ranks, (4 if wide else 2) * elements)
