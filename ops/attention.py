@@ -6,27 +6,27 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import FlashAttentionScore
 
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
-def attention_face(compute_dtype: ms.Type) -> str:
-    """Return the face that serves attention in this data type: the fused one has no float16."""
-    chosen = face("attention")
+def attention_backend(compute_dtype: ms.Type) -> str:
+    """Return the backend that serves attention in this data type: the fused one has no float16."""
+    chosen = backend("attention")
     return "plain" if chosen == "fused" and compute_dtype == ms.float16 else chosen
 
 
 class AttentionMask(nn.Cell):
     """Say which keys each query sees, once for all layers: a mask to add, or the first visible key.
 
-    The fused face takes the first key (``start``): a query sees its document up to itself. Another
-    mask is refused when it arrives. The plain face takes any mask, ``S`` times as much memory.
+    The fused backend takes the first key (``start``): a query sees its document up to itself. Another
+    mask is refused when it arrives. The plain backend takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
     times faster on CPU than broadcasting one inside every layer. Without ``stretch`` it is not.
 
     Args:
         num_heads: Attention heads.
-        compute_dtype: Of attention's products; mask and attention must agree on the face.
+        compute_dtype: Of attention's products; mask and attention must agree on the backend.
     """
 
     MASKED = -1e30  # finite, so that a row with no visible key gives no NaN
@@ -39,12 +39,12 @@ class AttentionMask(nn.Cell):
         self.tile = ops.Tile()
         self.masked = Tensor(self.MASKED, ms.float32)
         self.stretch = True
-        self.face = attention_face(compute_dtype)
-        if self.face == "fused":
+        self.backend = attention_backend(compute_dtype)
+        if self.backend == "fused":
             self.start = custom_op("AttentionStart", lambda mask: ms.int32)
 
     def construct(self, batch: int, length: int, mask_B1SS: Tensor | None) -> Tensor:
-        """Return the mask as the chosen face wants it.
+        """Return the mask as the chosen backend wants it.
 
         Plain: ``[B, N, S, S]`` fp32, 0 where a key is visible; fused: ``[B, S]`` int32; Ascend: the mask, or
         the 2048 x 2048 triangle of its compressed causal mode.
@@ -54,11 +54,11 @@ class AttentionMask(nn.Cell):
             length: Tokens in a sequence ``S``.
             mask_B1SS: uint8, 1 = hidden, as Megatron's dataset gives it; None = causal.
         """
-        if self.face == "fused":
+        if self.backend == "fused":
             if mask_B1SS is None:
                 return Tensor(np.zeros((batch, length), np.int32))
             return self.start(mask_B1SS)
-        if self.face == "ascend":
+        if self.backend == "ascend":
             if mask_B1SS is None:
                 return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
             return mask_B1SS
@@ -147,7 +147,7 @@ class SoftmaxAttention(PlainAttention):
 
 
 class AscendAttention(nn.Cell):
-    """The Ascend face: ``FlashAttentionScore``; built, but not run here.
+    """The Ascend backend: ``FlashAttentionScore``; built, but not run here.
 
     Args:
         num_heads: Attention heads.

@@ -5,20 +5,20 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class CrossEntropy(nn.Cell):
     """Mean negative log-likelihood over the tokens that the mask keeps, in fp32.
 
-    A batch whose mask is all zero has loss 0. The fused face reads the logits once forward and once
+    A batch whose mask is all zero has loss 0. The fused backend reads the logits once forward and once
     backward and keeps two numbers a row; on Ascend the elementary primitives serve.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.to_float = ops.Cast()
-        self.fused = FusedCrossEntropy() if face("cross_entropy") == "fused" else None
+        self.fused = FusedCrossEntropy() if backend("cross_entropy") == "fused" else None
         self.log_softmax = ops.LogSoftmax(-1)
         self.pick = ops.GatherD()
         self.reshape = ops.Reshape()
@@ -47,7 +47,7 @@ class CrossEntropy(nn.Cell):
 
 
 class FusedCrossEntropy(nn.Cell):
-    """The fused face, with the z-loss of PaLM if asked for.
+    """The fused backend, with the z-loss of PaLM if asked for.
 
     Args:
         z_loss: Coefficient of the mean squared log-sum-exp.

@@ -1,6 +1,6 @@
 """Matrix product of row groups, each with its own expert's weight.
 
-The plain face works on blocks of rows and the expert of each block; the fused face on rows sorted by
+The plain backend works on blocks of rows and the expert of each block; the fused backend on rows sorted by
 expert and the number of rows of each expert (what ``group_list_type`` 1 of CANN's grouped product means).
 """
 
@@ -36,7 +36,7 @@ class GroupedMatmul(nn.Cell):
 
 
 class FusedGroupedMatmul(nn.Cell):
-    """The fused face: tasks over experts and row blocks, both gradients in one go.
+    """The fused backend: tasks over experts and row blocks, both gradients in one go.
 
     Args:
         compute_dtype: Of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
@@ -66,7 +66,7 @@ class FusedGroupedMatmul(nn.Cell):
 
 
 class AscendGroupedMatmul(nn.Cell):
-    """The Ascend face: ``GroupedMatmul`` over the rows of one tensor; built, but not run here."""
+    """The Ascend backend: ``GroupedMatmul`` over the rows of one tensor; built, but not run here."""
 
     def __init__(self) -> None:
         super().__init__()

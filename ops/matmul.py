@@ -6,7 +6,7 @@ from mindspore import Tensor, nn, ops
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face, target
+from telechat_moe.ops.select import backend, target
 
 
 def carried(dtype: ms.Type) -> ms.Type:
@@ -16,7 +16,7 @@ def carried(dtype: ms.Type) -> ms.Type:
     themselves, and MindSpore has next to no bfloat16 kernels there.
 
     Raises:
-        BadInputError: bfloat16 is asked for and the plain face serves on CPU.
+        BadInputError: bfloat16 is asked for and the plain backend serves on CPU.
     """
     if _fused(dtype):
         return ms.float32
@@ -32,18 +32,18 @@ def matmul(compute_dtype: ms.Type = ms.float32) -> nn.Cell | ops.Primitive:
     """Return ``(x_TI, w_OI) -> y_TO = x w^T``; ``MatMul`` itself where it serves.
 
     Args:
-        compute_dtype: Of the operands; the sum is fp32. The fused face takes and gives fp32 and
+        compute_dtype: Of the operands; the sum is fp32. The fused backend takes and gives fp32 and
             rounds the operands to bfloat16 if asked to.
     """
     return Matmul(compute_dtype) if _fused(compute_dtype) else ops.MatMul(transpose_b=True)
 
 
 def _fused(dtype: ms.Type) -> bool:
-    return face("matmul") == "fused" and dtype in (ms.float32, ms.bfloat16)
+    return backend("matmul") == "fused" and dtype in (ms.float32, ms.bfloat16)
 
 
 class Matmul(nn.Cell):
-    """The fused face: blocks of rows and columns over the worker threads, both gradients in one go."""
+    """The fused backend: blocks of rows and columns over the worker threads, both gradients in one go."""
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
         super().__init__()

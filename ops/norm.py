@@ -7,7 +7,7 @@ from mindspore.common.initializer import One, initializer
 from mindspore.ops.auto_generate import RmsNorm
 
 from telechat_moe.ops import dvm
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class RMSNorm(nn.Cell):
@@ -36,12 +36,12 @@ class RMSNorm(nn.Cell):
         super().__init__()
         self.out_dtype = out_dtype
         self.weight = Parameter(initializer(One(), (width,), ms.float32), name="weight")
-        self.face = face("rms_norm")
-        if self.face == "fused" and compute_dtype != ms.float32:
-            self.face = "plain"
-        if self.face == "fused":
+        self.backend = backend("rms_norm")
+        if self.backend == "fused" and compute_dtype != ms.float32:
+            self.backend = "plain"
+        if self.backend == "fused":
             self.fused = FusedRMSNorm(width, eps)
-        elif self.face == "ascend":
+        elif self.backend == "ascend":
             self.rms_norm = RmsNorm(eps)
         self.eps = Tensor(eps, compute_dtype)
         self.compute_dtype = compute_dtype
@@ -59,9 +59,9 @@ class RMSNorm(nn.Cell):
         """Normalise the last dimension of ``x_TH`` (any leading dimensions)."""
         x = self.to_compute(x_TH, self.compute_dtype)
         dtype = x_TH.dtype if self.out_dtype is None else self.out_dtype
-        if self.face == "fused":
+        if self.backend == "fused":
             return self.to_out(self.fused(x, self.weight), dtype)
-        if self.face == "ascend":
+        if self.backend == "ascend":
             weight_H = self.weight_to_compute(self.weight, self.compute_dtype)
             return self.to_out(self.rms_norm(x, weight_H)[0], dtype)
         inverse = self.rsqrt(self.add_eps(self.mean(self.square(x), -1), self.eps))
@@ -108,7 +108,7 @@ def add_rms_norm_backward(width: int, eps: float) -> dvm.Program:
 
 
 class FusedRMSNorm(nn.Cell):
-    """The fused face of :class:`RMSNorm`, fp32; both gradients in one pass over the rows."""
+    """The fused backend of :class:`RMSNorm`, fp32; both gradients in one pass over the rows."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class FusedAddRMSNorm(nn.Cell):
 
 
 class AddRMSNorm(nn.Cell):
-    """``h = x + y`` and the :class:`RMSNorm` of h, with the norm's own weight and face.
+    """``h = x + y`` and the :class:`RMSNorm` of h, with the norm's own weight and backend.
 
     Args:
         norm: The norm; its parameter keeps its name.
@@ -167,7 +167,7 @@ class AddRMSNorm(nn.Cell):
     def __init__(self, norm: RMSNorm, width: int, eps: float) -> None:
         super().__init__(auto_prefix=False)
         self.norm = norm
-        self.fused = FusedAddRMSNorm(width, eps) if norm.face == "fused" else None
+        self.fused = FusedAddRMSNorm(width, eps) if norm.backend == "fused" else None
         self.add = ops.Add()
 
     def construct(self, x_TH: Tensor, y_TH: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """Bring tokens into expert order and back.
 
-The fused face sorts pairs of token and expert by expert (a stable counting sort), without padding:
+The fused backend sorts pairs of token and expert by expert (a stable counting sort), without padding:
 :class:`SortPlan`, :class:`SortCapacityPlan`, :class:`FusedPermute`, :class:`FusedUnpermute`.
 
-The Ascend face sorts likewise: :class:`AscendPermute`, :class:`AscendUnpermute`.
+The Ascend backend sorts likewise: :class:`AscendPermute`, :class:`AscendUnpermute`.
 
-The plain face has shapes that do not depend on the routing. Two plans say which row of the
+The plain backend has shapes that do not depend on the routing. Two plans say which row of the
 expert-ordered buffer each (token, expert) pair takes:
 
 * :class:`BlockPlan` loses no pair: every expert's rows are padded to whole blocks of ``R`` rows, and
@@ -301,7 +301,7 @@ class FusedUnpermute(nn.Cell):
 
 
 class AscendPermute(nn.Cell):
-    """The Ascend face: ``MoeTokenPermute``, and the rows of each expert; built, but not run here.
+    """The Ascend backend: ``MoeTokenPermute``, and the rows of each expert; built, but not run here.
 
     Args:
         num_experts: ``E``.
@@ -324,7 +324,7 @@ class AscendPermute(nn.Cell):
 
 
 class AscendUnpermute(nn.Cell):
-    """The Ascend face: ``MoeTokenUnpermute``; built, but not run here."""
+    """The Ascend backend: ``MoeTokenUnpermute``; built, but not run here."""
 
     def __init__(self) -> None:
         super().__init__()

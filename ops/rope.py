@@ -5,7 +5,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 def rope_table(width: int, length: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +44,7 @@ class Rope(nn.Cell):
         self.half = width // 2
         self.interleaved = interleaved
         self.compute_dtype = compute_dtype
-        fused = face("rope") == "fused" and compute_dtype == ms.float32
+        fused = backend("rope") == "fused" and compute_dtype == ms.float32
         self.fused = FusedRope(interleaved) if fused else None
         self.to_compute = ops.Cast()
         self.reshape = ops.Reshape()
@@ -76,7 +76,7 @@ class Rope(nn.Cell):
 
 
 class FusedRope(nn.Cell):
-    """The fused face of :class:`Rope`, fp32."""
+    """The fused backend of :class:`Rope`, fp32."""
 
     def __init__(self, interleaved: bool) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops.custom import custom_op
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class Rule(NamedTuple):
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
             its ``max(1, K / M)`` highest biased scores.
         normalize: Divide the weights by their sum.
         scale: Factor of the weights.
-        softmax: Scores are the softmax of the logits instead of the sigmoid (fused face only).
+        softmax: Scores are the softmax of the logits instead of the sigmoid (fused backend only).
     """
 
     experts: int
@@ -39,7 +39,7 @@ def routing(rule: Rule) -> nn.Cell:
     The ``K`` highest ``score + bias`` are chosen; the weights are made of the scores without it.
     ``chosen`` is 1 where a token chose an expert, ``load`` its sum over the tokens; both fp32.
     """
-    return FusedRouting(rule) if face("routing") == "fused" else Routing(rule)
+    return FusedRouting(rule) if backend("routing") == "fused" else Routing(rule)
 
 
 class GroupLimit(nn.Cell):
@@ -81,7 +81,7 @@ class GroupLimit(nn.Cell):
 
 
 class Routing(nn.Cell):
-    """The plain face of :func:`routing`. Among equal scores ``TopK`` chooses as it likes."""
+    """The plain backend of :func:`routing`. Among equal scores ``TopK`` chooses as it likes."""
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Routing(nn.Cell):
 
 
 class FusedRouting(nn.Cell):
-    """The fused face of :func:`routing`: one pass over the tokens. Of equal scores the first wins."""
+    """The fused backend of :func:`routing`: one pass over the tokens. Of equal scores the first wins."""
 
     def __init__(self, rule: Rule) -> None:
         super().__init__()

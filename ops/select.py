@@ -1,8 +1,8 @@
-"""Which face of an operator serves: our CPU kernel, MindSpore's primitives, or the Ascend primitive.
+"""Which backend of an operator serves: our CPU kernel, MindSpore's primitives, or the Ascend primitive.
 
     python -m telechat_moe.ops.select [RECIPE]
 
-A cell of ``telechat_moe.ops`` asks :func:`face` once, while it is built. ``fused`` is the native CPU kernel, ``plain``
+A cell of ``telechat_moe.ops`` asks :func:`backend` once, while it is built. ``fused`` is the native CPU kernel, ``plain``
 the same arithmetic in MindSpore's elementary primitives, ``ascend`` the primitive that Ascend has for it.
 """
 
@@ -18,9 +18,9 @@ from typing import NamedTuple
 from telechat_moe.errors import BadInputError, TelechatMoeError
 from telechat_moe.ops import native
 
-FACES = ("fused", "plain", "ascend")
+BACKENDS = ("fused", "plain", "ascend")
 
-# Operator -> {face: what it is}. "plain" is MindSpore's elementary primitives.
+# Operator -> {backend: what it is}. "plain" is MindSpore's elementary primitives.
 OPERATORS: dict[str, dict[str, str]] = {
     "adamw": {"fused": "multi-tensor C++", "plain": "AdamWeightDecay"},
     "attention": {
@@ -45,10 +45,10 @@ OPERATORS: dict[str, dict[str, str]] = {
 
 
 class Choice(NamedTuple):
-    """The face of an operator and the reason."""
+    """The backend of an operator and the reason."""
 
     operator: str
-    face: str
+    backend: str
     reason: str
 
 
@@ -58,22 +58,22 @@ class _Selection(NamedTuple):
     each: Mapping[str, str]
 
 
-_selection: ContextVar[_Selection | None] = ContextVar("faces", default=None)
+_selection: ContextVar[_Selection | None] = ContextVar("backends", default=None)
 
 
 @contextlib.contextmanager
 def using(
     default: str = "auto", each: Mapping[str, str] | None = None, target: str = "CPU"
 ) -> Iterator[None]:
-    """Build the cells inside with these faces.
+    """Build the cells inside with these backends.
 
     Args:
-        default: ``auto`` or one of :data:`FACES`, for operators that ``each`` does not name.
-        each: Operator to face.
+        default: ``auto`` or one of :data:`BACKENDS`, for operators that ``each`` does not name.
+        each: Operator to backend.
         target: ``CPU`` or ``Ascend``.
 
     Raises:
-        BadInputError: No such operator or face.
+        BadInputError: No such operator or backend.
     """
     each = dict(each or {})
     for operator in each:
@@ -82,8 +82,8 @@ def using(
                 f"no operator {operator!r}; there are {', '.join(sorted(OPERATORS))}"
             )
     for wanted in (default, *each.values()):
-        if wanted != "auto" and wanted not in FACES:
-            raise BadInputError(f"no face {wanted!r}; there are auto, {', '.join(FACES)}")
+        if wanted != "auto" and wanted not in BACKENDS:
+            raise BadInputError(f"no backend {wanted!r}; there are auto, {', '.join(BACKENDS)}")
     token = _selection.set(_Selection(target, default, each))
     try:
         yield
@@ -92,18 +92,18 @@ def using(
 
 
 def choose(operator: str) -> Choice:
-    """Return the face that serves ``operator`` now, and why.
+    """Return the backend that serves ``operator`` now, and why.
 
     Raises:
-        BadInputError: The face asked for is not there.
+        BadInputError: The backend asked for is not there.
     """
     selection = _selection.get() or _Selection("CPU", "auto", {})
-    faces = OPERATORS[operator]
+    backends = OPERATORS[operator]
     wanted = selection.each.get(operator, selection.default)
     if wanted == "auto":
-        return _automatic(operator, faces, selection.target)
-    if wanted not in faces:
-        raise BadInputError(f"{operator} has no face {wanted!r}, only {', '.join(faces)}")
+        return _automatic(operator, backends, selection.target)
+    if wanted not in backends:
+        raise BadInputError(f"{operator} has no backend {wanted!r}, only {', '.join(backends)}")
     if wanted == "fused":
         try:
             native.load()
@@ -112,12 +112,12 @@ def choose(operator: str) -> Choice:
     return Choice(operator, wanted, "asked for")
 
 
-def _automatic(operator: str, faces: Mapping[str, str], target: str) -> Choice:
+def _automatic(operator: str, backends: Mapping[str, str], target: str) -> Choice:
     if target == "Ascend":
-        if "ascend" in faces:
+        if "ascend" in backends:
             return Choice(operator, "ascend", "target Ascend")
         return Choice(operator, "plain", "MindSpore's primitives serve Ascend too")
-    if "fused" not in faces:
+    if "fused" not in backends:
         return Choice(operator, "plain", "no CPU kernel for it")
     try:
         native.load()
@@ -132,9 +132,9 @@ def target() -> str:
     return selection.target if selection is not None else "CPU"
 
 
-def face(operator: str) -> str:
-    """Return the face that serves ``operator`` now."""
-    return choose(operator).face
+def backend(operator: str) -> str:
+    """Return the backend that serves ``operator`` now."""
+    return choose(operator).backend
 
 
 def table() -> list[Choice]:
@@ -143,24 +143,28 @@ def table() -> list[Choice]:
 
 
 def summary() -> str:
-    """Return the faces in use in a few words: the most common one, then the others with reasons."""
+    """Return the backends in use in a few words: the most common one, then the others with reasons."""
     rows = table()
-    faces = [row.face for row in rows]
-    usual = max(FACES, key=faces.count)
-    others = [f"{row.operator} {row.face} ({row.reason})" for row in rows if row.face != usual]
-    reasons = {row.reason for row in rows if row.face == usual}
+    backends = [row.backend for row in rows]
+    usual = max(BACKENDS, key=backends.count)
+    others = [
+        f"{row.operator} {row.backend} ({row.reason})" for row in rows if row.backend != usual
+    ]
+    reasons = {row.reason for row in rows if row.backend == usual}
     return ", ".join([f"{usual} ({'; '.join(sorted(reasons))})", *others])
 
 
 def main() -> None:
-    """Print which face serves each operator and why, for a recipe if one is named."""
+    """Print which backend serves each operator and why, for a recipe if one is named."""
     from rich.console import Console
     from rich.table import Table
 
     from telechat_moe.recipe import load
 
-    parser = argparse.ArgumentParser(description="Which face serves each operator, and why.")
-    parser.add_argument("recipe", nargs="?", help="a recipe (default: faces chosen for this CPU)")
+    parser = argparse.ArgumentParser(description="Which backend serves each operator, and why.")
+    parser.add_argument(
+        "recipe", nargs="?", help="a recipe (default: backends chosen for this CPU)"
+    )
     args = parser.parse_args()
     try:
         choices = contextlib.nullcontext()
@@ -170,10 +174,12 @@ def main() -> None:
             choices = using(own.default, own.faces(), recipe.context.device_target)
         with choices:
             grid = Table(box=None)
-            for name in ("operator", "face", "what it is", "why"):
+            for name in ("operator", "backend", "what it is", "why"):
                 grid.add_column(name)
             for row in table():
-                grid.add_row(row.operator, row.face, OPERATORS[row.operator][row.face], row.reason)
+                grid.add_row(
+                    row.operator, row.backend, OPERATORS[row.operator][row.backend], row.reason
+                )
             Console().print(grid)
     except TelechatMoeError as error:
         sys.stderr.write(f"error: {error}\n")

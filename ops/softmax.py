@@ -5,15 +5,15 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops import dvm
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class Softmax(nn.Cell):
-    """``exp(x - max) / sum``; faces: fused (a DVM program, fp32), plain (also on Ascend)."""
+    """``exp(x - max) / sum``; backends: fused (a DVM program, fp32), plain (also on Ascend)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused = FusedSoftmax() if face("softmax") == "fused" else None
+        self.fused = FusedSoftmax() if backend("softmax") == "fused" else None
         self.softmax = ops.Softmax(-1)
 
     def construct(self, x_TH: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def softmax_backward() -> dvm.Program:
 
 
 class FusedSoftmax(nn.Cell):
-    """The fused face."""
+    """The fused backend."""
 
     def __init__(self) -> None:
         super().__init__()

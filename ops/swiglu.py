@@ -6,7 +6,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import SiLU, Swiglu
 
 from telechat_moe.ops import dvm
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class SwiGLU(nn.Cell):
@@ -19,10 +19,10 @@ class SwiGLU(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.face = face("swiglu")
-        if self.face == "fused":
+        self.backend = backend("swiglu")
+        if self.backend == "fused":
             self.fused = FusedSwiGLU()
-        elif self.face == "ascend":
+        elif self.backend == "ascend":
             self.concat = ops.Concat(-1)
             self.swiglu = Swiglu()
         self.silu = SiLU()
@@ -30,9 +30,9 @@ class SwiGLU(nn.Cell):
 
     def construct(self, gate_TF: Tensor, up_TF: Tensor) -> Tensor:
         """Return the activation; both inputs have the same shape and data type."""
-        if self.face == "fused" and gate_TF.dtype == ms.float32:
+        if self.backend == "fused" and gate_TF.dtype == ms.float32:
             return self.fused(gate_TF, up_TF)
-        if self.face == "ascend":
+        if self.backend == "ascend":
             return self.swiglu(self.concat((gate_TF, up_TF)), -1)
         return self.mul(self.silu(gate_TF), up_TF)
 
@@ -47,7 +47,7 @@ def swiglu_program() -> dvm.Program:
 
 
 class FusedSwiGLU(nn.Cell):
-    """The fused face, fp32."""
+    """The fused backend, fp32."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -127,21 +127,21 @@ def _alone(w: dict[str, np.ndarray]) -> Block:
 
 
 def _mindspore(w: dict[str, np.ndarray]) -> Iterator[tuple[str, Block]]:
-    """The model's own cells with both faces, in one graph for all lengths."""
+    """The model's own cells with both backends, in one graph for all lengths."""
     import mindspore as ms
 
     from benchmarks.ops.decoder_cell import Decoder
     from telechat_moe.ops.select import using
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU", jit_config={"jit_level": "O0"})
-    for name, face in (("ours in a graph", "fused"), ("mindspore O0", "plain")):
-        with using(face):
+    for name, backend in (("ours in a graph", "fused"), ("mindspore O0", "plain")):
+        with using(backend):
             cell = Decoder(w, N, EPS)
         unknown = [[None, H], [1, None, 1, D // 2], [1, None, 1, D // 2]]
         last = ms.Tensor(shape=[1, None], dtype=ms.int32)
         cell.set_inputs(*[ms.Tensor(shape=s, dtype=ms.float32) for s in unknown], last)
 
-        def block(inputs: Arrays, cell: Any = cell, fused: bool = face == "fused") -> np.ndarray:
+        def block(inputs: Arrays, cell: Any = cell, fused: bool = backend == "fused") -> np.ndarray:
             S = len(inputs[0])
             # the first key that each query sees, or each query's position
             last = np.zeros(S, np.int32) if fused else np.arange(S, dtype=np.int32)

@@ -12,7 +12,7 @@ from telechat_moe.ops.attention import AttentionMask, FlashAttention, SoftmaxAtt
 from telechat_moe.ops.matmul import matmul
 from telechat_moe.ops.norm import FusedAddRMSNorm, RMSNorm
 from telechat_moe.ops.rope import Rope
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 from telechat_moe.ops.swiglu import SwiGLU
 
 
@@ -28,7 +28,7 @@ class Decoder(nn.Cell):
     def __init__(self, weights: Mapping[str, np.ndarray], heads: int, eps: float) -> None:
         super().__init__()
         width = len(weights["norm1"])
-        self.fused = face("attention") == "fused"
+        self.fused = backend("attention") == "fused"
         self.heads, self.head, self.width = heads, width // heads, width
         for name, value in weights.items():
             setattr(self, name, Parameter(Tensor(value), name=name))

@@ -10,7 +10,7 @@ from telechat_moe.ops.attention import (
     FlashAttention,
     MlaAssemble,
     SoftmaxAttention,
-    attention_face,
+    attention_backend,
 )
 from telechat_moe.ops.norm import RMSNorm
 from telechat_moe.ops.rope import Rope
@@ -90,7 +90,7 @@ class MultiLatentAttention(nn.Cell):
         self.heads_first = ops.Transpose()
         self.tokens_first = ops.Transpose()
         scale = (self.nope + self.rotary) ** -0.5
-        chosen = attention_face(compute)
+        chosen = attention_backend(compute)
         self.fused = chosen == "fused"
         if self.fused:
             self.assemble = MlaAssemble(self.num_heads, self.nope, config.rope_interleave)

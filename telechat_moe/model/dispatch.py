@@ -21,12 +21,12 @@ from telechat_moe.ops.permute import (
     SortPlan,
     Unpermute,
 )
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 from telechat_moe.recipe import ModelConfig
 
 
 class SortedDispatch(nn.Cell):
-    """Every pair reaches its expert: the fused face, whose rows are exactly the pairs.
+    """Every pair reaches its expert: the fused backend, whose rows are exactly the pairs.
 
     Args:
         num_experts: ``E``.
@@ -48,7 +48,7 @@ class SortedDispatch(nn.Cell):
 
 
 class AscendDispatch(nn.Cell):
-    """Every pair reaches its expert: the Ascend face, sorted as :class:`SortedDispatch`.
+    """Every pair reaches its expert: the Ascend backend, sorted as :class:`SortedDispatch`.
 
     Args:
         num_experts: ``E``.
@@ -68,7 +68,7 @@ class AscendDispatch(nn.Cell):
 
 
 class DroplessDispatch(nn.Cell):
-    """Every pair reaches its expert: the plain face, which pads each expert to whole blocks.
+    """Every pair reaches its expert: the plain backend, which pads each expert to whole blocks.
 
     Args:
         num_experts: ``E``.
@@ -120,7 +120,7 @@ class CapacityDispatch(nn.Cell):
         factor: Capacity factor.
         policy: ``probs`` or ``position``, see :class:`telechat_moe.ops.permute.CapacityPlan`.
         fused: Rows sorted by native operators.
-        capacity_tokens: Tokens that share a capacity; None = those of the batch. Plain face only.
+        capacity_tokens: Tokens that share a capacity; None = those of the batch. Plain backend only.
 
     Source: Switch Transformer, section 2.2; Pangu Ultra MoE compares it with dropless.
     """
@@ -136,7 +136,7 @@ class CapacityDispatch(nn.Cell):
         super().__init__()
         if fused and capacity_tokens is not None:
             raise BadInputError(
-                f"telechat_moe.moe_capacity_tokens is {capacity_tokens}: the fused face gives one capacity to "
+                f"telechat_moe.moe_capacity_tokens is {capacity_tokens}: the fused backend gives one capacity to "
                 "all tokens; set telechat_moe.operators.permute and grouped_matmul to plain"
             )
         self.num_experts, self.factor, self.fused = num_experts, factor, fused
@@ -196,20 +196,20 @@ class CapacityDispatch(nn.Cell):
         return self.unpermute(self.reshape(y_ECH, (E * C, H)), row_N, weight_TK)
 
 
-def expert_face(config: ModelConfig) -> str:
-    """Return the face of dispatch and experts together, whose rows are laid out alike.
+def expert_backend(config: ModelConfig) -> str:
+    """Return the backend of dispatch and experts together, whose rows are laid out alike.
 
     ``fused`` and ``ascend`` sort rows by expert; ``plain`` makes blocks. The fused products are fp32 and
     bfloat16, and Ascend's operators drop no pair: otherwise plain serves.
 
     Raises:
-        BadInputError: ``permute`` and ``grouped_matmul`` are asked to have different faces.
+        BadInputError: ``permute`` and ``grouped_matmul`` are asked to have different backends.
     """
-    permute, grouped = face("permute"), face("grouped_matmul")
+    permute, grouped = backend("permute"), backend("grouped_matmul")
     if permute != grouped:
         raise BadInputError(
             f"operators: permute is {permute} and grouped_matmul {grouped}; their rows are laid out "
-            "in different ways, choose one face for both"
+            "in different ways, choose one backend for both"
         )
     if permute == "fused" and DTYPES[config.compute_dtype] not in (ms.float32, ms.bfloat16):
         return "plain"
@@ -234,9 +234,9 @@ def build_dispatch(
         capacity_tokens: See :class:`CapacityDispatch`.
 
     Raises:
-        BadInputError: See :func:`expert_face`.
+        BadInputError: See :func:`expert_backend`.
     """
-    experts, chosen = config.n_routed_experts, expert_face(config)
+    experts, chosen = config.n_routed_experts, expert_backend(config)
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
     if factor is not None and policy:
         return CapacityDispatch(experts, factor, policy, chosen == "fused", capacity_tokens)

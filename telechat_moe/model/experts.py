@@ -2,7 +2,7 @@
 
 from mindspore import Parameter, Tensor, nn, ops
 
-from telechat_moe.model.dispatch import expert_face
+from telechat_moe.model.dispatch import expert_backend
 from telechat_moe.model.init import output_std
 from telechat_moe.model.linear import DTYPES, weight
 from telechat_moe.ops.grouped_matmul import (
@@ -19,7 +19,7 @@ from telechat_moe.recipe import ModelConfig
 
 
 class ExpertProducts(nn.Cell):
-    """The plain or the Ascend face of the experts, with weights that it is given.
+    """The plain or the Ascend backend of the experts, with weights that it is given.
 
     Args:
         chosen: ``plain`` or ``ascend``.
@@ -42,8 +42,8 @@ class ExpertProducts(nn.Cell):
 class Experts(nn.Cell):
     """``E`` SwiGLU MLPs, each applied to its own rows.
 
-    The fused and the Ascend face take rows sorted by expert with the number of each, the plain one
-    blocks of rows with the expert of each block (:func:`telechat_moe.model.dispatch.expert_face`).
+    The fused and the Ascend backend take rows sorted by expert with the number of each, the plain one
+    blocks of rows with the expert of each block (:func:`telechat_moe.model.dispatch.expert_backend`).
 
     Args:
         config: Model section of the recipe.
@@ -60,7 +60,7 @@ class Experts(nn.Cell):
         self.carried = carried(self.compute_dtype)
         self.cast = ops.Cast()
         self.cast_gate, self.cast_up, self.cast_down = ops.Cast(), ops.Cast(), ops.Cast()
-        chosen = expert_face(config)
+        chosen = expert_backend(config)
         self.fused = chosen == "fused"
         self.into_main_grads = False
         if self.fused:

@@ -5,7 +5,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import Zero, initializer
 
 from telechat_moe.ops.matmul import MatmulIntoMainGrad, carried, matmul
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 from telechat_moe.ops.swiglu import SwiGLU
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
@@ -48,12 +48,12 @@ class Linear(nn.Cell):
         self.main_grad = None
 
     def accumulate_into(self, main_grads: dict[str, Parameter]) -> list[str]:
-        """From now on, add the weight's gradient to its main gradient in place, if this face can.
+        """From now on, add the weight's gradient to its main gradient in place, if this backend can.
 
         Returns:
             Names of the weights for which that holds; they get no other gradient.
         """
-        if face("matmul") != "fused":
+        if backend("matmul") != "fused":
             return []
         self.main_grad = main_grads[self.weight.name]
         self.matmul_into = MatmulIntoMainGrad(self.compute_dtype)

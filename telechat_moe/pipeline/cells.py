@@ -102,7 +102,7 @@ class ChunkModel(nn.Cell):
     each depth, since the head wants them all.
 
     Args:
-        model: Whole model with plain faces.
+        model: Whole model with plain backends.
         chunk: What the chunk holds; not empty.
     """
 

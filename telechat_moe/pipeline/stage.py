@@ -25,7 +25,7 @@ ONE = np.ones(1, np.float32)
 
 
 def build(spec: Spec) -> CausalLM:
-    """Return the model with its initial weights: plain faces, whose products with weights are primitives."""
+    """Return the model with its initial weights: plain backends, whose products with weights are primitives."""
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     with select.using("plain"):

@@ -68,7 +68,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     """Split a model over a mesh.
 
     Args:
-        model: Built with plain or Ascend faces; the last thing done to it before it is compiled.
+        model: Built with plain or Ascend backends; the last thing done to it before it is compiled.
         mesh: Devices.
         rank: Global rank of this process.
         options: Choices beyond the mesh.

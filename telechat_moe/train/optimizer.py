@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from telechat_moe.ops.adamw import FusedAdamW
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 
 
 class AdamW(nn.Cell):
@@ -48,7 +48,7 @@ class AdamW(nn.Cell):
         self.beta1 = Tensor(betas[0], ms.float32)
         self.beta2 = Tensor(betas[1], ms.float32)
         self.no_decay = Tensor(0.0, ms.float32)
-        self.fused = FusedAdamW(betas, self.decayed) if face("adamw") == "fused" else None
+        self.fused = FusedAdamW(betas, self.decayed) if backend("adamw") == "fused" else None
         self.update = ops.AdamWeightDecay()
         self.clip = ops.Mul()
 

@@ -11,7 +11,7 @@ from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.dispatch import CapacityDispatch
 from telechat_moe.model.router import Router
 from telechat_moe.ops.adamw import FusedNorm
-from telechat_moe.ops.select import face
+from telechat_moe.ops.select import backend
 from telechat_moe.train.optimizer import AdamW
 
 
@@ -48,7 +48,7 @@ class GlobalNorm(nn.Cell):
 
     def __init__(self, tensors: int) -> None:
         super().__init__()
-        self.fused = FusedNorm(tensors) if face("adamw") == "fused" else None
+        self.fused = FusedNorm(tensors) if backend("adamw") == "fused" else None
         self.square_sum = ops.MatMul(transpose_b=True)
         self.reshape = ops.Reshape()
         self.concat = ops.Concat(0)

@@ -1,7 +1,7 @@
 """MindFormers' own TeleChat3-MoE class and ours: losses, gradients, loads and bias from the same weights.
 
 MindFormers' classes run in a process of their own (upstream_values.py), unchanged but for the primitives without a
-CPU kernel (upstream_faces.py).
+CPU kernel (upstream_backends.py).
 """
 
 import importlib.util
@@ -73,7 +73,7 @@ def test_same(tmp_path, case):
     assert_same(found)
     assert_same_gradients(found)
     assert_same_loads(found)
-    assert "FlashAttentionScore" in found["faces"]
+    assert "FlashAttentionScore" in found["backends"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Losses and gradients of MindFormers' own TeleChat3-MoE class and of ours, from the same weights and batch.
 
 ``python upstream_values.py FOLDER CASE [CASE ...]`` prints one JSON line a case; FOLDER takes MindFormers' files.
-MindFormers' classes run unchanged, in graph mode, with the faces of upstream_faces.py.
+MindFormers' classes run unchanged, in graph mode, with the backends of upstream_backends.py.
 """
 
 import json
@@ -16,7 +16,7 @@ import mindspore as ms
 import numpy as np
 import yaml
 from mindspore import Tensor
-from upstream_faces import replaced
+from upstream_backends import replaced
 
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_dryrun import sections_of
@@ -191,7 +191,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
             parameter.set_data(Tensor(weights[parameter.name]))
     batch = batch_of(case)
     our_losses, our_gradients = run(ours, batch)
-    with replaced() as faces:
+    with replaced() as backends:
         model = upstream_model(case, config, folder)
         model.set_train()
         own = {p.name: p for p in model.get_parameters()}
@@ -217,7 +217,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
         "bias": {"before": routers(ours, "expert_bias"), "upstream": bias},
         "rate": config.moe_router_bias_update_rate,
         "chosen": config.num_experts_per_tok * batch[0].size,
-        "faces": sorted(faces),
+        "backends": sorted(backends),
     }
 
 

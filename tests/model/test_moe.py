@@ -172,9 +172,9 @@ def test_plain_face_is_right_too():
 class Trained(nn.Cell):
     """An MoE layer that learns a fixed map by plain gradient descent."""
 
-    def __init__(self, face, bias, **changes):
+    def __init__(self, backend, bias, **changes):
         super().__init__(auto_prefix=False)
-        with using(face):
+        with using(backend):
             self.moe = MoE(tiny_config(**changes)).set_train()
         random_weights(self.moe, seed=1)
         self.moe.router.expert_bias.set_data(Tensor(np.asarray(bias, np.float32)))
@@ -202,11 +202,11 @@ def test_both_faces_train_alike_whatever_the_load(load, changes):
     x = rng.standard_normal((B * S, 48)).astype(np.float32)
     target = 0.1 * rng.standard_normal((B * S, 48)).astype(np.float32)
     losses, cells = {}, {}
-    for face in ("fused", "plain"):
-        cell = cells[face] = Trained(face, BIASES[load], **changes)
+    for backend in ("fused", "plain"):
+        cell = cells[backend] = Trained(backend, BIASES[load], **changes)
         start = cell.moe.experts.down.asnumpy().copy()
         found = [cell(Tensor(x), Tensor(target)) for _ in range(10)]
-        losses[face] = np.array([[float(loss), float((dx**2).sum())] for loss, dx in found])
+        losses[backend] = np.array([[float(loss), float((dx**2).sum())] for loss, dx in found])
         moved = np.abs(cell.moe.experts.down.asnumpy() - start).max((1, 2)) > 0
         np.testing.assert_array_equal(moved, cell.moe.router.expert_load.asnumpy() > 0)
     np.testing.assert_allclose(losses["fused"], losses["plain"], rtol=2e-5)
@@ -236,8 +236,11 @@ def test_ascend_primitives_are_built_where_no_pair_is_dropped():
     assert not hasattr(capacity.experts.products.gate_matmul.matmul, "split_item")
 
 
-def test_dispatch_and_experts_have_one_face():
-    with using(each={"permute": "plain"}), pytest.raises(BadInputError, match="one face for both"):
+def test_dispatch_and_experts_have_one_backend():
+    with (
+        using(each={"permute": "plain"}),
+        pytest.raises(BadInputError, match="one backend for both"),
+    ):
         MoE(tiny_config())
 
 

@@ -1,4 +1,4 @@
-"""AdamW over all tensors at once and the norm of gradients: float64, torch, faces, threads, refusals."""
+"""AdamW over all tensors at once and the norm of gradients: float64, torch, backends, threads, refusals."""
 
 import pytest
 
@@ -74,10 +74,10 @@ def test_a_misaligned_tensor_gets_the_same_update():
             assert (a == b).all()
 
 
-def run_cell(face, steps, shapes=SHAPES, max_norm=1.0):
+def run_cell(backend, steps, shapes=SHAPES, max_norm=1.0):
     """Train on given gradients; returns the parameters after each step, and the cell."""
     params = [Parameter(Tensor(w), name=f"w{i}") for i, w in enumerate(tensors(0, shapes))]
-    with using(each={"adamw": face}):
+    with using(each={"adamw": backend}):
         cell = AdamW(params, BETAS, 1e-8, 0.1, no_decay=["w1$", "w4$"])
         norm = GlobalNorm(len(params))
     history = []
@@ -91,10 +91,10 @@ def run_cell(face, steps, shapes=SHAPES, max_norm=1.0):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("face", ["fused", "plain"])
-def test_torch_agrees_over_steps(face):
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_torch_agrees_over_steps(backend):
     torch = pytest.importorskip("torch")
-    history, _ = run_cell(face, 5)
+    history, _ = run_cell(backend, 5)
     params = [torch.nn.Parameter(torch.tensor(w)) for w in tensors(0)]
     groups = [
         {"params": [p for i, p in enumerate(params) if i not in (1, 4)], "weight_decay": 0.1},
@@ -125,22 +125,22 @@ def test_hundreds_of_tensors_in_one_operator():
         np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_the_states_are_named_alike_on_both_faces():
+def test_the_states_are_named_alike_on_both_backends():
     names = []
-    for face in ("fused", "plain"):
+    for backend in ("fused", "plain"):
         params = [Parameter(Tensor(w), name=f"layer.w{i}") for i, w in enumerate(tensors(0))]
-        with using(each={"adamw": face}):
+        with using(each={"adamw": backend}):
             cell = AdamW(params, BETAS, 1e-8, 0.1)
         names.append([p.name for p in (*cell.moment1, *cell.moment2)])
     assert names[0] == names[1]
     assert names[0][0] == "adam_m.layer.w0"
 
 
-@pytest.mark.parametrize("face", ["fused", "plain"])
-def test_norm_of_large_gradients(face):
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_norm_of_large_gradients(backend):
     arrays = tensors(5, [(3_000_000,), (1,), (1000, 33)])
     arrays[0] += 3
-    with using(each={"adamw": face}):
+    with using(each={"adamw": backend}):
         norm, squares = GlobalNorm(3)(tuple(Tensor(a) for a in arrays))
     expected = [np.square(a.astype(np.float64)).sum() for a in arrays]
     assert norm.shape == ()

@@ -248,11 +248,11 @@ def test_attention_cells_in_a_graph():
     mask = Tensor(hidden[:, None].astype(np.uint8))
     do = Tensor(rng.standard_normal(v.shape).astype(np.float32))
 
-    def gradients(face):
-        with select.using(face):
+    def gradients(backend):
+        with select.using(backend):
             make = AttentionMask(2)
-        core = (FlashAttention if face == "fused" else SoftmaxAttention)(12**-0.5)
-        turn = (0, 2, 1, 3) if face == "plain" else (0, 1, 2, 3)
+        core = (FlashAttention if backend == "fused" else SoftmaxAttention)(12**-0.5)
+        turn = (0, 2, 1, 3) if backend == "plain" else (0, 1, 2, 3)
 
         def loss(q, k, v):
             visible = make(2, 40, mask)

@@ -81,10 +81,10 @@ def test_accuracy_gate():
     assert error.max() < 10 * 2.0**-13
 
 
-@pytest.mark.parametrize("face", ["fused", "plain"])
-def test_in_a_graph(face):
+@pytest.mark.parametrize("backend", ["fused", "plain"])
+def test_in_a_graph(backend):
     logits, label, mask = inputs(3, 21, 37, 4.0)
-    with using(each={"cross_entropy": face}):
+    with using(each={"cross_entropy": backend}):
         cell = CrossEntropy()
     loss, (gradient,) = Gradient(cell).run(np.ones(1, np.float32), logits, label, mask)
     assert loss.shape == (1,)

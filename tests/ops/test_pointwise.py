@@ -21,8 +21,8 @@ pytestmark = pytest.mark.mindspore
 
 
 @pytest.fixture(params=["plain", "fused"], autouse=True)
-def face(request):
-    """Every test on both faces."""
+def backend(request):
+    """Every test on both backends."""
     with select.using(request.param):
         yield request.param
 

@@ -1,4 +1,4 @@
-"""Choice of experts against its definition: both faces, groups, bias, ties, gradients."""
+"""Choice of experts against its definition: both backends, groups, bias, ties, gradients."""
 
 import pytest
 

@@ -16,33 +16,35 @@ def test_recipe_names_every_operator():
 
 
 def test_every_operator_can_be_plain():
-    assert all("plain" in faces for faces in select.OPERATORS.values())
+    assert all("plain" in backends for backends in select.OPERATORS.values())
 
 
 def test_fused_is_the_default_on_cpu():
-    assert {row.face for row in select.table()} == {"fused"}
+    assert {row.backend for row in select.table()} == {"fused"}
 
 
 def test_ascend_takes_its_own_primitive():
     with select.using(target="Ascend"):
         for row in select.table():
-            assert row.face == ("ascend" if "ascend" in select.OPERATORS[row.operator] else "plain")
+            assert row.backend == (
+                "ascend" if "ascend" in select.OPERATORS[row.operator] else "plain"
+            )
 
 
 def test_one_operator_by_name():
     with select.using(each={"rope": "plain"}):
-        assert select.face("rope") == "plain"
-        assert select.face("rms_norm") == "fused"
+        assert select.backend("rope") == "plain"
+        assert select.backend("rms_norm") == "fused"
         assert "rope plain (asked for)" in select.summary()
-    assert select.face("rope") == "fused"
+    assert select.backend("rope") == "fused"
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"default": "fast"}, "no face 'fast'"),
+        ({"default": "fast"}, "no backend 'fast'"),
         ({"each": {"rms_nrm": "plain"}}, "no operator 'rms_nrm'"),
-        ({"each": {"rope": "quick"}}, "no face 'quick'"),
+        ({"each": {"rope": "quick"}}, "no backend 'quick'"),
     ],
 )
 def test_unknown_names_are_refused(arguments, says):
@@ -53,9 +55,9 @@ def test_unknown_names_are_refused(arguments, says):
 def test_a_face_that_is_not_there_is_refused():
     with (
         select.using(each={"routing": "ascend"}),
-        pytest.raises(BadInputError, match="routing has no face 'ascend', only fused, plain"),
+        pytest.raises(BadInputError, match="routing has no backend 'ascend', only fused, plain"),
     ):
-        select.face("routing")
+        select.backend("routing")
 
 
 def run(*command, **environment):
@@ -83,7 +85,7 @@ def test_a_broken_library_is_named(tmp_path):
     assert f"{broken} cannot be loaded" in " ".join(done.stdout.split())
 
 
-def test_a_recipe_is_shown_with_its_faces():
+def test_a_recipe_is_shown_with_its_backends():
     done = run("-m", "telechat_moe.ops.select", "telechat3_moe/pretrain_105b_a4b_4k.yaml")
     assert done.returncode == 0
     assert "FlashAttentionScore" in done.stdout

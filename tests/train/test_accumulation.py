@@ -24,8 +24,8 @@ def batch(ids):
     return [Tensor(x) for x in (ids[:, :-1].copy(), ids[:, 1:].copy(), mask, position)]
 
 
-def run(face, windows):
-    with select.using(face):
+def run(backend, windows):
+    with select.using(backend):
         model = CausalLM(tiny_config(num_nextn_predict_layers=1, mtp_loss_factor=0.3))
         random_weights(model, 0)
         model.set_train()

@@ -277,7 +277,7 @@ class AllToAllVDispatch(ParallelDispatch):
     Args:
         config: Model section of the recipe.
         capacity_tokens: Has no meaning here.
-        products: See :class:`ParallelDispatch`, as for the others; Ascend face.
+        products: See :class:`ParallelDispatch`, as for the others; Ascend backend.
         group: There.
         tensor: There.
         scatter: There.

@@ -21,7 +21,7 @@ from telechat_moe.ops import (
     softmax,
     swiglu,
 )
-from telechat_moe.ops.select import face as chosen_face
+from telechat_moe.ops.select import backend as chosen_face
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array

@@ -1,8 +1,8 @@
-"""Portable faces for the primitives of MindFormers' TeleChat3-MoE that have no CPU kernel.
+"""Portable backends for the primitives of MindFormers' TeleChat3-MoE that have no CPU kernel.
 
 Inside ``with replaced():`` the names by which MindFormers' modules refer to those primitives stand for the
-faces here; its classes, and all other primitives, stay its own. Graph mode, one device. Each face is checked
-against NumPy in test_upstream_faces.py.
+backends here; its classes, and all other primitives, stay its own. Graph mode, one device. Each backend is checked
+against NumPy in test_upstream_backends.py.
 """
 
 import contextlib
@@ -83,7 +83,9 @@ class Attention(Face):
         expected = {"keep_prob": 1.0, "input_layout": "BNSD", "next_tokens": 0}
         found = {key: given[key] for key in expected}
         if found != expected or given["sparse_mode"] not in (0, 2):
-            raise NotImplementedError(f"this face has only {expected}, sparse mode 0 or 2: {given}")
+            raise NotImplementedError(
+                f"this backend has only {expected}, sparse mode 0 or 2: {given}"
+            )
         self.scale, self.causal = given["scale_value"], given["sparse_mode"] == 2
         self.softmax = ops.Softmax(-1)
 
@@ -178,7 +180,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
     return ops.gather(table, ids, 0)
 
 
-FACES: dict[Any, Any] = {
+BACKENDS: dict[Any, Any] = {
     P.RmsNorm: RmsNorm,
     generated.Outer: Outer,
     generated.TopkExt: TopkExt,
@@ -196,7 +198,7 @@ FACES: dict[Any, Any] = {
 
 @contextlib.contextmanager
 def replaced() -> Iterator[set[str]]:
-    """Put the faces in; return the names of what they replace. To be entered before the model is built."""
+    """Put the backends in; return the names of what they replace. To be entered before the model is built."""
     import mindformers.models.telechat3_moe  # noqa: F401  imports all of MODULES that it needs
 
     modules = [module for name, module in sys.modules.items() if name.startswith(MODULES)]
@@ -204,9 +206,9 @@ def replaced() -> Iterator[set[str]]:
     undo: list[tuple[Any, str, Any]] = []
     for module in modules:
         for name, value in list(vars(module).items()):
-            if callable(value) and value.__hash__ is not None and value in FACES:
+            if callable(value) and value.__hash__ is not None and value in BACKENDS:
                 undo.append((module, name, value))
-                setattr(module, name, FACES[value])
+                setattr(module, name, BACKENDS[value])
     try:
         yield {value.__name__ for _, _, value in undo}
     finally:
