@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.timing import Case, check_same, in_turns
+from benchmarks.ops.timing import Measurement, check_same, in_turns
 from telechat_moe.ops.native import Kernel
 
 Tell = Callable[[str], None]
@@ -31,13 +31,13 @@ def gemm_rate(threads: int) -> float:
     """Return the fp32 GFLOP/s of all threads, each on a large product of its own."""
     x, w = _normal(1024 * threads, 1024), _normal(1024, 1024)
     y = np.empty_like(x)
-    case = Case("gemm", "matmul", "1024 cubed a thread", threads)
+    case = Measurement("gemm", "matmul", "1024 cubed a thread", threads)
     kernel = Kernel("Matmul", {"bf16": False})
     in_turns(case, {"ours": lambda: kernel([x, w], [y])}, 0.5)
     return 2 * x.size * 1024 / case.best["ours"] / 1e3
 
 
-def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
+def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """Rates of forward, dX and dW against the machine's; GMMAdd against dW and an addition."""
     rate = gemm_rate(threads)
     for E, H, F in ((16, 256, 128), (8, 1024, 512)):
@@ -49,7 +49,7 @@ def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
             y, dx, dw = np.empty_like(dy), np.empty_like(x), np.empty_like(w)
             forward = Kernel("GroupedMatmul", {"bf16": False})
             backward = Kernel("GroupedMatmulGrad", {"bf16": False})
-            case = Case("grouped matmul", "GMM", f"{E}x{H}x{F}, {rows} rows each", threads)
+            case = Measurement("grouped matmul", "GMM", f"{E}x{H}x{F}, {rows} rows each", threads)
             case.ours = "forward"
             peers = {
                 "forward": lambda: forward([x, w, size], [y]),  # noqa: B023
@@ -79,7 +79,7 @@ def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
         else:
             np.add(main, dw, out=main)
 
-    case = Case("grouped matmul", "GMMAdd", "134 MB gradient, 512 rows", threads)
+    case = Measurement("grouped matmul", "GMMAdd", "134 MB gradient, 512 rows", threads)
     peers = {"ours": lambda: add([x, size, dy, main], [token]), "dW, then add": separate}
     in_turns(case, peers, 1.0)
     yield case
@@ -95,7 +95,7 @@ def _loads(E: int, pairs: int, zipf: bool) -> np.ndarray:
     return load
 
 
-def moe(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
+def moe(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """permute, GMM, SwiGLU, GMM, unpermute, forward and backward."""
     for E, H, F in ((16, 256, 128),) if quick else ((16, 256, 128), (32, 1024, 512)):
         for zipf in (False, True):
@@ -103,7 +103,7 @@ def moe(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
             yield _moe(E, H, F, zipf, threads, quick)
 
 
-def _moe(E: int, H: int, F: int, zipf: bool, threads: int, quick: bool) -> Case:
+def _moe(E: int, H: int, F: int, zipf: bool, threads: int, quick: bool) -> Measurement:
     T, K = 2048, 4
     rng = np.random.default_rng(0)
     flat = np.repeat(np.arange(E), _loads(E, T * K, zipf))
@@ -160,7 +160,9 @@ def _moe(E: int, H: int, F: int, zipf: bool, threads: int, quick: bool) -> Case:
         )
         k["PermuteGrad"]([a["dxp"], row, x], [a["dx"]])
 
-    case = Case("moe", "MoE block f+b", f"{E}x{H}x{F} {'Zipf' if zipf else 'uniform'}", threads)
+    case = Measurement(
+        "moe", "MoE block f+b", f"{E}x{H}x{F} {'Zipf' if zipf else 'uniform'}", threads
+    )
     peers: dict[str, Any] = {"ours": ours}
     torch = _torch(threads)
     if torch is not None:
@@ -171,7 +173,7 @@ def _moe(E: int, H: int, F: int, zipf: bool, threads: int, quick: bool) -> Case:
 
 
 def _moe_torch(
-    torch: Any, case: Case, peers: dict[str, Any], a: Any, arrays: Any, index: Any
+    torch: Any, case: Measurement, peers: dict[str, Any], a: Any, arrays: Any, index: Any
 ) -> None:
     tx, tw, td, tg, tu, tdn = (torch.from_numpy(v) for v in arrays)
     ti = torch.from_numpy(index.astype(np.int64))
@@ -219,7 +221,7 @@ def _moe_torch(
         peers[name] = lambda function=function: call(function)
 
 
-def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
+def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """Causal attention, forward and backward, key and value widths of MLA."""
     shapes = [
         (4, 512, 8, 96, 64),
@@ -245,7 +247,7 @@ def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
             forward([q, k, v, start], [o, lse])  # noqa: B023
             backward([q, k, v, start, o, lse, do], grads)  # noqa: B023
 
-        case = Case("attention", "attention f+b", f"{B}x{S}x{N}x{D}/{Dv}", threads)
+        case = Measurement("attention", "attention f+b", f"{B}x{S}x{N}x{D}/{Dv}", threads)
         peers: dict[str, Any] = {"ours": ours}
         ours()
         torch = _torch(threads)
@@ -255,7 +257,7 @@ def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
         yield case
 
 
-def _attention_torch(torch: Any, case: Case, peers: Any, arrays: Any, results: Any) -> None:
+def _attention_torch(torch: Any, case: Measurement, peers: Any, arrays: Any, results: Any) -> None:
     q, k, v, do = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in arrays)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     D, Dv, S = q.shape[-1], v.shape[-1], q.shape[2]
@@ -290,7 +292,7 @@ def _attention_torch(torch: Any, case: Case, peers: Any, arrays: Any, results: A
         peers[name] = lambda function=function: call(function)
 
 
-def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
+def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """Cross-entropy from logits, forward and backward."""
     for T, V in ((2048, 4096),) if quick else ((2048, 4096), (2048, 32000)):
         tell(f"cross-entropy {T}x{V}")
@@ -305,7 +307,7 @@ def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
             forward([x, label, mask], [loss, lse])  # noqa: B023
             backward([x, label, mask, lse, one], [dx])  # noqa: B023
 
-        case = Case("cross-entropy", "cross-entropy f+b", f"{T}x{V}", threads)
+        case = Measurement("cross-entropy", "cross-entropy f+b", f"{T}x{V}", threads)
         peers: dict[str, Any] = {"ours": ours}
         ours()
         torch = _torch(threads)
@@ -324,7 +326,7 @@ def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
         yield case
 
 
-def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
+def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """AdamW over 100 tensors, 19 million parameters."""
     tell("AdamW")
     n, size = 100, 20_000 if quick else 190_000
@@ -336,7 +338,7 @@ def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Case]:
         "AdamW", {"beta1": 0.9, "beta2": 0.95, "new1": 0.1, "new2": 0.05, "decayed": [1] * n}
     )
     flat = [x for group in groups for x in group] + scalars
-    case = Case("adamw", "AdamW", f"{n} tensors, {n * size / 1e6:.0f}M", threads)
+    case = Measurement("adamw", "AdamW", f"{n} tensors, {n * size / 1e6:.0f}M", threads)
     peers: dict[str, Any] = {"ours": lambda: kernel(flat, [token])}
     torch = _torch(threads)
     if torch is not None:

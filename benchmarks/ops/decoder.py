@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.timing import Case, check_same
+from benchmarks.ops.timing import Measurement, check_same
 from telechat_moe.ops import dvm
 from telechat_moe.ops.native import Kernel
 
@@ -22,7 +22,7 @@ Arrays = list[np.ndarray]
 Block = Callable[[Arrays], np.ndarray]
 
 
-def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Case]:
+def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Measurement]:
     """Run the block on as many random lengths from 16 to 512 with every peer, and compare all results."""
     tell("dynamic decoder block")
     rng = np.random.default_rng(2)
@@ -36,7 +36,9 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Ca
     cos, sin = (
         f(angle).astype(np.float32).reshape(1, LONGEST, 1, D // 2) for f in (np.cos, np.sin)
     )
-    case = Case("dynamic", "decoder block", f"{len(lengths)} random lengths to {LONGEST}", threads)
+    case = Measurement(
+        "dynamic", "decoder block", f"{len(lengths)} random lengths to {LONGEST}", threads
+    )
     first: Arrays = []
     for peer, block in _peers(weights, threads):
         times = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.ops import blocks, decoder, vector
 from benchmarks.ops.__main__ import add_options
 from benchmarks.ops.report import targets
-from benchmarks.ops.timing import Case
+from benchmarks.ops.timing import Measurement
 from telechat_moe.ops import native
 
 MEASURES = {
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     add_options(parser)
     args = parser.parse_args()
-    cases: list[Case] = []
+    cases: list[Measurement] = []
     for threads in args.threads:
         native.set_threads(threads)
         for name in args.only:

@@ -1,14 +1,15 @@
 """What the benchmarks came to: targets reached or not, a table, a page with bars."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from benchmarks.ops.timing import Case
+from benchmarks.ops.timing import Measurement
 from telechat_moe import html
 from telechat_moe.html import Html
+
+Summary = Callable[[Sequence[float]], float | None]
 
 
 class Target(NamedTuple):
@@ -33,132 +34,100 @@ def _least(values: Sequence[float]) -> float | None:
     return min(values) if values else None
 
 
-def _ratios(
-    cases: Sequence[Case], group: str, *peers: str, keep: Callable[[Case], bool] | None = None
-) -> list[float]:
+def _ratios(cases: Sequence[Measurement], group: str, *peers: str) -> list[float]:
     """Return for each case how many times faster we are than the fastest of the peers."""
     found = []
     for case in cases:
-        if case.group == group and (keep is None or keep(case)):
+        if case.group == group:
             ratios = [r for r in map(case.ratio, peers) if r is not None]
             found += [min(ratios)] if ratios else []
     return found
 
 
-def _elements(case: Case) -> int:
+def _elements(case: Measurement) -> int:
     return math.prod(int(n) for n in case.shape.split("x"))
 
 
-def targets(cases: Sequence[Case]) -> list[Target]:
-    """Return the targets for the cases that were run."""
-    inductor = _ratios(cases, "vector", "inductor")
-    rows = [
-        Target("vector: TorchInductor's speed, geometric mean", 1.0, geometric_mean(inductor)),
-        Target("vector: TorchInductor's speed, worst case", 0.7, _least(inductor)),
+def _share(cases: Sequence[Measurement], key: str, few_rows: bool) -> list[float]:
+    """Return shares of the GEMM rate in grouped products whose name begins with a key."""
+    return [
+        share
+        for c in cases
+        if c.op == "GMM" and (few_rows or " 64 rows" not in c.shape)
+        for name, share in c.extra.items()
+        if name.startswith(key)
+    ]
+
+
+def _dynamic(cases: Sequence[Measurement], peer: str, block: bool) -> list[float]:
+    """Return how many times longer a peer takes than our graph over random lengths."""
+    return [
+        c.best[peer] / c.best["ours in a graph"]
+        for c in cases
+        if c.group == "dynamic"
+        and (c.op == "decoder block") == block
+        and {peer, "ours in a graph"} <= c.best.keys()
+    ]
+
+
+def _compilation(cases: Sequence[Measurement]) -> list[Target]:
+    """Return the targets of compile times."""
+    times = [(c.op, c.compile) for c in cases if "encode" in c.compile]
+    if not times:
+        return []
+    slowest = max(c["encode"] for _, c in times)
+    usual = max(c["trace, build, encode"] for op, c in times if op != "200 adds")
+    cold = [c["inductor"] for _, c in times if "inductor" in c]
+    found = [
+        Target("compile: encodings a microsecond, worst median", 1.0, 1 / slowest),
         Target(
-            "vector: torch eager's speed, geometric mean",
-            2.0,
-            geometric_mean(_ratios(cases, "vector", "torch eager")),
-        ),
-        Target(
-            "vector: MindSpore O0's speed above 100k elements, both in a graph, geometric mean",
-            3.0,
-            geometric_mean(_in_graph(cases)),
+            "compile: trace + build + encode, 100 us over the worst median but '200 adds'",
+            1.0,
+            100 / usual,
         ),
     ]
-    compile_us = [c.compile for c in cases if "encode" in c.compile]
-    if compile_us:
-        rows.append(
-            Target(
-                "compile: encodings a microsecond, worst median",
-                1.0,
-                1 / max(c["encode"] for c in compile_us),
-            )
-        )
-        rows.append(
-            Target(
-                "compile: trace + build + encode, 100 us over the worst median but '200 adds'",
-                1.0,
-                100
-                / max(
-                    c.compile["trace, build, encode"]
-                    for c in cases
-                    if "encode" in c.compile and c.op != "200 adds"
-                ),
-            )
-        )
-        cold = [c["inductor"] for c in compile_us if "inductor" in c]
-        if cold:
-            rows.append(
-                Target(
-                    "compile: Inductor's slowest over our slowest encoding",
-                    1e5,
-                    max(cold) / max(c["encode"] for c in compile_us),
-                )
-            )
+    if cold:
+        name = "compile: Inductor's slowest over our slowest encoding"
+        found.append(Target(name, 1e5, max(cold) / slowest))
+    return found
+
+
+def targets(cases: Sequence[Measurement]) -> list[Target]:
+    """Return the targets for the cases that were run."""
+    ratios, mean = partial(_ratios, cases), geometric_mean
+    attention = ratios("attention", "torch eager", "torch sdpa", "torch sdpa, v padded")
+    inductor, eager = ratios("vector", "inductor"), ratios("vector", "torch eager")
+    rate = "share of the GEMM rate"
+    rows: list[tuple[str, float, Summary, list[float]]] = [
+        ("vector: TorchInductor's speed, geometric mean", 1.0, mean, inductor),
+        ("vector: TorchInductor's speed, worst case", 0.7, _least, inductor),
+        ("vector: torch eager's speed, geometric mean", 2.0, mean, eager),
+        ("vector: MindSpore O0's speed above 100k elements, both in a graph, geometric mean", 3.0, mean, _in_graph(cases)),
+    ]  # fmt: skip
     for what, block in (("operators", False), ("decoder block", True)):
         for peer in ("mindspore O0", "inductor, cold"):
-            ratios = [
-                c.best[peer] / c.best["ours in a graph"]
-                for c in cases
-                if c.group == "dynamic"
-                and (c.op == "decoder block") == block
-                and {peer, "ours in a graph"} <= c.best.keys()
-            ]
             name = f"dynamic lengths, {what} in a MindSpore graph: total time of {peer}"
-            rows.append(Target(name, 5.0, _least(ratios)))
+            rows.append((name, 5.0, _least, _dynamic(cases, peer, block)))
+    for experts, wanted in (("16", 1.8), ("32", 1.4)):
+        mine = [c for c in cases if c.shape.startswith(f"{experts}x")]
+        name = f"MoE block: HF's loop, {experts} experts"
+        rows.append((name, wanted, _least, _ratios(mine, "moe", "torch loop (HF)")))
     rows += [
-        Target(
-            "MoE block: HF's loop, 16 experts",
-            1.8,
-            _least(
-                _ratios(cases, "moe", "torch loop (HF)", keep=lambda c: c.shape.startswith("16x"))
-            ),
-        ),
-        Target(
-            "MoE block: HF's loop, 32 experts",
-            1.4,
-            _least(
-                _ratios(cases, "moe", "torch loop (HF)", keep=lambda c: c.shape.startswith("32x"))
-            ),
-        ),
-        Target(
-            "MoE block: torch's grouped_mm", 1.3, _least(_ratios(cases, "moe", "torch grouped_mm"))
-        ),
-        Target(
-            "grouped matmul: share of the GEMM rate from 128 rows, forward",
-            0.9,
-            _least(
-                [
-                    c.extra["share of the GEMM rate, forward"]
-                    for c in cases
-                    if c.op == "GMM" and " 64 rows" not in c.shape
-                ]
-            ),
-        ),
-        Target(
-            "grouped matmul: share of the GEMM rate from 64 rows, all",
-            0.8,
-            _least([v for c in cases if c.op == "GMM" for v in c.extra.values()]),
-        ),
-        Target(
-            "GMMAdd: dW, then add", 1.5, _least(_ratios(cases, "grouped matmul", "dW, then add"))
-        ),
-    ]
-    best_torch = _ratios(cases, "attention", "torch eager", "torch sdpa", "torch sdpa, v padded")
-    rows += [
-        Target("attention: torch's best path, each shape", 1.5, _least(best_torch)),
-        Target("attention: torch's best path, geometric mean", 1.8, geometric_mean(best_torch)),
-        Target("cross-entropy: torch", 2.0, _least(_ratios(cases, "cross-entropy", "torch"))),
-        Target("AdamW: torch fused", 1.2, _least(_ratios(cases, "adamw", "torch fused"))),
-        Target(
-            "AdamW: MindSpore's", 5.0, _least(_ratios(cases, "adamw", "mindspore AdamWeightDecay"))
-        ),
-    ]
-    return rows
+        ("MoE block: torch's grouped_mm", 1.3, _least, ratios("moe", "torch grouped_mm")),
+        (f"grouped matmul: {rate} from 128 rows, forward", 0.9, _least, _share(cases, f"{rate}, forward", False)),
+        (f"grouped matmul: {rate} from 64 rows, all", 0.8, _least, _share(cases, "", True)),
+        ("GMMAdd: dW, then add", 1.5, _least, ratios("grouped matmul", "dW, then add")),
+        ("attention: torch's best path, each shape", 1.5, _least, attention),
+        ("attention: torch's best path, geometric mean", 1.8, mean, attention),
+        ("cross-entropy: torch", 2.0, _least, ratios("cross-entropy", "torch")),
+        ("AdamW: torch fused", 1.2, _least, ratios("adamw", "torch fused")),
+        ("AdamW: MindSpore's", 5.0, _least, ratios("adamw", "mindspore AdamWeightDecay")),
+    ]  # fmt: skip
+    found = [Target(name, wanted, summary(values)) for name, wanted, summary, values in rows]
+    return [*found[:4], *_compilation(cases), *found[4:]]
 
 
-def _in_graph(cases: Sequence[Case]) -> list[float]:
+def _in_graph(cases: Sequence[Measurement]) -> list[float]:
     pair = {"mindspore O0", "ours in a graph"}
     return [
         c.best["mindspore O0"] / c.best["ours in a graph"]

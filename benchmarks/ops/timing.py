@@ -16,7 +16,7 @@ Call = Callable[[], Any]
 
 
 @dataclass
-class Case:
+class Measurement:
     """One operator on one shape.
 
     Attributes:
@@ -57,7 +57,7 @@ class Case:
         return {**asdict(self), "ratios": ratios}
 
 
-def in_turns(case: Case, peers: dict[str, Call], seconds: float) -> None:
+def in_turns(case: Measurement, peers: dict[str, Call], seconds: float) -> None:
     """Time all peers, one call each in turn, for about ``seconds``; at least 7 rounds."""
     for call in peers.values():
         for _ in range(WARM_UP):
@@ -80,7 +80,9 @@ def relative_error(found: np.ndarray, exact: np.ndarray) -> float:
     return float(np.abs(found.astype(np.float64) - exact).max(initial=0)) / scale
 
 
-def check_same(case: Case, peer: str, ours: np.ndarray, theirs: Any, tolerance: float) -> None:
+def check_same(
+    case: Measurement, peer: str, ours: np.ndarray, theirs: Any, tolerance: float
+) -> None:
     """Stop a benchmark whose peers do not compute the same."""
     error = relative_error(np.asarray(theirs), np.asarray(ours, np.float64))
     if not error <= tolerance:

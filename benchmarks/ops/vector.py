@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ops.timing import Case, check_same, in_turns, relative_error
+from benchmarks.ops.timing import Measurement, check_same, in_turns, relative_error
 from benchmarks.ops.translate import mindspore_cell, torch_function
 from telechat_moe.ops import dvm, native
 
@@ -101,7 +101,7 @@ SET: list[tuple[str, Body, list[Any], list[list[tuple[int, ...]]]]] = [
 ]
 
 
-def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Case]:
+def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Measurement]:
     """Run the set; torch, Inductor and MindSpore are left out where they are not installed."""
     rng = np.random.default_rng(0)
     done: dict[int, tuple[Any, ...]] = {}
@@ -113,7 +113,7 @@ def cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Ca
             if key not in done:
                 done[key] = _compiled(body, specs, real)
             program, run, built = done[key]
-            case = Case("vector", name, "x".join(map(str, real[0])), threads)
+            case = Measurement("vector", name, "x".join(map(str, real[0])), threads)
             case.compile["trace, build, encode"] = float(np.median(built))
             case.compile["trace, build, encode: slowest of 50"] = max(built)
             case.compile["encode"] = float(np.median(run.encode_nanoseconds(real, 1000))) / 1e3
@@ -142,7 +142,11 @@ def _compiled(body: Body, specs: list[Any], real: list[tuple[int, ...]]) -> tupl
 
 
 def _torch_peers(
-    case: Case, program: Any, inputs: list[np.ndarray], ours: np.ndarray, peers: dict[str, Any]
+    case: Measurement,
+    program: Any,
+    inputs: list[np.ndarray],
+    ours: np.ndarray,
+    peers: dict[str, Any],
 ) -> None:
     try:
         import torch
@@ -163,7 +167,11 @@ def _torch_peers(
 
 
 def _mindspore_peers(
-    case: Case, program: Any, inputs: list[np.ndarray], ours: np.ndarray, peers: dict[str, Any]
+    case: Measurement,
+    program: Any,
+    inputs: list[np.ndarray],
+    ours: np.ndarray,
+    peers: dict[str, Any],
 ) -> None:
     try:
         import mindspore as ms
@@ -199,7 +207,7 @@ def _node(program: Any) -> Any:
     return Node()
 
 
-def dynamic_cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Case]:
+def dynamic_cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Measurement]:
     """500 random row counts an operator, everything from the first call on counted."""
     rng = np.random.default_rng(1)
     count = 40 if quick else 500
@@ -218,7 +226,7 @@ def dynamic_cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Ite
             return [table[:rows], weight if inner == (1024,) else table[2048 - rows :]]
 
         tell(f"dynamic {name}")
-        case = Case("dynamic", name, f"{count} random row counts", threads)
+        case = Measurement("dynamic", name, f"{count} random row counts", threads)
         program = dvm.build(body, *specs)
         for peer, run in _dynamic_peers(program, body, specs, threads, arrays):
             times = []

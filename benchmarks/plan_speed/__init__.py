@@ -1,1 +1,1 @@
-"""`python -m benchmarks.plan_speed`."""
+"""How fast the planner evaluates layouts and places layers: `python -m benchmarks.plan_speed`."""

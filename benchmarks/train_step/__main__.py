@@ -33,9 +33,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ops import TUNED_MALLOC
+from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.tools.plan.cost.measure_here import TrainingStep
+
 THREADS = 2
 WARM_UP = 8  # MindSpore tries two ways to run a graph in its first calls and keeps the faster
-LEARNING_RATE = 3e-4
 OVERRIDES = [
     "model.model_config.num_nextn_predict_layers=0",
     "model.model_config.moe_aux_loss_coeff=0.0",
@@ -56,11 +59,6 @@ PEERS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "torch.compile, malloc tuned": ("torch", ("compile",), True),
     "torch autocast bf16, malloc tuned": ("torch", ("autocast",), True),
 }
-TUNED_MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": "8589934592",
-    "MALLOC_TOP_PAD_": "268435456",
-}
 
 
 def batches(vocab_size: int, batch: int, length: int) -> Any:
@@ -74,33 +72,12 @@ def batches(vocab_size: int, batch: int, length: int) -> Any:
         yield ((start + stride * np.arange(length + 1)) % vocab_size).astype(np.int32)
 
 
-class Ours:
+class Ours(TrainingStep):
     """Our step."""
 
     def __init__(self, folder: Path, recipe: Any, options: list[str]) -> None:
-        import mindspore as ms
-
-        from telechat_moe.model import CausalLM, initialize
-        from telechat_moe.ops import select
-        from telechat_moe.train.optimizer import AdamW
-        from telechat_moe.train.step import TrainStep
-
-        ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
-        faces = recipe.telechat_moe.operators
-        with select.using(faces.default, faces.faces()):
-            self.model = CausalLM(recipe.model_config)
-            if faces.fuse_plain:
-                from telechat_moe.ops.rewrite import fuse_cells
-
-                fuse_cells(self.model)
-            initialize(self.model, recipe.seed)
-            self.model.set_train()
-            params = self.model.trainable_params()
-            self.optimizer = AdamW(params, (0.9, 0.95), 1e-8, 0.1)
-            self.step_cell = TrainStep(self.model, self.optimizer, 1.0)
-        self.step_cell.set_train()
+        super().__init__(recipe)
         self.updates = 0
-        self.batch = recipe.runner_config.batch_size
 
     def save(self, path: Path) -> None:
         """Write the weights."""
@@ -112,25 +89,15 @@ class Ours:
 
     def step(self, window: Any) -> float:
         """Train on one window; return the loss."""
-        import numpy as np
-        from mindspore import Tensor
-
-        ids, labels = window[:, :-1], window[:, 1:]
-        position = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
-        mask = np.ones(ids.shape, np.float32)
         self.updates += 1
-        scalars = self.optimizer.scalars(self.updates, LEARNING_RATE)
-        arrays = (ids.copy(), labels.copy(), mask, position)
-        losses, norm, *_ = self.step_cell(*scalars, *[Tensor(a) for a in arrays])
-        norm.asnumpy()
-        return float(losses.asnumpy()[0])
+        return self.train(window, self.updates)
 
     def matmul_gflops(self) -> float:
         """Return the speed of a chain of fp32 products, 1024 cubed."""
         import numpy as np
         from mindspore import Tensor
 
-        from benchmarks.matmul_chain import Chain
+        from benchmarks.train_step.matmul_chain import Chain
 
         x = Tensor(np.random.default_rng(0).standard_normal((1024, 1024), np.float32) / 32)
         chain = Chain(8)
@@ -138,9 +105,9 @@ class Ours:
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part of a step, run alone."""
-        from benchmarks.step_parts import measure
+        from benchmarks.train_step.step_parts import measure
 
-        return measure(self.step_cell, self.model, self.batch)
+        return measure(self.cell, self.model, self.recipe.runner_config.batch_size)
 
 
 class Torch:
@@ -154,7 +121,7 @@ class Torch:
         self.model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
         self.model.train()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), LEARNING_RATE, (0.9, 0.95), 1e-8, weight_decay=0.1
+            self.model.parameters(), 3e-4, (0.9, 0.95), 1e-8, weight_decay=0.1
         )
         self.forward = torch.compile(self.model) if "compile" in options else self.model
         self.autocast = "autocast" in options
@@ -400,34 +367,31 @@ def report(
 
 def show(result: dict[str, Any]) -> None:
     """Print the tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    table = Table(title=f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
     first = result["peers"][0]["name"]
-    titles = ("", "min s", "median s", "tokens/s", "roofline", "peak GiB", "first step s")
-    for name in (*titles, f"'{first}' is"):
-        table.add_column(name, justify="right" if name else "left")
+    rows: list[list[str]] = []
     for row in result["peers"]:
         ratio = result["ratios"][first].get(row["name"])
-        table.add_row(
-            row["name"],
-            f"{row['seconds_min']:.3f}",
-            f"{row['seconds_median']:.3f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{100 * row['roofline']:.0f} %",
-            f"{row['peak_memory_gib']:.2f}",
-            f"{row['first_step_seconds']:.1f}",
-            f"{ratio['min']:.2f}x" if ratio else "",
+        rows.append(
+            [
+                row["name"],
+                f"{row['seconds_min']:.3f}",
+                f"{row['seconds_median']:.3f}",
+                f"{row['tokens_per_second']:.0f}",
+                f"{100 * row['roofline']:.0f} %",
+                f"{row['peak_memory_gib']:.2f}",
+                f"{row['first_step_seconds']:.1f}",
+                f"{ratio['min']:.2f}x" if ratio else "",
+            ]
         )
-    console.print(table)
-    parts = Table(title=f"where a step of '{result['peers'][0]['name']}' goes")
-    for name in ("part", "ms", "%"):
-        parts.add_column(name, justify="left" if name == "part" else "right")
-    for part, values in result["breakdown"].items():
-        parts.add_row(part, f"{values['milliseconds']:.0f}", f"{values['percent']:.1f}")
-    console.print(parts)
+    titles = ("", "min s ", "median s ", "tokens/s ", "roofline ", "peak GiB ", "first step s ")
+    print(f"{result['recipe']}: one step, {result['tokens_per_step']} tokens")
+    show_table((*titles, f"'{first}' is "), rows)
+    print(f"\nwhere a step of '{first}' goes")
+    parts = [
+        (part, f"{values['milliseconds']:.0f}", f"{values['percent']:.1f}")
+        for part, values in result["breakdown"].items()
+    ]
+    show_table(("part", "ms ", "% "), parts)
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in result["matmul_gflops"].items())
     print(f"fp32 matmul GFLOP/s: {rates}; {result['machine']}")
 
@@ -445,9 +409,8 @@ def main() -> None:
         worker(args.worker[0], Path(args.worker[1]), args.recipe)
         return
     result = compare(args.recipe, args.peers, args.steps)
-    show(result)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if not write_json(args.json, result):
+        show(result)
 
 
 if __name__ == "__main__":

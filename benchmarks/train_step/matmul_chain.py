@@ -1,4 +1,4 @@
-"""A chain of matrix products as one graph, for the roofline in train_step.py."""
+"""A chain of matrix products as one graph, for the roofline of the benchmark."""
 
 from mindspore import Tensor, nn, ops
 

@@ -1,10 +1,8 @@
 """Time of each part of our training step, run alone: forward and backward, as often as in a step.
 
-Used by train_step.py. A profile of the whole step cannot tell this: MindSpore's backward operators
+ A profile of the whole step cannot tell this: MindSpore's backward operators
 carry the scope of one layer, whichever they belong to.
 """
-
-from __future__ import annotations
 
 import statistics
 import time

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 WARM_UP = 2
 """Steps before the first that is timed; MindSpore compiles in the first."""
@@ -58,8 +59,12 @@ def memory_bandwidth(size: int = 2**27, seconds: float = 0.5) -> float:
     return 2.0 * size / least(lambda: np.copyto(target, source), seconds)
 
 
-class _Step:
-    """Our training step on one process, as `telechat-moe train` runs it."""
+class TrainingStep:
+    """Our training step on one process, as `telechat-moe train` runs it.
+
+    Args:
+        recipe: Model, batch and operators.
+    """
 
     def __init__(self, recipe: Any) -> None:
         import mindspore as ms
@@ -73,25 +78,36 @@ class _Step:
         self.recipe = recipe
         faces = recipe.telechat_moe.operators
         with select.using(faces.default, faces.faces()):
-            model = CausalLM(recipe.model_config)
-            initialize(model, recipe.seed)
-            model.set_train()
-            self.optimizer = AdamW(model.trainable_params(), (0.9, 0.95), 1e-8, 0.1)
-            self.cell = TrainStep(model, self.optimizer, 1.0)
+            self.model = CausalLM(recipe.model_config)
+            if faces.fuse_plain:
+                from telechat_moe.ops.rewrite import fuse_cells
+
+                fuse_cells(self.model)
+            initialize(self.model, recipe.seed)
+            self.model.set_train()
+            self.optimizer = AdamW(self.model.trainable_params(), (0.9, 0.95), 1e-8, 0.1)
+            self.cell = TrainStep(self.model, self.optimizer, 1.0)
         self.cell.set_train()
 
-    def __call__(self, number: int) -> None:
+    def train(self, ids_BS1: NDArray[np.int32], number: int) -> float:
+        """Train on token windows `[B, S + 1]` and return the loss; `number` counts updates from 1."""
         from mindspore import Tensor
 
-        c, batch = self.recipe.model_config, self.recipe.runner_config.batch_size
-        generator = np.random.default_rng(number)
-        shape = (batch, c.seq_length)
-        ids = generator.integers(0, c.vocab_size, (batch, c.seq_length + 1)).astype(np.int32)
-        position = np.tile(np.arange(c.seq_length, dtype=np.int32), (batch, 1))
-        arrays = (ids[:, :-1].copy(), ids[:, 1:].copy(), np.ones(shape, np.float32), position)
-        scalars = self.optimizer.scalars(number + 1, 3e-4)
-        _, norm, *_ = self.cell(*scalars, *[Tensor(a) for a in arrays])
+        ids, labels = ids_BS1[:, :-1], ids_BS1[:, 1:]
+        position = np.tile(np.arange(ids.shape[1], dtype=np.int32), (len(ids), 1))
+        arrays = (ids.copy(), labels.copy(), np.ones(ids.shape, np.float32), position)
+        scalars = self.optimizer.scalars(number, 3e-4)
+        losses, norm, *_ = self.cell(*scalars, *[Tensor(a) for a in arrays])
         norm.asnumpy()
+        return float(losses.asnumpy()[0])
+
+    def train_random(self, number: int) -> None:
+        """Train on random tokens."""
+        c, batch = self.recipe.model_config, self.recipe.runner_config.batch_size
+        shape = (batch, c.seq_length + 1)
+        self.train(
+            np.random.default_rng(number).integers(0, c.vocab_size, shape, np.int32), number + 1
+        )
 
 
 def step_seconds(
@@ -108,17 +124,17 @@ def step_seconds(
     """
     from telechat_moe.recipe import load
 
-    steps: dict[str, _Step] = {}
+    steps: dict[str, TrainingStep] = {}
     for case in cases:
-        steps[case["name"]] = step = _Step(load(case["recipe"], list(case["overrides"])))
+        steps[case["name"]] = step = TrainingStep(load(case["recipe"], list(case["overrides"])))
         for number in range(WARM_UP):
-            step(number)
+            step.train_random(number)
         ready(case["name"])
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(WARM_UP, WARM_UP + rounds):
         for name, step in steps.items():
             began = time.process_time()
-            step(number)
+            step.train_random(number)
             times[name].append(time.process_time() - began)
     return times
 

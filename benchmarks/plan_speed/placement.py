@@ -1,4 +1,4 @@
-"""How long the planner takes to place layers in the chunks of a pipeline: `python -m benchmarks.plan_placement [--limit 20]`.
+"""How long the planner takes to place layers in the chunks of a pipeline: `python -m benchmarks.plan_speed placement [--limit 20]`.
 
 Layers of the larger kind take 10 ms forward and 20 backward, three dense ones less, MTP and head as much as a layer and two
 thirds; memory is free. CPU seconds are printed, and the gap where the limit came first.

@@ -1,1 +1,0 @@
-"""`python -m benchmarks.plan_placement`."""

@@ -1,0 +1,22 @@
+"""Every benchmark has a page of one screen, a command, and stays out of the package."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOMS = [
+    "checkpoint", "cluster", "data_loader", "dryrun_mindformers", "ops", "overlap", "plan_published", "plan_speed",
+    "plan_this_machine", "train_step",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_benchmark_says_what_it_measures_and_how_to_run_it(name: str) -> None:
+    page = (HERE / name / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 40
+    assert f"python -m benchmarks.{name}" in page
+    for word in ("**Measures**", "**Against**", "**Prints**", "**Quoted in**"):
+        assert word in page
+    assert (HERE / name / "__main__.py").is_file()
+    assert (HERE / name / "__init__.py").read_text(encoding="utf-8").startswith('"""')
