@@ -24,8 +24,8 @@ def placements(layers: int, layout: Layout) -> Iterator[Layout]:
         if layout.recompute not in ("full", "swap"):
             yield layout.but(chunks=chunks)
             continue
-        for again in product(*(range(n + 1) for n in chunks)):
-            yield layout.but(chunks=chunks, recompute_layers=again)
+        for recomputed in product(*(range(n + 1) for n in chunks)):
+            yield layout.but(chunks=chunks, recompute_layers=recomputed)
 
 
 def everything(a: Architecture, space: Space, device: Device) -> tuple[np.ndarray, float]:

@@ -24,13 +24,13 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.certify import Writer, certificate
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Layers, Problem, Rest
-from telechat_moe.tools.plan.search.search import Plan, search, usable
+from telechat_moe.tools.plan.search.search import SearchResult, search, usable
 from telechat_moe.tools.plan.search.space import Space
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 
 
-def small_plan(**more: Any) -> Plan:
+def small_plan(**more: Any) -> SearchResult:
     recipe = load(LARGE)
     a = Architecture.from_recipe(recipe)
     a = replace(a, layers=a.layers[:1] + a.layers[1:9])
@@ -276,7 +276,7 @@ def read(found: Any) -> Problem:
             count=int(count),
             times=(*c["time"][k], 0),
             states=0,
-            again=c["again"][k],
+            recompute_time=c["again"][k],
             working=c["working"][k],
             **{name: tuple(c[other][k]) for name, other in names.items()},
         )

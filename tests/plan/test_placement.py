@@ -50,7 +50,7 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
             states=rng.randint(0, 4),
             kept=kept,
             entry=tuple(rng.randint(0, k) for k in kept),
-            again=rng.randint(0, 9) * MS,
+            recompute_time=rng.randint(0, 9) * MS,
             working=rng.randint(0, 4),
             weights=(rng.randint(0, 5), rng.randint(0, 5)),
         )
@@ -62,7 +62,8 @@ def random_problem(rng: random.Random, hidden: bool = True) -> Problem:
     share = rng.choice([1.0, 0.3, 0.0]) if hidden else 1.0
     times = [layer.times for layer in kinds]
     back = max(
-        (b + w + g.again) / (f + b + w + g.again) for g, (f, b, w) in zip(kinds, times, strict=True)
+        (b + w + g.recompute_time) / (f + b + w + g.recompute_time)
+        for g, (f, b, w) in zip(kinds, times, strict=True)
     )
     hides, late = (0.0, 1.0), (back, 12 * MS * 1e-12 + 3 * MS * 1e-12)
     if hidden and rng.random() < 0.3:  # as ZeRO 2 and 3
@@ -114,11 +115,11 @@ def placements(p: Problem) -> Iterator[Placement]:
 
     for counts in divided(total, 0):
         ranges = [range(n + 1 if p.choice else 1) for n in counts]
-        for again in product(*ranges):
-            yield counts, again
+        for recomputed in product(*ranges):
+            yield counts, recomputed
 
 
-def scored(p: Problem, counts: tuple[int, ...], again: tuple[int, ...]) -> float | None:
+def scored(p: Problem, counts: tuple[int, ...], recomputed: tuple[int, ...]) -> float | None:
     """Return the step of a placement by the definitions alone; None: it does not fit."""
     number, layout = p.stages * p.chunks, Layout(
         pp=p.stages, vpp=p.chunks, micro_batches=p.micro_batches, schedule=p.schedule  # type: ignore[arg-type]
@@ -129,14 +130,16 @@ def scored(p: Problem, counts: tuple[int, ...], again: tuple[int, ...]) -> float
     held, work = [0] * p.stages, [0] * p.stages
     weights = [list(w) for w in p.weights]
     at = 0
-    for c, (n, twice) in enumerate(zip(counts, again, strict=True)):
+    for c, (n, recomputed_here) in enumerate(zip(counts, recomputed, strict=True)):
         stage = program.stage(c)
         for i, layer in enumerate(model[at : at + n]):
             for kind in range(3):
                 times[c][kind] += layer.times[kind]
-            times[c][1] += layer.again * (i < twice)
-            held[stage] += layer.states + (layer.entry if i < twice else layer.kept)[stage]
-            work[stage] = max(work[stage], p.held, layer.working * (i < twice))
+            times[c][1] += layer.recompute_time * (i < recomputed_here)
+            held[stage] += (
+                layer.states + (layer.entry if i < recomputed_here else layer.kept)[stage]
+            )
+            work[stage] = max(work[stage], p.held, layer.working * (i < recomputed_here))
             for w in range(2):
                 weights[w][stage] += layer.weights[w]
         at += n
@@ -189,24 +192,24 @@ def steps_of(p: Problem) -> dict[Placement, float | None]:
     ways, number = list(placements(p)), p.stages * p.chunks
     if not ways:
         return {}
-    counts, again = np.array(ways).swapaxes(0, 1)  # [placements, chunks]
+    counts, recomputed = np.array(ways).swapaxes(0, 1)  # [placements, chunks]
     ops = waits(p.schedule, p.stages, p.micro_batches, p.chunks)
     stage = np.zeros(number, dtype=int)
     for _, chunk, own, _ in ops:
         stage[chunk] = own
     on = np.eye(p.stages, dtype=int)[stage]
     first = np.clip(p.layers[0].count - (np.cumsum(counts, axis=1) - counts), 0, counts)
-    both = [(first, np.minimum(again, first))]
-    both.append((counts - first, again - both[0][1]))
+    both = [(first, np.minimum(recomputed, first))]
+    both.append((counts - first, recomputed - both[0][1]))
     took = np.zeros((3, len(ways), number))
     held, weights = np.zeros((2, len(ways), p.stages)), np.array(p.weights)[:, None]
     held, work = held[0], np.where(counts @ on > 0, p.held, 0)
-    for layer, (own, twice) in zip(p.layers, both, strict=False):
+    for layer, (own, recomputed_here) in zip(p.layers, both, strict=False):
         took += np.array(layer.times)[:, None, None] * own
-        took[1] += layer.again * twice
-        held = held + (own - twice) @ on * (layer.states + np.array(layer.kept))
-        held = held + twice @ on * (layer.states + np.array(layer.entry))
-        work = np.where(twice @ on > 0, np.maximum(work, layer.working), work)
+        took[1] += layer.recompute_time * recomputed_here
+        held = held + (own - recomputed_here) @ on * (layer.states + np.array(layer.kept))
+        held = held + recomputed_here @ on * (layer.states + np.array(layer.entry))
+        work = np.where(recomputed_here @ on > 0, np.maximum(work, layer.working), work)
         weights = weights + np.array(layer.weights)[:, None, None] * (own @ on)
     took[:, :, 0] += np.array(p.first)[:, None]
     took[:, :, -1] += np.array(p.last)[:, None]
@@ -240,7 +243,7 @@ def agree(p: Problem, rng: random.Random) -> bool:
         return False
     assert found.best is not None
     assert found.best.seconds == pytest.approx(
-        scored(p, found.best.layers, found.best.again), rel=1e-9
+        scored(p, found.best.layers, found.best.recomputed), rel=1e-9
     )
     assert found.bound <= min(steps) * (1 + 1e-9)
     assert found.best.seconds >= min(steps) * (1 - 1e-9)
@@ -278,7 +281,7 @@ def relaxed(p: Problem, rng: random.Random) -> Iterator[Problem]:
         entry = tuple(min(a, b) for a, b in zip(less(layers.entry), kept, strict=True))
         changes = [{"kept": kept, "entry": entry}, {"states": 0}]
         if p.rest.exposed == 1:
-            changes += [{"times": less(layers.times)}, {"again": 0}]
+            changes += [{"times": less(layers.times)}, {"recompute_time": 0}]
         for change in changes:
             new = replace(layers, **change)
             yield replace(p, layers=(*p.layers[:g], new, *p.layers[g + 1 :]))

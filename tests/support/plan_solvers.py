@@ -91,10 +91,10 @@ class _Rows:
             for i, op in enumerate(own):
                 kind, c, micro = op // m // n, op // m % n, op % m
                 terms, took = {self.at[op]: -1.0}, float(p.fixed[kind, c])
-                for layer, held, column, again in self.kinds:
+                for layer, held, column, recomputed in self.kinds:
                     took += float(layer.times[kind] * held[c])
                     terms |= {column + c: float(layer.times[kind])} if column >= 0 else {}
-                    terms |= {again + c: float(layer.again)} if kind == 1 else {}
+                    terms |= {recomputed + c: float(layer.recompute_time)} if kind == 1 else {}
                 self.add(terms, -took)
                 if i:
                     self.add({**terms, self.at[own[i - 1]]: 1.0}, -took)
@@ -116,12 +116,12 @@ class _Rows:
         for s in range(p.stages):
             own = [int(c) for c in np.flatnonzero(self.route == s)]
             terms, have = {}, float(self.room[s])
-            for layer, held, column, again in self.kinds:
+            for layer, held, column, recomputed in self.kinds:
                 each = layer.states + layer.kept[s]
                 have -= float(held[own].sum()) * each
                 terms |= dict.fromkeys((c + column for c in own if column >= 0), float(each))
                 saved = layer.kept[s] - (layer.entry or layer.kept)[s]
-                terms |= dict.fromkeys((c + again for c in own), -float(saved))
+                terms |= dict.fromkeys((c + recomputed for c in own), -float(saved))
             self.add(terms, have)
             for i in range(2):
                 fixed = p.weight[i, s]
@@ -193,7 +193,7 @@ def cp_sat(p: Problem, limit_s: float = 30.0) -> Crossed:
     from ortools.sat.python import cp_model
 
     began, best, bound, proven = time.perf_counter(), None, np.inf, True
-    work = p.fixed.sum() + sum(g.count * (sum(g.times) + g.again) for g in p.layers)
+    work = p.fixed.sum() + sum(g.count * (sum(g.times) + g.recompute_time) for g in p.layers)
     sends = 2 * p.number * p.micro_batches * p.send
     far = int(p.micro_batches * work + sends)  # one operation after the other
     far += int(p.weight.sum()) + sum(g.count * sum(g.weights) for g in p.layers)

@@ -22,7 +22,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "telechat_paths_new": (_POINTER,),
     "telechat_paths_delete": (None, _POINTER),
     "telechat_paths_at": (_INT, _POINTER, _INT, _POINTER),
-    "telechat_placement_new": (_POINTER, _POINTER, _POINTER, _POINTER),
+    "telechat_placement_new": (_POINTER, *[_POINTER] * 5),
     "telechat_placement_delete": (None, _POINTER),
     "telechat_placement_solve": (None, _POINTER, _REAL, _INT, _REAL, _POINTER, _POINTER),
     "telechat_placement_best": (_REAL, _POINTER, _POINTER, _INT, _REAL, _POINTER, _POINTER),

@@ -51,40 +51,70 @@ int PathPool::size() {
   return static_cast<int>(paths_.size());
 }
 
-Problem::Problem(const Given& g)
-    : pipeline(g.pipeline), stages(static_cast<int>(g.stages)), chunks(g.pipeline->chunks), micros(g.pipeline->micros),
-      choice(g.choice != 0), bulk_last(g.bulk == 1), send(g.send), held(g.held), route(g.pipeline->route),
-      lowest(g.lowest, g.lowest + chunks), highest(g.highest, g.highest + chunks), fixed(g.fixed, g.fixed + 3 * chunks), memory(g.memory, g.memory + stages),
-      buffer(g.buffer, g.buffer + stages), base(g.base), start(g.start), exposed(g.exposed) {
-  for (int i = 0; i < g.kinds; ++i) {
-    const GivenLayers& l = g.layers[i == 0 ? g.bulk : 1 - g.bulk];
-    kinds.push_back({static_cast<int>(l.count), {l.times[0], l.times[1], l.times[2]}, l.states, l.again, l.working,
-                     {l.kept, l.kept + stages}, {l.entry, l.entry + stages}, {l.weights[0], l.weights[1]}});
-  }
-  for (int i = 0; i < 2; ++i) {
-    weight[i].assign(g.weight + i * stages, g.weight + (i + 1) * stages);
-    least[i] = g.least[i];
-    reduce[i] = g.reduce[i];
-    update[i] = g.update[i];
-    hides[i] = g.hides[i];
-    std::copy(g.lines[i], g.lines[i] + 4, lines[i]);
-  }
+namespace {
+
+// The next `n` numbers, which are passed by.
+template <typename To, typename From>
+std::vector<To> take(const From*& from, size_t n) {
+  from += n;
+  return std::vector<To>(from - n, from);
 }
 
-Problem::Split Problem::split(const Ints& counts, const Ints& again) const {
+template <typename To, typename From>
+void fill(To* to, size_t n, const From*& from) {
+  for (size_t i = 0; i < n; ++i) to[i] = static_cast<To>(*from++);
+}
+
+}  // namespace
+
+Problem::Problem(const PipelineProgram& program, const int64_t* whole, const double* reals)
+    : pipeline(&program), chunks(program.chunks), micros(program.micros), route(program.route) {
+  stages = static_cast<int>(*whole++);
+  kinds.resize(static_cast<size_t>(*whole++));
+  bulk_last = *whole++ == 1;
+  choice = *whole++ != 0;
+  send = *whole++;
+  held = *whole++;
+  lowest = take<int>(whole, chunks);
+  highest = take<int>(whole, chunks);
+  fixed = take<int64_t>(whole, 3 * chunks);
+  memory = take<int64_t>(whole, stages);
+  buffer = take<int64_t>(whole, stages);
+  for (Reals& one : weight) one = take<double>(reals, stages);
+  fill(least, 2, reals);
+  for (auto& line : lines) fill(line, 4, reals);
+  base = *reals++;
+  start = *reals++;
+  exposed = *reals++;
+  for (double* pair : {reduce, update, hides}) fill(pair, 2, reals);
+  for (Kind& kind : kinds) {
+    kind.count = static_cast<int>(*whole++);
+    fill(kind.times, 3, whole);
+    kind.states = *whole++;
+    kind.recompute_time = *whole++;
+    kind.working = *whole++;
+    kind.kept = take<int64_t>(whole, stages);
+    kind.entry = take<int64_t>(whole, stages);
+    fill(kind.weights, 2, reals);
+  }
+  own.resize(stages);
+  for (int c = 0; c < chunks; ++c) own[route[c]].push_back(c);
+}
+
+Problem::Split Problem::split(const Ints& counts, const Ints& recomputed) const {
   Split s;
   s.own[0] = counts;
-  s.again[0] = again;
+  s.recomputed[0] = recomputed;
   if (kinds.size() == 1) return s;
   const int first = bulk_last ? 1 : 0;  // the kind at the front of the model
   s.own[1].resize(chunks);
-  s.again[1].resize(chunks);
+  s.recomputed[1].resize(chunks);
   for (int c = 0, before = 0; c < chunks; before += counts[c++]) {
-    const int front = std::clamp(kinds[first].count - before, 0, counts[c]), twice = std::min(again[c], front);
+    const int front = std::clamp(kinds[first].count - before, 0, counts[c]), twice = std::min(recomputed[c], front);
     s.own[first][c] = front;
     s.own[1 - first][c] = counts[c] - front;
-    s.again[first][c] = twice;
-    s.again[1 - first][c] = again[c] - twice;
+    s.recomputed[first][c] = twice;
+    s.recomputed[1 - first][c] = recomputed[c] - twice;
   }
   return s;
 }
@@ -94,99 +124,85 @@ std::vector<int64_t> Problem::times(const Split& s) const {
   for (size_t g = 0; g < kinds.size(); ++g)
     for (int c = 0; c < chunks; ++c) {
       for (int k = 0; k < 3; ++k) t[k * chunks + c] += kinds[g].times[k] * s.own[g][c];
-      t[chunks + c] += kinds[g].again * s.again[g][c];
+      t[chunks + c] += kinds[g].recompute_time * s.recomputed[g][c];
     }
   return t;
 }
 
-bool Problem::fits(const Split& s, Ints* over) const {
-  std::vector<int64_t> need(stages, 0), work(stages, 0);
-  for (size_t g = 0; g < kinds.size(); ++g)
-    for (int c = 0; c < chunks; ++c) {
-      const int r = route[c];
-      need[r] += s.own[g][c] * (kinds[g].states + kinds[g].kept[r]) - s.again[g][c] * (kinds[g].kept[r] - kinds[g].entry[r]);
-      if (s.own[g][c]) work[r] = std::max(work[r], held);
-    }
-  for (size_t g = 0; g < kinds.size(); ++g)
-    for (int c = 0; c < chunks; ++c)
-      if (s.again[g][c]) work[route[c]] = std::max(work[route[c]], kinds[g].working);
-  bool all = true;
-  for (int r = 0; r < stages; ++r)
-    if (need[r] + std::max(work[r], buffer[r]) > memory[r]) {
-      all = false;
-      if (over) over->push_back(r);
-    }
-  return all;
+bool Problem::fits(const Split& s) const {
+  for (int stage = 0; stage < stages; ++stage)
+    if (!holds(stage, s)) return false;
+  return true;
 }
 
 bool Problem::holds(int stage, const Split& s) const {
   int64_t need = 0, work = buffer[stage];
-  for (size_t g = 0; g < kinds.size(); ++g)
-    for (int c = 0; c < chunks; ++c) {
-      if (route[c] != stage) continue;
-      need += s.own[g][c] * (kinds[g].states + kinds[g].kept[stage]) - s.again[g][c] * (kinds[g].kept[stage] - kinds[g].entry[stage]);
+  for (size_t g = 0; g < kinds.size(); ++g) {
+    const int64_t kept = kinds[g].kept[stage];
+    for (int c : own[stage]) {
+      need += s.own[g][c] * (kinds[g].states + kept) - s.recomputed[g][c] * (kept - kinds[g].entry[stage]);
       if (s.own[g][c]) work = std::max(work, held);
-      if (s.again[g][c]) work = std::max(work, kinds[g].working);
+      if (s.recomputed[g][c]) work = std::max(work, kinds[g].working);
     }
+  }
   return need + work <= memory[stage];
 }
 
-double Problem::seconds(const Ints& counts, const Ints& again, double* more) const {
-  const Split s = split(counts, again);
+double Problem::seconds(const Ints& counts, const Ints& recomputed, double* more) const {
+  const Split s = split(counts, recomputed);
   const std::vector<int64_t> t = times(s);
   const double span = 1e-12 * static_cast<double>(pipeline->makespan(t.data(), send));
   Reals back(stages, 0), all(stages, 0);  // what hides; and with all layers recomputed
-  Reals own[2] = {weight[0], weight[1]};
+  Reals largest[2] = {weight[0], weight[1]};  // parameters of each stage
   for (int c = 0; c < chunks; ++c) {
     back[route[c]] += hides[0] * static_cast<double>(t[c]) + hides[1] * static_cast<double>(t[chunks + c] + t[2 * chunks + c]);
     for (size_t g = 0; g < kinds.size(); ++g) {
-      for (int i = 0; i < 2; ++i) own[i][route[c]] += kinds[g].weights[i] * s.own[g][c];
-      all[route[c]] += hides[1] * static_cast<double>(kinds[g].again * (s.own[g][c] - s.again[g][c]));
+      for (int i = 0; i < 2; ++i) largest[i][route[c]] += kinds[g].weights[i] * s.own[g][c];
+      all[route[c]] += hides[1] * static_cast<double>(kinds[g].recompute_time * (s.own[g][c] - s.recomputed[g][c]));
     }
   }
   for (int r = 0; r < stages; ++r) all[r] += back[r];
   double whole = start, late = 0;
   for (int i = 0; i < 2; ++i) {
-    const double largest = *std::max_element(own[i].begin(), own[i].end());
-    whole += reduce[i] * largest;
-    late += update[i] * largest;
+    const double most = *std::max_element(largest[i].begin(), largest[i].end());
+    whole += reduce[i] * most;
+    late += update[i] * most;
   }
   const double hidden = 1e-12 * *std::max_element(back.begin(), back.end());
   if (more) *more = span + std::max(whole - 1e-12 * *std::max_element(all.begin(), all.end()), exposed * whole) + late + base;
   return span + std::max(whole - hidden, exposed * whole) + late + base;
 }
 
-bool Problem::finish(const Ints& counts, Ints& again) const {
-  again.assign(chunks, 0);
-  const Split s = split(counts, again);
-  Ints over;
-  if (fits(s, &over)) return true;
-  if (!choice) return false;
-  return std::all_of(over.begin(), over.end(), [&](int stage) { return recompute(stage, s, again); });
+bool Problem::finish(const Ints& counts, Ints& recomputed) const {
+  recomputed.assign(chunks, 0);
+  const Split s = split(counts, recomputed);
+  for (int stage = 0; stage < stages; ++stage)
+    if (!holds(stage, s) && !(choice && recompute(stage, s, recomputed))) return false;
+  return true;
 }
 
 // Recomputes as few layers of a stage as fit, its chunks in proportion.
-bool Problem::recompute(int stage, const Split& s, Ints& again) const {
+bool Problem::recompute(int stage, const Split& s, Ints& recomputed) const {
   int64_t need = 0, work = std::max(held, buffer[stage]);
-  for (int c = 0; c < chunks; ++c)
-    for (size_t g = 0; g < kinds.size() && route[c] == stage; ++g)
+  for (int c : own[stage])
+    for (size_t g = 0; g < kinds.size(); ++g)
       need += s.own[g][c] * (kinds[g].states + kinds[g].kept[stage]);
   const size_t front = kinds.size() > 1 && bulk_last ? 1 : 0;
   while (need + work > memory[stage]) {
     int best = -1;
     double share = 2;
-    for (int c = 0; c < chunks; ++c) {
-      const int n = route[c] == stage ? s.own[0][c] + (kinds.size() > 1 ? s.own[1][c] : 0) : 0;
-      if (again[c] < n && static_cast<double>(again[c]) / n < share) {
-        share = static_cast<double>(again[c]) / n;
+    for (int c : own[stage]) {
+      const int n = s.own[0][c] + (kinds.size() > 1 ? s.own[1][c] : 0);
+      if (recomputed[c] < n && static_cast<double>(recomputed[c]) / n < share) {
+        share = static_cast<double>(recomputed[c]) / n;
         best = c;
       }
     }
     if (best < 0) return false;
-    const size_t g = kinds.size() > 1 && again[best] >= s.own[front][best] ? 1 - front : front;
+    const size_t g = kinds.size() > 1 && recomputed[best] >= s.own[front][best] ? 1 - front : front;
     need -= kinds[g].kept[stage] - kinds[g].entry[stage];
     work = std::max(work, kinds[g].working);
-    ++again[best];
+    ++recomputed[best];
   }
   return true;
 }
@@ -194,14 +210,14 @@ bool Problem::recompute(int stage, const Split& s, Ints& again) const {
 bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, PathPool& pool, Placed& found) const {
   int left = -std::accumulate(counts.begin(), counts.end(), 0);
   for (const Kind& k : kinds) left += k.count;
-  Ints again, more;
-  if (left != 0 || !finish(counts, again)) return false;  // chunks may hold fewer than there are
-  double now = seconds(counts, again);
-  found = {counts, again, now};
+  Ints recomputed, more;
+  if (left != 0 || !finish(counts, recomputed)) return false;  // chunks may hold fewer than there are
+  double now = seconds(counts, recomputed);
+  found = {counts, recomputed, now};
   std::vector<int32_t> ops;
   Reals each(chunks);
   for (int stall = 0; stall < patience && Clock::now() < until;) {
-    const std::vector<int64_t> t = times(split(counts, again));
+    const std::vector<int64_t> t = times(split(counts, recomputed));
     pipeline->makespan(t.data(), send, next(seed), &ops);
     const Path& path = pool.at(pool.add(*pipeline, ops));
     for (int c = 0; c < chunks; ++c) {
@@ -222,7 +238,7 @@ bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64
       const double value = finish(counts, more) ? seconds(counts, more) : std::numeric_limits<double>::infinity();
       if (value < now * (1 - 1e-9)) {
         now = value;
-        again = more;
+        recomputed = more;
         moved = true;
       } else {
         ++counts[a];
@@ -230,7 +246,7 @@ bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64
       }
     }
     if (now < found.seconds * (1 - 1e-9)) {
-      found = {counts, again, now};
+      found = {counts, recomputed, now};
       stall = 0;
     }
     if (moved) continue;
@@ -243,11 +259,11 @@ bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64
       --counts[a];
       ++counts[b];
     }
-    if (!finish(counts, again)) {
+    if (!finish(counts, recomputed)) {
       counts = found.layers;
-      again = found.again;
+      recomputed = found.recomputed;
     }
-    now = seconds(counts, again);
+    now = seconds(counts, recomputed);
   }
   return true;
 }

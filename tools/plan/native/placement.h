@@ -42,36 +42,19 @@ class PathPool {
   std::unordered_multimap<uint64_t, int> seen_;
 };
 
-// Equal layers that follow each other; `Layers` of placement_problem.py, field by field.
-struct GivenLayers {
-  int64_t count, times[3], states, again, working;
-  const int64_t *kept, *entry;
-  double weights[2];
-};
-
-// `Problem` of placement_problem.py.
-struct Given {
-  const PipelineProgram* pipeline;
-  int64_t stages, kinds, bulk, choice, send, held;  // bulk: which of the kinds has more layers
-  GivenLayers layers[2];
-  const int64_t *lowest, *highest, *fixed, *memory, *buffer;
-  const double* weight;  // [2, stages]
-  double least[2], lines[2][4];
-  double base, start, reduce[2], update[2], exposed, hides[2];
-};
-
 struct Placed {
-  Ints layers, again;
+  Ints layers, recomputed;
   double seconds = 0;
 };
 
 class Problem {
  public:
-  explicit Problem(const Given& g);
+  // Takes the numbers of a problem in the order of `_flat` of placement.py.
+  Problem(const PipelineProgram& program, const int64_t* whole, const double* reals);
 
-  struct Kind {
+  struct Kind {  // `Layers` of placement_problem.py, field by field
     int count;
-    int64_t times[3], states, again, working;
+    int64_t times[3], states, recompute_time, working;
     std::vector<int64_t> kept, entry;
     double weights[2];
     double total() const { return static_cast<double>(times[0] + times[1] + times[2]); }
@@ -79,18 +62,18 @@ class Problem {
 
   // Layers of each kind in each chunk, larger kind first, and how many of them are recomputed.
   struct Split {
-    Ints own[2], again[2];
+    Ints own[2], recomputed[2];
   };
 
-  Split split(const Ints& counts, const Ints& again) const;
+  Split split(const Ints& counts, const Ints& recomputed) const;
   std::vector<int64_t> times(const Split& s) const;
-  bool fits(const Split& s, Ints* over = nullptr) const;  // `over`: the stages that do not
+  bool fits(const Split& s) const;
   // Returns the step; `more`: no way that recomputes these and more takes less.
-  double seconds(const Ints& counts, const Ints& again, double* more = nullptr) const;
+  double seconds(const Ints& counts, const Ints& recomputed, double* more = nullptr) const;
   // Returns whether a stage has the memory for its layers.
   bool holds(int stage, const Split& s) const;
   // Fills in the recomputed layers of every chunk, as few as fit; returns whether they do.
-  bool finish(const Ints& counts, Ints& again) const;
+  bool finish(const Ints& counts, Ints& recomputed) const;
   // Moves single layers off the longest path while that helps and there is time. Returns false where the first placement does
   // not fit.
   bool improve(Ints counts, int patience, Clock::time_point until, uint64_t& seed, PathPool& pool, Placed& found) const;
@@ -105,6 +88,7 @@ class Problem {
   int64_t send, held;
   std::vector<Kind> kinds;  // the larger one first
   std::vector<int> route;
+  std::vector<Ints> own;    // chunks of each stage
   Ints lowest, highest;
   std::vector<int64_t> fixed, memory, buffer;
   Reals weight[2];
@@ -112,7 +96,7 @@ class Problem {
   double base, start, reduce[2], update[2], exposed, hides[2];
 
  private:
-  bool recompute(int stage, const Split& s, Ints& again) const;
+  bool recompute(int stage, const Split& s, Ints& recomputed) const;
 };
 
 }  // namespace telechat

@@ -36,7 +36,7 @@ Ints Search::within(const Box& box, double makespan) const {
   Ints found(p.stages);
   for (int s = 0; s < p.stages; ++s) {
     double left = makespan / kPs / p.micros - spent[s];
-    for (int c : own[s])
+    for (int c : p.own[s])
       if (other) left -= box.few[c] * other->total();
     found[s] = static_cast<int>(std::clamp(std::floor(left / std::max(bulk.total(), 1.0) + 1e-9), -1e6, 1e6));
   }
@@ -48,7 +48,7 @@ Ints Search::most(const Box& box, double target) const {
   if (std::isfinite(target)) fast = within(box, target - least_rest());
   for (int s = 0; s < p.stages; ++s) {
     double left = room[s];
-    for (int c : own[s]) left -= box.few[c] * each_least[1][s];
+    for (int c : p.own[s]) left -= box.few[c] * each_least[1][s];
     const double fit = left < 0 ? -1 : std::floor((left + 0.1) / std::max(each_least[0][s], 1e-9));
     found[s] = static_cast<int>(std::min<double>(found[s], fit));
     if (!fast.empty()) found[s] = std::min(found[s], fast[s]);
@@ -61,7 +61,7 @@ Reals Search::rooms(const Box& box, const Ints& most) const {
   Reals found = room;
   for (int s = 0; s < p.stages && p.choice && box.placed; ++s) {
     int number[2] = {box.fewest[s], 0}, low = 0, high = 0;
-    for (int c : own[s]) {
+    for (int c : p.own[s]) {
       low += box.low[c];
       high += box.high[c];
       number[1] += box.few[c];
@@ -90,7 +90,7 @@ bool Search::possible(const Box& box, const Ints& most) const {
   int all_below = 0, all_above = 0;
   for (int s = 0; s < p.stages; ++s) {
     int below = 0, above = 0;
-    for (int c : own[s]) {
+    for (int c : p.own[s]) {
       below += box.low[c];
       above += box.high[c];
     }

@@ -90,7 +90,7 @@ double Search::value(const Multipliers& proof, const Box& box, const Ints& most)
       for (int t = 0; t < 3; ++t) one += counts[t * n + c2] * static_cast<double>(kind.times[t]);
       for (int i = 0; i < 2; ++i) one += kind.weights[i] * weigh[i][s];
       if (p.choice)
-        one += std::min(counts[n + c2] * static_cast<double>(kind.again) -
+        one += std::min(counts[n + c2] * static_cast<double>(kind.recompute_time) -
                             memory[s] * static_cast<double>(kind.kept[s] - kind.entry[s]), 0.0);
       if (g == 0) one += extra[s];
       each[c2] = {one, c2};

@@ -28,12 +28,12 @@ LinearProgram Search::program(const Box& box) const {
 void Search::bounds(LinearProgram& lp, const Box& box) const {
   for (int c = 0; c < n; ++c) {
     lp.bound(layers[0] + c, box.low[c], box.high[c]);
-    if (p.choice) lp.bound(again[0] + c, 0, box.high[c]);
+    if (p.choice) lp.bound(recomputed[0] + c, 0, box.high[c]);
     if (!other) continue;
     const bool reach = (p.bulk_last ? c : n - 1 - c) <= other->count;
     const double most = box.placed ? box.few[c] : reach ? other->count : 0;
     lp.bound(layers[1] + c, box.placed ? box.few[c] : 0, most);
-    if (p.choice) lp.bound(again[1] + c, 0, most);
+    if (p.choice) lp.bound(recomputed[1] + c, 0, most);
   }
 }
 
@@ -64,28 +64,28 @@ void Search::add(LinearProgram& lp, Row row, int at, const Box& box, const Ints&
     case kParameter: {  // U_i >= parameters of a stage, or what some stage has
       const int i = at / (p.stages + 1), s = at % (p.stages + 1);
       for (size_t g = 0; g < kinds && s < p.stages; ++g)
-        for (int c : own[s]) a[layers[g] + c] = p.kinds[g].weights[i] / kMillion;
+        for (int c : p.own[s]) a[layers[g] + c] = p.kinds[g].weights[i] / kMillion;
       a[span + 1 + i] = -1;
       break;
     }
     case kMemory:
       for (size_t g = 0; g < kinds; ++g)
-        for (int c : own[at]) {
+        for (int c : p.own[at]) {
           a[layers[g] + c] = static_cast<double>(p.kinds[g].states + p.kinds[g].kept[at]) / kGib;
-          if (p.choice) a[again[g] + c] = -static_cast<double>(p.kinds[g].kept[at] - p.kinds[g].entry[at]) / kGib;
+          if (p.choice) a[recomputed[g] + c] = -static_cast<double>(p.kinds[g].kept[at] - p.kinds[g].entry[at]) / kGib;
         }
       a[span + 4] = -1;
       break;
     case kMost:
     case kFewest:
-      for (int c : own[at]) a[layers[0] + c] = row == kMost ? 1 : -1;
+      for (int c : p.own[at]) a[layers[0] + c] = row == kMost ? 1 : -1;
       a[span + 4] = -1;
       break;
     case kTotal:
       for (int c = 0; c < n; ++c) a[layers[at / 2] + c] = at % 2 ? -1 : 1;
       break;
     default:  // no more recomputed than there are
-      a[again[at / n] + at % n] = 1;
+      a[recomputed[at / n] + at % n] = 1;
       a[layers[at / n] + at % n] = -1;
   }
   lp.add(a, right(row, at, box, most), tag(row, at));
@@ -102,7 +102,7 @@ void Search::add_path(LinearProgram& lp, int number) const {
     fixed += static_cast<double>(path.counts[i]) * static_cast<double>(p.fixed[i]);
     for (size_t g = 0; g < p.kinds.size(); ++g) {
       a[layers[g] + c] += path.counts[i] * static_cast<double>(p.kinds[g].times[k]) * kPs;
-      if (k == 1 && p.choice) a[again[g] + c] = path.counts[i] * static_cast<double>(p.kinds[g].again) * kPs;
+      if (k == 1 && p.choice) a[recomputed[g] + c] = path.counts[i] * static_cast<double>(p.kinds[g].recompute_time) * kPs;
     }
   }
   a[span] = -1;
@@ -128,11 +128,11 @@ bool Search::separate(LinearProgram& lp, const Box& box, const Ints& most) const
     double stage = 0, bytes = 0, weight[2] = {0, 0};
     for (size_t g = 0; g < kinds; ++g) {
       double sum = 0, more = 0;
-      for (int c : own[s]) {
+      for (int c : p.own[s]) {
         const double x = lp.x(layers[g] + c);
         sum += x;
         if (!p.choice) continue;
-        const double r = lp.x(again[g] + c);
+        const double r = lp.x(recomputed[g] + c);
         more += r;
         look(kAgain, static_cast<int>(g) * n + c, r - x);
       }
@@ -161,7 +161,7 @@ std::vector<int64_t> Search::times(const Reals& x) const {
     double t = static_cast<double>(p.fixed[i]);
     for (size_t g = 0; g < p.kinds.size(); ++g) {
       t += static_cast<double>(p.kinds[g].times[i / n]) * x[layers[g] + i % n];
-      if (i / n == 1 && p.choice) t += static_cast<double>(p.kinds[g].again) * x[again[g] + i % n];
+      if (i / n == 1 && p.choice) t += static_cast<double>(p.kinds[g].recompute_time) * x[recomputed[g] + i % n];
     }
     found[i] = std::llround(t);
   }

@@ -134,7 +134,7 @@ bool Search::where(const Box& box, const Relaxed& found, ProofNode& node) const 
   double far = 1e-4;
   for (int s = 0; s < p.stages; ++s) {
     double sum = 0;
-    for (int c : own[s]) sum += found.counts[c];
+    for (int c : p.own[s]) sum += found.counts[c];
     const double apart = std::fabs(sum - std::rint(sum));
     if (apart > far) {
       far = apart;
@@ -155,23 +155,23 @@ bool Search::where(const Box& box, const Relaxed& found, ProofNode& node) const 
   return true;
 }
 
-// Raises `again` to the fewest layers of each chunk of a stage that any way to recompute has that fits. Returns whether one does,
+// Raises `recomputed` to the fewest layers of each chunk of a stage that any way to recompute has that fits. Returns whether one does,
 // or there are too many to look at.
-bool Search::fewest(int stage, const Ints& counts, Ints& again) const {
+bool Search::fewest(int stage, const Ints& counts, Ints& recomputed) const {
   Ints now(n, 0), least = counts;
   const auto holds = [&] { return p.holds(stage, p.split(counts, now)); };
   double ways = 1;
-  for (int c : own[stage]) ways *= counts[c] + 1;
+  for (int c : p.own[stage]) ways *= counts[c] + 1;
   if (holds() || (p.choice && ways > kWays)) return true;
   bool found = false;
-  for (size_t i = 0; p.choice && i < own[stage].size();) {
+  for (size_t i = 0; p.choice && i < p.own[stage].size();) {
     if (holds()) {
       found = true;
-      for (int c : own[stage]) least[c] = std::min(least[c], now[c]);
+      for (int c : p.own[stage]) least[c] = std::min(least[c], now[c]);
     }
-    for (i = 0; i < own[stage].size() && ++now[own[stage][i]] > counts[own[stage][i]]; ++i) now[own[stage][i]] = 0;
+    for (i = 0; i < p.own[stage].size() && ++now[p.own[stage][i]] > counts[p.own[stage][i]]; ++i) now[p.own[stage][i]] = 0;
   }
-  for (int c : own[stage]) again[c] = least[c];
+  for (int c : p.own[stage]) recomputed[c] = least[c];
   return found;
 }
 
@@ -185,18 +185,18 @@ double Search::exact(const Box& box, double limit) {
   double lowest = kNone;
   std::vector<std::pair<Ints, int>> todo{{start, 0}};
   for (size_t i = 0; i < todo.size(); ++i) {
-    const auto [again, at] = todo[i];
+    const auto [recomputed, at] = todo[i];
     double least = 0;
-    const double took = p.seconds(counts, again, &least);
-    if (p.fits(p.split(counts, again))) {
-      take({counts, again, took});
+    const double took = p.seconds(counts, recomputed, &least);
+    if (p.fits(p.split(counts, recomputed))) {
+      take({counts, recomputed, took});
       lowest = std::min(lowest, took);
     }
     limit = std::min(limit, best.seconds > 0 ? best.seconds : kNone);
     for (int c = at; c < n && p.choice && least < limit * (1 - kClose); ++c) {
-      if (again[c] == counts[c]) continue;
+      if (recomputed[c] == counts[c]) continue;
       if (todo.size() > kWays) return 0;
-      todo.push_back({again, c});
+      todo.push_back({recomputed, c});
       ++todo.back().first[c];
     }
     if (least >= limit * (1 - kClose)) lowest = std::min(lowest, std::max(least, limit));
@@ -225,8 +225,8 @@ EXPORT int32_t telechat_paths_at(void* pool, int32_t number, int32_t* ops) {
 }
 
 // Begins a search; writes the layers of every stage, [stages], that are too few together: -1 where nothing is known.
-EXPORT void* telechat_placement_new(const telechat::Given* given, void* pool, int32_t* too_few) {
-  auto* search = new Search(*given, *static_cast<PathPool*>(pool));
+EXPORT void* telechat_placement_new(void* program, void* pool, const int64_t* whole, const double* reals, int32_t* too_few) {
+  auto* search = new Search({*static_cast<telechat::PipelineProgram*>(program), whole, reals}, *static_cast<PathPool*>(pool));
   std::fill(too_few, too_few + search->p.stages, -1);
   std::copy(search->too_few.begin(), search->too_few.end(), too_few);
   return search;
@@ -247,12 +247,12 @@ EXPORT void telechat_placement_solve(void* search, double target, int32_t nodes,
 // Tries to improve a placement, [chunks], for a time; without one, writes the best that is known. Returns its seconds, 0: there
 // is none.
 EXPORT double telechat_placement_best(void* search, const int32_t* start, int32_t patience, double limit_s, int32_t* layers,
-                                      int32_t* again) {
+                                      int32_t* recomputed) {
   auto& s = *static_cast<Search*>(search);
   telechat::Placed found = s.best;
   if (start && !s.p.improve({start, start + s.p.chunks}, patience, telechat::after(limit_s), s.seed, s.pool, found)) return 0;
   std::copy(found.layers.begin(), found.layers.end(), layers);
-  std::copy(found.again.begin(), found.again.end(), again);
+  std::copy(found.recomputed.begin(), found.recomputed.end(), recomputed);
   return found.seconds;
 }
 

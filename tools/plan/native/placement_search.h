@@ -66,19 +66,17 @@ struct Later {
 
 class Search {
  public:
-  Search(const Given& given, PathPool& pool) : p(given), pool(pool), n(p.chunks), bulk(p.kinds[0]) {
+  Search(Problem problem, PathPool& pool) : p(std::move(problem)), pool(pool), n(p.chunks), bulk(p.kinds[0]) {
     other = p.kinds.size() > 1 ? &p.kinds[1] : nullptr;
     std::vector<int64_t> work(p.stages, 0);
     for (int c = 0; c < n; ++c)
       if (p.lowest[c]) work[p.route[c]] = p.held;
     for (int s = 0; s < p.stages; ++s) room.push_back(static_cast<double>(p.memory[s] - std::max(work[s], p.buffer[s])));
-    own.resize(p.stages);
-    for (int c = 0; c < n; ++c) own[p.route[c]].push_back(c);
     // columns: layers of both kinds, recomputed ones of both, makespan, U_0, U_1, step, what does not fit
     int at = n;
     layers[0] = 0;
     if (other) layers[1] = std::exchange(at, at + n);
-    for (size_t g = 0; g < p.kinds.size() && p.choice; ++g) again[g] = std::exchange(at, at + n);
+    for (size_t g = 0; g < p.kinds.size() && p.choice; ++g) recomputed[g] = std::exchange(at, at + n);
     span = at;
     width = at + 5;
     structures = p.structures();
@@ -138,7 +136,7 @@ class Search {
   double value(const Multipliers& proof, const Box& box, const Ints& most) const;
   std::vector<int64_t> times(const Reals& x) const;
   bool where(const Box& box, const Relaxed& found, ProofNode& node) const;
-  bool fewest(int stage, const Ints& counts, Ints& again) const;
+  bool fewest(int stage, const Ints& counts, Ints& recomputed) const;
   double exact(const Box& box, double limit);
   void visit(const OpenBox& open, double limit);
   void take(const Placed& one);
@@ -147,10 +145,9 @@ class Search {
   int n;
   const Problem::Kind& bulk;
   const Problem::Kind* other;
-  int layers[2] = {-1, -1}, again[2] = {-1, -1}, span = 0, width = 0;
+  int layers[2] = {-1, -1}, recomputed[2] = {-1, -1}, span = 0, width = 0;
   Reals room, spent;
   std::vector<Reals> each_least;
-  std::vector<Ints> own;
   size_t kept = 0;  // bytes of programs that wait; programs are gone before it is
   std::priority_queue<std::unique_ptr<OpenBox>, std::vector<std::unique_ptr<OpenBox>>, Later> todo;
   std::shared_ptr<const Program> earlier;  // of the first box: the other first ones differ by one row

@@ -13,7 +13,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
-from telechat_moe.tools.plan.search.search import Candidate, Plan
+from telechat_moe.tools.plan.search.search import Candidate, SearchResult
 from telechat_moe.tools.plan.search.space import describe
 from telechat_moe.units import GIB
 
@@ -21,7 +21,7 @@ EXACT = 1e-6
 """Relative difference below which steps and bounds are the same: times are rounded to ps."""
 
 
-def distinct(plan: Plan) -> list[Candidate]:
+def distinct(plan: SearchResult) -> list[Candidate]:
     """Return what was found, without layouts that may recompute layers and recompute none if there are others."""
     found = [
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
@@ -65,7 +65,7 @@ def too_large(data: dict[str, Any]) -> list[str]:
     ]
 
 
-def why_not(plan: Plan) -> Iterator[str]:
+def why_not(plan: SearchResult) -> Iterator[str]:
     """Yield one line for every layout that was not chosen."""
     chosen = plan.best[0].row if plan.best else -1
     best = plan.best[0].step_s if plan.best else math.inf
@@ -88,7 +88,7 @@ def why_not(plan: Plan) -> Iterator[str]:
             yield f"{name}: not closed: at least {bound:.4f} s"
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: SearchResult) -> str:
     """Return in one sentence how sure the result is."""
     if not plan.best:
         return _nothing(plan)
@@ -98,7 +98,7 @@ def verdict(plan: Plan) -> str:
     return f"{word}best found, within {plan.gap:.3%} of the proven bound {plan.lower_bound_s:.6f} s"
 
 
-def _nothing(plan: Plan) -> str:
+def _nothing(plan: SearchResult) -> str:
     fits = np.isfinite(plan.bound_s)
     if fits.any():
         return f"the time limit was reached before any layout was placed; none is faster than {plan.bound_s.min():.6f} s"
@@ -113,7 +113,7 @@ def _nothing(plan: Plan) -> str:
     )
 
 
-def summary(plan: Plan, top: int) -> dict[str, Any]:
+def summary(plan: SearchResult, top: int) -> dict[str, Any]:
     """Return the result as plain data."""
     bound = plan.bound_s
     best = plan.best[0].step_s if plan.best else math.inf
@@ -137,7 +137,7 @@ def summary(plan: Plan, top: int) -> dict[str, Any]:
     }
 
 
-def _layout(plan: Plan, c: Candidate) -> dict[str, Any]:
+def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
     def said(make: Callable[[Architecture, Layout], Any]) -> Any:
         try:
             return make(plan.architecture, c.layout)
@@ -176,7 +176,7 @@ class Point:
         return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
 
 
-def front_points(plans: list[Plan]) -> list[Point]:
+def front_points(plans: list[SearchResult]) -> list[Point]:
     """Return the best layouts under falling memory limits and others that are as sure, dominated ones left out."""
     found = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
     points: list[Point] = []
@@ -203,7 +203,7 @@ FRONT = (
 )
 
 
-def page(plan: Plan, plans: list[Plan], data: dict[str, Any]) -> str:
+def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) -> str:
     """Return the report as one page.
 
     Args:

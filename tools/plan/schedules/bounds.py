@@ -16,8 +16,10 @@ Where pairs may overlap, work counts less the most that pairing can save, and no
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.schedules.program import Times
 
@@ -45,17 +47,17 @@ class Bound:
 class _Ways:
     """Shortest times along one micro-batch's way; arrays have a value a chunk."""
 
-    head_f: np.ndarray
+    head_f: NDArray[Any]
     """Until F can start."""
-    head_b: np.ndarray
+    head_b: NDArray[Any]
     """Until D (or B) can start."""
-    tail_f: np.ndarray
+    tail_f: NDArray[Any]
     """From the end of F to the end of the step."""
-    tail_b: np.ndarray
+    tail_b: NDArray[Any]
     """From the end of D (or B) to the end of the step."""
-    back: np.ndarray
+    back: NDArray[Any]
     """D, or B where dX and dW stay together."""
-    weight: np.ndarray
+    weight: NDArray[Any]
     """W, or zero where it is part of B."""
 
 
@@ -91,7 +93,7 @@ def lower_bound(
     route: tuple[int, ...],
     stages: int,
     micro_batches: int,
-    memory: np.ndarray,
+    memory: NDArray[Any],
     rules: Rules,
 ) -> Bound:
     """Return the best of the bounds above.
@@ -127,7 +129,7 @@ def lower_bound(
     return best
 
 
-def _usable(times: Times, own: np.ndarray, cap: float, kept: float) -> float:
+def _usable(times: Times, own: NDArray[Any], cap: float, kept: float) -> float:
     """Return the memory without the rest that no chunk's activation fits into."""
     sizes = times.activation[own]
     if kept not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
@@ -138,7 +140,7 @@ def _usable(times: Times, own: np.ndarray, cap: float, kept: float) -> float:
 def _edges_bound(
     times: Times,
     ways: _Ways,
-    own: np.ndarray,
+    own: NDArray[Any],
     micro_batches: int,
     rules: Rules,
     cap: float,
@@ -164,7 +166,7 @@ def _edges_bound(
 
 
 def _stage_bound(
-    times: Times, ways: _Ways, own: np.ndarray, micro_batches: int, rules: Rules
+    times: Times, ways: _Ways, own: NDArray[Any], micro_batches: int, rules: Rules
 ) -> float:
     if not len(own):
         return 0.0
@@ -185,7 +187,7 @@ def _stage_bound(
     return best
 
 
-def _savings(times: Times, ways: _Ways, own: np.ndarray, inside: np.ndarray) -> float:
+def _savings(times: Times, ways: _Ways, own: NDArray[Any], inside: NDArray[Any]) -> float:
     """Return the most that pairs save of the work of a set of operations, for one micro-batch.
 
     A pair has one forward and one backward, so all of them save no more than the forwards can, and no more than the backwards.

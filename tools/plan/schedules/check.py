@@ -7,12 +7,13 @@ only when its receive has been posted and a stage waits for both, as blocking co
 
 from collections import Counter
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Kind, Program
 from telechat_moe.tools.plan.schedules.simulate import Key, makes, needs
 
-Node = tuple[str, int, int]
+Event = tuple[str, int, int]
 """("op", stage, position); or ("send" or "recv", stage, its number on that stage)."""
 
 
@@ -74,59 +75,42 @@ def find_cycle(program: Program, rendezvous: bool = False) -> list[str]:
         rendezvous: Whether sends block.
     """
     graph = _graph(program, rendezvous)
-    after, text = graph.after, graph.text
-    degree = Counter(n for followers in after.values() for n in followers)
-    ready = [n for n in after if not degree[n]]
-    left = set(after)
-    while ready:
-        node = ready.pop()
-        left.discard(node)
-        for n in after[node]:
-            degree[n] -= 1
-            if not degree[n]:
-                ready.append(n)
-    if not left:
-        return []
-    # every node that is left has a predecessor that is left: going back must come to a circle
-    before: dict[Node, Node] = {}
-    for node in left:
-        for n in after[node]:
-            if n in left:
-                before[n] = node
-    node = next(iter(left))
-    path: list[Node] = []
-    while node not in path:
-        path.append(node)
-        node = before[node]
-    return [text[n] for n in path[path.index(node) :]]
+    try:
+        TopologicalSorter(graph.before).prepare()
+    except CycleError as error:
+        cycle: list[Event] = error.args[
+            1
+        ]  # each before the next, the first one once more at the end
+        return [graph.text[event] for event in reversed(cycle[1:])]
+    return []
 
 
 @dataclass
 class _Graph:
-    """Who must come after each node, and how each node is written."""
+    """What each event waits for, and how each is written."""
 
-    after: dict[Node, list[Node]] = field(default_factory=dict)
-    text: dict[Node, str] = field(default_factory=dict)
+    before: dict[Event, list[Event]] = field(default_factory=dict[Event, list[Event]])
+    text: dict[Event, str] = field(default_factory=dict[Event, str])
 
-    def add(self, node: Node, text: str) -> Node:
-        self.after[node] = []
+    def add(self, node: Event, text: str) -> Event:
+        self.before[node] = []
         self.text[node] = text
         return node
 
-    def edge(self, first: Node, then: Node) -> None:
-        self.after[first].append(then)
+    def edge(self, first: Event, then: Event) -> None:
+        self.before[then].append(first)
 
 
 def _graph(program: Program, rendezvous: bool) -> _Graph:
     graph = _Graph()
-    maker: dict[Key, Node] = {}
+    maker: dict[Key, Event] = {}
     for s, ops in enumerate(program.ops):
         for i, op in enumerate(ops):
             node = graph.add(("op", s, i), f"stage {s}, operation {i}: {op}")
             maker.update(dict.fromkeys(makes(op), node))
-    sends: dict[Node, list[Node]] = {}
-    receives: dict[Node, list[Node]] = {}
-    for node in list(graph.after):
+    sent: dict[Event, list[Event]] = {}  # receives of what an operation sends
+    receives: dict[Event, list[Event]] = {}  # of what an operation reads
+    for node in list(graph.text):
         _, s, i = node
         for key in needs(program.ops[s][i], program.chunks):
             source = maker[key]
@@ -143,10 +127,10 @@ def _graph(program: Program, rendezvous: bool) -> _Graph:
             )
             for first, then in ((source, send), (send, receive), (receive, node)):
                 graph.edge(first, then)
-            sends.setdefault(source, []).append(send)
+            sent.setdefault(source, []).append(receive)
             receives.setdefault(node, []).append(receive)
     for s, ops in enumerate(program.ops):
-        previous: list[Node] = []
+        previous: list[Event] = []
         for i in range(len(ops)):
             node = ("op", s, i)
             for first in previous:
@@ -154,5 +138,5 @@ def _graph(program: Program, rendezvous: bool) -> _Graph:
                     graph.edge(first, then)
             previous = [node]
             if rendezvous:  # the stage goes on when what it sends has been received
-                previous += [r for send in sends.get(node, ()) for r in graph.after[send]]
+                previous += sent.get(node, ())
     return graph

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
@@ -85,7 +87,7 @@ def merge(times: Times, parts: int) -> Times:
         parts: Chunks afterwards, a divisor of those before.
     """
 
-    def total(a: np.ndarray) -> np.ndarray:
+    def total(a: NDArray[Any]) -> NDArray[Any]:
         return a.reshape(parts, -1).sum(1)
 
     return replace(
@@ -109,7 +111,7 @@ def allowed(times: Times, rules: Rules) -> Times:
 
 
 def known(
-    times: Times, stages: int, micro_batches: int, memory: np.ndarray, rules: Rules
+    times: Times, stages: int, micro_batches: int, memory: NDArray[Any], rules: Rules
 ) -> Iterator[Known]:
     """Yield every published schedule that these numbers allow, simulated.
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 
@@ -141,21 +142,21 @@ class Times:
     Any unit of time does; the same one everywhere.
     """
 
-    forward: np.ndarray
+    forward: NDArray[Any]
     """F."""
-    dx: np.ndarray
+    dx: NDArray[Any]
     """D."""
-    dw: np.ndarray
+    dw: NDArray[Any]
     """W."""
     comm: float = 0.0
     """From the end of an operation until the neighbouring chunk, on another stage, has its output."""
-    backward: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    backward: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """B; D + W where it is empty."""
-    forward_exposed: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    forward_exposed: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """Part of F that communicates (experts' all-to-all) and that FB and FD can hide; none where empty."""
-    backward_exposed: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    backward_exposed: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """Part of D that communicates and that FB and FD can hide; none where empty."""
-    activation: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    activation: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """What F leaves behind, in units of the activations of an average stage for one micro-batch;
     stages / chunks each where it is empty (then 1F1B's first stage holds P)."""
     kept_for_w: float = 1.0
@@ -214,7 +215,7 @@ class Times:
         return result
 
 
-def _array(values: np.ndarray, length: int) -> np.ndarray:
+def _array(values: NDArray[Any], length: int) -> NDArray[Any]:
     array = np.asarray(values, dtype=np.float64)
     if array.shape != (length,) or not np.isfinite(array).all() or (array < 0).any():
         raise BadInputError(

@@ -6,8 +6,10 @@ B for D or B of the chunk after it (for their own F on the last chunk), W for it
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
@@ -18,23 +20,23 @@ class Result:
     """A program in time."""
 
     program: Program
-    start: tuple[np.ndarray, ...]
+    start: tuple[NDArray[Any], ...]
     """Per stage: start of each of its operations."""
-    end: tuple[np.ndarray, ...]
+    end: tuple[NDArray[Any], ...]
     """Per stage: end of each of its operations."""
     makespan: float
     """From time 0 to the end of the last operation."""
-    idle: np.ndarray
+    idle: NDArray[Any]
     """Per stage: share of the makespan in which it computes nothing."""
     bubble: float
     """Mean of `idle`: the idle share of the makespan, start-up included."""
-    memory: tuple[np.ndarray, ...]
+    memory: tuple[NDArray[Any], ...]
     """Per stage: activations held while each operation runs, in the unit of `Times.activation`."""
-    peak: np.ndarray
+    peak: NDArray[Any]
     """Per stage: the most activations held."""
 
 
-def durations(program: Program, times: Times) -> tuple[np.ndarray, ...]:
+def durations(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     """Return how long each operation of each stage takes.
 
     An overlapped pair takes what its two streams need: no less than the computation of both, the communication of both,
@@ -59,14 +61,14 @@ def _duration(op: Op, times: Times) -> float:
     return max(f, b, f - talk[0] + b - talk[1], talk[0] + talk[1])
 
 
-def memory(program: Program, times: Times) -> tuple[np.ndarray, ...]:
+def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     """Return per stage the activations held while each operation runs.
 
     F takes its own before it starts; D, B and W free theirs after they end. So the order alone decides, not the times.
     """
     times = times.full(program.stages)
     freed = {Kind.F: 0.0, Kind.B: 1.0, Kind.D: 1.0 - times.kept_for_w, Kind.W: times.kept_for_w}
-    result: list[np.ndarray] = []
+    result: list[NDArray[Any]] = []
     for ops in program.ops:
         during = np.empty(len(ops))
         held = 0.0

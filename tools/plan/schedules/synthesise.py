@@ -10,8 +10,10 @@ that does not make it worse. The scheduler is native (`tools/plan/native/pipelin
 import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.native import address, load
@@ -172,7 +174,7 @@ class _Instance:
     route: tuple[int, ...]
     stages: int
     micro_batches: int
-    memory: np.ndarray
+    memory: NDArray[Any]
     rules: Rules
 
     def __post_init__(self) -> None:
@@ -205,7 +207,7 @@ class _Instance:
         self.busiest = float(np.bincount(self.route, all_work, minlength=self.stages).max())
         self.operations = (3 if split else 2) * len(self.route) * self.micro_batches
 
-    def due(self, pattern: Pattern) -> np.ndarray:
+    def due(self, pattern: Pattern) -> NDArray[Any]:
         """Return due dates, [3, chunks, micro-batches]."""
         t, n = self.times, len(self.route)
         back = self._arrays[2]
@@ -227,7 +229,7 @@ class _Instance:
         offsets = np.stack([forward, backward, backward + pattern.late_w * mean])
         return offsets[:, :, None] + begin
 
-    def release(self, pattern: Pattern) -> np.ndarray:
+    def release(self, pattern: Pattern) -> NDArray[Any]:
         """Return when each micro-batch may enter, [micro-batches]."""
         i = np.arange(self.micro_batches, dtype=np.float64)
         return np.maximum(i - pattern.burst, 0.0) * pattern.pace * self.busiest
@@ -293,14 +295,14 @@ class _Instance:
         return Program("synthesised", self.stages, self.micro_batches, (self.route,), ops)
 
 
-_Order = tuple[np.ndarray, np.ndarray]
+_Order = tuple[NDArray[Any], NDArray[Any]]
 """Operations as `pipeline_schedule.cc` numbers them, stage after stage, and how many each stage has."""
 
 
 @dataclass
 class _Policy:
-    due: np.ndarray
-    release: np.ndarray
+    due: NDArray[Any]
+    release: NDArray[Any]
     wait: float
     eager: float
     makespan: float = np.inf
@@ -389,9 +391,7 @@ class _Search:
         def attempt(index: int, policy: _Policy, steps: int) -> None:
             nonlocal best, spent
             instance = self.instances[index]
-            makespan, policy, order = instance.climb(
-                policy, steps, int(self.random.integers(1 << 62))
-            )
+            makespan, policy, order = instance.climb(policy, steps, self._below(1 << 62))
             spent += instance.operations * (steps + 1)
             self.tries += steps + 1
             first.append((makespan, index, policy))
@@ -414,9 +414,7 @@ class _Search:
         while spent < effort and best[0] > enough:
             first.sort(key=lambda f: f[0])
             first = first[:4]
-            _, index, policy = first.pop(
-                0 if len(first) == 1 else int(self.random.integers(len(first)))
-            )
+            _, index, policy = first.pop(0 if len(first) == 1 else self._below(len(first)))
             rest = max(effort - spent, 0) // self.instances[index].operations
             attempt(index, policy, int(min(200, max(rest, 1))))
         claimed, index, order = best
@@ -424,6 +422,9 @@ class _Search:
             return None
         instance = self.instances[index]
         return self._judge(instance, instance.decode(order), claimed)
+
+    def _below(self, most: int) -> int:
+        return int(self.random.integers(most))  # type: ignore[reportUnknownMemberType]
 
     def _judge(
         self, instance: _Instance, ops: tuple[tuple[Op, ...], ...], claimed: float

@@ -7,8 +7,10 @@ coefficients of all configurations of one depth, found by probing the cost model
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import Array, Columns
@@ -27,7 +29,7 @@ from telechat_moe.tools.plan.search.placement_problem import (
     least_largest,
 )
 
-PLAIN, DENSE, MOE, DENSE_AGAIN, MOE_AGAIN, BEFORE, END = range(7)
+PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
 """Stages of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
 
 NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
@@ -40,7 +42,7 @@ class Costs:
     times: Array
     """F, B (D where dW is apart), W of a layer of each kind, [n, 2, 3]."""
 
-    again: Array
+    recompute_time: Array
     """Further backward time of a recomputed layer, [n, 2]."""
 
     first: Array
@@ -63,7 +65,7 @@ class Costs:
     """The same, recomputed."""
 
     working: Array
-    """Working set of a stage that computes a layer again, [n, 2]."""
+    """Working set of a stage that recomputes a layer, [n, 2]."""
 
     held: Array
     """Working set of a stage that has layers."""
@@ -74,7 +76,7 @@ class Costs:
     logits: Array
     """Bytes of the last stage that hold its layers' working set as well."""
 
-    last_stage: np.ndarray
+    last_stage: NDArray[Any]
     weights: Array
     """Parameters of a layer that all copies of the data hold, and experts', [n, 2 kinds, 2]."""
 
@@ -96,7 +98,7 @@ class Costs:
 
     overlap: Array
     micro_batches: Array
-    choice: np.ndarray
+    choice: NDArray[Any]
     """Whether the recomputed layers of each chunk may be chosen."""
 
     _least: Array | None = None
@@ -131,17 +133,19 @@ class Costs:
         return shown + (self.update * largest).sum(axis=1) + self.base
 
 
-def with_stages(x: Columns, **arrays: np.ndarray) -> Columns:
+def with_stages(x: Columns, **arrays: Array) -> Columns:
     """Return the columns with other layers on the stages, `[n, any number]`."""
     width = next(iter(arrays.values())).shape[1]
     zero = np.zeros((len(x), width))
     stages = {name: arrays.get(name, zero) for name in NAMES}
     whole = np.full(len(x), float(width))
-    ends = {"pp": whole, "last_stage": whole - 1, "mtp_stage": whole - 1 - x.mtp_apart}
-    return Columns(dict(vars(x)) | stages | ends)
+    last: Array = whole - 1.0
+    mtp: Array = last - x.mtp_apart
+    values: dict[str, Array] = {**vars(x), **stages}
+    return Columns(values | {"pp": whole, "last_stage": last, "mtp_stage": mtp})
 
 
-def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
+def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     """Return what everything costs.
 
     Args:
@@ -151,8 +155,8 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     """
     n = len(x)
     probe = np.zeros((4, n, END + 1))
-    probe[0, :, [DENSE, DENSE_AGAIN]] = probe[1, :, [MOE, MOE_AGAIN]] = 1
-    probe[2, :, DENSE_AGAIN] = probe[3, :, MOE_AGAIN] = 1
+    probe[0, :, [DENSE, DENSE_RECOMPUTED]] = probe[1, :, [MOE, MOE_RECOMPUTED]] = 1
+    probe[2, :, DENSE_RECOMPUTED] = probe[3, :, MOE_RECOMPUTED] = 1
     seen = with_stages(x, **dict(zip(NAMES, probe, strict=True)))
     r = rates(seen, device, device.constants)
     s = stage_times(seen, r)
@@ -163,9 +167,9 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     always = choice[:, None]  # else every layer is recomputed by its policy
     forward = s.forward[:, [DENSE, MOE]]
     backward = np.where(
-        always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_AGAIN, MOE_AGAIN]]
+        always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]]
     )
-    again = s.backward[:, [DENSE_AGAIN, MOE_AGAIN]] - s.backward[:, [DENSE, MOE]]
+    recompute_time = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - s.backward[:, [DENSE, MOE]]
     own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
     own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
     own = np.minimum(own, s.backward[:, [DENSE, MOE]])
@@ -175,19 +179,18 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     kept, entry, idle = _kept(x, device, choice)
     largest = [np.full(n, v) for v in (0.0, 1e9)]
     none, dense, experts = (
-        [f(x, device, device.constants, largest[a], largest[b]) for f in (reduction, update)]
+        reduction(x, device, device.constants, largest[a], largest[b])
         for a, b in ((0, 0), (1, 0), (0, 1))
     )
+    updates = [update(x, device, device.constants, largest[a], largest[1 - a]) for a in (1, 0)]
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
-    start, *more = (
-        np.where(often, f[0][1] * x.micro_batches, f[0][0]) for f in (none, dense, experts)
-    )
+    start, *more = (np.where(often, f[1] * x.micro_batches, f[0]) for f in (none, dense, experts))
     reduce = np.column_stack([(one - start) / 1e9 for one in more])
     each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
     hides = np.column_stack([each * hides_forward(x) * often, each])
     return Costs(
         times=np.stack([forward, backward - own, own], axis=-1),
-        again=np.where(always, again, 0.0),
+        recompute_time=np.where(always, recompute_time, 0.0),
         first=np.column_stack([s.forward[:, PLAIN], s.backward[:, PLAIN], zero]),
         before=np.column_stack([s.forward[:, BEFORE], s.backward[:, BEFORE], zero]),
         last=np.column_stack([s.forward[:, END], s.backward[:, END] - head, head]),
@@ -195,7 +198,7 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         states=states[:, [DENSE, MOE]],
         kept=kept,
         entry=entry,
-        working=held.buffers[:, [DENSE_AGAIN, MOE_AGAIN]] - held.buffers[:, :1],
+        working=held.buffers[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - held.buffers[:, :1],
         held=held.buffers[:, DENSE] - held.buffers[:, PLAIN],
         fixed=idle,
         logits=held.buffers[:, END] - held.buffers[:, PLAIN],
@@ -205,7 +208,7 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
         base=np.full(n, device.constants.step_host_s),
         start=start,
         reduce=reduce,
-        update=np.column_stack([one[1] / 1e9 for one in (dense, experts)]),
+        update=np.column_stack(updates) / 1e9,
         exposed=device.constants.exposed,
         late=_late(x, hides, s.forward, s.backward),
         hides=hides,
@@ -215,7 +218,7 @@ def costs(x: Columns, device: Device, choice: np.ndarray) -> Costs:
     )
 
 
-def _kept(x: Columns, device: Device, choice: np.ndarray) -> tuple[Array, Array, Array]:
+def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     """Return the bytes that a layer of each kind keeps at the peak, [n, 2, P], plain and recomputed, and of no layer."""
     ones = np.ones_like(x.stage_moe)
     zero = {name: np.zeros_like(ones) for name in NAMES}
@@ -245,7 +248,7 @@ def _kept(x: Columns, device: Device, choice: np.ndarray) -> tuple[Array, Array,
 
 def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
     """Return how much a layer hides at most of a second of its time, and by how much the ends exceed it, [n, 2]."""
-    layers = [DENSE, MOE, DENSE_AGAIN, MOE_AGAIN]
+    layers = [DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED]
     there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
     whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
     share = hidden[:, layers] / np.maximum(whole[:, layers], 1e-30) * (np.tile(there, 2) > 0)
@@ -271,7 +274,7 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
             states=math.ceil(c.states[row, g]),
             kept=whole(c.kept[row, g]),
             entry=whole(c.entry[row, g]),
-            again=round(float(c.again[row, g]) / PS),
+            recompute_time=round(float(c.recompute_time[row, g]) / PS),
             working=math.ceil(c.working[row, g]) if c.choice[row] else math.ceil(c.held[row]),
             weights=(math.ceil(c.weights[row, g, 0]), math.ceil(c.weights[row, g, 1])),
         )
@@ -306,7 +309,7 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
 class Stages:
     """How many layers of the larger kind a stage can hold: by memory, by time, and by the time that saves memory."""
 
-    def __init__(self, c: Costs, a: Architecture, room: float, some: np.ndarray) -> None:
+    def __init__(self, c: Costs, a: Architecture, room: float, some: NDArray[Any]) -> None:
         g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
         self.space = room - c.fixed[some]
         self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
@@ -321,28 +324,30 @@ class Stages:
         self.m = c.micro_batches[some, None]
         saved = c.kept[some, g] - c.entry[some, g]
         self.whole = c.states[some, g, None] + c.kept[some, g]
-        again = np.where(c.choice[some], c.again[some, g], 0.0)[:, None]
-        self.dear = np.where(saved > 0, again / np.maximum(saved, 1.0), 0.0)
+        recompute_time = np.where(c.choice[some], c.recompute_time[some, g], 0.0)[:, None]
+        self.seconds_per_byte = np.where(saved > 0, recompute_time / np.maximum(saved, 1.0), 0.0)
         """Seconds for each byte that layers need beyond `space`: so many are recomputed that they fit."""
 
     def most(self, makespan: Array) -> Array:
         """Return the layers of each stage in pipelines of at most so many seconds, [n, P]."""
         left = makespan[:, None] / self.m - self.spent
         within = np.minimum(
-            left / self.one, (left + self.dear * self.space) / (self.one + self.dear * self.whole)
+            left / self.one,
+            (left + self.seconds_per_byte * self.space)
+            / (self.one + self.seconds_per_byte * self.whole),
         )
         return np.minimum(self.fit, np.floor(within + 1e-9))
 
     def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
         """Return a makespan in which the stages cannot hold so many layers, [n], and whether they ever can."""
 
-        def holds(makespan: Array) -> np.ndarray:
+        def holds(makespan: Array) -> NDArray[Any]:
             here = self.most(makespan)
             return (here >= 0).all(axis=1) & (here.sum(axis=1) >= number)
 
         low = (self.m * self.spent).max(axis=1)
-        all_again = self.one + self.dear * (self.whole - self.each)
-        high = low + (self.m * all_again).max(axis=1) * (number + 1)
+        all_recomputed = self.one + self.seconds_per_byte * (self.whole - self.each)
+        high = low + (self.m * all_recomputed).max(axis=1) * (number + 1)
         possible = (self.fit >= 0).all(axis=1) & (self.fit.sum(axis=1) >= number)
         for _ in range(steps):
             middle = (low + high) / 2
@@ -351,8 +356,8 @@ class Stages:
         return low, possible
 
 
-def too_slow(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
-    """Return a step that no placement is below, and by how many bytes and where a configuration does not fit.
+def lower_bound(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
+    """Return a lower bound on the step time, and by how many bytes, on which stage, a configuration does not fit.
 
     A stage with n layers of the larger kind takes m times their time, and holds no more than fit with all recomputed; so many
     must be held together. Infinity: they do not fit.
@@ -369,7 +374,7 @@ def too_slow(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Arra
     )
 
 
-def estimate(c: Costs, a: Architecture, chunks: Array, bound: Array) -> Array:
+def estimate(c: Costs, a: Architecture, chunks: NDArray[Any], bound: Array) -> Array:
     """Return about what the step takes, [n]: its bound and the start-up of equal chunks. Orders the search and proves nothing."""
     counts = np.array([a.dense_layers, a.moe_layers])
     stages = c.fixed.shape[1]
@@ -379,10 +384,10 @@ def estimate(c: Costs, a: Architecture, chunks: Array, bound: Array) -> Array:
 
 def prove(
     c: Costs,
-    some: np.ndarray,
+    some: NDArray[Any],
     a: Architecture,
     proofs: list[Multipliers],
-    stages_of: np.ndarray,
+    stages_of: NDArray[Any],
     room: float,
     target: float,
 ) -> Array:
@@ -420,10 +425,10 @@ def prove(
 
 def _proved(
     c: Costs,
-    some: np.ndarray,
+    some: NDArray[Any],
     a: Architecture,
     proof: Multipliers,
-    stages_of: np.ndarray,
+    stages_of: NDArray[Any],
     space: Array,
     least_weights: Array,
 ) -> Array:
@@ -446,10 +451,12 @@ def _proved(
 
     def each(kind: int) -> Array:
         found = k[:, None] * (c.times[some, kind] @ proof.counts)
-        stage = np.einsum("ni,nis->ns", c.weights[some, kind], weigh)
+        stage = (c.weights[some, kind, :, None] * weigh).sum(axis=1)
         stage = stage + proof.memory * (c.states[some, kind, None] + c.kept[some, kind])
         saved = proof.memory * (c.kept[some, kind] - c.entry[some, kind])
-        more = k[:, None] * c.again[some, kind, None] * proof.counts[1] - saved[:, stages_of]
+        more = (
+            k[:, None] * c.recompute_time[some, kind, None] * proof.counts[1] - saved[:, stages_of]
+        )
         more = np.where(c.choice[some, None], np.minimum(more, 0.0), 0.0)
         return found + stage[:, stages_of] + more
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import UsageError
-from telechat_moe.tools.plan.search.bounds import problem_of
 from telechat_moe.tools.plan.search.placement import (
     CUTS,
     EMPTY,
@@ -15,26 +15,23 @@ from telechat_moe.tools.plan.search.placement import (
     PlacementSearch,
     ProofTree,
 )
-from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
-from telechat_moe.tools.plan.search.search import Plan
-from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe, layout_of
+from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, ScheduleKey
+from telechat_moe.tools.plan.search.search import SearchResult
+from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe
 
 NEIGHBOURS = 6
 """Proofs of configurations with the same schedule that are tried before another one is made."""
-
-Key = tuple[str, int, int, int]
-"""Schedule, stages, micro-batches, chunks of a stage."""
 
 
 class Writer:
     """Collects configurations and what they share: arrays, schedules with their paths, proofs."""
 
-    def __init__(self, pools: dict[Key, PathPool]) -> None:
+    def __init__(self, pools: dict[ScheduleKey, PathPool]) -> None:
         self.pools = pools
         self.columns: list[str] = []
         self.rows: list[list[Any]] = []
-        self.lists: dict[tuple[str, tuple[int, ...], bytes], tuple[int, np.ndarray]] = {}
-        self.schedules: dict[Key, int] = {}
+        self.lists: dict[tuple[str, tuple[int, ...], bytes], tuple[int, NDArray[Any]]] = {}
+        self.schedules: dict[ScheduleKey, int] = {}
         self.paths: list[dict[int, list[int]]] = []
         self.proofs: list[dict[str, Any]] = []
         self._known: dict[tuple[int, int], tuple[int, PlacementSearch]] = {}
@@ -54,7 +51,7 @@ class Writer:
             "layout": {
                 "row": row,
                 "kinds": [*([[0] * p.number] * (2 - len(kinds))), *kinds.tolist()],
-                "again": list(placed.again),
+                "again": list(placed.recomputed),
                 "step_s": placed.seconds,
             },
             "lists": [array.tolist() for _, array in self.lists.values()],
@@ -74,7 +71,7 @@ class Writer:
 
     def _schedule(self, p: Problem) -> int:
         """Return the number of a schedule."""
-        number = self.schedules.setdefault(_key(p), len(self.schedules))
+        number = self.schedules.setdefault(p.key, len(self.schedules))
         if number == len(self.paths):
             self.paths.append({})
         return number
@@ -85,7 +82,7 @@ class Writer:
         if key not in self._known:
             found = search.multipliers(proof)
             for number, _ in found.paths:
-                kind, micro = np.divmod(self.pools[_key(p)][number].ops, p.micro_batches)
+                kind, micro = np.divmod(self.pools[p.key][number].ops, p.micro_batches)
                 passes = np.where(kind < p.number, kind, 3 * p.number - 1 - kind)
                 ops = passes * p.micro_batches + micro
                 self.paths[self._schedule(p)][number] = ops.tolist()
@@ -126,7 +123,7 @@ class Writer:
             "schedule": self._schedule(p),
             "count": [0] * (2 - len(p.layers)) + [g.count for g in p.layers],
             "time": [(g.times[0], g.times[1] + g.times[2]) for g in layers],
-            "again": [g.again * p.choice for g in layers],
+            "again": [g.recompute_time * p.choice for g in layers],
             "full": [g.states + np.array(g.kept) for g in layers],
             "entry": [g.states + np.array(e) for g, e in zip(layers, entry, strict=True)],
             "working": [g.working for g in layers],
@@ -150,10 +147,6 @@ class Writer:
         return {name: self._numbers(values) for name, values in found.items()}
 
 
-def _key(p: Problem) -> Key:
-    return p.schedule, p.stages, p.micro_batches, p.chunks
-
-
 def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int], left: int) -> Any:
     """Return a tree that parts ways to place layers of a kind, chunk by chunk; `left` have no place yet."""
     if not left or not ways:
@@ -167,17 +160,17 @@ def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int],
 
 
 def _tree(
-    plan: Plan, row: int, p: Problem, bound: float, made: dict[Key, list[ProofTree]]
+    plan: SearchResult, row: int, p: Problem, bound: float, made: dict[ScheduleKey, list[ProofTree]]
 ) -> ProofTree:
     """Return the tree that proves a configuration; where many were pruned at once, it is made here."""
-    search = PlacementSearch(p, plan.pools.setdefault(_key(p), PathPool()))
+    search = PlacementSearch(p, plan.pools.setdefault(p.key, PathPool()))
     tree = search.empty()
     if plan.by[row] == -2:
         tree = plan.answers[row].tree
     elif plan.by[row] >= 0:
-        tree = search.with_first(plan.proofs[plan.by[row]])
+        tree = search.with_first(plan.proofs[int(plan.by[row])])
     # the quick bounds of many at once are not always to the letter those of one
-    own = made.setdefault(_key(p), [])
+    own = made.setdefault(p.key, [])
     for known in (tree, *reversed(own)):
         if search.proves(known, bound):
             return known
@@ -186,7 +179,7 @@ def _tree(
     return own[-1]
 
 
-def certificate(plan: Plan) -> dict[str, Any]:
+def certificate(plan: SearchResult) -> dict[str, Any]:
     """Return the certificate of a plan as plain data; its bound is what was proven, the best step or less.
 
     Raises:
@@ -196,13 +189,12 @@ def certificate(plan: Plan) -> dict[str, Any]:
         raise UsageError(
             "--certificate: the checker knows 1F1B only; with --beyond-recipes add --fix schedule=1f1b,interleaved"
         )
-    write, made = Writer(plan.pools), {}
+    write = Writer(plan.pools)
+    made: dict[ScheduleKey, list[ProofTree]] = {}
     bound = min(plan.lower_bound_s, plan.best[0].step_s)
-    for c, here in plan.costs.values():
-        for at, row in enumerate(here):
-            layout = layout_of(plan.rows[row], plan.space)
-            p = problem_of(c, at, plan.architecture, layout, plan.room_bytes)
-            write.add(int(row), describe(plan.rows[row]), p, _tree(plan, int(row), p, bound, made))
+    for row in range(len(plan.rows)):
+        p = plan.problem(row)
+        write.add(row, describe(plan.rows[row]), p, _tree(plan, row, p, bound, made))
     best = plan.best[0]
     placed = replace(best.placed, seconds=best.step_s)
     return {

@@ -71,7 +71,7 @@ def _refuse(
     Raises:
         BadInputError: Always naming the layout and what cannot be said.
     """
-    found = []
+    found: list[str] = []
     if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
         found.append(f"place layers for {layout.schedule}")
     swapped = layout.recompute_layers is None or any(layout.recompute_layers)
@@ -119,7 +119,8 @@ def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) 
     for key, value in given.items():
         _put(changed, key, value)
     changed["model"]["model_config"]["batch_size"] = layout.micro_batch
-    for callback in changed.get("callbacks") or []:
+    callbacks: list[dict[str, Any]] = changed.get("callbacks") or []
+    for callback in callbacks:
         for name in ("micro_batch_num", "gradient_accumulation_steps"):
             section = "parallel_config" if name == "micro_batch_num" else "runner_config"
             if callback.get(name) is not None or "micro_batch_num" in callback:
@@ -150,7 +151,7 @@ def layout_string(a: Architecture, layout: Layout) -> str:
     chunks[0] = "E" + chunks[0]
     chunks[-1 - (layout.ends != "last")] += "m" * a.mtp
     chunks[-1] += "L"
-    words = []
+    words: list[str] = []
     for chunk, same in groupby(chunks):
         number = len(list(same))
         words.append(f"({chunk}|)*{number}" if number > 1 else chunk + "|")
@@ -199,10 +200,10 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
         found += ["--expert-model-parallel-size", layout.ep]
     if layout.etp > 1:
         found += ["--expert-tensor-parallel-size", layout.etp]
-    again = layout.recompute_layers
-    if layout.recompute == "full" and (again is None or any(again)):
+    recomputed = layout.recompute_layers
+    if layout.recompute == "full" and (recomputed is None or any(recomputed)):
         most = (
-            size if again is None else max(again)
+            size if recomputed is None else max(recomputed)
         )  # one number for all chunks: at least what each needs
         found += ["--recompute-granularity", "full", "--recompute-method", "block"]
         found += ["--recompute-num-layers", most]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import yaml
@@ -104,30 +104,23 @@ def read_space(file: str) -> Choices:
     path = Path(file)
     if not path.is_file():
         raise BadInputError(f"{file}: no such file")
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(raw, dict) or not isinstance(raw.get("choices"), dict):
-        raise BadInputError(
-            f"{file}: expected a mapping with {', '.join(KEYS)}; choices is one, too"
-        )
-    _known(file, "", raw, KEYS)
-    _known(file, "choices.", raw["choices"], CHOICES)
-    budget = raw.get("budget") or {}
-    _known(file, "budget.", budget, BUDGET)
+    raw = _mapping(file, "", yaml.safe_load(path.read_text(encoding="utf-8")), KEYS)
+    choices = _mapping(file, "choices", raw.get("choices"), CHOICES)
+    budget = _mapping(file, "budget", raw.get("budget") or {}, BUDGET)
+    align = _mapping(file, "align", raw.get("align") or {}, ("width", "block"))
     for name in ("recipe", "devices"):
         if name not in raw:
             raise BadInputError(f"{file}: {name} is missing")
     recipe = load(raw["recipe"])
     layout = Layout.from_recipe(recipe)
     room = raw.get("memory_gib")
-    align = raw.get("align") or {}
-    _known(file, "align.", align, ("width", "block"))
     return Choices(
         base=Architecture.from_recipe(recipe),
         layout=layout,
         device=usable(load_device(raw.get("device", "ascend-910b")), room and float(room) * GIB),
         devices=int(raw["devices"]),
         global_batch=int(raw.get("global_batch") or layout.global_batch),
-        choices={k: _numbers(file, k, v) for k, v in raw["choices"].items()},
+        choices={k: _numbers(file, k, v) for k, v in choices.items()},
         budget={k: _range(file, k, v) for k, v in budget.items()},
         width=int(align.get("width", 256)),
         block=int(align.get("block", 16)),
@@ -135,14 +128,21 @@ def read_space(file: str) -> Choices:
     )
 
 
-def _known(file: str, at: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in given:
+def _mapping(file: str, name: str, given: Any, known: tuple[str, ...]) -> dict[str, Any]:
+    """Return a mapping whose keys are all known; `name` is empty for the whole file."""
+    if not isinstance(given, dict):
+        what = f"{name} is {given!r}, expected" if name else "expected"
+        raise BadInputError(f"{file}: {what} a mapping with {', '.join(known)}")
+    found: dict[str, Any] = {str(key): value for key, value in cast(dict[Any, Any], given).items()}
+    for key in found:
         if key not in known:
-            raise BadInputError(f"{file}: {at}{key} is unknown; there are {', '.join(known)}")
+            at = f"{name}.{key}" if name else key
+            raise BadInputError(f"{file}: {at} is unknown; there are {', '.join(known)}")
+    return found
 
 
 def _numbers(file: str, key: str, value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
+    values = cast(list[Any], value) if isinstance(value, list) else [value]
     if not values or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
         raise BadInputError(f"{file}: choices.{key} is {value!r}, expected whole numbers")
     return values
@@ -206,7 +206,8 @@ def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
 
 def search_models(s: Choices) -> Result:
     """Score the space."""
-    refused, allowed, number = Counter[str](), [], 0
+    refused, number = Counter[str](), 0
+    allowed: list[Architecture] = []
     for a in architectures(s):
         number += 1
         why = refusal(s, a)
@@ -219,7 +220,8 @@ def search_models(s: Choices) -> Result:
     for start in range(0, len(allowed), BATCH):
         scored += _score(s, allowed[start : start + BATCH], layouts, refused)
     scored.sort(key=lambda c: -c.tokens_per_s)
-    front, most = [], -1
+    front: list[Scored] = []
+    most = -1
     for c in scored:
         if c.architecture.parameters > most:
             most = c.architecture.parameters
@@ -290,9 +292,9 @@ def _score(
         return []
     table = evaluate([a for a, _, _ in pairs], [x for _, x, _ in pairs], s.device)
     best: dict[int, int] = {}
-    for k in np.argsort(table.step_s, kind="stable"):
+    for k in map(int, np.argsort(table.step_s, kind="stable")):
         if table.fits[k]:
-            best.setdefault(pairs[k][2], int(k))
+            best.setdefault(pairs[k][2], k)
     refused["does not fit in memory"] += len(divided) - len(best)
     tokens = s.global_batch * s.base.seq / s.devices
     return [

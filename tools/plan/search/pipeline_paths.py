@@ -9,8 +9,10 @@ import ctypes
 import weakref
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.layout import Layout
@@ -26,10 +28,10 @@ KINDS = ("forward", "backward", "weight")
 class Path:
     """One path through a program."""
 
-    ops: np.ndarray
+    ops: NDArray[Any]
     """Its operations in order, `(kind * chunks + chunk) * micro_batches + micro_batch`, int32."""
 
-    counts: np.ndarray
+    counts: NDArray[Any]
     """How many are of each kind and chunk, [3, chunks]."""
 
     sends: int
@@ -62,7 +64,7 @@ class Pipeline:
             raise BadInputError(f"schedule {schedule}: its operations wait for each other")
         weakref.finalize(self, load().telechat_pipeline_delete, self.at)
 
-    def makespan(self, times: np.ndarray, send: int) -> int:
+    def makespan(self, times: NDArray[Any], send: int) -> int:
         """Return the makespan.
 
         Args:
@@ -72,7 +74,7 @@ class Pipeline:
         given = np.ascontiguousarray(times, dtype=np.int64)
         return load().telechat_pipeline_path(self.at, address(given), int(send), 0, None, None)
 
-    def path(self, times: np.ndarray, send: int, seed: int = 0) -> tuple[int, Path]:
+    def path(self, times: NDArray[Any], send: int, seed: int = 0) -> tuple[int, Path]:
         """Return the makespan and a longest path; of several `seed` takes one."""
         ops, length = np.empty(self.operations, dtype=np.int32), ctypes.c_int32()
         given = np.ascontiguousarray(times, dtype=np.int64)
@@ -81,7 +83,7 @@ class Pipeline:
         )
         return makespan, self.as_path(ops[: length.value])
 
-    def as_path(self, ops: np.ndarray) -> Path:
+    def as_path(self, ops: NDArray[Any]) -> Path:
         """Return operations that follow each other as a path."""
         what = ops // self.micro_batches
         counts = np.bincount(what, minlength=3 * self.chunks).reshape(3, self.chunks)
@@ -105,7 +107,7 @@ def pipeline(schedule: str, stages: int, micro_batches: int, chunks: int) -> Pip
     return Pipeline(schedule, stages, micro_batches, chunks)
 
 
-def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[np.ndarray]:
+def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[NDArray[Any]]:
     """Return 1F1B's order, interleaved with several chunks: what `schedules.interleaved` and `one_f_one_b` list."""
     p, m, total = stages, micro_batches, micro_batches * chunks
     if chunks > 1 and m % p:
@@ -114,7 +116,7 @@ def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[np.ndarra
     if chunks > 1:
         turn = np.tile(np.repeat(np.arange(chunks), p), m // p)
         micro = np.tile(np.arange(p), m // p * chunks) + np.repeat(np.arange(0, m, p), p * chunks)
-    orders = []
+    orders: list[NDArray[np.int32]] = []
     for s in range(p):
         ahead = p - 1 - s if chunks == 1 else 2 * (p - 1 - s) + (chunks - 1) * p
         ahead = min(ahead, total)
@@ -126,7 +128,7 @@ def _interleaved(stages: int, micro_batches: int, chunks: int) -> list[np.ndarra
     return orders
 
 
-def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list[np.ndarray]:
+def _listed(schedule: str, stages: int, micro_batches: int, chunks: int) -> list[NDArray[Any]]:
     layout = Layout(
         pp=stages, vpp=chunks, micro_batches=micro_batches, schedule=schedule  # type: ignore[arg-type]
     )  # fmt: skip

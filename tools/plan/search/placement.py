@@ -129,10 +129,10 @@ class PlacementSearch:
     def __init__(self, problem: Problem, pool: PathPool) -> None:
         self.p, self.pool = problem, pool
         pool.pipeline = problem.pipeline
-        self._given = _Given(problem)
+        self._program = problem.pipeline  # the search reads it
         longest = np.zeros(problem.stages, dtype=np.int32)
         self._at = load().telechat_placement_new(
-            ctypes.byref(self._given), pool.at, address(longest)
+            self._program.at, pool.at, *map(address, (*_flat(problem), longest))
         )
         weakref.finalize(self, load().telechat_placement_delete, self._at)
         self.longest: tuple[int, ...] = tuple(longest.tolist()) if longest[0] >= 0 else ()
@@ -209,18 +209,20 @@ class PlacementSearch:
     def _best(
         self, start: NDArray[np.int32] | None = None, patience: int = 0, until: float = math.inf
     ) -> Placed | None:
-        layers, again = np.zeros((2, self.p.number), dtype=np.int32)
+        layers, recomputed = np.zeros((2, self.p.number), dtype=np.int32)
         seconds = load().telechat_placement_best(
             self._at,
             None if start is None else address(start),
             patience,
             until - time.perf_counter(),
             address(layers),
-            address(again),
+            address(recomputed),
         )
         if not seconds:
             return None
-        return Placed(layers=tuple(layers.tolist()), again=tuple(again.tolist()), seconds=seconds)
+        return Placed(
+            layers=tuple(layers.tolist()), recomputed=tuple(recomputed.tolist()), seconds=seconds
+        )
 
     def multipliers(self, number: int) -> Multipliers:
         """Return a proof by its number."""
@@ -260,82 +262,20 @@ class PlacementSearch:
         return counts
 
 
-class _GivenLayers(ctypes.Structure):
-    _fields_ = (
-        ("count", ctypes.c_int64),
-        ("times", ctypes.c_int64 * 3),
-        ("states", ctypes.c_int64),
-        ("again", ctypes.c_int64),
-        ("working", ctypes.c_int64),
-        ("kept", ctypes.c_void_p),
-        ("entry", ctypes.c_void_p),
-        ("weights", ctypes.c_double * 2),
+def _flat(p: Problem) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return the whole numbers and the reals of a problem in the order in which placement.cc takes them."""
+    bulk, rest = p.layers[p.bulk], p.rest
+    kinds = [bulk, *(layer for layer in p.layers if layer is not bulk)]
+    whole: list[Any] = [(p.stages, len(kinds), p.bulk, p.choice, p.send, p.held)]
+    whole += [p.lowest, p.highest, p.fixed.ravel(), p.memory, p.buffer]
+    reals: list[Any] = [p.weight.ravel(), p.least_weight]
+    reals += [(k, c, *u) for k, c, u in rest.lines(p.micro_batches)]
+    reals += [(rest.base, rest.start, rest.exposed), rest.reduce, rest.update, rest.hides]
+    for layer in kinds:
+        whole += [(layer.count, *layer.times, layer.states, layer.recompute_time, layer.working)]
+        whole += [layer.kept, layer.entry or layer.kept]
+        reals += [layer.weights]
+    return (
+        np.concatenate(whole, dtype=np.int64, casting="unsafe"),
+        np.concatenate(reals, dtype=np.float64, casting="unsafe"),
     )
-
-
-class _Given(ctypes.Structure):
-    """A problem as `tools/plan/native/placement.h` reads it."""
-
-    _fields_ = (
-        ("pipeline", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("stages", "kinds", "bulk", "choice", "send", "held")),
-        ("layers", _GivenLayers * 2),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("lowest", "highest", "fixed", "memory", "buffer", "weight")
-        ),
-        ("least", ctypes.c_double * 2),
-        ("lines", ctypes.c_double * 4 * 2),
-        ("base", ctypes.c_double),
-        ("start", ctypes.c_double),
-        ("reduce", ctypes.c_double * 2),
-        ("update", ctypes.c_double * 2),
-        ("exposed", ctypes.c_double),
-        ("hides", ctypes.c_double * 2),
-    )
-
-    def __init__(self, p: Problem) -> None:
-        rest = p.rest
-        self._arrays: list[NDArray[Any]] = []
-        layers = [
-            _GivenLayers(
-                count=g.count,
-                times=(ctypes.c_int64 * 3)(*g.times),
-                states=g.states,
-                again=g.again,
-                working=g.working,
-                kept=self._numbers(g.kept),
-                entry=self._numbers(g.entry or g.kept),
-                weights=(ctypes.c_double * 2)(*g.weights),
-            )
-            for g in p.layers
-        ]
-        lines = [(k, c, *u) for k, c, u in rest.lines(p.micro_batches)]
-        super().__init__(
-            pipeline=p.pipeline.at,
-            stages=p.stages,
-            kinds=len(p.layers),
-            bulk=p.bulk,
-            choice=p.choice,
-            send=p.send,
-            held=p.held,
-            layers=(_GivenLayers * 2)(*layers),
-            lowest=self._numbers(p.lowest),
-            highest=self._numbers(p.highest),
-            fixed=self._numbers(p.fixed),
-            memory=self._numbers(p.memory),
-            buffer=self._numbers(p.buffer),
-            weight=self._numbers(p.weight, np.float64),
-            least=(ctypes.c_double * 2)(*p.least_weight),
-            lines=(ctypes.c_double * 4 * 2)(*((ctypes.c_double * 4)(*line) for line in lines)),
-            base=rest.base,
-            start=rest.start,
-            reduce=(ctypes.c_double * 2)(*rest.reduce),
-            update=(ctypes.c_double * 2)(*rest.update),
-            exposed=rest.exposed,
-            hides=(ctypes.c_double * 2)(*rest.hides),
-        )
-
-    def _numbers(self, values: object, kind: type = np.int64) -> int:
-        self._arrays.append(np.ascontiguousarray(values, dtype=kind))
-        return self._arrays[-1].ctypes.data

@@ -11,11 +11,16 @@ so that no stage needs more memory than it has. The makespan is that of the sche
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
+
+ScheduleKey = tuple[str, int, int, int]
+"""Schedule, stages, micro-batches, chunks of a stage: problems that have it in common share paths."""
 
 Times = tuple[int, int, int]
 """F, B (D where the schedule has dW apart), W of one micro-batch, ps."""
@@ -33,14 +38,14 @@ class Layers:
     kept: tuple[int, ...]
     """Bytes that one on each stage keeps at the peak, for all micro-batches in flight."""
 
-    again: int = 0
+    recompute_time: int = 0
     """Further backward time of one that is recomputed, ps."""
 
     entry: tuple[int, ...] = ()
     """Bytes that a recomputed one keeps."""
 
     working: int = 0
-    """Bytes of a stage while it computes one of them again; the larger of both kinds counts."""
+    """Bytes of a stage while it recomputes one of them; the larger of both kinds counts."""
 
     weights: tuple[int, int] = (0, 0)
     """Parameters of one on a device: those that all copies of the data hold, and experts."""
@@ -66,7 +71,7 @@ class Rest:
     """Seconds hidden for a second of forward and of backward of the stage that hides most; ZeRO 2 and 3 reduce in every
     micro-batch."""
 
-    def lines(self, micro_batches: int) -> list[tuple[float, float, np.ndarray]]:
+    def lines(self, micro_batches: int) -> list[tuple[float, float, NDArray[Any]]]:
         """Return (k, c, [u_0, u_1]) so that every step is at least k makespan + c + u U, for each.
 
         The longest stage t takes no more than makespan / m, so what it hides is bounded by the makespan.
@@ -137,12 +142,17 @@ class Problem:
         return self.stages * self.chunks
 
     @property
+    def key(self) -> ScheduleKey:
+        """What a pipeline is made of."""
+        return self.schedule, self.stages, self.micro_batches, self.chunks
+
+    @property
     def pipeline(self) -> Pipeline:
         """The order of operations."""
-        return pipeline(self.schedule, self.stages, self.micro_batches, self.chunks)
+        return pipeline(*self.key)
 
     @cached_property
-    def lowest(self) -> np.ndarray:
+    def lowest(self) -> NDArray[Any]:
         """Fewest layers of each chunk: recipes leave only the first and the last one empty."""
         least = np.ones(self.number, dtype=np.int64)
         least[[0, -1]] = 0
@@ -151,7 +161,7 @@ class Problem:
         return least
 
     @cached_property
-    def highest(self) -> np.ndarray:
+    def highest(self) -> NDArray[Any]:
         """Most layers of each chunk."""
         total = sum(g.count for g in self.layers)
         return np.minimum(np.array(self.most or (total,) * self.number, dtype=np.int64), total)
@@ -162,7 +172,7 @@ class Problem:
         return max(range(len(self.layers)), key=lambda g: self.layers[g].count)
 
     @cached_property
-    def fixed(self) -> np.ndarray:
+    def fixed(self) -> NDArray[Any]:
         """Times of every chunk without its layers, [3, chunks]."""
         found = np.zeros((3, self.number), dtype=np.int64)
         found[:, 0] += self.first
@@ -172,18 +182,18 @@ class Problem:
         return found
 
     @cached_property
-    def weight(self) -> np.ndarray:
+    def weight(self) -> NDArray[Any]:
         """Parameters of every stage without its layers, [2, stages]."""
         return np.array([w or (0,) * self.stages for w in self.weights], dtype=np.float64)
 
     @cached_property
-    def least_weight(self) -> np.ndarray:
+    def least_weight(self) -> NDArray[Any]:
         """Parameters that the largest stage has at least, [2]."""
         bulk = self.layers[self.bulk]
         own = tuple(w or (0,) * self.stages for w in self.weights)
         return _least_largest(own, bulk.weights, bulk.count)
 
-    def kinds(self, counts: np.ndarray) -> np.ndarray:
+    def kinds(self, counts: NDArray[Any]) -> NDArray[Any]:
         """Return the layers of every kind, [kinds, chunks], of chunks with so many in all."""
         if len(self.layers) == 1:
             return counts[None, :]
@@ -192,7 +202,7 @@ class Problem:
         return np.stack([first, counts - first])
 
 
-def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarray:
+def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArray[Any]:
     """Return the least that the largest stage can have when so many equal layers are divided among the stages.
 
     Args:
@@ -216,7 +226,7 @@ def least_largest(fixed: np.ndarray, each: np.ndarray, number: int) -> np.ndarra
 @lru_cache(4096)
 def _least_largest(
     fixed: tuple[tuple[int, ...], ...], each: tuple[int, int], number: int
-) -> np.ndarray:
+) -> NDArray[Any]:
     """Return it for one problem: many have the same parameters."""
     one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
     return least_largest(one[None], more[None], number)[0]
@@ -229,7 +239,7 @@ class Placed:
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
 
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     """Of them, recomputed."""
 
     seconds: float

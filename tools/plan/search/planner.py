@@ -12,8 +12,8 @@ from telechat_moe.tools.plan.cost.documents import pack, read_lengths
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.report.layouts import distinct
 from telechat_moe.tools.plan.search.emit import write_recipe
-from telechat_moe.tools.plan.search.search import Plan, search, usable
-from telechat_moe.tools.plan.search.space import Space, nothing, parse_fixed
+from telechat_moe.tools.plan.search.search import SearchResult, search, usable
+from telechat_moe.tools.plan.search.space import Space, explain_empty, parse_fixed
 from telechat_moe.units import gib_text
 
 FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
@@ -38,7 +38,7 @@ class Question:
         top: int = 10,
         limit_s: float = 300.0,
         done: Callable[[float, int], object] = lambda share, solved: None,
-    ) -> Plan:
+    ) -> SearchResult:
         """Search; see `search`.
 
         Raises:
@@ -48,10 +48,10 @@ class Question:
             self.architecture, self.space, self.device, top=top, limit_s=limit_s, done=done
         )
         if not len(plan.rows):
-            raise UsageError(nothing(self.architecture, self.space))
+            raise UsageError(explain_empty(self.architecture, self.space))
         return plan
 
-    def front(self, plan: Plan) -> list[Plan]:
+    def front(self, plan: SearchResult) -> list[SearchResult]:
         """Return the plans under smaller memory limits, each searched for `FRONT_S` at most."""
         if not plan.best:
             return []
@@ -67,7 +67,7 @@ class Question:
             for share in FRONT
         ]
 
-    def recipe_text(self, plan: Plan, pick: int = 1) -> str:
+    def recipe_text(self, plan: SearchResult, pick: int = 1) -> str:
         """Return the recipe with a layout.
 
         Args:

@@ -1,6 +1,6 @@
 """The best layout of a model on a number of devices under the event simulation, with a proven bound.
 
-1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.too_slow`), all at once in NumPy;
+1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.lower_bound`), all at once in NumPy;
 2. good placements of promising configurations give a step to beat;
 3. in the order of the bounds a configuration's linear program is solved (`placement`); its multipliers are tried on all
    configurations with the same schedule, which prunes most; what stays below the best step is branched on;
@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.tools.plan.cost.architecture import Architecture
@@ -25,12 +27,12 @@ from telechat_moe.tools.plan.search.bounds import (
     Costs,
     costs,
     estimate,
+    lower_bound,
     problem_of,
     prove,
-    too_slow,
 )
 from telechat_moe.tools.plan.search.placement import CLOSE, Answer, PathPool, PlacementSearch
-from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
+from telechat_moe.tools.plan.search.placement_problem import Placed, Problem, ScheduleKey
 from telechat_moe.tools.plan.search.space import (
     CHOSEN,
     NAMES,
@@ -60,6 +62,10 @@ AGREE = 1e-6
 """Relative difference between the planner's step and the simulator's that rounding to ps explains."""
 
 
+Done = Callable[[float, int], object]
+"""Told the share that is done, 0 where that is not known, and how many configurations are solved."""
+
+
 @dataclass
 class Candidate:
     """A configuration that was looked at closely."""
@@ -84,39 +90,43 @@ class Candidate:
 
 
 @dataclass
-class Plan:
-    """What `search` returns."""
+class SearchResult:
+    """What `search` returns; while it runs, what is known so far."""
 
     architecture: Architecture
     device: Device
     space: Space
     room_bytes: float
-    rows: np.ndarray
+    rows: NDArray[np.int64]
     """Every configuration."""
 
-    bound_s: np.ndarray
+    bound_s: NDArray[np.float64]
     """Lower bound of each; infinity: it does not fit in memory."""
 
-    missing: np.ndarray
+    missing: NDArray[np.float64]
     """Bytes that each lacks where it does not fit, and the tightest stage, [n, 2]."""
 
-    best: list[Candidate]
+    by: NDArray[np.int64]
+    """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
+
+    best: list[Candidate] = field(default_factory=list[Candidate])
     """Found, fastest first."""
 
-    lower_bound_s: float
+    lower_bound_s: float = math.inf
     """Proven: no layout of the space is faster."""
 
-    seconds: float
-    solved: int
-    proofs: list[Answer] = field(default_factory=list)
-    """What prunes whole schedules by the multipliers of its first boxes."""
+    seconds: float = 0.0
+    solved: int = 0
+    proofs: list[Answer] = field(default_factory=list[Answer])
+    """Answers whose multipliers for the first boxes prune whole schedules."""
 
-    by: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Which of them prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
+    answers: dict[int, Answer] = field(default_factory=dict[int, Answer])
+    pools: dict[ScheduleKey, PathPool] = field(default_factory=dict[ScheduleKey, PathPool])
+    costs: dict[int, tuple[Costs, NDArray[np.int64]]] = field(
+        default_factory=dict[int, tuple[Costs, NDArray[np.int64]]]
+    )
+    """By pipeline stages: costs, and the configurations that they are of."""
 
-    answers: dict[int, Answer] = field(default_factory=dict)
-    pools: dict[tuple[str, int, int, int], PathPool] = field(default_factory=dict)
-    costs: dict[int, tuple[Costs, np.ndarray]] = field(default_factory=dict)
     timed_out: bool = False
 
     @property
@@ -128,6 +138,13 @@ class Plan:
     def optimal(self) -> bool:
         """Whether nothing is faster, but for rounding."""
         return bool(self.best) and self.gap <= 1e-6
+
+    def problem(self, row: int) -> Problem:
+        """Return the inner problem of a configuration."""
+        layout = layout_of(self.rows[row], self.space)
+        c, here = self.costs[layout.pp]
+        at = int(np.searchsorted(here, row))
+        return problem_of(c, at, self.architecture, layout, self.room_bytes)
 
 
 def usable(device: Device, memory_bytes: float | None) -> Device:
@@ -144,8 +161,8 @@ def search(
     *,
     top: int = 10,
     limit_s: float = 300.0,
-    done: Callable[[float, int], object] = lambda share, solved: None,
-) -> Plan:
+    done: Done = lambda _share, _solved: None,
+) -> SearchResult:
     """Find the fastest layout, and the next ones.
 
     Args:
@@ -154,116 +171,94 @@ def search(
         device: Device and network; its memory less what is reserved is the limit of a stage.
         top: So many configurations are wanted: the fastest with its proof, the others as good as found.
         limit_s: After it the best found is returned, with the bound proven so far.
-        done: Told how far it is.
+        done: See `Done`.
 
     Raises:
         CheckFailedError: The planner's and the simulator's step differ: one of them was changed alone.
     """
-    return _Search(a, space, device, top, limit_s, done).run()
+    began, rows = time.perf_counter(), enumerate_space(a, space)
+    n = len(rows)
+    found = SearchResult(
+        architecture=a,
+        device=device,
+        space=space,
+        room_bytes=device.memory_bytes - device.reserved_bytes,
+        rows=rows,
+        bound_s=np.full(n, np.inf),
+        missing=np.zeros((n, 2)),
+        by=np.full(n, -1),
+    )
+    _Search(found, top, began + limit_s, done).run()
+    found.seconds = time.perf_counter() - began
+    return found
 
 
 class _Search:
-    def __init__(
-        self,
-        a: Architecture,
-        space: Space,
-        device: Device,
-        top: int,
-        limit_s: float,
-        done: Callable,
-    ) -> None:
-        self.a, self.space, self.device, self.top = a, space, device, top
-        self.done, self.began = done, time.perf_counter()
-        self.until = self.began + limit_s
-        self.room = device.memory_bytes - device.reserved_bytes
-        self.rows = enumerate_space(a, space)
-        n = len(self.rows)
-        self.bound, self.guess = np.full(n, np.inf), np.full(n, np.inf)
-        self.missing, self.by = np.zeros((n, 2)), np.full(n, -1)
-        self.costs: dict[int, tuple[Costs, np.ndarray]] = {}
-        self.place = np.zeros(n, dtype=np.int64)
-        """Row of each in the costs of its depth."""
+    """Fills in a result."""
 
-        self.groups: dict[tuple[str, int, int, int], np.ndarray] = {}
-        self.pools: dict[tuple[str, int, int, int], PathPool] = {}
+    def __init__(self, found: SearchResult, top: int, until: float, done: Done) -> None:
+        self.found, self.top, self.until, self.done = found, top, until, done
+        self.guess = np.full(len(found.rows), np.inf)
+        """About what each configuration takes; orders the search."""
+
+        self.groups: dict[ScheduleKey, NDArray[np.int64]] = {}
         self.searches: dict[int, PlacementSearch] = {}
-        self.proofs: list[Answer] = []
-        self.answers: dict[int, Answer] = {}
         self.placed: dict[int, Placed] = {}
         self.best = math.inf
-        self.solved = 0
         self.rng = random.Random(1)
 
-    def run(self) -> Plan:
+    def run(self) -> None:
+        """Search; what is found is in `found`."""
         self._start()
         first = np.argsort(self.guess, kind="stable")
-        seen: set[tuple] = set()
+        seen: set[ScheduleKey] = set()
         for row in first:
             if len(seen) >= FIRST or not np.isfinite(self.guess[row]) or self._late():
                 break
             if (key := self._key(row)) not in seen:
                 seen.add(key)
                 self._try(int(row))
-        late = self._prove()
+        self.found.timed_out = self._prove()
         self._runners_up()
         first = sorted(self.placed, key=lambda row: self.placed[row].seconds)[: SHOWN + self.top]
-        found: list[Candidate] = []
+        best = self.found.best
         for row in first:  # simulated in full; of the best one only where time is up
-            if found and self._late():
+            if best and self._late():
                 break
-            found.append(self._candidate(row, self.placed[row]))
-        found.sort(key=lambda c: (round(c.step_s, 7), c.row))
-        lower = min(
-            [c.step_s for c in found[:1]] + [*self.bound[np.isfinite(self.bound)]], default=math.inf
+            best.append(self._candidate(row, self.placed[row]))
+        best.sort(key=lambda c: (round(c.step_s, 7), c.row))
+        bound = self.found.bound_s
+        self.found.lower_bound_s = float(
+            min([c.step_s for c in best[:1]] + [*bound[np.isfinite(bound)]], default=math.inf)
         )
-        for c in found:
-            c.bound_s = min(float(self.bound[c.row]), c.step_s)
-        return Plan(
-            architecture=self.a,
-            device=self.device,
-            space=self.space,
-            room_bytes=self.room,
-            rows=self.rows,
-            bound_s=self.bound,
-            missing=self.missing,
-            best=found,
-            lower_bound_s=float(lower),
-            seconds=time.perf_counter() - self.began,
-            solved=self.solved,
-            proofs=self.proofs,
-            by=self.by,
-            answers=self.answers,
-            pools=self.pools,
-            costs=self.costs,
-            timed_out=late,
-        )
+        for c in best:
+            c.bound_s = min(float(bound[c.row]), c.step_s)
 
     def _start(self) -> None:
         """Bound every configuration by its longest stage."""
-        column = {name: self.rows[:, NAMES.index(name)] for name in NAMES}
+        column = {name: self.found.rows[:, NAMES.index(name)] for name in NAMES}
 
-        def bounds(pp: int) -> tuple:
+        def bounds(pp: int) -> tuple[Costs, tuple[NDArray[Any], ...]]:
             here = np.flatnonzero(column["pp"] == pp)
-            x = space_columns(self.a, self.rows[here], self.space)
-            c = costs(x, self.device, np.isin(column["policy"][here], CHOSEN))
-            bound, lacks, stage = too_slow(c, self.a, self.room)
-            guess = estimate(c, self.a, column["vpp"][here], bound)
-            return here, c, bound, guess, np.column_stack([lacks, stage])
+            x = space_columns(self.found.architecture, self.found.rows[here], self.found.space)
+            c = costs(x, self.found.device, np.isin(column["policy"][here], CHOSEN))
+            bound, lacks, stage = lower_bound(c, self.found.architecture, self.found.room_bytes)
+            guess = estimate(c, self.found.architecture, column["vpp"][here], bound)
+            return c, (here, bound, guess, np.column_stack([lacks, stage]))
 
         depths = [int(pp) for pp in np.unique(column["pp"])]
         with ThreadPoolExecutor(WORKERS) as pool:
-            for pp, (here, c, *found) in zip(depths, pool.map(bounds, depths), strict=True):
-                self.costs[pp] = (c, here)
-                self.place[here] = np.arange(len(here))
-                self.bound[here], self.guess[here], self.missing[here] = found
+            for pp, (c, (here, *found)) in zip(depths, pool.map(bounds, depths), strict=True):
+                self.found.costs[pp] = (c, here)
+                self.found.bound_s[here], self.guess[here], self.found.missing[here] = found
         keys = np.column_stack([column[n] for n in ("schedule", "pp", "micro_batches", "vpp")])
         unique, which = np.unique(keys, axis=0, return_inverse=True)
         for i, _ in enumerate(unique):
             some = np.flatnonzero(which.ravel() == i)
             self.groups[self._key(some[0])] = some
 
-    def _key(self, row: int) -> tuple[str, int, int, int]:
-        layout = layout_of(self.rows[row], self.space)
+    def _key(self, row: int) -> ScheduleKey:
+        layout = layout_of(self.found.rows[row], self.found.space)
         return layout.schedule, layout.pp, layout.micro_batches, layout.vpp
 
     def _late(self) -> bool:
@@ -271,15 +266,13 @@ class _Search:
 
     def _placements(self, row: int) -> PlacementSearch:
         if row not in self.searches:
-            layout = layout_of(self.rows[row], self.space)
-            c, _ = self.costs[layout.pp]
-            problem = problem_of(c, int(self.place[row]), self.a, layout, self.room)
-            pool = self.pools.setdefault(self._key(row), PathPool())
+            problem = self.found.problem(row)
+            pool = self.found.pools.setdefault(problem.key, PathPool())
             self.searches[row] = PlacementSearch(problem, pool)
         return self.searches[row]
 
     def _keep(self, row: int, placed: Placed | None) -> None:
-        if placed and not any(placed.again) and (twin := self._twin(row)) != row:
+        if placed and not any(placed.recomputed) and (twin := self._twin(row)) != row:
             self._keep(twin, placed)  # it recomputes nothing: a layout of its own
         if placed and (row not in self.placed or placed.seconds < self.placed[row].seconds):
             self.placed[row] = placed
@@ -287,59 +280,64 @@ class _Search:
 
     def _twin(self, row: int) -> int:
         """Return the configuration that recomputes nothing and is like this one otherwise; itself if that is not searched."""
-        at = NAMES.index("policy")
-        if self.rows[row, at] not in CHOSEN:
+        rows, at = self.found.rows, NAMES.index("policy")
+        if rows[row, at] not in CHOSEN:
             return row
-        back = row - int(self.rows[row, at]) + POLICIES.index("none")
-        same = np.delete(self.rows[back] == self.rows[row], at).all() if back >= 0 else False
-        return back if same and self.rows[back, at] == POLICIES.index("none") else row
+        twin = row - int(rows[row, at]) + POLICIES.index("none")
+        expected = rows[row].copy()
+        expected[at] = POLICIES.index("none")
+        return twin if twin >= 0 and (rows[twin] == expected).all() else row
 
     def _try(self, row: int) -> None:
         """Place a configuration without a proof."""
         placements = self._placements(row)
         self._keep(row, placements.improve(placements.even(self.rng), 1, self.until))
 
-    def _prune(self, key: tuple[str, int, int, int], answer: Answer) -> None:
+    def _prune(self, key: ScheduleKey, answer: Answer) -> None:
         """Bound all configurations with the same schedule by the multipliers of one."""
-        some = self.groups[key]
-        some = some[(self.bound[some] < self.best) & np.isfinite(self.bound[some])]
+        found, some = self.found, self.groups[key]
+        some = some[(found.bound_s[some] < self.best) & np.isfinite(found.bound_s[some])]
         if not len(some):
             return
-        c, _ = self.costs[key[1]]
-        route = answer.search.p.pipeline.route
-        bound = prove(c, self.place[some], self.a, answer.first, route, self.room, self.best)
-        better = bound > self.bound[some]
-        self.proofs.append(answer)
-        self.bound[some[better]] = bound[better]
-        self.by[some[better]] = len(self.proofs) - 1
+        c, here = found.costs[key[1]]
+        at, route = np.searchsorted(here, some), answer.search.p.pipeline.route
+        a, room = found.architecture, found.room_bytes
+        bound = prove(c, at, a, answer.first, route, room, self.best)
+        better = bound > found.bound_s[some]
+        found.proofs.append(answer)
+        found.bound_s[some[better]] = bound[better]
+        found.by[some[better]] = len(found.proofs) - 1
 
     def _prove(self) -> bool:
         """Close configurations until no bound is below the best step; return whether time was up.
 
         The first boxes of all, in the order of their bounds; then more and more boxes of those with the least bounds.
         """
-        first = np.ones(len(self.rows), dtype=bool)
-        nodes = np.full(len(self.rows), BOXES[0])
+        first = np.ones(len(self.found.rows), dtype=bool)
+        nodes = np.full(len(self.found.rows), BOXES[0])
         with ThreadPoolExecutor(WORKERS) as pool:
             while rows := self._next(first) or self._next(np.ones_like(first)):
                 if self._late():
                     return True
                 searches = [self._placements(row) for row in rows]
                 each = [0 if first[row] else int(nodes[row]) for row in rows]
-                answers = pool.map(
-                    lambda i, n: i.solve(self.best, nodes=n, until=self.until), searches, each
-                )
+                answers = pool.map(self._solve, searches, each)
                 for row, answer in zip(rows, list(answers), strict=True):
                     self._take(row, answer)
                     nodes[row] = min(nodes[row] * (1 if first[row] else 3), BOXES[1])
                     first[row] = False
-                    self.done(0.0, self.solved)
+                    self.done(0.0, self.found.solved)
         return False
 
-    def _next(self, some: np.ndarray) -> list[int]:
+    def _solve(self, placements: PlacementSearch, nodes: int) -> Answer:
+        return placements.solve(self.best, nodes=nodes, until=self.until)
+
+    def _next(self, some: NDArray[Any]) -> list[int]:
         """Return the open configurations with the least bounds, no two with one schedule."""
-        found: dict[tuple, int] = {}
-        value = np.where(some & (self.bound < self.best * (1 - CLOSE)), self.bound, np.inf)
+        found: dict[ScheduleKey, int] = {}
+        value = np.where(
+            some & (self.found.bound_s < self.best * (1 - CLOSE)), self.found.bound_s, np.inf
+        )
         for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
             if not np.isfinite(value[row]) or len(found) == WORKERS:
                 break
@@ -350,46 +348,46 @@ class _Search:
 
     def _take(self, row: int, answer: Answer) -> None:
         """Keep what is known of a configuration."""
-        initial = row not in self.answers
-        self.solved += initial
-        self.answers[row] = answer
+        initial = row not in self.found.answers
+        self.found.solved += initial
+        self.found.answers[row] = answer
         self._keep(row, answer.best)
-        if answer.bound > self.bound[row]:
-            self.bound[row], self.by[row] = answer.bound, -2
+        if answer.bound > self.found.bound_s[row]:
+            self.found.bound_s[row], self.found.by[row] = answer.bound, -2
         if initial and len(answer.first_proofs) in (1, answer.search.p.stages):
             self._prune(self._key(row), answer)
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""
         order = np.argsort(
-            np.where(np.isfinite(self.guess), np.maximum(self.guess, self.bound), np.inf)
+            np.where(np.isfinite(self.guess), np.maximum(self.guess, self.found.bound_s), np.inf)
         )
         tried = 0
         for row in order:
             steps = sorted(p.seconds for p in self.placed.values())
             if tried >= RUNNERS_UP * self.top or not np.isfinite(self.guess[row]) or self._late():
                 break
-            if len(steps) >= self.top and self.bound[row] >= steps[self.top - 1]:
+            if len(steps) >= self.top and self.found.bound_s[row] >= steps[self.top - 1]:
                 continue
             if int(row) not in self.placed:
                 tried += 1
                 self._try(int(row))
 
     def _candidate(self, row: int, placed: Placed) -> Candidate:
-        layout = layout_of(self.rows[row], self.space)
+        layout = layout_of(self.found.rows[row], self.found.space)
         problem = self._placements(row).p
-        again = placed.again if problem.choice else None
-        layout = layout.but(chunks=placed.layers, recompute_layers=again)
-        step = simulate_step(self.a, layout, self.device)
+        recomputed = placed.recomputed if problem.choice else None
+        layout = layout.but(chunks=placed.layers, recompute_layers=recomputed)
+        step = simulate_step(self.found.architecture, layout, self.found.device)
         if abs(step.step_s / placed.seconds - 1) > AGREE:
             raise CheckFailedError(
                 f"plan: {layout.short()}: the planner has {placed.seconds:.6f} s for the step, the simulator "
                 f"{step.step_s:.6f} s; tools/plan/search/bounds.py and simulate_step.py disagree"
             )
         peak = float(step.table.memory.peak[0].max())
-        if peak > self.room * (1 + AGREE):
+        if peak > self.found.room_bytes * (1 + AGREE):
             raise CheckFailedError(
-                f"plan: {layout.short()}: {peak:.0f} bytes of {self.room:.0f}; tools/plan/search/bounds.py and memory.py disagree"
+                f"plan: {layout.short()}: {peak:.0f} bytes of {self.found.room_bytes:.0f}; tools/plan/search/bounds.py and memory.py disagree"
             )
         return Candidate(
             row=row,
@@ -402,6 +400,3 @@ class _Search:
             problem=problem,
             placed=placed,
         )
-
-
-__all__ = ["Candidate", "Plan", "search", "usable"]

@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.cost.architecture import Architecture
@@ -67,7 +68,9 @@ class Space:
     base: Layout
     """Types, kernels and overlap, which are not searched."""
 
-    fixed: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    fixed: Mapping[str, int | tuple[int, ...]] = field(
+        default_factory=dict[str, int | tuple[int, ...]]
+    )
     """Columns of the table that must have a value, or one of some."""
 
     beyond_recipes: bool = False
@@ -111,7 +114,7 @@ def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def enumerate_space(a: Architecture, space: Space) -> np.ndarray:
+def enumerate_space(a: Architecture, space: Space) -> NDArray[Any]:
     """Return every configuration, `[n, len(NAMES)]` integers."""
     rows = np.array(list(_rows(a, space)), dtype=np.int64).reshape(-1, len(NAMES))
     for name, value in space.fixed.items():
@@ -119,7 +122,7 @@ def enumerate_space(a: Architecture, space: Space) -> np.ndarray:
     return rows
 
 
-def nothing(a: Architecture, space: Space) -> str:
+def explain_empty(a: Architecture, space: Space) -> str:
     """Return why a space is empty."""
     rows = enumerate_space(a, replace(space, fixed={}))
     fixed = {column: name for name, column in FIXABLE.items()}
@@ -127,7 +130,7 @@ def nothing(a: Architecture, space: Space) -> str:
         return f"no layout has {space.devices} devices and {space.global_batch} sequences a step; recipes refuse all"
     for name, value in space.fixed.items():
         words = WORDS.get(name)
-        known = np.unique(rows[:, NAMES.index(name)])
+        known: list[int] = np.unique(rows[:, NAMES.index(name)]).tolist()
         if not np.isin(known, value).any():
             values = ", ".join(words[i] if words else str(i) for i in known)
             more = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
@@ -218,7 +221,7 @@ def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, in
                 yield vpp, 2
 
 
-def layout_of(row: np.ndarray, space: Space) -> Layout:
+def layout_of(row: NDArray[Any], space: Space) -> Layout:
     """Return the layout of a configuration, its layers not placed yet."""
     v = dict(zip(NAMES, (int(x) for x in row), strict=True))
     return space.base.but(
@@ -235,7 +238,7 @@ def layout_of(row: np.ndarray, space: Space) -> Layout:
     )
 
 
-def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
+def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
     """Return the arrays of configurations of one depth `pp`, without a placement: no stage has a layer."""
     one = columns(
         [(a, space.base.but(pp=1, vpp=1, chunks=None, recompute="none", recompute_layers=None))]
@@ -273,7 +276,7 @@ def space_columns(a: Architecture, rows: np.ndarray, space: Space) -> Columns:
     return Columns(values)
 
 
-def describe(row: np.ndarray) -> str:
+def describe(row: NDArray[Any]) -> str:
     """Return a configuration in a few words."""
     v = dict(zip(NAMES, (int(n) for n in row), strict=True))
     words = [
