@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
-from telechat_moe.private import check_private, keep_others_out
+from telechat_moe.files import check_private, keep_others_out
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -22,10 +22,10 @@ from typing import Any
 
 from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
 from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
-from telechat_moe.private import check_private, keep_others_out
 from telechat_moe.processes import CONTROL, Control, RankFailedError, die_with_parent
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths

@@ -1,13 +1,19 @@
-"""Safetensors files read and written piece by piece, without ever holding a whole file in memory.
+"""Safetensors files, read and written in chunks: a file is never held in memory as a whole unless that is asked for.
 
-The `safetensors` package offers NumPy no bfloat16 and writes only what is in memory as a whole. Here
-a tensor is its raw bytes, so every data type passes through unchanged.
+A file is::
+
+    8 bytes    length of the header, little-endian
+    header     JSON {tensor name: {"dtype", "shape", "data_offsets"}}, padded with spaces to 8 bytes
+    data       the tensors, C order, little-endian, without holes, widest dtypes first (alignment)
+
+The `safetensors` package reads these files and the other way round (tests compare the two). It is not used because it
+offers NumPy no bfloat16, no checksum of what it wrote and no fsync, and writes only what is in memory as a whole. Here a
+tensor is its raw bytes, so every data type passes through unchanged.
 """
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import CHUNK_BYTES, Advance, write_new
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -24,15 +31,57 @@ CHECKPOINT = "checkpoint.json"
 BYTES_OF_DTYPE = {"F32": 4, "BF16": 2, "F16": 2}
 """Data types of weights, by their safetensors names."""
 
-PIECE_BYTES = 16 << 20
+READ_BYTES = 16 << 20
 _LARGEST_HEADER = 100_000_000  # as the safetensors library
 
 Bytes = NDArray[np.uint8]
+Array = NDArray[Any]
+
+
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+"""What a BF16 tensor is loaded as: its raw bits under a name, since numpy has no bfloat16.
+
+``array.view(np.uint16)`` gives the bits, ``array.view(some_bfloat16_dtype)`` the numbers. A record
+dtype cannot be taken for integers by accident. Arrays of this dtype, and of any library's dtype
+called ``bfloat16``, can be saved.
+"""
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": BFLOAT16,
+    "I64": np.dtype("<i8"),
+    "I32": np.dtype("<i4"),
+    "I16": np.dtype("<i2"),
+    "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"),
+    "U32": np.dtype("<u4"),
+    "U16": np.dtype("<u2"),
+    "U8": np.dtype("u1"),
+    "BOOL": np.dtype("?"),
+}
+_NAME_OF_KIND = {d.str[1:]: name for name, d in DTYPES.items() if name != "BF16"}
+
+
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Return the safetensors name of a dtype.
+
+    Raises:
+        BadInputError: If safetensors files cannot hold it (objects, strings, complex numbers...).
+    """
+    if dtype == BFLOAT16 or (dtype.name == "bfloat16" and dtype.itemsize == 2):
+        return "BF16"
+    name = _NAME_OF_KIND.get(dtype.str[1:])
+    if name is None:
+        known = ", ".join(DTYPES)
+        raise BadInputError(f"dtype {dtype} cannot be stored in a checkpoint; known are {known}")
+    return name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor stands and what it is."""
+    """A tensor in a file: its data type and shape, and the range of its bytes."""
 
     file: Path
     dtype: str
@@ -57,18 +106,17 @@ class Entry:
                 found += got
         return data
 
-    def pieces(self) -> Iterator[Bytes]:
+    def chunks(self) -> Iterator[Bytes]:
         """Yield the bytes of the tensor, a few at a time."""
-        for offset in range(0, self.nbytes, PIECE_BYTES):
-            yield self.read(offset, min(PIECE_BYTES, self.nbytes - offset))
+        for offset in range(0, self.nbytes, READ_BYTES):
+            yield self.read(offset, min(READ_BYTES, self.nbytes - offset))
 
 
 def read_entries(source: Path) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file or of a folder that holds a checkpoint.
+    """Return the tensors of a safetensors file or of a folder of weights.
 
     Args:
-        source: A file; or a folder with ``model.safetensors.index.json``, with one safetensors file,
-            or with ``checkpoint.json`` (a training checkpoint of this package: its weights).
+        source: A file; or a folder with ``model.safetensors.index.json`` or with one safetensors file.
 
     Raises:
         BadInputError: If nothing readable is there; says what was found.
@@ -76,8 +124,6 @@ def read_entries(source: Path) -> dict[str, Entry]:
     try:
         if source.is_file():
             return read_header(source)
-        if (source / CHECKPOINT).is_file():
-            return _training_checkpoint(source)
         if (source / INDEX).is_file():
             return _sharded(source)
         files = sorted(source.glob("*.safetensors"))
@@ -115,31 +161,57 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise BadInputError(f"{path}: not a safetensors file, or truncated ({size:,} bytes)")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
-        header.pop("__metadata__", None)
-        entries = {name: _entry(path, 8 + length, e) for name, e in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{path}: broken safetensors header ({error!r})") from error
-    _check_extents(path, size, 8 + length, entries)
+        described = _described(raw)
+    except ValueError as error:
+        raise BadInputError(f"{path}: broken safetensors header: {error}") from error
+    data, problems = 8 + length, list[str]()
+    entries: dict[str, Entry] = {}
+    for name, (dtype, shape, start, end) in described.items():
+        if problem := _misfit(dtype, shape, start, end, size - data):
+            problems.append(f"{name}: {problem}")
+        entries[name] = Entry(path, dtype, shape, data + start, end - start)
+    if problems:
+        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(problems))
     return entries
 
 
-def _entry(path: Path, data_start: int, described: Mapping[str, Any]) -> Entry:
-    start, end = (int(n) for n in described["data_offsets"])
-    shape = tuple(int(n) for n in described["shape"])
-    return Entry(path, str(described["dtype"]), shape, data_start + start, end - start)
+Described = tuple[str, tuple[int, ...], int, int]
+"""What a header says of a tensor: data type, shape, first byte and the byte after the last."""
 
 
-def _check_extents(path: Path, size: int, data_start: int, entries: Mapping[str, Entry]) -> None:
-    problems: list[str] = []
-    for name, e in entries.items():
-        if e.start < data_start or e.nbytes < 0 or e.start + e.nbytes > size:
-            problems.append(f"{name}: bytes {e.start:,} to {e.start + e.nbytes:,} of {size:,}")
-        width = BYTES_OF_DTYPE.get(e.dtype)
-        if width and int(np.prod(e.shape, dtype=np.int64)) * width != e.nbytes:
-            problems.append(f"{name}: {e.nbytes:,} bytes are not {e.dtype} {list(e.shape)}")
-    if problems:
-        raise BadInputError(f"{path}: truncated or broken:\n  " + "\n  ".join(problems))
+def _described(raw: bytes) -> dict[str, Described]:
+    """Return what a header says of each tensor.
+
+    Raises:
+        ValueError: It is broken.
+    """
+    try:
+        header = json.loads(raw.decode())
+    except ValueError as error:
+        raise ValueError(f"the header is not valid JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError("the header is not a JSON object")
+    described: dict[str, Described] = {}
+    for name, entry in header.items():  # pyright: ignore[reportUnknownVariableType]
+        if name == "__metadata__":
+            continue
+        try:
+            start, end = (int(n) for n in entry["data_offsets"])  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+            shape = tuple(int(n) for n in entry["shape"])  # pyright: ignore[reportUnknownArgumentType,reportUnknownVariableType]
+            described[str(name)] = str(entry["dtype"]), shape, start, end  # pyright: ignore[reportUnknownArgumentType]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"bad entry {entry!r} for tensor {name!r} in the header") from error
+    return described
+
+
+def _misfit(dtype: str, shape: tuple[int, ...], start: int, end: int, size: int) -> str | None:
+    """Return why a tensor cannot be what its header says; ``size``: bytes of all tensors."""
+    wanted = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else end - start
+    if 0 <= start <= end <= size and end - start == wanted and all(n >= 0 for n in shape):
+        return None
+    return (
+        f"bytes {start:,} to {end:,} of {size:,} do not fit dtype {dtype} and shape {list(shape)}"
+    )
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:
@@ -169,12 +241,44 @@ def _sharded(folder: Path) -> dict[str, Entry]:
     return entries
 
 
-def _training_checkpoint(folder: Path) -> dict[str, Entry]:
-    from telechat_moe.checkpoint import checkpoint, manifest
-    from telechat_moe.checkpoint.pieced import pieced_entries
+# ---------------------------------------------------------------------------------------- in memory
 
-    checkpoint.verify(folder)
-    return pieced_entries(folder, manifest.read(folder)["tensors"].get("model", {}))
+
+def _split(data: Bytes) -> tuple[bytes, Bytes]:
+    """Return the header of a safetensors file and what follows it."""
+    if len(data) < 8:
+        raise ValueError(f"{len(data)} bytes are too few for a header")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if length > len(data) - 8:
+        raise ValueError(f"the header says it is {length:,} bytes long, the file is {len(data):,}")
+    return data[8 : 8 + length].tobytes(), data[8 + length :]
+
+
+def metadata(data: Bytes) -> dict[str, str]:
+    """Return the metadata in the bytes of a safetensors file that :func:`parse` takes.
+
+    Raises:
+        ValueError: See :func:`parse`.
+    """
+    found = json.loads(_split(data)[0]).get("__metadata__")
+    return found if isinstance(found, dict) else {}
+
+
+def parse(data: Bytes) -> dict[str, Array]:
+    """Return the tensors in the bytes of a safetensors file, as writable views of ``data``.
+
+    Raises:
+        ValueError: If the header does not describe the bytes; the message says how.
+    """
+    raw, body = _split(data)
+    tensors: dict[str, Array] = {}
+    for name, (dtype, shape, start, end) in _described(raw).items():
+        if dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r}: unknown dtype {dtype}")
+        if problem := _misfit(dtype, shape, start, end, len(body)):
+            raise ValueError(f"tensor {name!r}: {problem}")
+        tensors[name] = body[start:end].view(DTYPES[dtype]).reshape(shape)
+    return tensors
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -182,75 +286,124 @@ def _training_checkpoint(folder: Path) -> dict[str, Entry]:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor that is to be written; ``pieces`` yields its bytes in order."""
+    """A tensor that is to be written; ``chunks`` yields its bytes in order."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Bytes]]
+    chunks: Callable[[], Iterable[Bytes]]
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * BYTES_OF_DTYPE[self.dtype]
+        return math.prod(self.shape) * self.width
 
 
-def plan_shards(outputs: list[Output], shard_bytes: int) -> list[list[Output]]:
-    """Distribute tensors over files of at most ``shard_bytes``; a larger one gets its own file."""
-    shards: list[list[Output]] = [[]]
+def output_of(name: str, array: Array) -> Output:
+    """Return an array as a tensor to be written.
+
+    Raises:
+        BadInputError: If safetensors files cannot hold its name or dtype.
+    """
+    if name == "__metadata__":
+        raise BadInputError("a tensor cannot be called '__metadata__' in a safetensors file")
+    return Output(name, dtype_name(array.dtype), array.shape, lambda: _chunks(array))
+
+
+def _chunks(array: Array) -> Iterator[Bytes]:
+    if array.dtype.name == "bfloat16":
+        array = np.ascontiguousarray(array).view(np.uint16)
+    plain = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    raw = plain.reshape(-1).view(np.uint8)
+    for start in range(0, len(raw), CHUNK_BYTES):
+        yield raw[start : start + CHUNK_BYTES]
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A file that is to be written: its name, tensors in file order, and metadata."""
+
+    name: str
+    outputs: Sequence[Output]
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def header(self) -> bytes:
+        """The bytes before the tensors."""
+        entries: dict[str, Any] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        offset = 0
+        for output in self.outputs:
+            end = offset + output.nbytes
+            shape = list(output.shape)
+            entries[output.name] = {
+                "dtype": output.dtype,
+                "shape": shape,
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return len(self.header) + sum(output.nbytes for output in self.outputs)
+
+    def write(self, path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:
+        """Write the file and wait until it is on the disk.
+
+        Args:
+            path: File to be made.
+            advance: Receives the progress in bytes of tensors.
+
+        Returns:
+            Its ``bytes`` and ``sha256``.
+        """
+
+        def content() -> Iterator[bytes | memoryview]:
+            yield self.header
+            for output in self.outputs:
+                for chunk in output.chunks():
+                    yield chunk.data
+                    advance(chunk.nbytes)
+
+        return write_new(path, content())
+
+
+def file_of(
+    name: str, tensors: Mapping[str, Array], metadata: Mapping[str, str] | None = None
+) -> TensorFile:
+    """Return one file with all these arrays.
+
+    Raises:
+        BadInputError: See :func:`output_of`.
+    """
+    outputs = in_order(output_of(n, array) for n, array in sorted(tensors.items()))
+    return TensorFile(name, outputs, metadata)
+
+
+def split(outputs: Iterable[Output], limit: int) -> list[list[Output]]:
+    """Distribute tensors over files of at most ``limit`` bytes; a larger one gets its own file."""
+    files: list[list[Output]] = [[]]
     filled = 0
     for output in outputs:
-        if shards[-1] and filled + output.nbytes > shard_bytes:
-            shards.append([])
+        if files[-1] and filled + output.nbytes > limit:
+            files.append([])
             filled = 0
-        shards[-1].append(output)
+        files[-1].append(output)
         filled += output.nbytes
-    # Widest types first, so that every tensor starts at a multiple of its element's size.
-    return [sorted(s, key=lambda o: -BYTES_OF_DTYPE[o.dtype]) for s in shards]
+    return [in_order(file) for file in files]
 
 
-def write_file(
-    path: Path, outputs: list[Output], label: str, advance: Callable[[int], None]
-) -> dict[str, Any]:
-    """Write one safetensors file and wait until it is on the disk; return its ``bytes`` and ``sha256``.
-
-    Args:
-        path: File to be made.
-        outputs: Tensors in file order.
-        label: ``format`` in the metadata.
-        advance: Called with the size of each piece written.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": label}}
-    offset = 0
-    for output in outputs:
-        header[output.name] = {
-            "dtype": output.dtype,
-            "shape": list(output.shape),
-            "data_offsets": [offset, offset + output.nbytes],
-        }
-        offset += output.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(head)
-    with path.open("xb") as file:
-        file.write(head)
-        for output in outputs:
-            for piece in output.pieces():
-                file.write(piece.data)
-                digest.update(piece.data)
-                advance(piece.nbytes)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": len(head) + offset, "sha256": digest.hexdigest()}
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file and wait until it is on the disk."""
-    with path.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+def in_order(outputs: Iterable[Output]) -> list[Output]:
+    """Return tensors with the widest types first, so that each starts at a multiple of its element's size."""
+    return sorted(outputs, key=lambda output: -output.width)
 
 
 def shard_names(count: int) -> list[str]:

@@ -30,11 +30,21 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.checkpoint import folder, manifest, shards
+from telechat_moe import files
+from telechat_moe.checkpoint import folder, manifest
 from telechat_moe.checkpoint.folder import CheckpointError, list_checkpoints
 from telechat_moe.checkpoint.manifest import BrokenCheckpointError
-from telechat_moe.checkpoint.shards import BFLOAT16, Array
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import FileContent
+from telechat_moe.tensor_files import (
+    BFLOAT16,
+    Array,
+    TensorFile,
+    dtype_name,
+    output_of,
+    parse,
+    split,
+)
 from telechat_moe.units import size_text
 
 __all__ = [
@@ -116,7 +126,7 @@ def save(
         )
     planned = plan(tensors, shard_bytes)
     content = manifest.build(step, planned, state)
-    needed = space([len(manifest.seal(content)), *(s.nbytes for _, s in planned)])
+    needed = space([len(files.seal(content)), *(s.nbytes for _, s in planned)])
     try:
         root.mkdir(parents=True, exist_ok=True)
         with folder.locked(root) as locked:
@@ -133,37 +143,50 @@ def save(
 
 def plan(
     tensors: Mapping[str, Mapping[str, Array]], shard_bytes: int = SHARD_BYTES, suffix: str = ""
-) -> list[tuple[str, shards.Shard]]:
+) -> list[tuple[str, TensorFile]]:
     """Return the files of each group; their names begin with the group's and the suffix.
 
     Raises:
         BadInputError: A group or tensor cannot be stored.
     """
-    planned: list[tuple[str, shards.Shard]] = []
+    planned: list[tuple[str, TensorFile]] = []
     for group in sorted(tensors):
         if not _GROUP_NAME.fullmatch(group):
             raise BadInputError(f"group name {group!r} must be lower-case letters, digits and '_'")
         for name in tensors[group]:
             manifest.check_text(name, f"name of a tensor of {group!r}")
         try:
-            planned += [
-                (group, s) for s in shards.plan(group + suffix, tensors[group], shard_bytes)
-            ]
+            found = group_files(group + suffix, tensors[group], shard_bytes)
         except BadInputError as error:
             raise BadInputError(f"group {group!r}: {error}") from error
+        planned += [(group, file) for file in found]
     return planned
 
 
+def group_files(prefix: str, tensors: Mapping[str, Array], limit: int) -> list[TensorFile]:
+    """Distribute the tensors of a group over files of about ``limit`` bytes.
+
+    The outcome depends on names, dtypes and shapes only, not on the order of ``tensors``. A tensor is never split; one
+    that is larger than ``limit`` gets its own file.
+
+    Raises:
+        BadInputError: A tensor cannot be stored.
+    """
+    found = split((output_of(name, array) for name, array in sorted(tensors.items())), limit)
+    return [
+        TensorFile(f"{prefix}-{number:05d}-of-{len(found):05d}.safetensors", outputs)
+        for number, outputs in enumerate(found, start=1)
+    ]
+
+
 def _write(
-    root: Path, step: int, planned: list[tuple[str, shards.Shard]], content: dict[str, Any]
+    root: Path, step: int, planned: list[tuple[str, TensorFile]], content: dict[str, Any]
 ) -> Path:
     path = folder.final(root, step)
     hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     hidden.mkdir()
     try:
-        digests = write_files(hidden, [shard for _, shard in planned])
-        for name, sha256 in digests.items():
-            content["files"][name]["sha256"] = sha256
+        content["files"] = write_files(hidden, [file for _, file in planned])
         write_manifest(hidden, content)
         folder.publish(hidden, path)
     except BaseException:
@@ -172,18 +195,15 @@ def _write(
     return path
 
 
-def write_files(hidden: Path, planned: list[shards.Shard]) -> dict[str, str]:
-    """Write tensor files in a few threads; return the SHA-256 of each by name."""
-    digests = _parallel(lambda shard: shards.write(hidden, shard), planned)
-    return dict(zip((shard.file for shard in planned), digests, strict=True))
+def write_files(hidden: Path, planned: list[TensorFile]) -> files.Known:
+    """Write tensor files in a few threads; return ``bytes`` and ``sha256`` of each by name."""
+    found = _parallel(lambda file: file.write(hidden / file.name), planned)
+    return dict(zip((file.name for file in planned), found, strict=True))
 
 
 def write_manifest(hidden: Path, content: dict[str, Any], name: str = manifest.FILE) -> None:
-    """Write a JSON file with its own checksum and wait until it is on the disk."""
-    with (hidden / name).open("xb") as file:
-        file.write(manifest.seal(content))
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a sealed JSON file and wait until it is on the disk."""
+    files.write_new(hidden / name, [files.seal(content)])
 
 
 def _parallel(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
@@ -288,45 +308,30 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
 
 def _read(path: Path, *, keep: bool) -> Checkpoint | None:
     content = manifest.read(path)
-    files: dict[str, Any] = content["files"]
+    described: files.Known = content["files"]
 
-    def read_one(name: str) -> shards.FileContent | OSError:
+    def read_one(name: str) -> FileContent | str:
         try:
-            return shards.read(path / name, keep=keep)
+            found = files.read(path / name, keep=keep)
+        except FileNotFoundError:
+            return "missing"
         except OSError as error:
-            return error
+            return f"cannot be read ({error.strerror})"
+        return files.difference(found.sums, described[name]) or found
 
-    contents = dict(zip(files, _parallel(read_one, list(files)), strict=True))
-    problems = [p for name in files if (p := _file_problem(name, files[name], contents[name]))]
+    found = dict(zip(described, _parallel(read_one, list(described)), strict=True))
+    problems = [f"{name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
     tensors: dict[str, dict[str, Array]] = {}
     if keep and not problems:
-        tensors = _tensors(content["tensors"], contents, problems)
+        tensors = _tensors(content["tensors"], found, problems)
     if problems:
         raise BrokenCheckpointError(path, problems)
     return Checkpoint(path, content["step"], tensors, content["state"]) if keep else None
 
 
-def _file_problem(
-    name: str, expected: dict[str, Any], found: shards.FileContent | OSError
-) -> str | None:
-    if isinstance(found, FileNotFoundError):
-        return f"{name}: missing"
-    if isinstance(found, OSError):
-        return f"{name}: cannot be read ({found.strerror})"
-    if found.nbytes != expected["bytes"]:
-        how = "truncated" if found.nbytes < expected["bytes"] else "too long"
-        return f"{name}: {how}, {found.nbytes:,} bytes found, {expected['bytes']:,} expected"
-    if found.sha256 != expected["sha256"]:
-        return (
-            f"{name}: checksum differs, the content was changed "
-            f"(sha256 {found.sha256}, not {expected['sha256']})"
-        )
-    return None
-
-
 def _tensors(
     described: dict[str, dict[str, Any]],
-    contents: dict[str, shards.FileContent],
+    contents: dict[str, FileContent],
     problems: list[str],
 ) -> dict[str, dict[str, Array]]:
     """Take the tensors out of the files, comparing the files' headers with checkpoint.json."""
@@ -334,7 +339,7 @@ def _tensors(
     for name, content in contents.items():
         assert content.data is not None
         try:
-            in_file[name] = shards.parse(content.data)
+            in_file[name] = parse(content.data)
         except ValueError as error:
             problems.append(f"{name}: {error}")
     tensors: dict[str, dict[str, Array]] = {}
@@ -363,7 +368,7 @@ def _tensor(
         if array is None:
             problems.append(f"{file}: tensor {name!r} is missing")
             continue
-        found = {"dtype": shards.dtype_name(array.dtype), "shape": list(array.shape)}
+        found = {"dtype": dtype_name(array.dtype), "shape": list(array.shape)}
         expected = {"dtype": want["dtype"], "shape": [end - begin for begin, end in region]}
         problems += [
             f"{file}: tensor {name!r} has {key} {value}, {manifest.FILE} says {expected[key]}"

@@ -21,6 +21,7 @@ from pathlib import Path
 from telechat_moe.checkpoint import manifest
 from telechat_moe.checkpoint.manifest import STEP_NAME, BrokenCheckpointError
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.files import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +51,6 @@ def publish(hidden: Path, path: Path) -> None:
     else:
         hidden.rename(path)
         sync_folder(root)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

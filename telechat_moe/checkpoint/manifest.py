@@ -17,16 +17,15 @@ Version 2 is what several ranks wrote together: ``ranks`` and ``layout`` say whi
 as (begin, end) of every dimension. The pieces of a tensor are of one shape and tile it.
 """
 
-import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.checkpoint import shards
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import UNSEALED, unseal
+from telechat_moe.tensor_files import TensorFile
 
 FILE = "checkpoint.json"
 FORMAT = "telechat-moe checkpoint"
@@ -38,7 +37,6 @@ STEP_NAME = re.compile(r"(?:\.replaced-)?step-(\d{8,})")
 """Name of a checkpoint's folder; the prefix marks one whose replacement was interrupted."""
 
 _FILE_NAME = re.compile(r"[a-z][a-z0-9_]*-\d{5,}-of-\d{5,}\.safetensors")
-ZEROS = "0" * 64
 
 
 class BrokenCheckpointError(BadInputError):
@@ -56,7 +54,7 @@ class BrokenCheckpointError(BadInputError):
 
 
 def build(
-    step: int, planned: list[tuple[str, shards.Shard]], state: Mapping[str, Any]
+    step: int, planned: list[tuple[str, TensorFile]], state: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of checkpoint.json, with zeros where the checksums will stand.
 
@@ -64,14 +62,14 @@ def build(
         BadInputError: If JSON would change or lose a part of ``state``; names the part.
     """
     described: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
-    for group, shard in planned:
-        for name, array in shard.tensors.items():
-            described[group][check_text(name, f"name of a tensor of {group!r}")] = {
-                "dtype": shards.dtype_name(array.dtype),
-                "shape": list(array.shape),
-                "file": shard.file,
+    for group, file in planned:
+        for output in file.outputs:
+            described[group][output.name] = {
+                "dtype": output.dtype,
+                "shape": list(output.shape),
+                "file": file.name,
             }
-    files = {s.file: {"bytes": s.nbytes, "sha256": ZEROS} for _, s in planned}
+    files = {file.name: {"bytes": file.nbytes, "sha256": UNSEALED} for _, file in planned}
     return describe(step, state, files, described, {"version": VERSION})
 
 
@@ -88,7 +86,7 @@ def describe(
         BadInputError: If JSON would change or lose a part of ``state``; names the part.
     """
     return {
-        "sha256": ZEROS,
+        "sha256": UNSEALED,
         "format": FORMAT,
         **about,
         "step": step,
@@ -151,22 +149,6 @@ def check_text(text: str, where: str) -> str:
     return text
 
 
-def seal(content: dict[str, Any]) -> bytes:
-    """Return the bytes of checkpoint.json, its own checksum included."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return text.replace(ZEROS, digest, 1).encode()
-
-
-def tampered(raw: bytes, content: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the bytes of a sealed JSON file, None if its own checksum agrees."""
-    claimed = str(content.get("sha256"))
-    actual = hashlib.sha256(raw.replace(claimed.encode(), ZEROS.encode(), 1)).hexdigest()
-    if actual == claimed:
-        return None
-    return f"checksum differs, the file was changed (sha256 {actual}, not {claimed})"
-
-
 def read(path: Path) -> dict[str, Any]:
     """Read checkpoint.json in a checkpoint's folder and check it against its own checksum.
 
@@ -184,16 +166,16 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise broken(f"cannot be read ({error.strerror})") from error
     try:
-        content = json.loads(raw.decode())
+        content, problem = unseal(raw)
     except ValueError as error:
-        raise broken(f"not valid JSON, truncated or changed ({error})") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise broken(str(error)) from error
+    if content.get("format") != FORMAT:
         raise broken(f"not the description of a checkpoint (no format {FORMAT!r})")
     if content.get("version") not in (VERSION, VERSION_SHARDED):
         raise broken(
             f"version {content.get('version')!r}; this program reads versions {VERSION} and {VERSION_SHARDED}"
         )
-    if problem := tampered(raw, content):
+    if problem:
         raise broken(problem)
     if lost := [k for k in ("step", "state", "files", "tensors") if k not in content]:
         raise broken(f"key {lost[0]!r} is missing")

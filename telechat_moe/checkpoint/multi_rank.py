@@ -13,7 +13,6 @@ removed by the next save. A part counts only if it is of this very save (``SAVE`
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -23,12 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.checkpoint import checkpoint, folder, manifest, shards
+from telechat_moe.checkpoint import checkpoint, folder, manifest
 from telechat_moe.checkpoint.folder import CheckpointError
-from telechat_moe.checkpoint.manifest import ZEROS, Region
-from telechat_moe.checkpoint.shards import Array
+from telechat_moe.checkpoint.manifest import Region
 from telechat_moe.errors import CheckFailedError
+from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.processes import Control
+from telechat_moe.tensor_files import Array, dtype_name
 
 FORMAT = "telechat-moe part of a checkpoint"
 VERSION = 1
@@ -134,17 +134,17 @@ class Together:
         }
         planned = checkpoint.plan(own, suffix=f"_rank{self.rank:05d}")
         checkpoint.refuse_full(self.root, checkpoint.space([s.nbytes for _, s in planned]))
-        digests = checkpoint.write_files(self.hidden, [shard for _, shard in planned])
+        files = checkpoint.write_files(self.hidden, [file for _, file in planned])
         tensors: dict[str, dict[str, Any]] = {group: {} for group, _ in planned}
-        for group, shard in planned:
-            for name in shard.tensors:
-                tensors[group][name] = _described(pieces[group][name], shard.file)
+        for group, file in planned:
+            for output in file.outputs:
+                tensors[group][output.name] = _described(pieces[group][output.name], file.name)
         content = {
-            "sha256": ZEROS,
+            "sha256": UNSEALED,
             "format": FORMAT,
             "version": VERSION,
             **self._identity(self.rank),
-            "files": {s.file: {"bytes": s.nbytes, "sha256": digests[s.file]} for _, s in planned},
+            "files": files,
             "tensors": tensors,
             "copies": {
                 group: {n: [p.region, _digest(p.data)] for n, p in found.items() if p.shared}
@@ -210,13 +210,9 @@ class Together:
                 raise self._refused(rank, f"has not come for {PATIENCE_S:.0f} s")
             time.sleep(POLL_S)
         try:
-            raw = path.read_bytes()
-            content = json.loads(raw)
-            problem = manifest.tampered(raw, content)
-        except (ValueError, AttributeError) as error:
-            raise self._refused(
-                rank, f"is not valid JSON, truncated or changed ({error})"
-            ) from error
+            content, problem = unseal(path.read_bytes())
+        except ValueError as error:
+            raise self._refused(rank, f"is {error}") from error
         if problem:
             raise self._refused(rank, problem)
         wanted = {"format": FORMAT, "version": VERSION, **self._identity(rank)}
@@ -244,7 +240,7 @@ def _part(rank: int) -> str:
 
 def _described(piece: Piece, file: str) -> dict[str, Any]:
     return {
-        "dtype": shards.dtype_name(piece.data.dtype),
+        "dtype": dtype_name(piece.data.dtype),
         "shape": list(piece.shape),
         "piece": {"file": file, "region": [list(ends) for ends in piece.region]},
     }

@@ -11,18 +11,19 @@ Any layout can go on from a checkpoint as it is; pieces are what programs that l
 import hashlib
 import json
 import math
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.checkpoint import checkpoint, manifest, shards
+from telechat_moe import files, tensor_files
+from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.shards import Cuts, Region
+from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
 
 FILE = "pieces.json"
 FORMAT = "telechat-moe pieces"
@@ -54,7 +55,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
     _check_model(saved, cuts, recipe)
     flat = {name: (group, x) for group, found in saved.tensors.items() for name, x in found.items()}
     content: dict[str, Any] = {
-        "sha256": "0" * 64,
+        "sha256": UNSEALED,
         "format": FORMAT,
         "version": VERSION,
         "step": saved.step,
@@ -63,14 +64,11 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
         "state": saved.state,
         "files": {},
         "tensors": {
-            name: {"group": group, "dtype": shards.dtype_name(x.dtype), "shape": list(x.shape)}
+            name: {"group": group, "dtype": dtype_name(x.dtype), "shape": list(x.shape)}
             for name, (group, x) in flat.items()
         },
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    hidden = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
-    hidden.mkdir()
-    try:
+    with files.new_folder(out) as hidden:
         for rank in range(cuts.mesh.devices):
             regions: dict[str, Region] = {}
             for name, (_, x) in flat.items():
@@ -78,14 +76,9 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
                     regions[name] = region
             pieces = {name: flat[name][1][_slices(r)] for name, r in regions.items()}
             metadata = {"step": str(saved.step), "rank": str(rank), "regions": json.dumps(regions)}
-            shard = shards.single(rank_file(rank), pieces, metadata)
-            digest = shards.write(hidden, shard)
-            content["files"][shard.file] = {"bytes": shard.nbytes, "sha256": digest}
-        (hidden / FILE).write_bytes(manifest.seal(content))
-        hidden.rename(out)
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
+            file = file_of(rank_file(rank), pieces, metadata)
+            content["files"][file.name] = file.write(hidden / file.name)
+        files.write_new(hidden / FILE, [files.seal(content)])
     return content
 
 
@@ -106,7 +99,7 @@ def merge(source: Path, root: Path) -> Path:
     content = read_manifest(source)
     final = root / f"step-{content['step']:08d}"
     _refuse_existing(final)
-    whole: dict[str, shards.Array] = {}
+    whole: dict[str, Array] = {}
     filled: dict[str, dict[Region, str]] = {name: {} for name in content["tensors"]}
     problems: list[str] = []
     for file, wanted in content["files"].items():
@@ -123,7 +116,7 @@ def merge(source: Path, root: Path) -> Path:
         ]
     if problems:
         raise BadInputError(f"broken pieces {source}:\n  " + "\n  ".join(problems))
-    groups: dict[str, dict[str, shards.Array]] = {}
+    groups: dict[str, dict[str, Array]] = {}
     for name, described in content["tensors"].items():
         groups.setdefault(described["group"], {})[name] = whole[name]
     return checkpoint.save(root, content["step"], groups, content["state"])
@@ -137,16 +130,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / FILE
     try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
-        claimed = content["sha256"]
-        actual = hashlib.sha256(raw.replace(claimed.encode(), b"0" * 64, 1)).hexdigest()
+        content, problem = unseal(path.read_bytes())
     except FileNotFoundError:
         raise BadInputError(f"{folder} holds no {FILE}: these are no pieces") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{path}: not valid, truncated or changed ({error})") from None
-    if actual != claimed:
-        raise BadInputError(f"{path}: checksum differs, the file was changed")
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path}: {error}") from None
+    if problem:
+        raise BadInputError(f"{path}: {problem}")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise BadInputError(
             f"{path}: format {content.get('format')!r} version {content.get('version')!r}; this program reads "
@@ -173,10 +163,10 @@ def verify(folder: Path) -> dict[str, Any]:
 
 def _read(
     path: Path, wanted: Mapping[str, Any], step: int
-) -> tuple[dict[str, tuple[Region, shards.Array]], str | None]:
+) -> tuple[dict[str, tuple[Region, Array]], str | None]:
     """Return a rank's pieces with their regions, or what is wrong with the file."""
     try:
-        found = shards.read(path, keep=True)
+        found = files.read(path, keep=True)
     except FileNotFoundError:
         return {}, "missing"
     except OSError as error:
@@ -185,7 +175,7 @@ def _read(
     if found.nbytes < wanted["bytes"]:
         return {}, f"truncated, {found.nbytes:,} bytes found, {wanted['bytes']:,} expected"
     try:
-        metadata, tensors = shards.metadata(found.data), shards.parse(found.data)
+        metadata, tensors = tensor_files.metadata(found.data), parse(found.data)
         regions = json.loads(metadata.get("regions", "{}"))
         if metadata.get("step") != str(step):
             return {}, f"is of step {metadata.get('step')}, {FILE} of step {step}"
@@ -197,12 +187,12 @@ def _read(
 
 
 def _put(
-    whole: dict[str, shards.Array],
+    whole: dict[str, Array],
     filled: dict[str, dict[Region, str]],
     described: Mapping[str, Any] | None,
     name: str,
     region: Region,
-    piece: shards.Array,
+    piece: Array,
 ) -> str | None:
     """Put a piece in its place; return what is wrong with it."""
     if described is None:

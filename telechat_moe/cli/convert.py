@@ -112,11 +112,11 @@ def _verify(args: argparse.Namespace) -> int:
     """Compare files with their checksums and say how they differ."""
     if args.dst or args.recipe or args.to:
         raise UsageError("--verify takes SRC only")
-    from telechat_moe.checksums import verify
+    from telechat_moe.files import verify_checksums
 
     begin = time.monotonic()
     with bars(in_bytes=True) as progress:
-        files, size, problems = verify(Path(args.src), progress)
+        files, size, problems = verify_checksums(Path(args.src), progress)
     seconds = time.monotonic() - begin
     report = {
         "path": args.src,

@@ -144,8 +144,8 @@ def _plan(args: argparse.Namespace, recipe: "Recipe") -> "LaunchPlan":
 
 def _print_commands(recipe: "Recipe", plan: "LaunchPlan", resume: bool, overwrite: bool) -> None:
     """Check the recipe, write it with its overrides, and print a line for a shell on each host."""
+    from telechat_moe.files import keep_others_out
     from telechat_moe.launch import job as launch
-    from telechat_moe.private import keep_others_out
 
     keep_others_out()
     launch.check(recipe, plan)

@@ -60,7 +60,7 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
-    from telechat_moe.private import keep_others_out
+    from telechat_moe.files import keep_others_out
     from telechat_moe.recipe import load
 
     keep_others_out()

@@ -55,10 +55,10 @@ class Fp8Entry(Entry):
 
     def read(self, offset: int = 0, count: int | None = None) -> Bytes:
         """See :meth:`Entry.read`; offsets are those of the bfloat16 matrix."""
-        whole = np.concatenate([np.empty(0, np.uint8), *self.pieces()])
+        whole = np.concatenate([np.empty(0, np.uint8), *self.chunks()])
         return whole[offset : self.nbytes if count is None else offset + count]
 
-    def pieces(self) -> Iterator[Bytes]:
+    def chunks(self) -> Iterator[Bytes]:
         """Yield the bfloat16 bytes, a row of blocks at a time."""
         rows, columns = self.shape
         scale = self.scale.read().view(np.float32).reshape(self.scale.shape)

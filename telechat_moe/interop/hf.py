@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from telechat_moe import tensor_files
+from telechat_moe.checkpoint.weights import read_weights
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
@@ -146,7 +147,7 @@ def convert(
     if shard_bytes < 1:
         raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
     _check_expressible(model_config)
-    entries = tensor_files.read_entries(src)
+    entries = read_weights(src)
     inputs = sorted({entry.file for entry in entries.values()})
     notes, mtp_layer = _notes(model_config), model_config.num_hidden_layers
     if to == "telechat":
@@ -170,9 +171,7 @@ def convert(
         outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
     else:
         outputs = list(_to_ours(table, entries))
-    shards = tensor_files.plan_shards(
-        outputs, 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
-    )
+    shards = tensor_files.split(outputs, 1 << 62 if dst.suffix == ".safetensors" else shard_bytes)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
     written = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress).write()
@@ -373,7 +372,7 @@ def _differences(
 def _equal(a: Entry, b: Entry) -> bool:
     if a.dtype != b.dtype:
         return False
-    return all(np.array_equal(x, y) for x, y in zip(a.pieces(), b.pieces(), strict=True))
+    return all(np.array_equal(x, y) for x, y in zip(a.chunks(), b.chunks(), strict=True))
 
 
 # ------------------------------------------------------------------------------------- converting
@@ -384,7 +383,7 @@ def _to_hf(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
         entry = entries[p.ours]
         if not p.stacked:
             for name in (*p.hf, *p.copies):
-                yield Output(name, entry.dtype, p.hf_shape, entry.pieces)
+                yield Output(name, entry.dtype, p.hf_shape, entry.chunks)
             continue
         _, rows, columns = p.shape
         size = entry.nbytes // p.shape[0]
@@ -411,7 +410,7 @@ def _to_ours(table: list[Pair], entries: dict[str, Entry]) -> Iterator[Output]:
                 lambda parts=parts, r=rows, c=columns: (_transposed(e.read(), r, c) for e in parts),
             )
         else:
-            yield Output(p.ours, parts[0].dtype, p.shape, parts[0].pieces)
+            yield Output(p.ours, parts[0].dtype, p.shape, parts[0].chunks)
 
 
 def _transposed(raw: Bytes, rows: int, columns: int) -> Bytes:

@@ -21,20 +21,20 @@ Its files also hold counters and the parts of the last loss (:data:`STATE`, and 
 import json
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from telechat_moe import files
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint import shards
 from telechat_moe.checkpoint.rank_shards import grouped
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
 from telechat_moe.recipe import Recipe
+from telechat_moe.tensor_files import Array, file_of, parse
 from telechat_moe.train.state import TRANSIENT
 
 MOMENTS = ("adam_m", "adam_v")
@@ -49,7 +49,7 @@ COMMON = "common.json"
 ITERATION = re.compile(r"iteration_(\d{8})")
 RANK_FILE = re.compile(r"(.+)_rank_(\d+)-(\d+)_(\d+)\.safetensors")
 
-Groups = dict[str, dict[str, shards.Array]]
+Groups = dict[str, dict[str, Array]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Saved:
     step: int
     updates: int
     global_batch: int
-    tensors: dict[str, dict[str, shards.Array]]
+    tensors: dict[str, dict[str, Array]]
 
 
 def newest(root: Path) -> Path | None:
@@ -142,7 +142,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
             )
         path = found
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    tensors: dict[str, shards.Array] = {}
+    tensors: dict[str, Array] = {}
     for file in files:
         tensors |= _parsed(file)
     state = {name: tensors.pop(name) for name in STATE if name in tensors}
@@ -169,7 +169,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
 def _our_names(groups: Groups, recipe: Recipe, path: Path) -> Groups:
     """Return the tensors of MindFormers' own class under our names and in our layouts."""
     config = recipe.model_config
-    optimizer: dict[str, shards.Array] = {}
+    optimizer: dict[str, Array] = {}
     for moment in MOMENTS:
         for pair in upstream_names.pairs(config):
             if not pair.is_trained:
@@ -196,11 +196,11 @@ def _upstream_names(groups: Groups, recipe: Recipe) -> Groups:
     return {"model": upstream_names.to_upstream(groups["model"], config), "optimizer": optimizer}
 
 
-def _parsed(file: Path) -> dict[str, shards.Array]:
+def _parsed(file: Path) -> dict[str, Array]:
     try:
-        data = shards.read(file, keep=True).data
+        data = files.read(file, keep=True).data
         assert data is not None
-        return shards.parse(data)
+        return parse(data)
     except (OSError, ValueError) as error:
         raise BadInputError(f"{file}: {error}") from error
 
@@ -285,17 +285,13 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
         saved.tensors.update(_upstream_names(saved.tensors, recipe))
     monitor = recipe.checkpoints
     prefix = (monitor.prefix if monitor else None) or "CKP"
-    hidden = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(hidden, ignore_errors=True)
     try:
-        hidden.mkdir(parents=True)
-        if recipe.devices == 1:
-            _iteration(hidden, saved, recipe, prefix)
-        else:
-            _ranks(hidden, saved, recipe, prefix)
-        hidden.rename(out)
+        with files.new_folder(out) as hidden:
+            if recipe.devices == 1:
+                _iteration(hidden, saved, recipe, prefix)
+            else:
+                _ranks(hidden, saved, recipe, prefix)
     except OSError as error:
-        shutil.rmtree(hidden, ignore_errors=True)
         raise CheckFailedError(f"{out}: {error.strerror}; nothing was written") from error
 
 
@@ -322,7 +318,7 @@ def _iteration(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, pref
     groups = {"model": model | counters, "opt": saved.tensors["optimizer"] | updates}
     for group, tensors in groups.items():
         file = f"{prefix}-{group}-0000000-0000001.safetensors"
-        shards.write(folder / name, shards.single(file, tensors, {"format": "ms"}))
+        file_of(file, tensors, {"format": "ms"}).write(folder / name / file)
     epoch, _ = _place(saved.step, recipe)
     common = {
         "epoch_num": epoch,
@@ -338,7 +334,7 @@ def _iteration(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, pref
 
 def _ranks(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: str) -> None:
     epoch, step = _place(saved.step, recipe)
-    tensors: dict[str, shards.Array] = {
+    tensors: dict[str, Array] = {
         **saved.tensors["model"],
         **saved.tensors["optimizer"],
         **{name: np.zeros(1, np.float32) for name in LOSSES},
@@ -356,7 +352,7 @@ def _ranks(folder: Path, saved: checkpoints.Checkpoint, recipe: Recipe, prefix: 
         place.mkdir()
         file = f"{prefix}_rank_{rank}-{epoch}_{step}.safetensors"
         if first is None:
-            shards.write(place, shards.single(file, tensors, words))
+            file_of(file, tensors, words).write(place / file)
             first = place / file
         else:
             os.link(first, place / file)

@@ -23,9 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from telechat_moe import checksums, tensor_files
+from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.tensor_files import Output
+from telechat_moe.files import (
+    Known,
+    checksum,
+    checksums_content,
+    checksums_path,
+    differences,
+    json_bytes,
+    read_checksums,
+    sync_folder,
+    write_atomic,
+)
+from telechat_moe.tensor_files import Output, TensorFile
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
@@ -161,14 +172,14 @@ class Destination:
             (self.work / name).unlink(missing_ok=True)
         shutil.rmtree(self.files)
         self.files.mkdir()
-        _write_whole(path, {"key": key})
+        write_atomic(path, json_bytes({"key": key}))
 
-    def _check_inputs(self) -> checksums.Known:
+    def _check_inputs(self) -> Known:
         """Return the checksums of the inputs; compare them with those that lie beside them."""
         log = self.work / "inputs.jsonl"
         known = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
-        done, found = 0, checksums.Known()
+        done, found = 0, Known()
 
         def advance(count: int) -> None:
             nonlocal done
@@ -181,11 +192,11 @@ class Destination:
                 found[path.name] = {k: known[path.name][k] for k in ("bytes", "sha256")}
                 advance(found[path.name]["bytes"])
                 continue
-            found[path.name] = checksums.of_file(path, advance)
+            found[path.name] = checksum(path, advance)
             _append(log, {"name": path.name, **found[path.name]})
-        expected = checksums.read(self.source) or {}
-        folder = checksums.place(self.source).parent
-        if problems := checksums.differences(folder, expected, found):
+        expected = read_checksums(self.source) or {}
+        folder = checksums_path(self.source).parent
+        if problems := differences(folder, expected, found):
             raise BadInputError(
                 f"{self.source}: the weights are not those that were written:\n  "
                 + "\n  ".join(problems)
@@ -197,7 +208,7 @@ class Destination:
         for line in _lines(self.work / "done.jsonl"):
             path = self.files / line["name"]
             if path.is_file() and path.stat().st_size == line["bytes"]:
-                found = checksums.of_file(path)
+                found = checksum(path)
                 if found["sha256"] == line["sha256"]:
                     self.kept[line["name"]] = found
         for path in self.files.iterdir():
@@ -208,27 +219,27 @@ class Destination:
 
     def _write_shard(self, name: str, shard: list[Output], advance: Callable[[int], None]) -> None:
         part = self.files / f"{name}.part"
-        found = tensor_files.write_file(part, shard, self.label, advance)
+        found = TensorFile(name, shard, {"format": self.label}).write(part, advance)
         part.rename(self.files / name)
-        _sync(self.files)
+        sync_folder(self.files)
         _append(self.work / "done.jsonl", {"name": name, **found})
         self.kept[name] = found
 
-    def _finish(self, names: list[str], sources: checksums.Known) -> list[str]:
+    def _finish(self, names: list[str], sources: Known) -> list[str]:
         """Put the destination under its own name, complete."""
         extra = {} if self._single() else dict(self.extra)
         for name, given in extra.items():
-            _write_whole(self.files / name, given)
+            write_atomic(self.files / name, json_bytes(given))
         files = {name: self.kept[name] for name in names}
-        files |= {name: checksums.of_file(self.files / name) for name in extra}
-        sums = checksums.place(self.files / self.dst.name if self._single() else self.files)
-        _write_whole(sums, checksums.content(files, self.source, sources))
+        files |= {name: checksum(self.files / name) for name in extra}
+        sums = checksums_path(self.files / self.dst.name if self._single() else self.files)
+        write_atomic(sums, json_bytes(checksums_content(files, self.source, sources)))
         if self._single():
             sums.rename(self.dst.with_name(sums.name))
             (self.files / self.dst.name).rename(self.dst)
         else:
             self.files.rename(self.dst)
-        _sync(self.dst.parent)
+        sync_folder(self.dst.parent)
         shutil.rmtree(self.work, ignore_errors=True)
         return sorted([*files, sums.name])
 
@@ -270,18 +281,3 @@ def _append(path: Path, line: Mapping[str, Any]) -> None:
     with path.open("ab", buffering=0) as file:
         file.write(json.dumps(line).encode() + b"\n")
         os.fsync(file.fileno())
-
-
-def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    tensor_files.write_json(part, content)
-    part.rename(path)
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.files import keep_others_out
 from telechat_moe.launch.commands import LaunchNode, check_port
 from telechat_moe.launch.host_processes import HostProcesses
-from telechat_moe.private import keep_others_out
 from telechat_moe.processes import CONTROL, Control, RankDiedError, RankFailedError, beat
 from telechat_moe.train.metrics import last_step
 

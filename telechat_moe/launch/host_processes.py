@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from telechat_moe import processes
+from telechat_moe.files import keep_others_out
 from telechat_moe.launch.commands import LaunchNode, environment
-from telechat_moe.private import keep_others_out
 from telechat_moe.processes import (
     CONTROL,
     Control,

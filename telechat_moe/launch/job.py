@@ -24,11 +24,11 @@ from typing import Any
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.private import check_private, keep_others_out
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
-from telechat_moe.private import check_private, keep_others_out
 from telechat_moe.processes import CONTROL, Control, describe_failure, die_with_parent
 
 

@@ -93,13 +93,13 @@ def load_weights(model: nn.Cell, source: str | Path) -> None:
         BadInputError: Nothing readable is there, the files differ from their checksums, or tensors are missing,
             unknown or of another shape.
     """
-    from telechat_moe import checksums
-    from telechat_moe.tensor_files import read_entries
+    from telechat_moe.checkpoint.weights import read_weights
+    from telechat_moe.files import require_checksums
 
-    checksums.require(Path(source))
+    require_checksums(Path(source))
     entries = {
         name: entry
-        for name, entry in read_entries(Path(source)).items()
+        for name, entry in read_weights(Path(source)).items()
         if name.split(".")[-1] not in TRANSIENT
     }
     arrays = {

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import test_reshard as saved
 
-from telechat_moe.checkpoint import checkpoint, reshard, shards
+from telechat_moe import files, tensor_files
+from telechat_moe.checkpoint import checkpoint, reshard
 from telechat_moe.cli.align import ckpt
 from telechat_moe.errors import BadInputError
 from telechat_moe.sharding.shards import Cuts
@@ -51,8 +52,8 @@ def test_the_recipe_says_how_pieces_merge(whole, layout, tmp_path) -> None:
     cuts = recipe_layout.cuts_of(of)
     by_rank = {}
     for rank in range(cuts.mesh.devices):
-        data = shards.read(tmp_path / "pieces" / reshard.rank_file(rank), keep=True).data
-        by_rank[rank] = shards.parse(data)
+        data = files.read(tmp_path / "pieces" / reshard.rank_file(rank), keep=True).data
+        by_rank[rank] = tensor_files.parse(data)
     for tensors in whole[1].tensors.values():
         for name, x in tensors.items():
             how, shape = recipe_layout.weight(cuts, name, x.dtype.itemsize)

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from saved import Groups, assert_equal, assert_made, make, names_in
 
-from telechat_moe.checkpoint import checkpoint, shards
+from telechat_moe import tensor_files
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.checkpoint import BFLOAT16, BrokenCheckpointError
 from telechat_moe.errors import BadInputError
 
@@ -98,7 +99,7 @@ def test_round_trip(
             n: (a.shape, a.tobytes()) for n, a in names.items()
         }
         assert {n: t["dtype"] for n, t in independent.items()} == {
-            n: shards.dtype_name(a.dtype) for n, a in names.items()
+            n: tensor_files.dtype_name(a.dtype) for n, a in names.items()
         }
     shutil.rmtree(root)
 
@@ -106,7 +107,7 @@ def test_round_trip(
 def test_files_of_the_safetensors_package_can_be_read() -> None:
     tensors = {"b": np.arange(6, dtype=np.float64).reshape(2, 3), "a": np.array([1, 2], np.int8)}
     raw = safetensors.numpy.save(tensors, metadata={"format": "np"})
-    assert_equal({"x": shards.parse(np.frombuffer(raw, np.uint8))}, {"x": tensors})
+    assert_equal({"x": tensor_files.parse(np.frombuffer(raw, np.uint8))}, {"x": tensors})
 
 
 def test_two_dtypes_in_one_file_keep_their_alignment(tmp_path: Path) -> None:
@@ -283,13 +284,15 @@ def test_a_description_that_does_not_fit_is_refused(
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_a_damaged_header_is_an_error_and_nothing_else(data: st.DataObject) -> None:
-    shard = shards.plan("m", {"a": np.ones((2, 3), np.float32), "b": np.ones(2, np.int8)}, 999)[0]
+    shard = checkpoint.group_files(
+        "m", {"a": np.ones((2, 3), np.float32), "b": np.ones(2, np.int8)}, 999
+    )[0]
     raw = bytearray(shard.header + bytes(shard.nbytes - len(shard.header)))
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.integers(0, len(raw)))]
     with contextlib.suppress(ValueError):
-        found = shards.parse(np.frombuffer(bytes(raw), np.uint8))
+        found = tensor_files.parse(np.frombuffer(bytes(raw), np.uint8))
         assert sum(a.nbytes for a in found.values()) <= 2 * len(raw)
 
 

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 from saved import Groups, assert_made, make, names_in
 
-from telechat_moe.checkpoint import checkpoint, folder, manifest, shards
+from telechat_moe import files
+from telechat_moe.checkpoint import checkpoint, folder
 from telechat_moe.checkpoint.checkpoint import CheckpointError
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.tensor_files import TensorFile
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def two(tmp_path: Path) -> Path:
 
 CHILD = """
 import sys
-from telechat_moe.train import checkpoint
+from telechat_moe.checkpoint import checkpoint
 root, step, stride = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 print(step, flush=True)
 while True:
@@ -215,7 +217,7 @@ def assert_refused(root: Path, save: Callable[[], object]) -> str:
 def test_full_disk_is_seen_before_writing(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     root = mount("size=2m") / "root"
     checkpoint.save(root, 1, big(1, 1_000_000), {})
-    monkeypatch.setattr(shards, "write", None)  # must not be called
+    monkeypatch.setattr(TensorFile, "write", None)  # must not be called
     message = assert_refused(root, lambda: checkpoint.save(root, 2, big(2, 1_500_000), {}))
     assert "No space left on device" in message
     free = shutil.disk_usage(root).free
@@ -284,7 +286,7 @@ def test_interrupt_removes_the_unfinished_folder(
             raise KeyboardInterrupt
         return b""
 
-    monkeypatch.setattr(manifest, "seal", interrupt)
+    monkeypatch.setattr(files, "seal", interrupt)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(two, 3, make(3), {"step": 3})
     assert names_in(two) == ["step-00000001", "step-00000002"]

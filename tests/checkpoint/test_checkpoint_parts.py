@@ -173,16 +173,16 @@ def test_show_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_weights_are_read_tensor_by_tensor(tmp_path: Path) -> None:
-    from telechat_moe.tensor_files import read_entries
+    from telechat_moe.checkpoint.weights import read_weights
 
     assert save(tmp_path / "root", 5) is None
-    entries = read_entries(tmp_path / "root" / "step-00000005")
+    entries = read_weights(tmp_path / "root" / "step-00000005")
     expected = whole(5)["model"]
     assert entries.keys() == expected.keys()
     for name, entry in entries.items():
         assert (entry.dtype, entry.shape) == ("F32", expected[name].shape)
         assert entry.read().tobytes() == expected[name].tobytes()
-        assert b"".join(p.tobytes() for p in entry.pieces()) == expected[name].tobytes()
+        assert b"".join(p.tobytes() for p in entry.chunks()) == expected[name].tobytes()
         assert entry.read(4, 8).tobytes() == expected[name].tobytes()[4:12]
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telechat_moe.checkpoint import checkpoint, reshard, shards
+from telechat_moe import files, tensor_files
+from telechat_moe.checkpoint import checkpoint, reshard
 from telechat_moe.cli import main
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.sharding.shards import Cuts
@@ -186,13 +187,10 @@ def test_pieces_of_another_step_are_refused(
 
 def seal(folder: Path, **changes: object) -> None:
     """Change ``pieces.json`` and make its checksums right again."""
-    from telechat_moe.checkpoint import manifest
-
     content = {**json.loads((folder / reshard.FILE).read_text()), **changes, "sha256": "0" * 64}
     for file in content["files"]:
-        raw = shards.read(folder / file, keep=False)
-        content["files"][file] = {"bytes": raw.nbytes, "sha256": raw.sha256}
-    (folder / reshard.FILE).write_bytes(manifest.seal(content))
+        content["files"][file] = files.checksum(folder / file)
+    (folder / reshard.FILE).write_bytes(files.seal(content))
 
 
 def test_pieces_of_another_layout_are_refused(
@@ -213,13 +211,13 @@ def test_pieces_of_another_layout_are_refused(
 def test_pieces_of_another_shape_or_value_are_refused(
     pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = shards.read(pieces / "rank_1.safetensors", keep=True)
+    found = files.read(pieces / "rank_1.safetensors", keep=True)
     assert found.data is not None
-    words, held = shards.metadata(found.data), dict(shards.parse(found.data))
+    words, held = tensor_files.metadata(found.data), dict(tensor_files.parse(found.data))
     held["norm.weight"] = held["norm.weight"] + np.float32(1)
     held["layers.0.ffn.up.weight"] = held["layers.0.ffn.up.weight"][:3]
     (pieces / "rank_1.safetensors").unlink()
-    shards.write(pieces, shards.single("rank_1.safetensors", held, words))
+    tensor_files.file_of("", held, words).write(pieces / "rank_1.safetensors")
     seal(pieces)
     said = refused(capsys, "merge", pieces, tmp_path / "merged")
     assert "norm.weight: differs from the copy of another rank" in said

@@ -9,7 +9,8 @@ import pytest
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
-from telechat_moe.checkpoint import checkpoint, shards
+from telechat_moe import files
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.interop import names, upstream_names
 from telechat_moe.interop.mindformers_checkpoint import (
@@ -20,6 +21,7 @@ from telechat_moe.interop.mindformers_checkpoint import (
     to_mindformers,
 )
 from telechat_moe.recipe import Recipe, load
+from telechat_moe.tensor_files import parse
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 UPSTREAM = ["trainer.type=CausalLanguageModelingTrainer"]
@@ -74,7 +76,7 @@ def test_names_of_upstream(saved: Path, tmp_path: Path) -> None:
     recipe = recipe_of(*UPSTREAM)
     to_mindformers(saved, tmp_path / "out", recipe)
     (file,) = tmp_path.glob("out/iteration_00000300/*-model-*.safetensors")
-    found = shards.parse(shards.read(file, keep=True).data)
+    found = parse(files.read(file, keep=True).data)
     table = {p.upstream: p.shape for p in upstream_names.pairs(recipe.model_config)}
     weights = {n: t.shape for n, t in found.items() if not n.endswith("expert_load")}
     assert weights == table

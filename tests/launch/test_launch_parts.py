@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch import affinity as topology
 from telechat_moe.launch import commands, hosts
 from telechat_moe.launch.affinity import Topology
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.private import check_private, keep_others_out
 from telechat_moe.processes import Control, RankFailedError, stop_on_signal
 from telechat_moe.recipe import load
 

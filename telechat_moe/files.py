@@ -1,0 +1,354 @@
+"""Files that survive a kill, say whether they changed, and are not changed by others.
+
+* Durable: :func:`write_new`, :func:`write_atomic`, :func:`new_folder`, :func:`sync_folder`: what has its name is
+  complete and on the disk.
+* Checked: :func:`read` gives the SHA-256 with the content; a sealed JSON file (:func:`seal`, :func:`unseal`) holds its
+  own; ``checksums.json`` beside weights, written by ``convert`` and verified whenever they are read, holds those of files::
+
+    {
+     "format":  "telechat-moe weights",
+     "version": 1,
+     "files":   {"model-00001-of-00002.safetensors": {"bytes": 4096, "sha256": "..."}, ...},
+     "source":  {"path": "hf", "files": {"model.safetensors": {"bytes": 8192, "sha256": "..."}}}
+    }
+
+  Beside a single file ``x.safetensors`` it is called ``x.safetensors.checksums.json``.
+* Private: :func:`keep_others_out`, :func:`check_private`.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from telechat_moe.errors import BadInputError
+
+CHUNK_BYTES = 1 << 20
+"""Hashed, then written or read while it is still in the processor's cache."""
+
+CHECKSUMS = "checksums.json"
+FORMAT = "telechat-moe weights"
+VERSION = 1
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+UNSEALED = "0" * 64
+"""What stands for a sealed file's own checksum while that is computed."""
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that were read or written since the last call."""
+Known = dict[str, dict[str, Any]]
+"""Files by name: ``bytes`` and ``sha256``."""
+
+
+# ---------------------------------------------------------------------------------------- durable
+
+
+def write_new(
+    path: Path, chunks: Iterable[bytes | memoryview], advance: Advance = lambda _: None
+) -> dict[str, Any]:
+    """Write a file that must not exist yet and wait until it is on the disk.
+
+    Args:
+        path: The file.
+        chunks: Its content in order.
+        advance: Receives the progress.
+
+    Returns:
+        Its ``bytes`` and ``sha256``.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            digest.update(chunk)
+            file.write(chunk)
+            size += len(chunk)
+            advance(len(chunk))
+        sync_file(file)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def sync_file(file: Any) -> None:
+    """Wait until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file whole or not at all, replacing one of that name."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.part")
+    hidden.unlink(missing_ok=True)
+    write_new(hidden, [data.encode() if isinstance(data, str) else data])
+    hidden.replace(path)
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a JSON file that people may read."""
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@contextmanager
+def new_folder(path: Path) -> Generator[Path, None, None]:
+    """Yield a hidden folder beside ``path``; it gets that name when all went well, and is removed when not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    hidden.mkdir()
+    try:
+        yield hidden
+        sync_folder(hidden)
+        hidden.rename(path)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+
+
+# ---------------------------------------------------------------------------------------- checked
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """What was found in a file; ``data`` is None if only the checksum was wanted."""
+
+    nbytes: int
+    sha256: str
+    data: NDArray[np.uint8] | None
+
+    @property
+    def sums(self) -> dict[str, Any]:
+        """``bytes`` and ``sha256``."""
+        return {"bytes": self.nbytes, "sha256": self.sha256}
+
+
+def read(path: Path, *, keep: bool, advance: Advance = lambda _: None) -> FileContent:
+    """Read a file once, for its checksum and, with ``keep``, for its content.
+
+    Raises:
+        OSError: If the file is missing or cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = np.empty(size if keep else min(size, CHUNK_BYTES), np.uint8)
+        view = data.data
+        found = 0
+        while found < size:
+            start = found if keep else 0
+            count = file.readinto(view[start : start + min(CHUNK_BYTES, size - found)])
+            if not count:
+                break
+            digest.update(view[start : start + count])
+            found += count
+            advance(count)
+    return FileContent(found, digest.hexdigest(), data if keep else None)
+
+
+def checksum(path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:
+    """Return ``bytes`` and ``sha256`` of a file."""
+    return read(path, keep=False, advance=advance).sums
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return a JSON file whose key ``sha256`` (now :data:`UNSEALED`) is the checksum of the file itself.
+
+    It is computed over the file with :data:`UNSEALED` in its place.
+    """
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return text.replace(UNSEALED, digest, 1).encode()
+
+
+def unseal(raw: bytes) -> tuple[dict[str, Any], str | None]:
+    """Return the content of a sealed JSON file, and what is wrong with its checksum (None: nothing).
+
+    Raises:
+        ValueError: It is no JSON object; the message says why.
+    """
+    try:
+        content = json.loads(raw.decode())
+    except ValueError as error:
+        raise ValueError(f"not valid JSON, truncated or changed ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError("not valid JSON, truncated or changed (no object)")
+    claimed = str(content.get("sha256"))  # pyright: ignore[reportUnknownMemberType,reportUnknownArgumentType]
+    actual = hashlib.sha256(raw.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
+    if actual == claimed:
+        return content, None  # pyright: ignore[reportUnknownVariableType]
+    wrong = f"checksum differs, the file was changed (sha256 {actual}, not {claimed})"
+    return content, wrong  # pyright: ignore[reportUnknownVariableType]
+
+
+def checksums_path(weights: Path) -> Path:
+    """Return the path of the checksums of a folder or of a single file of weights."""
+    if weights.suffix == ".safetensors" and not weights.is_dir():
+        return weights.with_name(f"{weights.name}.{CHECKSUMS}")
+    return weights / CHECKSUMS
+
+
+def checksums_content(files: Known, source: Path, source_files: Known) -> dict[str, Any]:
+    """Return the content of checksums.json."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": files,
+        "source": {"path": str(source), "files": source_files},
+    }
+
+
+def read_checksums(weights: Path) -> Known | None:
+    """Return the files that the checksums beside weights name; None if there are no checksums.
+
+    Raises:
+        BadInputError: checksums.json cannot be read.
+    """
+    path = checksums_path(weights)
+    try:
+        raw = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise BadInputError(f"{path}: {error.strerror}") from error
+    try:
+        found = json.loads(raw)
+        if (found["format"], found["version"]) != (FORMAT, VERSION):
+            raise ValueError(f"{found['format']} version {found['version']}")
+        files = {
+            str(n): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])}
+            for n, f in found["files"].items()
+        }
+        if any(Path(name).name != name for name in files):
+            raise ValueError("a file outside the folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(
+            f"{path}: no checksums of {FORMAT} version {VERSION} ({error!r})"
+        ) from error
+    return files
+
+
+def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str | None:
+    """Return how a file differs from what was written, by ``bytes`` and ``sha256``; None: not at all."""
+    if found["bytes"] != expected["bytes"]:
+        how = "truncated" if found["bytes"] < expected["bytes"] else "too long"
+        return f"{how}, {found['bytes']:,} bytes found, {expected['bytes']:,} expected"
+    if found["sha256"] != expected["sha256"]:
+        return (
+            "checksum differs, the content was changed "
+            f"(sha256 {found['sha256']}, not {expected['sha256']})"
+        )
+    return None
+
+
+def differences(folder: Path, expected: Known, found: Known) -> list[str]:
+    """Return how files differ from what was written, a line each; files without a checksum count as right."""
+    pairs = (
+        (name, difference(now, expected[name])) for name, now in found.items() if name in expected
+    )
+    return [f"{folder / name}: {problem}" for name, problem in pairs if problem]
+
+
+def verify_checksums(
+    weights: Path, progress: Callable[[str, int, int], None] | None = None
+) -> tuple[int, int, list[str]]:
+    """Compare all files with their checksums.
+
+    Args:
+        weights: Folder or single file with checksums beside it.
+        progress: Called with a phase, the bytes read and the bytes in all.
+
+    Returns:
+        Number of files, their bytes, and the problems, a line each.
+
+    Raises:
+        BadInputError: There are no checksums.
+    """
+    expected = read_checksums(weights)
+    if expected is None:
+        what = (
+            "no such file or folder"
+            if not weights.exists()
+            else f"no {checksums_path(weights).name} there"
+        )
+        raise BadInputError(f"{weights}: {what}; nothing to verify against")
+    folder = checksums_path(weights).parent
+    total, done = sum(f["bytes"] for f in expected.values()), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress("verifying", done, max(done, total))
+
+    problems: list[str] = []
+    for name in expected:
+        try:
+            problems += differences(folder, expected, {name: checksum(folder / name, advance)})
+        except FileNotFoundError:
+            problems.append(f"{folder / name}: missing")
+        except OSError as error:
+            problems.append(f"{folder / name}: cannot be read ({error.strerror})")
+    return len(expected), total, problems
+
+
+def require_checksums(weights: Path) -> None:
+    """Refuse weights that differ from the checksums beside them; weights without checksums are accepted.
+
+    Raises:
+        BadInputError: A file differs, is missing or cannot be read; lists all.
+    """
+    if read_checksums(weights) is None:
+        return
+    _, _, problems = verify_checksums(weights)
+    if problems:
+        raise BadInputError(
+            f"{weights}: the weights are not those that were written:\n  " + "\n  ".join(problems)
+        )
+
+
+# ---------------------------------------------------------------------------------------- private
+
+
+def keep_others_out() -> None:
+    """Let nothing that this process or its children make be writable by group or others."""
+    os.umask(os.umask(0o077) | OTHERS_WRITE)
+
+
+def check_private(path: Path) -> Path:
+    """Return a file or folder that only this user can have written.
+
+    Pickles and control files are trusted; one that somebody else can write would run their code.
+
+    Raises:
+        BadInputError: It belongs to somebody else, others can write it or its folder, or it is a symbolic link.
+    """
+    for where, what in ((path.absolute().parent, "its folder"), (path, "it")):
+        info = where.stat() if where != path else where.lstat()
+        found = ""
+        if where == path and stat.S_ISLNK(info.st_mode):
+            found = "is a symbolic link"
+        elif info.st_uid != os.geteuid():
+            found = f"belongs to user {info.st_uid}, not to {os.geteuid()}"
+        elif info.st_mode & OTHERS_WRITE:
+            found = f"can be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+        if found:
+            raise BadInputError(
+                f"{path}: {what} {found}, and what it says is trusted; remove it, and start again with an "
+                "output_dir of your own (chmod go-w)"
+            )
+    return path
