@@ -1,18 +1,27 @@
 """Many logical ranks in one process: operators with a tape, real collectives, every call recorded as a dump has it.
 
-All ranks of a stage run an operator at a time. A :class:`Plan` perturbs one call; everything after it goes on with what
+All ranks of a stage run an operator at a time. A :class:`Planted` perturbs one call; everything after it goes on with what
 that call gave, as in a run.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.align_faults.exchanges import EXCHANGES
 from benchmarks.align_faults.kernels import KERNELS, Array, Numerics, rounded
+from benchmarks.align_faults.tensors import (
+    Tensor,
+    arguments,
+    integer_type,
+    record,
+    send,
+    widest,
+)
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -20,39 +29,8 @@ from telechat_moe.tools.align.dump.records import (
     RankDump,
     Scalar,
     TensorLayout,
-    TensorRecord,
     Value,
 )
-
-
-class Tensor:
-    """A tensor on some ranks.
-
-    Args:
-        values: Of each rank; floating-point values are float32.
-        dtype: What they are rounded to; ``int64`` and ``bool`` for others.
-        needs: Whether a gradient flows back to it.
-    """
-
-    __slots__ = ("dtype", "grad", "needs", "values")
-
-    def __init__(self, values: dict[int, Array], dtype: str, needs: bool = False) -> None:
-        self.values, self.dtype, self.needs = values, dtype, needs
-        self.grad: dict[int, Array] = {}
-
-    @property
-    def ranks(self) -> list[int]:
-        """Ranks that hold it."""
-        return list(self.values)
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it has floating-point values."""
-        return self.dtype in ("float32", "bfloat16", "float16")
-
-    def on(self, ranks: Iterable[int]) -> "Tensor":
-        """Return the same on fewer ranks, without history."""
-        return Tensor({r: self.values[r] for r in ranks}, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -98,7 +76,7 @@ Change = Callable[..., Any]
 
 
 @dataclass
-class Plan:
+class Planted:
     """One perturbation of one call.
 
     Attributes:
@@ -137,12 +115,12 @@ class Engine:
 
     Args:
         numerics: How values are computed.
-        plan: The fault; None: a right run.
+        planted: The fault; None: a right run.
         seed: Of what a fault draws.
     """
 
-    def __init__(self, numerics: Numerics, plan: Plan | None = None, seed: int = 0) -> None:
-        self.numerics, self.plan = numerics, plan
+    def __init__(self, numerics: Numerics, planted: Planted | None = None, seed: int = 0) -> None:
+        self.numerics, self.planted = numerics, planted
         self.rng = np.random.default_rng(seed)
         self.step, self.phase, self.tag = 0, "forward", ""
         self.tape: list[_Entry] = []
@@ -200,17 +178,17 @@ class Engine:
         made: dict[int, list[Array]] = {}
         keys: dict[int, str] = {}
         saved: dict[int, list[Array]] = {}
-        kind = dtype or _wider(inputs, self.numerics.dtype)
+        kind = dtype or widest(inputs, self.numerics.dtype)
         if name == "Tensor.to":
             settings["dtype"] = dtype
         own = {r: dict(settings) for r in ranks}
         for rank in ranks:
             ins = [t.values[rank] for t in inputs]
             key = self._key(rank, name)
-            if self._hit(rank, key) and self.plan and self.plan.stage == "skip":
+            if self._hit(rank, key) and self.planted and self.planted.stage == "skip":
                 made[rank] = [ins[0].copy()]
-                self._note(self._site(name, key, rank, made[rank], kind, ins), ins, made[rank])
-                self.plan.done |= {"args": ins, "outs": made[rank]}
+                self._note(self._site(name, [key], [rank], ins[0], kind, ins), made[rank])
+                self.planted.done |= {"args": ins, "outs": made[rank]}
                 continue
             keys[rank] = key
             made[rank], saved[rank] = self._run(name, key, rank, inputs, ins, own[rank], kind)
@@ -219,7 +197,9 @@ class Engine:
             first = made[ranks[0]][i]
             each = {r: made[r][i] for r in ranks}
             floating = first.dtype.kind == "f"
-            outputs.append(Tensor(each, kind if floating else _integer(first), needs and floating))
+            outputs.append(
+                Tensor(each, kind if floating else integer_type(first), needs and floating)
+            )
         if needs and any(t.needs for t in outputs):
             entry = _Entry(name, [*inputs], outputs, own[ranks[0]], keys, self.tag, saved=saved)
             self.tape.append(entry)
@@ -239,37 +219,37 @@ class Engine:
         kernel, numerics = KERNELS[name], self.numerics
         right, shown, used, original = ins, settings, settings, dict(settings)
         hit = self._hit(rank, key)
-        plan = self.plan
-        if hit and plan is not None:
-            if plan.stage in ("given", "hidden"):
-                plan.done["before"] = ins
-                changed = plan.change(ins, self, rank)
-                ins, right = changed, changed if plan.stage == "given" else ins
-            if plan.stage in ("settings", "hidden settings"):
-                used = plan.change(dict(settings))
-                if plan.stage == "settings":
+        planted = self.planted
+        if hit and planted is not None:
+            if planted.stage in ("given", "hidden"):
+                planted.done["before"] = ins
+                changed = planted.change(ins, self, rank)
+                ins, right = changed, changed if planted.stage == "given" else ins
+            if planted.stage in ("settings", "hidden settings"):
+                used = planted.change(dict(settings))
+                if planted.stage == "settings":
                     shown = used
                     settings.update(used)
-            if plan.stage == "numerics":
-                numerics = plan.change(numerics)
+            if planted.stage == "numerics":
+                numerics = planted.change(numerics)
         with np.errstate(all="ignore"):
             raw = kernel.forward(ins, used, numerics)
         outs = [rounded(np.asarray(o), kind) for o in raw]
-        if hit and plan is not None:
-            plan.done |= {"args": right, "settings": original, "kind": kind}
-            if plan.stage == "result":
-                outs = plan.change(outs, right, self, rank)
-            plan.done["outs"] = outs
-        site = self._site(name, key, rank, outs, kind, right)
-        self._note(site, right, outs)
+        if hit and planted is not None:
+            planted.done |= {"args": right, "settings": original, "kind": kind}
+            if planted.stage == "result":
+                outs = planted.change(outs, right, self, rank)
+            planted.done["outs"] = outs
+        site = self._site(name, [key], [rank], outs[0], kind, right)
+        self._note(site, outs)
         self._record(site, tensors, right, shown, outs, kind)
         return outs, right
 
     def _hit(self, rank: int, key: str) -> bool:
-        plan = self.plan
-        if plan is None or plan.site.step != self.step:
+        planted = self.planted
+        if planted is None or planted.site.step != self.step:
             return False
-        hit = plan.site.key == key and rank == plan.site.ranks[0]
+        hit = planted.site.key == key and rank == planted.site.ranks[0]
         self.applied |= hit
         return hit
 
@@ -280,25 +260,21 @@ class Engine:
         return key
 
     def _site(
-        self, name: str, key: str, rank: int, outs: list[Array], kind: str, ins: Sequence[Array]
+        self,
+        name: str,
+        keys: Sequence[str],
+        ranks: Sequence[int],
+        out: Array,
+        kind: str,
+        ins: Iterable[Array],
     ) -> Site:
-        dtype = kind if outs[0].dtype.kind == "f" else _integer(outs[0])
+        dtype = kind if out.dtype.kind == "f" else integer_type(out)
         shapes = tuple(x.shape for x in ins)
-        return Site(
-            self.step,
-            key,
-            (rank,),
-            name,
-            self.phase,
-            (key,),
-            outs[0].shape,
-            dtype,
-            self.tag,
-            shapes,
-        )
+        where = self.step, keys[0], tuple(ranks), name, self.phase, tuple(keys)
+        return Site(*where, out.shape, dtype, self.tag, shapes)
 
-    def _note(self, site: Site, ins: Sequence[Array], outs: Sequence[Array]) -> None:
-        if self.plan is None:
+    def _note(self, site: Site, outs: Sequence[Array] = ()) -> None:
+        if self.planted is None:
             self.sites.append(site)
         for x in outs:
             if x.dtype.kind == "f" and x.size >= 8:
@@ -317,14 +293,26 @@ class Engine:
         records = [record(x, t.dtype, t.needs, layout) for t, x in zip(tensors, ins, strict=True)]
         inputs, kwargs = arguments(site.name, records, settings)
         made = [
-            record(o, kind if o.dtype.kind == "f" else _integer(o), layout=layout) for o in outs
+            record(o, kind if o.dtype.kind == "f" else integer_type(o), layout=layout) for o in outs
         ]
         phase = Phase.OPTIMIZER if site.name.startswith("Optimizer.") else Phase.FORWARD
-        number = int(site.key.split(".")[-2])
-        self.dumps[site.step, site.ranks[0]][site.key] = Call(
-            *(site.key, "api", site.name, number, phase, inputs, kwargs, made),
-            stack=(name,) if name else (),
-        )
+        stack = (name,) if name else ()
+        self._save(site.ranks[0], site.key, site.name, phase, inputs, kwargs, [*made], stack)
+
+    def _save(
+        self,
+        rank: int,
+        key: str,
+        name: str,
+        phase: Phase,
+        inputs: list[Value],
+        kwargs: Mapping[str, Value],
+        outputs: list[Value],
+        stack: tuple[str, ...] = (),
+    ) -> None:
+        number = int(key.split(".")[-2])
+        call = Call(key, "api", name, number, phase, inputs, dict(kwargs), outputs, stack=stack)
+        self.dumps[self.step, rank][key] = call
 
     # ------------------------------------------------------------------ backward
 
@@ -358,42 +346,38 @@ class Engine:
                 send(tensor, rank, grad)
 
     def _gradient(self, entry: _Entry, key: str, rank: int, grads: list[Array]) -> list[Array]:
-        kernel, numerics, plan = KERNELS[entry.name], self.numerics, self.plan
+        kernel, numerics, planted = KERNELS[entry.name], self.numerics, self.planted
         assert kernel.backward is not None, entry.name
         hit = self._hit(rank, key)
         ins = entry.saved[rank]
         outs = [t.values[rank] for t in entry.outputs]
         used, settings = ins, entry.settings
-        if hit and plan is not None:
-            if plan.stage == "given":
-                plan.done["before"] = grads
-                grads = plan.change(grads, self, rank)
-            if plan.stage == "hidden":
-                used = plan.change(ins, self, rank)
-            if plan.stage == "hidden settings":
-                settings = plan.change(dict(settings))
-            if plan.stage == "numerics":
-                numerics = plan.change(numerics)
+        if hit and planted is not None:
+            if planted.stage == "given":
+                planted.done["before"] = grads
+                grads = planted.change(grads, self, rank)
+            if planted.stage == "hidden":
+                used = planted.change(ins, self, rank)
+            if planted.stage == "hidden settings":
+                settings = planted.change(dict(settings))
+            if planted.stage == "numerics":
+                numerics = planted.change(numerics)
         with np.errstate(all="ignore"):
             raw = kernel.backward(used, settings, outs, grads, numerics)
         mine = [(g, t) for g, t in zip(raw, entry.inputs, strict=True) if t.is_float and t.needs]
         made = [rounded(np.asarray(g), t.dtype) for g, t in mine]
-        if hit and plan is not None:
+        if hit and planted is not None:
             places = [i for i, t in enumerate(entry.inputs) if t.is_float and t.needs]
-            plan.done |= {"args": ins, "outs_forward": outs, "grads": grads, "places": places}
-            plan.done |= {"settings": entry.settings, "kind": mine[0][1].dtype}
-            if plan.stage == "result":
-                made = plan.change(made, grads, self, rank)
-            plan.done["outs"] = made
-        site = self._site(entry.name, key, rank, made, mine[0][1].dtype, grads)
-        self._note(site, grads, made)
+            planted.done |= {"args": ins, "outs_forward": outs, "grads": grads, "places": places}
+            planted.done |= {"settings": entry.settings, "kind": mine[0][1].dtype}
+            if planted.stage == "result":
+                made = planted.change(made, grads, self, rank)
+            planted.done["outs"] = made
+        self._note(self._site(entry.name, [key], [rank], made[0], mine[0][1].dtype, grads), made)
         floats = [t for t in entry.outputs if t.is_float]
         came = [record(g, t.dtype) for g, t in zip(grads, floats, strict=True)]
         went: list[Value] = [record(g, t.dtype) for g, (_, t) in zip(made, mine, strict=True)]
-        number = int(key.split(".")[-2])
-        self.dumps[self.step, rank][key] = Call(
-            key, "api", entry.name, number, Phase.BACKWARD, [*came], {}, went
-        )
+        self._save(rank, key, entry.name, Phase.BACKWARD, [*came], {}, went)
         return made
 
     # ------------------------------------------------------------------ collectives
@@ -403,7 +387,6 @@ class Engine:
         name: str,
         x: Tensor,
         groups: Sequence[Sequence[int]],
-        exchange: Callable[..., list[Array]],
         settings: dict[int, dict[str, Any]] | None = None,
     ) -> Tensor:
         """Run a collective in each group; no gradient.
@@ -412,47 +395,27 @@ class Engine:
             name: Such as ``all_reduce``.
             x: What each rank gives.
             groups: Ranks that belong together; those without are left alone.
-            exchange: From the parts of a group (and their settings) to what each receives.
             settings: Further arguments of each rank.
         """
-        full = f"Distributed.{name}"
+        full, exchange = f"Distributed.{name}", EXCHANGES[name]
         values: dict[int, Array] = {}
         for group in groups:
             keys = [self._key(rank, full) for rank in group]
             given = [settings[r] if settings else {} for r in group]
             parts = [x.values[r] for r in group]
-            plan = self.plan
-            hit = (
-                plan is not None
-                and plan.site.step == self.step
-                and (plan.site.key, plan.site.ranks) == (keys[0], tuple(group))
-            )
-            if hit and plan is not None:
-                self.applied = True
-                if plan.stage == "send":
-                    plan.done["before"] = parts
-                    parts = plan.change(parts, self, list(group))
-                plan.done |= {"parts": parts, "exchange": exchange, "given": given, "all": x}
+            planted = self.planted
+            hit = self._hit(group[0], keys[0])
+            if hit and planted is not None:
+                if planted.stage == "send":
+                    planted.done["before"] = parts
+                    parts = planted.change(parts, self, list(group))
+                planted.done |= {"parts": parts, "exchange": exchange, "given": given, "all": x}
             got = exchange(parts, given, self.numerics, x.dtype)
-            if hit and plan is not None and plan.stage == "exchange":
-                got = plan.change(got, parts, x, list(group), exchange, given, self)
-            if hit and plan is not None:
-                plan.done["outs"] = got
-            ins = parts
-            site = Site(
-                self.step,
-                keys[0],
-                tuple(group),
-                full,
-                self.phase,
-                tuple(keys),
-                got[0].shape,
-                x.dtype,
-                self.tag,
-                tuple(p.shape for p in ins),
-            )
-            if self.plan is None:
-                self.sites.append(site)
+            if hit and planted is not None and planted.stage == "exchange":
+                got = planted.change(got, parts, x, list(group), exchange, given, self)
+            if hit and planted is not None:
+                planted.done["outs"] = got
+            self._note(self._site(full, keys, group, got[0], x.dtype, parts))
             for rank, key, part, mine, extra in zip(group, keys, parts, got, given, strict=True):
                 values[rank] = mine
                 self._exchanged(full, key, rank, part, mine, x, extra, group)
@@ -473,17 +436,11 @@ class Engine:
         kwargs["group"] = Scalar(
             "torch.distributed.ProcessGroup", {"group_ranks": list(group), "group_id": ""}
         )
-        sent, received = record(part, x.dtype), record(got, x.dtype)
-        self.dumps[self.step, rank][key] = Call(
-            key,
-            "api",
-            name,
-            int(key.split(".")[-2]),
-            Phase.FORWARD,
-            [],
-            {("tensor" if "reduce" in name else "input"): sent, **kwargs},
-            [received],
-        )
+        sent: dict[str, Value] = {
+            "tensor" if "reduce" in name else "input": record(part, x.dtype),
+            **kwargs,
+        }
+        self._save(rank, key, name, Phase.FORWARD, [], sent, [record(got, x.dtype)])
 
     def transfer(self, x: Tensor, to: dict[int, int]) -> Tensor:
         """Send the tensor of each rank to another rank.
@@ -493,50 +450,20 @@ class Engine:
             to: Receiver by sender.
         """
         values: dict[int, Array] = {}
-        plan = self.plan
+        planted = self.planted
         for rank, other in to.items():
             sent, got = self._key(rank, "Distributed.send"), self._key(other, "Distributed.recv")
             value = x.values[rank]
-            site = Site(
-                self.step,
-                got,
-                (other,),
-                "Distributed.recv",
-                self.phase,
-                (got,),
-                value.shape,
-                x.dtype,
-                self.tag,
-                (value.shape,),
-            )
-            if plan is None:
-                self.sites.append(site)
-            elif self._hit(other, got):
-                plan.done |= {"parts": [value], "kind": x.dtype}
-                value = plan.change([value], self, [rank, other])[0]
-                plan.done["outs"] = [value]
+            self._note(self._site("Distributed.recv", [got], [other], value, x.dtype, [value]))
+            if planted is not None and self._hit(other, got):
+                planted.done |= {"parts": [value], "kind": x.dtype}
+                value = planted.change([value], self, [rank, other])[0]
+                planted.done["outs"] = [value]
             values[other] = value
-            send_, receive = record(x.values[rank], x.dtype), record(value, x.dtype)
-            self.dumps[self.step, rank][sent] = Call(
-                sent,
-                "api",
-                "Distributed.send",
-                int(sent.split(".")[-2]),
-                Phase.FORWARD,
-                [send_],
-                {"dst": Scalar("int", other)},
-                [],
-            )
-            self.dumps[self.step, other][got] = Call(
-                got,
-                "api",
-                "Distributed.recv",
-                int(got.split(".")[-2]),
-                Phase.FORWARD,
-                [],
-                {"src": Scalar("int", rank)},
-                [receive],
-            )
+            given, made = record(x.values[rank], x.dtype), record(value, x.dtype)
+            to_other, from_rank = {"dst": Scalar("int", other)}, {"src": Scalar("int", rank)}
+            self._save(rank, sent, "Distributed.send", Phase.FORWARD, [given], to_other, [])
+            self._save(other, got, "Distributed.recv", Phase.FORWARD, [], from_rank, [made])
         return Tensor(values, x.dtype)
 
     def remember(
@@ -544,64 +471,3 @@ class Engine:
     ) -> None:
         """Put on the tape how gradients go back through what was no operator."""
         self.tape.append(_Entry("", inputs, outputs, {}, {}, self.tag, back))
-
-
-def send(tensor: Tensor, rank: int, grad: Array) -> None:
-    """Add a gradient to those that a tensor has; each addition is rounded to its type."""
-    if rank in tensor.grad:
-        tensor.grad[rank] = rounded(tensor.grad[rank] + grad, tensor.dtype)
-    else:
-        tensor.grad[rank] = grad
-
-
-def record(
-    x: Array, dtype: str, needs: bool | None = None, layout: TensorLayout | None = None
-) -> TensorRecord:
-    """Return an array as a reader of dumps gives it."""
-    return TensorRecord(dtype, x.shape, layout=layout, requires_grad=needs, read=lambda: x)
-
-
-def arguments(
-    name: str, tensors: Sequence[Value], settings: dict[str, Any]
-) -> tuple[list[Value], dict[str, Value]]:
-    """Return positional and named arguments as torch programs give them."""
-    s = {k: _scalar(v) for k, v in settings.items()}
-    op = name.rpartition(".")[2]
-    t = list(tensors)
-    if op == "rms_norm":
-        return [t[0], [_scalar(v) for v in settings["shape"]], t[1], s["eps"]], {}
-    if op in ("cat", "stack"):
-        return [t], s
-    if op in ("gather", "index_select"):
-        return [t[0], s.get("dim", Scalar("int", 0)), t[1]], {}
-    if op in ("mul", "masked_fill"):
-        return [*t, *s.values()], {}
-    if op == "reshape":
-        return [t[0], *(_scalar(v) for v in settings["shape"])], {}
-    if op == "transpose":
-        return [t[0], s["dim0"], s["dim1"]], {}
-    if op == "to":
-        return [t[0], Scalar("torch.dtype", f"torch.{settings['dtype']}")], {}
-    if op == "grouped_matmul":
-        return [[t[0]], [t[1]]], {"group_list": t[2]}
-    if op == "scaled_dot_product_attention":
-        return t[:3], {"attn_mask": t[3], **s}
-    if op == "AdamW":
-        names = ("weight", "grad", "exp_avg", "exp_avg_sq")
-        return [], {**dict(zip(names, t, strict=True)), **s}
-    return t, s
-
-
-def _scalar(value: Any) -> Value:
-    if isinstance(value, tuple | list):
-        return [_scalar(v) for v in value]
-    return Scalar(type(value).__name__, value)
-
-
-def _integer(x: Array) -> str:
-    return "bool" if x.dtype.kind == "b" else "int64"
-
-
-def _wider(inputs: Sequence[Tensor], dtype: str) -> str:
-    kinds = {t.dtype for t in inputs if t.is_float}
-    return "float32" if "float32" in kinds else dtype

@@ -1,7 +1,7 @@
 """The faults: each class says where it may be planted, how it perturbs one call, and what it is called.
 
 A class is a row of :data:`CLASSES`. ``pick`` chooses among the sites of a right run; ``change`` is a
-:class:`~benchmarks.align_faults.engine.Plan`'s. Nothing here knows how a tool would find it.
+:class:`~benchmarks.align_faults.engine.Planted`'s. Nothing here knows how a tool would find it.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Fault:
         name: Unique.
         area: One of :data:`AREAS`.
         families: What a tool may rightly call it.
-        stage: See :class:`~benchmarks.align_faults.engine.Plan`.
+        stage: See :class:`~benchmarks.align_faults.engine.Planted`.
         pick: Whether it can be planted at a site.
         change: The perturbation, or a function of the generator that draws one.
         dtypes: Types of the program in which it is planted.
@@ -155,7 +155,7 @@ def typed(function: Callable[[Array, np.random.Generator], Array], place: int = 
     def draw(rng: np.random.Generator) -> Change:
         def change(outs: list[Array], ins: list[Array], engine: Engine, rank: int) -> list[Array]:
             at = place if place < len(outs) else 0
-            kind = engine.plan.site.dtype if engine.plan else "float32"
+            kind = engine.planted.site.dtype if engine.planted else "float32"
             with np.errstate(all="ignore"):
                 new = rounded(np.asarray(function(outs[at], rng), np.float32), kind)
             return [new if i == at else o for i, o in enumerate(outs)]

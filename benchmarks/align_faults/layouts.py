@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """How a model lies over logical ranks; rank = ((stage dp + data) cp + context) tp + tensor.
 
     Attributes:
@@ -98,36 +98,36 @@ class Layout:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("one"),
-        Layout("dp2", dp=2),
-        Layout("dp4", dp=4),
-        Layout("tp2", tp=2),
-        Layout("tp4", tp=4),
-        Layout("tp2 sp", tp=2, sp=True),
-        Layout("tp4 sp", tp=4, sp=True),
-        Layout("cp2", cp=2),
-        Layout("cp2 tp2", cp=2, tp=2),
-        Layout("pp2", pp=2, micro=2),
-        Layout("pp4", pp=4, micro=2),
-        Layout("pp2 vpp2", pp=2, chunks=2, micro=2),
-        Layout("ep2", dp=2, ep=2),
-        Layout("ep4", dp=4, ep=4),
-        Layout("ep2 dp2", dp=4, ep=2),
-        Layout("ep2 cp2", cp=2, ep=2),
-        Layout("ep2 tp2", dp=2, tp=2, ep=2),
-        Layout("ep2 tp2 sp", dp=2, tp=2, sp=True, ep=2),
-        Layout("tp2 extends ep", tp=2, sp=True, ep=1, extend=True),
-        Layout("tp2 extends ep2", dp=2, tp=2, sp=True, ep=2, extend=True),
-        Layout("zero dp2", dp=2, zero=True),
-        Layout("zero dp4 ep2", dp=4, ep=2, zero=True),
-        Layout("zero dp2 tp2", dp=2, tp=2, zero=True),
-        Layout("pp2 dp2 ep2", pp=2, dp=2, ep=2, micro=2),
-        Layout("pp2 tp2 sp", pp=2, tp=2, sp=True),
-        Layout("dp4 tp2 ep2", dp=4, tp=2, ep=2),
-        Layout("dp2 cp2 tp2 ep4", dp=2, cp=2, tp=2, ep=4),
-        Layout("pp2 dp2 cp2 tp2 ep4 zero", pp=2, dp=2, cp=2, tp=2, sp=True, ep=4, zero=True),
-        Layout("dp4 tp4 sp extends ep", dp=4, tp=4, sp=True, ep=1, extend=True),
-        Layout("dp8 ep4 zero", dp=8, ep=4, zero=True),
+        RankLayout("one"),
+        RankLayout("dp2", dp=2),
+        RankLayout("dp4", dp=4),
+        RankLayout("tp2", tp=2),
+        RankLayout("tp4", tp=4),
+        RankLayout("tp2 sp", tp=2, sp=True),
+        RankLayout("tp4 sp", tp=4, sp=True),
+        RankLayout("cp2", cp=2),
+        RankLayout("cp2 tp2", cp=2, tp=2),
+        RankLayout("pp2", pp=2, micro=2),
+        RankLayout("pp4", pp=4, micro=2),
+        RankLayout("pp2 vpp2", pp=2, chunks=2, micro=2),
+        RankLayout("ep2", dp=2, ep=2),
+        RankLayout("ep4", dp=4, ep=4),
+        RankLayout("ep2 dp2", dp=4, ep=2),
+        RankLayout("ep2 cp2", cp=2, ep=2),
+        RankLayout("ep2 tp2", dp=2, tp=2, ep=2),
+        RankLayout("ep2 tp2 sp", dp=2, tp=2, sp=True, ep=2),
+        RankLayout("tp2 extends ep", tp=2, sp=True, ep=1, extend=True),
+        RankLayout("tp2 extends ep2", dp=2, tp=2, sp=True, ep=2, extend=True),
+        RankLayout("zero dp2", dp=2, zero=True),
+        RankLayout("zero dp4 ep2", dp=4, ep=2, zero=True),
+        RankLayout("zero dp2 tp2", dp=2, tp=2, zero=True),
+        RankLayout("pp2 dp2 ep2", pp=2, dp=2, ep=2, micro=2),
+        RankLayout("pp2 tp2 sp", pp=2, tp=2, sp=True),
+        RankLayout("dp4 tp2 ep2", dp=4, tp=2, ep=2),
+        RankLayout("dp2 cp2 tp2 ep4", dp=2, cp=2, tp=2, ep=4),
+        RankLayout("pp2 dp2 cp2 tp2 ep4 zero", pp=2, dp=2, cp=2, tp=2, sp=True, ep=4, zero=True),
+        RankLayout("dp4 tp4 sp extends ep", dp=4, tp=4, sp=True, ep=1, extend=True),
+        RankLayout("dp8 ep4 zero", dp=8, ep=4, zero=True),
     )
 }
 """By name."""

@@ -1,91 +1,16 @@
 """A mixture-of-experts model of TeleChat's shape, trained for some steps on the ranks of a layout."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
 import numpy as np
 
-from benchmarks.align_faults.engine import Engine, Tensor, send
+from benchmarks.align_faults.communication import Communication
+from benchmarks.align_faults.engine import Engine
 from benchmarks.align_faults.kernels import Array, Numerics, rounded
-from benchmarks.align_faults.layouts import Layout
+from benchmarks.align_faults.layouts import RankLayout
 from benchmarks.align_faults.placement import chosen_layout, weight_layout
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes.
-
-    Attributes:
-        hidden: Of the residual stream.
-        heads: Of attention.
-        layers: All of them with experts but the first, where ``dense`` says so.
-        experts: Routed experts.
-        top: Experts of a token.
-        inner: Of an expert.
-        vocab: Tokens known.
-        sequence: Tokens of a sequence; a replica has one in a micro-batch.
-        dense: Whether the first layer has no experts.
-        fused: Attention, SwiGLU and rotation as one operator each.
-        steps: Steps of training.
-        eps: Of norms.
-        rate: Of learning.
-        decay: Of weights.
-        clip: Largest norm of gradients.
-        ties: Experts score nearly the same.
-    """
-
-    hidden: int = 16
-    heads: int = 4
-    layers: int = 2
-    experts: int = 4
-    top: int = 2
-    inner: int = 16
-    vocab: int = 32
-    sequence: int = 8
-    dense: bool = False
-    fused: bool = True
-    steps: int = 1
-    eps: float = 1e-6
-    rate: float = 1e-2
-    decay: float = 0.1
-    clip: float = 1.0
-    ties: bool = False
-
+from benchmarks.align_faults.tensors import Tensor
+from benchmarks.align_faults.weights import Shape, Weight, make_weights
 
 ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
-
-
-@dataclass
-class Weight:
-    """A weight on the ranks that hold it.
-
-    Attributes:
-        name: Its name.
-        model: As operators take it, in the program's type.
-        master: As the optimizer keeps it, float32.
-        groups: Ranks among which gradients are added.
-        copies: On how many ranks each element lies.
-        tensor: The dimension that ranks of ``tp`` cut.
-        halves: That dimension holds two things (gate and up), each of them cut.
-        sequence: Ranks among which gradients are added because each saw a piece of the sequence.
-        state: Moments of Adam.
-    """
-
-    name: str
-    model: Tensor
-    master: Tensor
-    groups: list[list[int]]
-    copies: int
-    tensor: int | None = None
-    halves: bool = False
-    sequence: list[list[int]] = field(default_factory=list)
-    state: list[Tensor] = field(default_factory=list)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the piece that a rank computes with."""
-        return next(iter(self.model.values.values())).shape
 
 
 class Model:
@@ -100,115 +25,16 @@ class Model:
     """
 
     def __init__(
-        self, layout: Layout, shape: Shape, numerics: Numerics, seed: int, engine: Engine
+        self, layout: RankLayout, shape: Shape, numerics: Numerics, seed: int, engine: Engine
     ) -> None:
         self.layout, self.shape, self.numerics, self.engine = layout, shape, numerics, engine
-        self.rng = np.random.default_rng(seed)
+        self.ranks = Communication(engine, layout)
         self.seed = seed
-        self.weights: dict[str, Weight] = {}
         self.stage_of = [
             (i * layout.pp * layout.chunks // shape.layers) % layout.pp for i in range(shape.layers)
         ]
-        self._make_weights()
-
-    # ------------------------------------------------------------------ weights
-
-    def _make_weights(self) -> None:
-        s, lay = self.shape, self.layout
-        t = lay.tp
-        self._weight("embedding", (s.vocab, s.hidden), 0, sequence=True)
-        for i in range(s.layers):
-            stage, p = self.stage_of[i], f"layers.{i}."
-            for norm in ("norm1", "norm2"):
-                self._weight(p + norm, (s.hidden,), stage, norm=True)
-            for name in ("q", "k", "v"):
-                self._weight(p + name, (s.hidden, s.hidden), stage, cut=0)
-            self._weight(p + "o", (s.hidden, s.hidden), stage, cut=1)
-            self._weight(p + "gate_up", (2 * s.inner, s.hidden), stage, cut=0, halves=True)
-            self._weight(p + "down", (s.hidden, s.inner), stage, cut=1)
-            if i or not s.dense:
-                self._weight(p + "router", (s.experts, s.hidden), stage, sequence=True, scale=2.0)
-                self._expert(p + "w1", (s.experts, s.hidden, 2 * s.inner), stage, 2)
-                self._expert(p + "w2", (s.experts, s.inner, s.hidden), stage, 1)
-        last = lay.pp - 1
-        self._weight("norm", (s.hidden,), last, norm=True)
-        self._weight("head", (s.vocab, s.hidden), last, sequence=True)
-        assert t <= s.heads
-
-    def _weight(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        stage: int,
-        cut: int | None = None,
-        norm: bool = False,
-        halves: bool = False,
-        sequence: bool = False,
-        scale: float = 1.0,
-    ) -> None:
-        lay = self.layout
-        x = self.rng.normal(size=shape) * scale / np.sqrt(shape[-1])
-        if norm:
-            x = 1 + 0.2 * self.rng.normal(size=shape)
-        if name == "embedding":
-            x = self.rng.normal(size=shape)
-        if name.endswith("router") and self.shape.ties:
-            x[1:] = x[:1] * (1 + 8e-3 * self.rng.normal(size=x[1:].shape))
-        values = {}
-        for rank in lay.ranks(stage):
-            part = x
-            if cut is not None and halves:
-                two = [np.split(h, lay.tp, cut)[lay.place(rank)[2]] for h in np.split(x, 2, cut)]
-                part = np.concatenate(two, cut)
-            elif cut is not None:
-                part = np.split(x, lay.tp, cut)[lay.place(rank)[2]]
-            values[rank] = part
-        copies = lay.dp * lay.cp * (1 if cut is not None else lay.tp)
-        self._add(name, values, lay.data(stage), copies, cut, halves)
-        if lay.sp and lay.tp > 1 and (norm or sequence):
-            self.weights[name].sequence = lay.tensor(stage)
-
-    def _expert(self, name: str, shape: tuple[int, ...], stage: int, cut: int) -> None:
-        lay = self.layout
-        x = self.rng.normal(size=shape) / np.sqrt(shape[1])
-        values = {}
-        members = lay.ep * (lay.tp if lay.extend else 1)
-        for rank in lay.ranks(stage):
-            index, t = lay.expert_place(rank)  # type: ignore[misc]
-            part = np.split(x, members, 0)[index]
-            if not lay.extend and lay.tp > 1:
-                pieces = (
-                    [
-                        np.concatenate([np.split(h, lay.tp, 2)[j] for h in np.split(part, 2, 2)], 2)
-                        for j in range(lay.tp)
-                    ]
-                    if cut == 2
-                    else np.split(part, lay.tp, 1)
-                )
-                part = pieces[t]
-            values[rank] = part
-        copies = lay.stage_size // members // (1 if lay.extend else lay.tp)
-        within = None if lay.extend else cut
-        self._add(name, values, lay.same_experts(stage), copies, within, cut == 2)
-
-    def _add(
-        self,
-        name: str,
-        values: dict[int, Any],
-        groups: list[list[int]],
-        copies: int,
-        cut: int | None,
-        halves: bool,
-    ) -> None:
-        kind = self.numerics.dtype
-        exact = {
-            # values that every type holds, so that runs in different types begin with the same
-            r: rounded(np.ascontiguousarray(v, np.float32), "bfloat16")
-            for r, v in values.items()
-        }
-        master = Tensor(exact, "float32")
-        model = Tensor({r: rounded(v, kind) for r, v in exact.items()}, kind, True)
-        self.weights[name] = Weight(name, model, master, groups, copies, cut, halves)
+        rng = np.random.default_rng(seed)
+        self.weights = make_weights(layout, shape, numerics, rng, self.stage_of)
 
     # ------------------------------------------------------------------ data
 
@@ -243,117 +69,6 @@ class Model:
             x.dtype,
         )
 
-    # ------------------------------------------------------------------ collectives with gradients
-
-    def gather(self, x: Tensor, groups: list[list[int]]) -> Tensor:
-        """All-gather of rows; gradients are reduced and scattered."""
-        e = self.engine
-        y = e.collective("all_gather_into_tensor", x, groups, all_gather)
-        y.needs = x.needs
-
-        def back() -> None:
-            if y.grad:
-                g = e.collective(
-                    "reduce_scatter_tensor", Tensor(y.grad, y.dtype), groups, reduce_scatter
-                )
-                _send(x, g)
-
-        if x.needs:
-            e.remember([x], [y], back)
-        return y
-
-    def scatter(self, x: Tensor, groups: list[list[int]]) -> Tensor:
-        """Reduce-scatter of rows; gradients are gathered."""
-        e = self.engine
-        y = e.collective("reduce_scatter_tensor", x, groups, reduce_scatter)
-        y.needs = True
-        e.remember(
-            [x],
-            [y],
-            lambda: _send(
-                x,
-                e.collective("all_gather_into_tensor", Tensor(y.grad, y.dtype), groups, all_gather),
-            ),
-        )
-        return y
-
-    def reduce(self, x: Tensor, groups: list[list[int]]) -> Tensor:
-        """All-reduce; gradients pass."""
-        y = self.engine.collective("all_reduce", x, groups, all_reduce)
-        y.needs = True
-        self.engine.remember([x], [y], lambda: _send(x, Tensor(y.grad, y.dtype)))
-        return y
-
-    def copied(self, x: Tensor, groups: list[list[int]]) -> Tensor:
-        """Pass; gradients are reduced."""
-        e = self.engine
-        y = Tensor(x.values, x.dtype, x.needs)
-        e.remember(
-            [x],
-            [y],
-            lambda: _send(
-                x, e.collective("all_reduce", Tensor(y.grad, y.dtype), groups, all_reduce)
-            ),
-        )
-        return y
-
-    def exchange(self, x: Tensor, groups: list[list[int]], sizes: dict[int, list[int]]) -> Tensor:
-        """All-to-all of rows; gradients go the way back.
-
-        Args:
-            x: Rows of each rank, in the order of the ranks that they go to.
-            groups: Ranks that exchange.
-            sizes: Rows to each rank of the group.
-        """
-        e = self.engine
-        back_sizes = {
-            r: [sizes[other][i] for other in group] for group in groups for i, r in enumerate(group)
-        }
-
-        def settings(a: dict[int, list[int]], b: dict[int, list[int]]) -> dict[int, dict[str, Any]]:
-            return {
-                r: {"output_split_sizes": list(b[r]), "input_split_sizes": list(a[r])} for r in a
-            }
-
-        y = e.collective("all_to_all_single", x, groups, all_to_all, settings(sizes, back_sizes))
-        y.needs = x.needs
-
-        def back() -> None:
-            g = e.collective(
-                "all_to_all_single",
-                Tensor(y.grad, y.dtype),
-                groups,
-                all_to_all,
-                settings(back_sizes, sizes),
-            )
-            _send(x, g)
-
-        if x.needs:
-            e.remember([x], [y], back)
-        return y
-
-    def enter(self, x: Tensor, stage: int) -> Tensor:
-        """From what norms see to what the ranks of ``tp`` share."""
-        lay = self.layout
-        if lay.tp == 1:
-            return x
-        return (self.gather if lay.sp else self.copied)(x, lay.tensor(stage))
-
-    def leave(self, x: Tensor, stage: int) -> Tensor:
-        """From terms of the ranks of ``tp`` to their sum."""
-        lay = self.layout
-        if lay.tp == 1:
-            return x
-        return (self.scatter if lay.sp else self.reduce)(x, lay.tensor(stage))
-
-    def move(self, x: Tensor, stage: int, to: int) -> Tensor:
-        """Send to another stage; gradients come back."""
-        e, lay = self.engine, self.layout
-        y = transfer(e, x, lay, stage, to)
-        y.needs = True
-        e.remember([x], [y], lambda: _send(x, transfer(e, Tensor(y.grad, y.dtype), lay, to, stage)))
-        return y
-
     # ------------------------------------------------------------------ layers
 
     def loss(self, step: int, micro: int) -> Tensor:
@@ -366,10 +81,10 @@ class Model:
         for i in range(self.shape.layers):
             if self.stage_of[i] != stage:
                 e.tag = "pipeline"
-                x, stage = self.move(x, stage, self.stage_of[i]), self.stage_of[i]
+                x, stage = self.ranks.move(x, stage, self.stage_of[i]), self.stage_of[i]
             x = self.layer(x, i, stage)
         if stage != lay.pp - 1:
-            x, stage = self.move(x, stage, lay.pp - 1), lay.pp - 1
+            x, stage = self.ranks.move(x, stage, lay.pp - 1), lay.pp - 1
         e.tag = "head"
         x = self.norm(x, "norm")
         y = e.op("Functional.linear", x, w["head"].model)
@@ -394,21 +109,21 @@ class Model:
         x = e.op("Torch.add", x, self.attention(self.norm(x, p + "norm1"), p, stage))
         e.tag = "mlp"
         h = self.norm(x, p + "norm2")
-        y = self.mlp(self.enter(h, stage), p)
+        y = self.mlp(self.ranks.enter(h, stage), p)
         routed = p + "router" in self.weights
-        y = self.experts(h, y, p, stage) if routed else self.leave(y, stage)
+        y = self.experts(h, y, p, stage) if routed else self.ranks.leave(y, stage)
         return e.op("Torch.add", x, y)
 
     def attention(self, h: Tensor, p: str, stage: int) -> Tensor:
         """Causal attention with rotary positions; keys of a context group are gathered."""
         e, s, lay, w = self.engine, self.shape, self.layout, self.weights
-        h = self.enter(h, stage)
+        h = self.ranks.enter(h, stage)
         n, dim, rows = s.heads // lay.tp, s.hidden // s.heads, s.sequence // lay.cp
         parts = {}
         for name in ("q", "k", "v"):
             y = e.op("Functional.linear", h, w[p + name].model)
             if name != "q" and lay.cp > 1:
-                y = self.gather(y, lay.context(stage))
+                y = self.ranks.gather(y, lay.context(stage))
             size = rows if name == "q" else s.sequence
             y = e.op("Tensor.reshape", y, shape=(size, n, dim))
             y = e.op("Tensor.transpose", y, dim0=0, dim1=1)
@@ -423,7 +138,7 @@ class Model:
         y = self.attend(parts["q"], parts["k"], parts["v"], keep, dim)
         y = e.op("Tensor.transpose", y, dim0=0, dim1=1)
         y = e.op("Tensor.reshape", y, shape=(rows, n * dim))
-        return self.leave(e.op("Functional.linear", y, w[p + "o"].model), stage)
+        return self.ranks.leave(e.op("Functional.linear", y, w[p + "o"].model), stage)
 
     def rotate(self, x: Tensor, dim: int, local: bool, stage: int) -> Tensor:
         """Rotary positions."""
@@ -490,10 +205,10 @@ class Model:
         probs, index = self.route(h, p)
         e.tag = "experts"
         if lay.tp > 1 and not lay.extend:
-            h = self.enter(h, stage)
+            h = self.ranks.enter(h, stage)
             if lay.sp:
-                index = e.collective("all_gather_into_tensor", index, lay.tensor(stage), all_gather)
-            probs = self.enter(probs, stage)
+                index = e.collective("all_gather_into_tensor", index, lay.tensor(stage))
+            probs = self.ranks.enter(probs, stage)
         rows, went = e.op("NPU.npu_moe_token_permute", h, index)
         counts = e.op("Torch.bincount", index, minlength=s.experts)
         members = lay.ep * (lay.tp if lay.extend else 1)
@@ -503,8 +218,8 @@ class Model:
             y = self._far(rows, counts, w, p, stage, members)
         y = e.op("NPU.npu_moe_token_unpermute", y, went, probs)
         if lay.extend:
-            return e.op("Torch.add", self.leave(shared, stage), y)
-        return self.leave(e.op("Torch.add", shared, y), stage)
+            return e.op("Torch.add", self.ranks.leave(shared, stage), y)
+        return self.ranks.leave(e.op("Torch.add", shared, y), stage)
 
     def _far(
         self,
@@ -522,8 +237,8 @@ class Model:
             r: [int(n) for n in c.reshape(members, each).sum(1)] for r, c in counts.values.items()
         }
         known = {r: [each] * members for r in counts.ranks}
-        theirs = self.exchange(counts, groups, known)
-        sent = self.exchange(rows, groups, sizes)
+        theirs = self.ranks.exchange(counts, groups, known)
+        sent = self.ranks.exchange(rows, groups, sizes)
         table = e.op("Tensor.reshape", theirs, shape=(members, each))
         local = e.op("Torch.sum", table, dim=0)
         number = Tensor({r: np.tile(np.arange(each), members) for r in counts.ranks}, "int64")
@@ -532,7 +247,7 @@ class Model:
         y = self._ffn(e.op("Torch.index_select", sent, order, dim=0), local, w, p)
         y = e.op("Torch.index_select", y, e.op("Torch.argsort", order), dim=0)
         back = {r: [sizes[o][i] for o in group] for group in groups for i, r in enumerate(group)}
-        return self.exchange(y, groups, back)
+        return self.ranks.exchange(y, groups, back)
 
     def _ffn(self, x: Tensor, counts: Tensor, w: dict[str, Weight], p: str) -> Tensor:
         e = self.engine
@@ -565,7 +280,7 @@ class Model:
             g = Tensor({**none, **held.grad}, held.dtype)
             weight.model.grad = {}
             if weight.sequence:
-                g = e.collective("all_reduce", g, weight.sequence, all_reduce)
+                g = e.collective("all_reduce", g, weight.sequence)
             grads[name] = self._reduced(weight, g)
         e.phase, e.tag = "optimizer", "clip"
         grads = self._clipped(grads)
@@ -581,9 +296,9 @@ class Model:
         e = self.engine
         if len(weight.groups[0]) > 1:
             if self._is_cut(weight):
-                g = e.collective("reduce_scatter_tensor", g, weight.groups, reduce_scatter)
+                g = e.collective("reduce_scatter_tensor", g, weight.groups)
             else:
-                g = e.collective("all_reduce", g, weight.groups, all_reduce)
+                g = e.collective("all_reduce", g, weight.groups)
         return g
 
     def _clipped(self, grads: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -608,7 +323,7 @@ class Model:
             done |= {r: v.reshape(1) for r, v in total.values.items()}
         total = Tensor(done, "float32")
         if lay.world > 1:
-            total = e.collective("all_reduce", total, [list(range(lay.world))], all_reduce)
+            total = e.collective("all_reduce", total, [list(range(lay.world))])
         norm = e.op("Torch.sqrt", total)
         factor = e.op("Torch.mul", e.op("Torch.reciprocal", norm), other=s.clip)
         factor = e.op("Torch.clamp", factor, max=1.0)
@@ -648,61 +363,5 @@ class Model:
         weight.master, weight.state = new[0], new[1:]
         model = e.op("Tensor.to", weight.master, dtype=self.numerics.dtype)
         if cut:
-            model = e.collective("all_gather_into_tensor", model, weight.groups, all_gather)
+            model = e.collective("all_gather_into_tensor", model, weight.groups)
         weight.model = Tensor(model.values, self.numerics.dtype, True)
-
-
-def _send(x: Tensor, g: Tensor) -> None:
-    for rank, value in g.values.items():
-        send(x, rank, value)
-
-
-# ------------------------------------------------------------------ what ranks receive
-
-Parts = list[Array]
-Given = list[dict[str, Any]]
-
-
-def _total(parts: Sequence[Array], n: Numerics, dtype: str) -> Array:
-    """Add up in the tensor's type, in a ring's order or from the end."""
-    ordered = list(parts)[::-1] if n.order == "reversed" else list(parts)
-    if n.order == "wide":
-        return rounded(np.sum([p.astype(np.float64) for p in ordered], 0).astype(np.float32), dtype)
-    total = ordered[0]
-    for part in ordered[1:]:
-        total = rounded(total + part, dtype) if dtype != "int64" else total + part
-    return total
-
-
-def all_reduce(parts: Parts, given: Given, n: Numerics, dtype: str) -> Parts:
-    """Sum, to all."""
-    total = _total(parts, n, dtype)
-    return [total.copy() for _ in parts]
-
-
-def all_gather(parts: Parts, given: Given, n: Numerics, dtype: str) -> Parts:
-    """Rows of all, to all."""
-    return [np.concatenate(parts, 0) for _ in parts]
-
-
-def reduce_scatter(parts: Parts, given: Given, n: Numerics, dtype: str) -> Parts:
-    """Rows of the sum."""
-    return [x.copy() for x in np.split(_total(parts, n, dtype), len(parts), 0)]
-
-
-def all_to_all(parts: Parts, given: Given, n: Numerics, dtype: str) -> Parts:
-    """Rows by where they go."""
-    cut = [
-        np.split(p, np.cumsum(g["input_split_sizes"])[:-1])
-        for p, g in zip(parts, given, strict=True)
-    ]
-    return [np.concatenate([c[i] for c in cut], 0) for i in range(len(parts))]
-
-
-def transfer(e: Engine, x: Tensor, layout: Layout, stage: int, to: int) -> Tensor:
-    """Send the tensors of a stage to another; each rank to that of its place."""
-    shift = (to - stage) * layout.stage_size
-    return e.transfer(x, {r: r + shift for r in layout.ranks(stage)})
-
-
-Program = Callable[[Engine], Model]

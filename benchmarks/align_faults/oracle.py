@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.align_faults.engine import Plan
+from benchmarks.align_faults.engine import Planted
 from benchmarks.align_faults.kernels import BITS, KERNELS, Array, Numerics, rounded
 
 FACTOR = 8.0
@@ -23,22 +23,22 @@ EXACT = {
 _ORDERS = ("blas", "split", "reversed", "serial")
 
 
-def seen_on(plan: Plan, seed: int = 0) -> list[int]:
+def seen_on(planted: Planted, seed: int = 0) -> list[int]:
     """Return the ranks on which a planted fault can be seen; none: it cannot.
 
     Args:
-        plan: After the run.
+        planted: After the run.
         seed: Of the perturbed runs.
     """
-    site, done = plan.site, plan.done
-    if plan.stage == "skip":
+    site, done = planted.site, planted.done
+    if planted.stage == "skip":
         return list(site.ranks)
-    if plan.stage in ("given", "send"):
-        key = "parts" if plan.stage == "send" else "grads" if site.is_backward else "args"
-        return _differing(done["before"], done[key], site.ranks, plan.stage == "send")
+    if planted.stage in ("given", "send"):
+        key = "parts" if planted.stage == "send" else "grads" if site.is_backward else "args"
+        return _differing(done["before"], done[key], site.ranks, planted.stage == "send")
     rng = np.random.default_rng(seed)
     if "parts" in done:
-        return _of_exchange(plan, rng)
+        return _of_exchange(planted, rng)
     if site.op in EXACT and not site.is_backward:
         kernel = KERNELS[site.name].forward(done["args"], done["settings"], Numerics())
         right = [rounded(x, done["kind"]) for x in kernel]
@@ -121,9 +121,9 @@ def _differs(found: Array, exact: Array, spread: Array | None) -> bool:
     return bool(wrong.any() or np.any(np.isfinite(exact) & ~np.isfinite(found)))
 
 
-def _of_exchange(plan: Plan, rng: np.random.Generator) -> list[int]:
+def _of_exchange(planted: Planted, rng: np.random.Generator) -> list[int]:
     """Return the ranks that received something else than right programs give."""
-    done, site = plan.done, plan.site
+    done, site = planted.done, planted.site
     if site.op == "recv":
         return _differing(done["parts"], done["outs"], site.ranks, True)
     make, given, kind = done["exchange"], done["given"], done["all"].dtype

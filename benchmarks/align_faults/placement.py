@@ -5,19 +5,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.align_faults.kernels import Array
-from benchmarks.align_faults.layouts import Layout
+from benchmarks.align_faults.layouts import RankLayout
 from telechat_moe.tools.align.dump.records import TensorLayout as Spread
 
 AXES = ("replica", "expert", "tensor")
 """Of a stage's ranks, outermost first: rank = (replica ep + expert) tp + tensor."""
 
 
-def _mesh(layout: Layout) -> tuple[int, int, int]:
+def _mesh(layout: RankLayout) -> tuple[int, int, int]:
     return layout.stage_size // layout.tp // layout.ep, layout.ep, layout.tp
 
 
 def weight_layout(
-    layout: Layout,
+    layout: RankLayout,
     shape: tuple[int, ...],
     groups: Sequence[Sequence[int]],
     tensor: int | None,
@@ -58,7 +58,7 @@ def _halves(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(i) for h in halves for i in h[p]) for p in range(pieces))
 
 
-def chosen_layout(layout: Layout, ranks: Sequence[int]) -> Spread:
+def chosen_layout(layout: RankLayout, ranks: Sequence[int]) -> Spread:
     """Return how the rows of routing lie over the ranks of a stage and the micro-batches of a step."""
     rows = ("micro", *AXES[:2], *(("tensor",) if layout.sp else ()))
     mesh = (layout.micro, *_mesh(layout))

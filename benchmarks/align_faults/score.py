@@ -14,12 +14,13 @@ import numpy as np
 
 import benchmarks.align_faults.classes  # noqa: F401
 from benchmarks.align_faults import baselines
-from benchmarks.align_faults.engine import Engine, Plan, Site
+from benchmarks.align_faults.engine import Engine, Planted, Site
 from benchmarks.align_faults.faults import CLASSES, Fault
 from benchmarks.align_faults.kernels import Numerics
-from benchmarks.align_faults.layouts import LAYOUTS, Layout
-from benchmarks.align_faults.model import Model, Shape
+from benchmarks.align_faults.layouts import LAYOUTS, RankLayout
+from benchmarks.align_faults.model import Model
 from benchmarks.align_faults.oracle import seen_on
+from benchmarks.align_faults.weights import Shape
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.judge import reproduce
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
@@ -52,7 +53,7 @@ class Base:
     layers: int = 0
 
     @property
-    def ranks(self) -> Layout:
+    def ranks(self) -> RankLayout:
         """Its layout."""
         layout = LAYOUTS[self.layout]
         return replace(layout, micro=self.micro) if self.micro else layout
@@ -72,10 +73,10 @@ class Base:
         )
 
 
-def run(base: Base, plan: Plan | None = None, seed: int = 0) -> Engine:
+def run(base: Base, planted: Planted | None = None, seed: int = 0) -> Engine:
     """Run a program."""
     numerics = Numerics(base.dtype, base.order)
-    engine = Engine(numerics, plan, seed)
+    engine = Engine(numerics, planted, seed)
     Model(base.ranks, base.shape, numerics, base.seed, engine).train()
     return engine
 
@@ -157,18 +158,18 @@ def bases(fault: Fault, layouts: Sequence[str], number: int) -> Iterator[Base]:
         yield Base(layout, dtype, "blas", fused, fault.steps, seed)
 
 
-def plant(fault: Fault, layouts: Sequence[str], number: int) -> tuple[Base, Plan] | None:
+def plant(fault: Fault, layouts: Sequence[str], number: int) -> tuple[Base, Planted] | None:
     """Return a run and a perturbation of it; None where no layout has a place for it."""
     for base in bases(fault, layouts, number):
         able = [s for s in sites_of(base) if fault.pick(s)]
         if able:
             rng = np.random.default_rng([zlib.crc32(fault.name.encode()), number, 1])
             site = able[int(rng.integers(len(able)))]
-            return base, Plan(site, None, fault.stage, fault.change(rng))
+            return base, Planted(site, None, fault.stage, fault.change(rng))
     return None
 
 
-def try_fault(fault: Fault, base: Base, plan: Plan, seed: int = 0) -> Result | Stopped:
+def try_fault(fault: Fault, base: Base, planted: Planted, seed: int = 0) -> Result | Stopped:
     """Run with a fault, and let the tool and the others judge.
 
     Raises:
@@ -177,22 +178,22 @@ def try_fault(fault: Fault, base: Base, plan: Plan, seed: int = 0) -> Result | S
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # faults give infinities
         try:
-            engine = run(base, plan, seed)
+            engine = run(base, planted, seed)
         except (ValueError, IndexError) as error:
-            return Stopped(fault.name, fault.area, base, plan.site.key, str(error))
+            return Stopped(fault.name, fault.area, base, planted.site.key, str(error))
         if not engine.applied:
-            raise RuntimeError(f"{fault.name}: {plan.site.key} was not reached")
-        ranks = seen_on(plan, seed)
-        found = Result(fault.name, fault.area, base, plan.site.key, plan.site.phase, ranks)
+            raise RuntimeError(f"{fault.name}: {planted.site.key} was not reached")
+        ranks = seen_on(planted, seed)
+        found = Result(fault.name, fault.area, base, planted.site.key, planted.site.phase, ranks)
         target = engine.dump()
         reference, known = right(base)
         begin = time.perf_counter()
         outcome = bisect(reference, target, known, first=True)
         found.seconds = time.perf_counter() - begin
-        _score(found, fault, plan, outcome)
+        _score(found, fault, planted, outcome)
         if outcome.findings and found.ranks:
             found.refires = refires(outcome.findings[0])
-        keys = set(plan.site.keys)
+        keys = set(planted.site.keys)
         named = baselines.judged(reference, target)
         found.baselines = {n: (key is not None, key in keys) for n, key in named.items()}
         return found
@@ -205,16 +206,16 @@ def refires(finding: Finding) -> bool:
         return reproduce.check(script.with_name(reproduce.DATA))[1].status == "diverged"
 
 
-def _score(found: Result, fault: Fault, plan: Plan, outcome: Outcome) -> None:
+def _score(found: Result, fault: Fault, planted: Planted, outcome: Outcome) -> None:
     found.detected = outcome.verdict == "diverged"
     if not outcome.findings:
         return
     first = outcome.findings[0]
-    keys = set(plan.site.keys)
+    keys = set(planted.site.keys)
     phase = first.as_json()["phase"]
     found.exact = (
         first.verdict.key in keys
-        and phase == plan.site.phase
+        and phase == planted.site.phase
         and outcome.ranks == sorted(found.ranks)
     )
     found.family = first.family in fault.families

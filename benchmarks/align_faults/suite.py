@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.align_faults import baselines
-from benchmarks.align_faults.engine import Plan
+from benchmarks.align_faults.engine import Planted
 from benchmarks.align_faults.faults import AREAS, CLASSES, Fault
 from benchmarks.align_faults.history import BUGS, Bug
 from benchmarks.align_faults.layouts import LAYOUTS
@@ -32,7 +32,7 @@ from benchmarks.align_faults.score import (
 )
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.across import across, chose_otherwise
+from telechat_moe.tools.align.judge.across_layouts import across, chose_otherwise
 from telechat_moe.tools.align.judge.bisect import Known, bisect
 
 BARS = {"detected": 1.0, "exact": 0.99, "family": 0.95, "reproducer": 1.0, "observable": 0.95}
@@ -376,11 +376,11 @@ def _bug(bug: Bug, seed: int) -> tuple[Bug, Result, bool]:
     rng = np.random.default_rng([seed, zlib.crc32(bug.source.encode())])
     site = able[int(rng.integers(len(able)))]
     found = try_fault(
-        bug.fault, base, Plan(site, None, bug.fault.stage, bug.fault.change(rng)), seed
+        bug.fault, base, Planted(site, None, bug.fault.stage, bug.fault.change(rng)), seed
     )
     if isinstance(found, Stopped):
         raise RuntimeError(f"{bug.source}: {found.key} stops its program: {found.reason}")
-    again = Plan(site, None, bug.fault.stage, bug.fault.change(np.random.default_rng(seed)))
+    again = Planted(site, None, bug.fault.stage, bug.fault.change(np.random.default_rng(seed)))
     wrong = run(base, again, seed).dump()
     return bug, found, _losses(right(base)[0]) != _losses(wrong)
 

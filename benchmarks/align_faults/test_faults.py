@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 
 from benchmarks.align_faults import baselines, suite
-from benchmarks.align_faults.engine import Engine, Plan
+from benchmarks.align_faults.engine import Engine, Planted
 from benchmarks.align_faults.faults import AREAS, CLASSES
 from benchmarks.align_faults.history import BUGS
 from benchmarks.align_faults.kernels import KERNELS, Numerics, rounded
 from benchmarks.align_faults.layouts import LAYOUTS
-from benchmarks.align_faults.model import Model, Shape
+from benchmarks.align_faults.model import Model
 from benchmarks.align_faults.oracle import seen_on
 from benchmarks.align_faults.score import Base, Result, plant, run, sites_of, try_fault
+from benchmarks.align_faults.weights import Shape
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
-from telechat_moe.tools.align.judge.across import across
+from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.bisect import bisect
 
 FOLDER = Path(baselines.__file__).parent
@@ -40,7 +41,10 @@ def test_there_is_enough_of_everything():
     assert all(any(getattr(x, k) for x in LAYOUTS.values()) for k in ("sp", "extend", "zero"))
 
 
-PROGRAMS = [FOLDER / f"{name}.py" for name in ("kernels", "engine", "layouts", "model", "faults")]
+MORE = ("tensors", "exchanges", "communication", "weights", "placement")
+PROGRAMS = [
+    FOLDER / f"{name}.py" for name in ("kernels", "engine", "layouts", "model", "faults", *MORE)
+]
 
 
 @pytest.mark.parametrize(
@@ -185,15 +189,17 @@ def test_msprobe_rules_by_hand():
 @pytest.mark.parametrize(("size", "seen"), [(1e-9, []), (2e-7, []), (1e-3, [0])])
 def test_the_oracle_sees_what_is_beyond_noise(size, seen):
     site = next(s for s in sites_of(Base("one")) if s.op == "linear")
-    plan = Plan(site, None, "result", lambda outs, *_: [(outs[0] * (1 + size)).astype(np.float32)])
-    assert run(Base("one"), plan).applied
-    assert seen_on(plan) == seen
+    planted = Planted(
+        site, None, "result", lambda outs, *_: [(outs[0] * (1 + size)).astype(np.float32)]
+    )
+    assert run(Base("one"), planted).applied
+    assert seen_on(planted) == seen
 
 
 def test_a_fault_touches_one_call():
     site = next(s for s in sites_of(Base("tp2")) if s.op == "silu" or s.op == "npu_swiglu")
-    plan = Plan(site, None, "result", lambda outs, *_: [2 * outs[0]])
-    one, two = run(Base("tp2")).dump(), run(Base("tp2"), plan).dump()
+    planted = Planted(site, None, "result", lambda outs, *_: [2 * outs[0]])
+    one, two = run(Base("tp2")).dump(), run(Base("tp2"), planted).dump()
     wrong = []
     for place, rank in one.ranks.items():
         for key, call in rank.calls.items():
@@ -224,11 +230,11 @@ def test_a_flip_in_one_stage_excuses_routers_of_others():
 
 def test_a_fault_shows_in_another_layout_too():
     """Ranks keep their own gradients; the reference has one device and twice the micro-batches."""
-    base, plan = plant(CLASSES["gradient not reduced"], ["dp2"], 0)
+    base, planted = plant(CLASSES["gradient not reduced"], ["dp2"], 0)
     unsharded = replace(base, layout="one", micro=2, layers=base.shape.layers)
-    outcome = across(run(unsharded).dump(), run(base, plan).dump())
+    outcome = across(run(unsharded).dump(), run(base, planted).dump())
     assert outcome.verdict == "diverged"
-    assert (outcome.findings[0].verdict.key, outcome.ranks) == (plan.site.key, [0, 1])
+    assert (outcome.findings[0].verdict.key, outcome.ranks) == (planted.site.key, [0, 1])
     assert outcome.findings[0].family == "missing reduction"
 
 
@@ -240,9 +246,9 @@ def test_a_long_run_in_parts():
 
 def family(change):
     site = next(s for s in sites_of(Base("one")) if s.op == "linear")
-    plan = Plan(site, None, "result", lambda outs, *_: [change(outs[0].copy())])
+    planted = Planted(site, None, "result", lambda outs, *_: [change(outs[0].copy())])
     return (
-        bisect(run(Base("one")).dump(), run(Base("one"), plan).dump(), first=True)
+        bisect(run(Base("one")).dump(), run(Base("one"), planted).dump(), first=True)
         .findings[0]
         .family
     )
@@ -258,8 +264,8 @@ def test_residuals_that_no_class_makes():
 
 
 def test_dumps_on_disk_are_judged_as_those_in_memory(tmp_path):
-    base, plan = plant(CLASSES["gradient reduced twice"], ["ep2 dp2"], 1)
-    target = run(base, plan).dump()
+    base, planted = plant(CLASSES["gradient reduced twice"], ["ep2 dp2"], 1)
+    target = run(base, planted).dump()
     for name, dump in (("golden", run(base).dump()), ("wrong", target)):
         msprobe_write.write(dump, tmp_path / name)
     here = bisect(run(base).dump(), target)
@@ -324,8 +330,8 @@ def test_the_command(tmp_path):
 def test_a_miss_is_counted():
     """The bars are not a formality: a result that is no detection fails them."""
     fault = CLASSES["doubled"]
-    base, plan = plant(fault, ["one"], 0)
-    result = try_fault(fault, base, plan)
+    base, planted = plant(fault, ["one"], 0)
+    result = try_fault(fault, base, planted)
     assert isinstance(result, Result)
     assert suite.Report([result]).failures() == []
     result.detected = False

@@ -13,7 +13,8 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.across import Link, across, differ_in_layout, read_map, terms_of
+from telechat_moe.tools.align.judge.across_layouts import across, differ_in_layout, terms_of
+from telechat_moe.tools.align.judge.points import Link, read_map
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 6)).astype(np.float32)

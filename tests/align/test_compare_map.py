@@ -11,7 +11,7 @@ from telechat_moe.tools.align.compare.mapped import compare_linked, weight_links
 from telechat_moe.tools.align.compare.profiles import Options, profile
 from telechat_moe.tools.align.dump.msprobe_write import write
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
-from telechat_moe.tools.align.judge.across import Link
+from telechat_moe.tools.align.judge.points import Link
 
 CLOSE = profile("close", Options(rtol=1e-5, atol=1e-7))
 GRAD = Link("gradient", ("weight w input.grad",), ("Optimizer.w.* input.grad",))

@@ -30,8 +30,8 @@ CASES = [
 
 
 def first_wrong(name, layout, seed=3):
-    base, plan = plant(CLASSES[name], [layout], seed)
-    return bisect(run(base).dump(), run(base, plan, seed).dump()).findings[0]
+    base, planted = plant(CLASSES[name], [layout], seed)
+    return bisect(run(base).dump(), run(base, planted, seed).dump()).findings[0]
 
 
 @pytest.mark.parametrize(("name", "layout", "kind"), CASES)

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterator
 import numpy as np
 import pytest
 
-from benchmarks.align_faults.engine import Plan, Site
+from benchmarks.align_faults.engine import Planted, Site
 from benchmarks.align_faults.layouts import LAYOUTS
 from benchmarks.align_faults.score import Base, run, sites_of
 from telechat_moe.tools.align.judge.bisect import Known, bisect
@@ -15,8 +15,8 @@ PHASES = ("forward", "backward", "reduction", "optimizer")
 NOT_JUDGED = ("Torch.mul", "clip", 1)
 
 
-def handed(base: Base, phases: Container[str]) -> Iterator[tuple[Site, int, Plan]]:
-    """Yield a plan that doubles an input for each input of one call of each kind, on the last rank."""
+def handed(base: Base, phases: Container[str]) -> Iterator[tuple[Site, int, Planted]]:
+    """Yield a fault that doubles an input for each input of one call of each kind, on the last rank."""
     last = max(s.ranks[0] for s in sites_of(base))
     seen = set()
     for site in sites_of(base):
@@ -26,7 +26,7 @@ def handed(base: Base, phases: Container[str]) -> Iterator[tuple[Site, int, Plan
             kind = (site.key.endswith("backward"), site.name, site.tag, i)
             if kind not in seen:
                 seen.add(kind)
-                yield site, i, Plan(site, None, "given", doubled(i))
+                yield site, i, Planted(site, None, "given", doubled(i))
 
 
 def doubled(place: int):
@@ -41,9 +41,9 @@ def missed(base: Base, phases: Container[str] = PHASES) -> tuple[int, list[str]]
     """Return how many inputs were doubled, and those that were not named with call and rank."""
     reference, known = run(base).dump(), Known()
     tried, found = 0, []
-    for site, i, plan in handed(base, phases):
-        target = run(base, plan).dump()
-        before = plan.done["before"][i]
+    for site, i, planted in handed(base, phases):
+        target = run(base, planted).dump()
+        before = planted.done["before"][i]
         finite = before[np.isfinite(before)]
         if before.dtype.kind != "f" or not np.any(finite):
             continue

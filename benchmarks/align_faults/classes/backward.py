@@ -115,5 +115,5 @@ add(
 
 
 def _no_term(outs: list[Array], grads: list[Array], engine: Any) -> Array:
-    y = engine.plan.done["outs_forward"][0]
-    return rounded(grads[0] * y, engine.plan.site.dtype)
+    y = engine.planted.done["outs_forward"][0]
+    return rounded(grads[0] * y, engine.planted.site.dtype)

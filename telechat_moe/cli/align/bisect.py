@@ -67,13 +67,13 @@ def register(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
-    from telechat_moe.tools.align.judge import across, bisect, reproduce
+    from telechat_moe.tools.align.judge import across_layouts, bisect, points, reproduce
     from telechat_moe.tools.align.report import bisect_page as page
 
     reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
-    if args.map is not None or across.differ_in_layout(reference, target):
-        links: list[Any] = [] if args.map is None else across.read_map(Path(args.map))
-        outcome = across.across(reference, target, links, args.rtol)
+    if args.map is not None or across_layouts.differ_in_layout(reference, target):
+        links: list[Any] = [] if args.map is None else points.read_map(Path(args.map))
+        outcome = across_layouts.across(reference, target, links, args.rtol)
     elif args.rtol is not None:
         raise UsageError(
             "--rtol is for runs whose calls differ; these are judged by derived bounds"

@@ -157,10 +157,10 @@ def _compare(args: argparse.Namespace, chosen: Any) -> Any:
 
 def _linked(args: argparse.Namespace, chosen: Any, dumps: list[Any], steps: Any) -> Any:
     from telechat_moe.tools.align.compare import mapped
-    from telechat_moe.tools.align.judge import across
+    from telechat_moe.tools.align.judge import points
 
     given = args.map == "weights"
-    links: list[Any] = mapped.weight_links(dumps[1]) if given else across.read_map(Path(args.map))
+    links: list[Any] = mapped.weight_links(dumps[1]) if given else points.read_map(Path(args.map))
     with bar("comparing") as progress:
         return mapped.compare_linked(*dumps, chosen, links, steps, args.common, progress)
 

@@ -1,6 +1,6 @@
 """Compare by a published standard what a map names: runs of other layouts or frameworks, whose calls are not the same.
 
-Each entry of the map is one tensor, put together from all ranks on either side (``across.py``), one after another. What
+Each entry of the map is one tensor, put together from all ranks on either side (``points.py``), one after another. What
 the map does not name is not compared. A choice of experts that comes out otherwise ends the comparison of its step: two
 frameworks' routers cannot be pinned to each other, so whole tensors after it are not comparable.
 """
@@ -14,7 +14,7 @@ from telechat_moe.tools.align.compare.compare import chunks, measured, outcome_o
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.across import STATES, Link, Point, linked, weight_of
+from telechat_moe.tools.align.judge.points import STATES, Link, Point, linked, weight_of
 from telechat_moe.tools.align.numerics import is_float
 
 _FOLLOWS = "a choice before it came out otherwise; `align bisect --map` judges operators by their own inputs"
@@ -35,7 +35,7 @@ def compare_linked(
         reference: A run that is believed (golden).
         target: The run to judge.
         profile: The standard; one without a third run.
-        links: The map (``across.read_map``).
+        links: The map (``points.read_map``).
         steps: Only these.
         common: What one side lacks does not make the runs incomparable.
         progress: Called with the number of entries done and of all.

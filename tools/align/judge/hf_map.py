@@ -1,4 +1,4 @@
-"""Which tensors of a run of ours are which of a run of Hugging Face's DeepseekV3ForCausalLM: a map for ``across.py``.
+"""Which tensors of a run of ours are which of a run of Hugging Face's DeepseekV3ForCausalLM: a map for ``points.py``.
 
 Gradients, weights and moments before and after their update by the names of weights; what each layer, its attention and
 its feed-forward return; chosen experts and their weights (in any order); logits and loss.

@@ -6,45 +6,39 @@ before and after their update, and what a map names) is put together from all ra
 nothing wrong (other data, a missing collective, a weight cut in another place) shows at a point, others at their operator.
 """
 
-import fnmatch
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
-from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
-    Call,
     Dump,
-    Phase,
     RankDump,
     Scalar,
     TensorLayout,
-    TensorRecord,
 )
-from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.decisions import narrowest
+from telechat_moe.tools.align.judge.points import (
+    Link,
+    Point,
+    by_weight,
+    choices_of_both,
+    linked,
+)
 from telechat_moe.tools.align.judge.propagate import Allowed
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.numerics import FLOATS, is_float
-from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.indexing import CHOOSES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 AMPLIFIED = 8.0
 """How much further apart gradients may be than the weights that they are of (5 in the median of such pairs)."""
 
-STATES = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
 TOLERANCE: Mapping[str, float] = {
     "float64": 1e-10,
     "float32": 2e-5,
@@ -57,75 +51,6 @@ Where it cannot be derived (``propagate.py``): what earlier operators round diff
 fault benchmark in 30 layouts the gradients of the first step are 10 to 14 roundings of the narrower type apart (median
 over pairs of the worst gradient), 49 at most in any type; allowed are 335 in float32 and 128 and more in narrower types.
 """
-
-
-class Point(NamedTuple):
-    """A tensor that both runs must have.
-
-    Attributes:
-        values: Whole.
-        dtype: Of the program.
-        rank: First rank that has it.
-        key: Its call.
-        place: Which of its tensors.
-        problem: Why it is not known: copies that differ, no layout.
-        ranks: Who has it.
-        differs: Ranks that must hold the same do not.
-    """
-
-    values: Array | None
-    dtype: str
-    rank: int
-    key: str
-    place: str
-    problem: str = ""
-    ranks: tuple[int, ...] = ()
-    differs: bool = False
-
-
-@dataclass(frozen=True)
-class Link:
-    """An entry of a map: two names of one tensor.
-
-    Attributes:
-        name: What it is called in reports.
-        reference: ``KEY PLACE`` there; several (experts) are stacked.
-        target: Likewise.
-        transposed: The reference's last two dimensions are exchanged.
-        in_any_order: Values along the last dimension are sorted first (choices of a top-k).
-    """
-
-    name: str
-    reference: tuple[str, ...]
-    target: tuple[str, ...]
-    transposed: bool = False
-    in_any_order: bool = False
-
-
-def read_map(path: Path) -> list[Link]:
-    """Read a map: a JSON list of objects with ``name``, ``reference``, ``target``, maybe ``transposed``, ``sorted``.
-
-    Raises:
-        BadInputError: It is none.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return [
-            Link(
-                str(entry["name"]),
-                _names(entry["reference"]),
-                _names(entry["target"]),
-                bool(entry.get("transposed", False)),
-                bool(entry.get("sorted", False)),
-            )
-            for entry in found
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{path}: no map of tensors: {error}") from None
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
@@ -168,7 +93,7 @@ def across(
     for step in steps:
         a, b = reference.at(step), target.at(step)
         points.type = _narrowest(a, a)
-        pairs = linked(a, b, links) if links else _by_weight(a, b)
+        pairs = linked(a, b, links) if links else by_weight(a, b)
         for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
             status = "not judged" if finding is None else finding.verdict.status
             judged[status] = judged.get(status, 0) + 1
@@ -221,164 +146,7 @@ def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
     return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))
 
 
-# ------------------------------------------------------------------ points
-
-
-def _by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
-    """Yield gradients, weights and states that both have, in the order of the target."""
-    theirs = _updates(a)
-    for weight, calls in _updates(b).items():
-        if weight not in theirs:
-            continue
-        places = _places(theirs[weight][0][1])
-        for name, place in _places(calls[0][1]).items():
-            if name in places:
-                one = _put_together(theirs[weight], places[name])
-                other = _put_together(calls, place)
-                assert one is not None
-                assert other is not None
-                yield f"{name[0]} of {weight}{name[1]}", one, other
-
-
-def _updates(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return who updates each weight, with which call."""
-    found: dict[str, list[tuple[int, Call]]] = {}
-    for dump in ranks:
-        for call in dump.calls.values():
-            weight = weight_of(call)
-            if weight is not None:
-                found.setdefault(weight, []).append((dump.rank, call))
-    return found
-
-
-def _places(call: Call) -> dict[tuple[str, str], str]:
-    """Return the tensors of an update by what they are."""
-    found = {("gradient", ""): "input.grad"}
-    kept = [state for state in STATES if state in call.kwargs]
-    for i, state in enumerate(kept):
-        found[state, " before"] = f"input.{state}"
-        if i < len(call.outputs):
-            found[state, " after"] = f"output.{i}"
-    return found
-
-
-def weight_of(call: Call) -> str | None:
-    """Return the weight that a call updates."""
-    parts = call.name.split(".")
-    if parts[0] != "Optimizer":
-        return None
-    if len(parts) > 2:
-        return ".".join(parts[1:-1])
-    named = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
-    return next(named, None)
-
-
-def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
-    """Return a tensor put together from all ranks that have it."""
-    calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
-    missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
-    return _put_together(calls, place) or missing
-
-
-def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
-    """Return one tensor of calls of several ranks, several of a rank in their order; None: none has it."""
-    pieces: list[Shard] = []
-    count: Counter[int] = Counter()
-    for rank, call in calls:
-        record = dict(call.tensors()).get(place)
-        if record is not None:
-            pieces.append(Shard(rank, record, count[rank]))
-            count[rank] += 1
-    if not pieces:
-        return None
-    key, first = calls[0][1].key, pieces[0].values
-    assert isinstance(first, TensorRecord)
-    have = tuple(dict.fromkeys(p.rank for p in pieces))
-    try:
-        if len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1):
-            return Point(first.load(), first.dtype, have[0], key, place, ranks=have)
-        merged = merge(pieces, first.layout)
-    except CopiesDifferError as error:
-        return Point(None, first.dtype, have[0], key, place, str(error), have, True)
-    except (LayoutError, BadInputError, LookupError) as error:
-        return Point(None, first.dtype, have[0], key, place, str(error), have)
-    return Point(merged.values, merged.dtype, have[0], key, place, ranks=have)
-
-
-def linked(
-    a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
-) -> Iterator[tuple[str, Point, Point]]:
-    """Yield what a map names: name, and the whole tensors of both runs."""
-    for link in links:
-        one, other = (
-            _stacked(ranks, names, turned)
-            for ranks, names, turned in (
-                (a, link.reference, link.transposed),
-                (b, link.target, False),
-            )
-        )
-        if link.in_any_order:
-            one, other = (
-                p if p.values is None else p._replace(values=np.sort(p.values, -1))
-                for p in (one, other)
-            )
-        yield link.name, one, other
-
-
-def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:
-    """Return the tensor with a name, or several as one."""
-    found = [point(ranks, *_resolved(ranks, name)) for name in names]
-    first = found[0]
-    parts = [p.values for p in found if p.values is not None]
-    if len(parts) < len(found):
-        return next(p for p in found if p.values is None)
-    parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
-    return first._replace(values=np.stack(parts) if len(parts) > 1 else parts[0])
-
-
-def _resolved(ranks: Sequence[RankDump], name: str) -> tuple[str, str]:
-    """Return key and place of a name, whose key may be a pattern, or ``weight NAME`` for an update."""
-    pattern, _, place = name.rpartition(" ")
-    if pattern.startswith("weight "):
-        wanted = pattern.removeprefix("weight ")
-        keys = (k for r in ranks for k, call in r.calls.items() if weight_of(call) == wanted)
-        return next(keys, pattern), place
-    keys = (k for r in ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
-    return next(keys, pattern), place
-
-
 # ------------------------------------------------------------------ routing
-
-
-def _routes(
-    a: Sequence[RankDump], b: Sequence[RankDump]
-) -> Iterator[tuple[str, Point, Point, Point, Point]]:
-    """Yield the choices that both runs make, in order: name, scores in both, what was chosen in both."""
-    theirs = _choices(a)
-    for name, mine in _choices(b).items():
-        if name not in theirs:
-            continue
-        formula = find(mine[0][1].name)
-        chosen = f"output.{CHOOSES[formula.name]}" if formula else ""
-        found = [
-            _put_together(calls, place)
-            for place in ("input.0", chosen)
-            for calls in (theirs[name], mine)
-        ]
-        if all(p is not None and p.values is not None for p in found):
-            yield name, *found  # type: ignore[misc]
-
-
-def _choices(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return the calls that choose, by what they choose for: ranks and calls."""
-    found: dict[str, list[tuple[int, Call]]] = {}
-    for dump in ranks:
-        for call in dump.calls.values():
-            formula = find(call.name) if call.phase is Phase.FORWARD else None
-            said = [line for line in call.stack if line.startswith("choice ")]
-            if formula is not None and formula.name == "topk" and said:
-                found.setdefault(said[0], []).append((dump.rank, call))
-    return found
 
 
 def _flipped(name: str, chosen: Point, taken: Point) -> str:
@@ -405,7 +173,7 @@ def chose_otherwise(reference: Dump, target: Dump) -> int:
         _otherwise(chosen, taken)
         for step in target.steps
         if step in reference.steps
-        for _, _, _, chosen, taken in _routes(reference.at(step), target.at(step))
+        for _, _, _, chosen, taken in choices_of_both(reference.at(step), target.at(step))
     )
 
 
@@ -440,7 +208,7 @@ class _Points:
         give no order of layers, so none of these is judged.
         """
         kind, found = _narrowest(a, b), list[Finding | None]()
-        for name, one, other, chosen, taken in () if self.flipped else _routes(a, b):
+        for name, one, other, chosen, taken in () if self.flipped else choices_of_both(a, b):
             finding = self._compare(name, one, other, step, b, kind)
             found.append(finding)
             if finding is not None and finding.verdict.status == "pass":

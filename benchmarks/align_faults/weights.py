@@ -1,0 +1,210 @@
+"""The weights of the model, drawn whole and cut over the ranks of a layout."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.align_faults.kernels import Numerics, rounded
+from benchmarks.align_faults.layouts import RankLayout
+from benchmarks.align_faults.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes.
+
+    Attributes:
+        hidden: Of the residual stream.
+        heads: Of attention.
+        layers: All of them with experts but the first, where ``dense`` says so.
+        experts: Routed experts.
+        top: Experts of a token.
+        inner: Of an expert.
+        vocab: Tokens known.
+        sequence: Tokens of a sequence; a replica has one in a micro-batch.
+        dense: Whether the first layer has no experts.
+        fused: Attention, SwiGLU and rotation as one operator each.
+        steps: Steps of training.
+        eps: Of norms.
+        rate: Of learning.
+        decay: Of weights.
+        clip: Largest norm of gradients.
+        ties: Experts score nearly the same.
+    """
+
+    hidden: int = 16
+    heads: int = 4
+    layers: int = 2
+    experts: int = 4
+    top: int = 2
+    inner: int = 16
+    vocab: int = 32
+    sequence: int = 8
+    dense: bool = False
+    fused: bool = True
+    steps: int = 1
+    eps: float = 1e-6
+    rate: float = 1e-2
+    decay: float = 0.1
+    clip: float = 1.0
+    ties: bool = False
+
+
+@dataclass
+class Weight:
+    """A weight on the ranks that hold it.
+
+    Attributes:
+        name: Its name.
+        model: As operators take it, in the program's type.
+        master: As the optimizer keeps it, float32.
+        groups: Ranks among which gradients are added.
+        copies: On how many ranks each element lies.
+        tensor: The dimension that ranks of ``tp`` cut.
+        halves: That dimension holds two things (gate and up), each of them cut.
+        sequence: Ranks among which gradients are added because each saw a piece of the sequence.
+        state: Moments of Adam.
+    """
+
+    name: str
+    model: Tensor
+    master: Tensor
+    groups: list[list[int]]
+    copies: int
+    tensor: int | None = None
+    halves: bool = False
+    sequence: list[list[int]] = field(default_factory=list)
+    state: list[Tensor] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the piece that a rank computes with."""
+        return next(iter(self.model.values.values())).shape
+
+
+def make_weights(
+    layout: RankLayout,
+    shape: Shape,
+    numerics: Numerics,
+    rng: np.random.Generator,
+    stage_of: list[int],
+) -> dict[str, Weight]:
+    """Draw the weights of a model.
+
+    Args:
+        layout: Of the ranks.
+        shape: Sizes.
+        numerics: How the model computes.
+        rng: Draws the values, the same for every layout.
+        stage_of: Stage of each layer.
+    """
+    return _Drawn(layout, shape, numerics, rng, stage_of, {}).make()
+
+
+@dataclass
+class _Drawn:
+    layout: RankLayout
+    shape: Shape
+    numerics: Numerics
+    rng: np.random.Generator
+    stage_of: list[int]
+    weights: dict[str, Weight]
+
+    def make(self) -> dict[str, Weight]:
+        """Return the weights of all stages by name."""
+        s, lay = self.shape, self.layout
+        self._weight("embedding", (s.vocab, s.hidden), 0, sequence=True)
+        for i in range(s.layers):
+            stage, p = self.stage_of[i], f"layers.{i}."
+            for norm in ("norm1", "norm2"):
+                self._weight(p + norm, (s.hidden,), stage, norm=True)
+            for name in ("q", "k", "v"):
+                self._weight(p + name, (s.hidden, s.hidden), stage, cut=0)
+            self._weight(p + "o", (s.hidden, s.hidden), stage, cut=1)
+            self._weight(p + "gate_up", (2 * s.inner, s.hidden), stage, cut=0, halves=True)
+            self._weight(p + "down", (s.hidden, s.inner), stage, cut=1)
+            if i or not s.dense:
+                self._weight(p + "router", (s.experts, s.hidden), stage, sequence=True, scale=2.0)
+                self._expert(p + "w1", (s.experts, s.hidden, 2 * s.inner), stage, 2)
+                self._expert(p + "w2", (s.experts, s.inner, s.hidden), stage, 1)
+        last = lay.pp - 1
+        self._weight("norm", (s.hidden,), last, norm=True)
+        self._weight("head", (s.vocab, s.hidden), last, sequence=True)
+        assert lay.tp <= s.heads
+        return self.weights
+
+    def _weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stage: int,
+        cut: int | None = None,
+        norm: bool = False,
+        halves: bool = False,
+        sequence: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        lay = self.layout
+        x = self.rng.normal(size=shape) * scale / np.sqrt(shape[-1])
+        if norm:
+            x = 1 + 0.2 * self.rng.normal(size=shape)
+        if name == "embedding":
+            x = self.rng.normal(size=shape)
+        if name.endswith("router") and self.shape.ties:
+            x[1:] = x[:1] * (1 + 8e-3 * self.rng.normal(size=x[1:].shape))
+        values = {}
+        for rank in lay.ranks(stage):
+            part = x
+            if cut is not None and halves:
+                two = [np.split(h, lay.tp, cut)[lay.place(rank)[2]] for h in np.split(x, 2, cut)]
+                part = np.concatenate(two, cut)
+            elif cut is not None:
+                part = np.split(x, lay.tp, cut)[lay.place(rank)[2]]
+            values[rank] = part
+        copies = lay.dp * lay.cp * (1 if cut is not None else lay.tp)
+        self._add(name, values, lay.data(stage), copies, cut, halves)
+        if lay.sp and lay.tp > 1 and (norm or sequence):
+            self.weights[name].sequence = lay.tensor(stage)
+
+    def _expert(self, name: str, shape: tuple[int, ...], stage: int, cut: int) -> None:
+        lay = self.layout
+        x = self.rng.normal(size=shape) / np.sqrt(shape[1])
+        values = {}
+        members = lay.ep * (lay.tp if lay.extend else 1)
+        for rank in lay.ranks(stage):
+            index, t = lay.expert_place(rank)  # type: ignore[misc]
+            part = np.split(x, members, 0)[index]
+            if not lay.extend and lay.tp > 1:
+                pieces = (
+                    [
+                        np.concatenate([np.split(h, lay.tp, 2)[j] for h in np.split(part, 2, 2)], 2)
+                        for j in range(lay.tp)
+                    ]
+                    if cut == 2
+                    else np.split(part, lay.tp, 1)
+                )
+                part = pieces[t]
+            values[rank] = part
+        copies = lay.stage_size // members // (1 if lay.extend else lay.tp)
+        within = None if lay.extend else cut
+        self._add(name, values, lay.same_experts(stage), copies, within, cut == 2)
+
+    def _add(
+        self,
+        name: str,
+        values: dict[int, Any],
+        groups: list[list[int]],
+        copies: int,
+        cut: int | None,
+        halves: bool,
+    ) -> None:
+        kind = self.numerics.dtype
+        exact = {
+            # values that every type holds, so that runs in different types begin with the same
+            r: rounded(np.ascontiguousarray(v, np.float32), "bfloat16")
+            for r, v in values.items()
+        }
+        master = Tensor(exact, "float32")
+        model = Tensor({r: rounded(v, kind) for r, v in exact.items()}, kind, True)
+        self.weights[name] = Weight(name, model, master, groups, copies, cut, halves)
