@@ -90,9 +90,9 @@ def free_constants(rows: Sequence[MeasuredStep], device: Device) -> list[str]:
     layouts = [row.layout for row in rows if row.layout]
     if "fp8" not in device.peak_flops or not any(x.compute == "fp8" for x in layouts):
         skip |= WITHOUT_FP8
-    if all(x.fused for x in layouts):
+    if all(x.stack.fused for x in layouts):
         skip.add("eager_share")
-    if not any(x.tp_overlap for x in layouts):
+    if not any(x.stack.tp_overlap for x in layouts):
         skip.add("tensor_exposed")
     return [name for name in asdict(Constants()) if name not in skip]
 

@@ -29,7 +29,7 @@ from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
-from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
@@ -47,7 +47,8 @@ def _vtrain(row: Fields, table: str, line: int) -> MeasuredStep:
     layout = Layout(
         dp=dp, tp=tp, pp=pp, micro_batch=micro,
         micro_batches=divided(int_of(row, "global batch"), dp * micro, "global batch"),
-        recompute="full", compute="fp16", gradient_bytes=2, flash=False, fused_loss=False, overlap=False,
+        recompute="full", compute="fp16", gradient_bytes=2,
+        stack=Stack(flash=False, fused_loss=False, overlap=False),
     )  # fmt: skip
     return new_row(
         table, line, architecture.name, "a100-100g", row["# GPUs"], architecture=architecture, layout=layout,
@@ -70,8 +71,8 @@ def _foundry(row: Fields, table: str, line: int) -> MeasuredStep:
         dp=gpus, zero=3, fsdp=row["Sharding Strategy"] == "FULL_SHARD", micro_batch=micro,
         micro_batches=int_of(row, "GradAccum"), compute="fp8" if "fp8" in precision else "bf16",
         recompute="full+early_stop" if is_true(row, "Activation Checkpointing") else "none",
-        gradient_bytes=2 if row.get("MP Mode") == "PURE" else 4, fused=False, fused_attention=False,
-        parameter_bytes=4, optimizer_bytes=8,
+        gradient_bytes=2 if row.get("MP Mode") == "PURE" else 4,
+        parameter_bytes=4, optimizer_bytes=8, stack=Stack(fused=False, fused_attention=False),
     )  # fmt: skip
     return new_row(
         table, line, f"MPT {row['Model']}", row["GPU"], gpus, architecture=architecture, layout=layout,
@@ -101,7 +102,7 @@ def _dgxc(row: Fields, table: str, line: int) -> MeasuredStep:
             micro_batches=divided(batch, gpus * micro, "gbs"), gradient_bytes=2,
             recompute="norm+activation+core_attention" if "axml" in config else "save_qkv",
             # sharded inside a node (Paxml), from 64 nodes over 16 of them (MaxText); the rest are copies
-            graphs=True, opt_shards=8 if "axml" in config else 128 if gpus >= 512 else 0,
+            stack=Stack(graphs=True), opt_shards=8 if "axml" in config else 128 if gpus >= 512 else 0,
         )  # fmt: skip
         return replace(start, architecture=architecture, layout=layout)
     tp, pp, cp = int_of(row, "tp"), int_of(row, "pp"), int_of(row, "cp", 1)
@@ -134,8 +135,8 @@ def _megatron(
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=ep, sequence_parallel=tp > 1, zero=1, micro_batch=micro,
         micro_batches=divided(batch, dp * micro, "gbs"), compute=compute,  # type: ignore[arg-type]
-        schedule="interleaved" if vpp > 1 else "1f1b", tp_overlap=tp > 1, gradient_bytes=4, chunks=chunks,
-        input_bytes=1 if compute in ("fp8", "fp4") else 2,
+        schedule="interleaved" if vpp > 1 else "1f1b", gradient_bytes=4, chunks=chunks,
+        stack=Stack(tp_overlap=tp > 1, input_bytes=1 if compute in ("fp8", "fp4") else 2),
     )  # fmt: skip
 
 
@@ -169,9 +170,9 @@ def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
         compute,
     )
     # scripts/performance of the same repository: HybridEP, gradients reduced in 2 bytes
-    layout = replace(layout, hierarchical=True, permute_bytes=8, gradient_bytes=2)
+    layout = layout.but(hierarchical=True, permute_bytes=8, gradient_bytes=2)
     if precision == "MXFP8" and "B" in device and _version(row["container"]) >= _fused_from(model):
-        layout = replace(layout, graphs=True, fused_experts=True, ep_overlap=True)
+        layout = layout.but(graphs=True, fused_experts=True, ep_overlap=True)
     return replace(start, architecture=architecture, layout=layout)
 
 

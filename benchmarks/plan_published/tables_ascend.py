@@ -17,7 +17,7 @@ from benchmarks.plan_published.cells import (
 )
 from benchmarks.plan_published.models import published
 from telechat_moe.tools.plan.cost.architecture import plain
-from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
@@ -78,9 +78,9 @@ def mindformers(row: Fields, table: str, line: int) -> MeasuredStep:
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int_of(row, "ep", 1),
         sequence_parallel=is_true(row, "seq_parallel") and tp > 1, zero=1 if is_true(row, "opt_parallel") else 0,
         micro_batch=micro, micro_batches=count, recompute=recompute, recompute_layers=again,
-        chunks=_offset(row.get("offset") or "", layers, pp * vpp), flash=is_true(row, "flash"),
-        schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", graphs=True, overlap=True,
-        fused=True, fused_loss=False, gradient_bytes=2, parameter_bytes=2,
+        chunks=_offset(row.get("offset") or "", layers, pp * vpp),
+        stack=Stack(flash=is_true(row, "flash"), graphs=True, fused_loss=False),
+        schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", gradient_bytes=2, parameter_bytes=2,
     )  # fmt: skip
     tokens = layout.global_batch * seq
     return replace(
@@ -150,8 +150,8 @@ def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int_of(row, "ep", 1), sequence_parallel=is_true(row, "sp") and tp > 1,
         zero=1 if is_true(row, "distopt") else 0, micro_batch=micro,
         micro_batches=divided(batch, dp * micro, "gbs"), recompute="full" if full else "none",
-        flash=is_true(row, "flash"), schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16", overlap=True,
-        fused_loss=False,
+        schedule="interleaved" if vpp > 1 else "1f1b", compute="bf16",
+        stack=Stack(flash=is_true(row, "flash"), fused_loss=False),
     )  # fmt: skip
     return replace(
         start, architecture=architecture, layout=layout, step_s=batch * seq / (speed * gpus)

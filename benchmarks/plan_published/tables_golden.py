@@ -14,7 +14,7 @@ from benchmarks.plan_published.cells import (
     number_of,
 )
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 NOT_GIVEN = {
@@ -102,6 +102,11 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         else int_of(row, "num-virtual-stages-per-pipeline-rank", 1)
     )
     backend = row.get("attention-backend") or ""
+    earlier = "dracooci" in hardware and cp == 1 and not backend and "reshard" not in case
+    local = backend in ("unfused", "local") or row.get("transformer-impl") == "local"
+    flash = (
+        not local and not earlier
+    )  # those on dracooci were recorded before flash was the default
     layout = Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, sequence_parallel=is_true(row, "sequence-parallel"),
         opt_shards=max(dp * cp // 2, 1) if "multi_dist_optimizer" in case else 0,  # two copies of the optimizer
@@ -109,9 +114,7 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         zero=(3 if row.get("data-parallel-sharding-strategy") == "optim_grads_params" else
               1 if is_true(row, "use-distributed-optimizer") else 0),
         micro_batch=micro, micro_batches=max(int_of(row, "global-batch-size") // (dp * micro), 1),
-        flash=backend not in ("unfused", "local")
-            and row.get("transformer-impl") != "local"
-            and not ("dracooci" in hardware and cp == 1 and not backend and "reshard" not in case),  # recorded earlier
+        stack=Stack(flash=flash),
         schedule="interleaved" if vpp > 1 else "1f1b",
         compute="bf16",
     )  # fmt: skip

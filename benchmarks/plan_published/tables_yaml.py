@@ -18,7 +18,7 @@ from benchmarks.plan_published.partial_steps import PARTS
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture, plain
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
-from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
 
@@ -174,10 +174,13 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
         vpp = 2 if schedule.startswith("interleaved") else 1
         return Layout(
             dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, zero=3 if pp == 1 else 2, fsdp=pp == 1, micro_batch=micro,
-            micro_batches=count, recompute=recompute, compute=compute, fused=bool(row.get("compile")),
-            fused_loss=False, sequence_parallel=tp > 1, tp_overlap=bool(row.get("async_tp")),
-            schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8, cp_overlap=False,
-            gathered=pp > 1,
+            micro_batches=count, recompute=recompute, compute=compute,
+            sequence_parallel=tp > 1,
+            schedule="interleaved" if vpp > 1 else "1f1b", parameter_bytes=4, optimizer_bytes=8,
+            stack=Stack(
+                fused=bool(row.get("compile")), fused_loss=False, tp_overlap=bool(row.get("async_tp")), cp_overlap=False,
+                gathered=pp > 1,
+            ),
         )  # fmt: skip
     batch, micro = int(_first(row, "gbs", "batch")), int(_first(row, "mbs", "micro_batch"))
     if batch % (dp * micro):
@@ -188,7 +191,7 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
     return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, ep=int(row.get("ep") or 1), micro_batch=micro,
         micro_batches=batch // (dp * micro), recompute="selective" if selective else recompute, compute=compute,
-        schedule="interleaved" if vpp > 1 else "1f1b", flash=not old, fused=not old, fused_loss=not old, overlap=not old,
+        schedule="interleaved" if vpp > 1 else "1f1b", stack=Stack(flash=not old, fused=not old, fused_loss=not old, overlap=not old),
         sequence_parallel=bool(row.get("sp", not old)) and tp > 1, gradient_bytes=2 if old else 4,
         zero=0 if old else int(row.get("zero", 1)),  # type: ignore[arg-type]
     )  # fmt: skip

@@ -171,12 +171,12 @@ def test_recipes_of_a_container_and_a_precision():
         return found
 
     early, late = layout(), layout(container="26.06.01 NeMo")
-    assert not early.graphs
-    assert not early.fused_experts
-    assert late.graphs
-    assert late.fused_experts
-    assert late.ep_overlap
-    assert not layout(container="26.08 NeMo", system="DGX-H100", precision="FP8").graphs
+    assert not early.stack.graphs
+    assert not early.stack.fused_experts
+    assert late.stack.graphs
+    assert late.stack.fused_experts
+    assert late.stack.ep_overlap
+    assert not layout(container="26.08 NeMo", system="DGX-H100", precision="FP8").stack.graphs
     assert layout(precision="NVFP4").compute == "fp4"
     deep = layout(model="DeepSeekV3", gpus="256", gbs="2048", mbs="1", pp="16", vp="1")
     assert deep.chunks == (*[4] * 15, 1)  # the published `Et*4|(t*4|)*14tmL`

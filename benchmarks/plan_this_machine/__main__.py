@@ -34,7 +34,7 @@ from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.this_machine import (
     CALIBRATION,
     RECIPE,
-    Case,
+    StepCase,
     as_job,
     calibrate,
     medians,
@@ -44,7 +44,7 @@ from telechat_moe.tools.plan.cost.this_machine import (
 )
 
 CASES = (
-    Case("the recipe itself", ()),
+    StepCase("the recipe itself", ()),
     variant("6 layers, no MTP", layers=6, mtp=0),
     variant("hidden 512", layers=3, hidden=512, batch=2),
     variant("hidden 384", layers=4, hidden=384, ffn=1536, mtp=0),
@@ -62,10 +62,10 @@ CASES = (
 PARALLEL = ("use_parallel=True", "parallel.parallel_mode=1", "parallel.full_batch=True")
 
 
-def two(name: str, *layout: str, **changes: int) -> Case:
+def two(name: str, *layout: str, **changes: int) -> StepCase:
     """Return a case of two processes."""
     one = variant(name, **changes)
-    return Case(name, (*one.overrides, *PARALLEL, *(f"parallel_config.{x}" for x in layout)))
+    return StepCase(name, (*one.overrides, *PARALLEL, *(f"parallel_config.{x}" for x in layout)))
 
 
 TP2 = ("model_parallel=2", "use_seq_parallel=True")
@@ -83,7 +83,7 @@ SMALL_LAYOUTS = (
 """What each layout's factor is measured on."""
 
 
-def measured_layout(case: Case, steps: int = 9) -> float:
+def measured_layout(case: StepCase, steps: int = 9) -> float:
     """Return the median processor time of a step in the busier of two processes of `run-sharded`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -153,7 +153,7 @@ def layouts(device: Device) -> list[tuple[str, float, float]]:
     """
     start, bandwidth = device.constants.collective_host_s, device.intra_bandwidth
 
-    def counted(case: Case) -> float:
+    def counted(case: StepCase) -> float:
         return cpu_step.predict(*of_case(case, "plain"), device.step, start, bandwidth)
 
     rows: list[tuple[str, float, float]] = []

@@ -168,7 +168,7 @@ def test_sharding_inside_a_node_reduces_the_shards_between_nodes():
 def test_counts_of_tokens_make_the_host_wait_in_small_moe_layers():
     model = published("qwen3 30b")
     assert model is not None
-    layouts = [Layout(ep=8, dp=8, graphs=g) for g in (False, True)]
+    layouts = [Layout(ep=8, dp=8).but(graphs=g) for g in (False, True)]
     x = columns([(model, y) for y in layouts])
     eager, captured = layer(x, rates(x, A100, A100.constants), True).forward.time
     assert eager >= 5 * A100.constants.layer_host_s > 0
@@ -180,7 +180,7 @@ def test_context_parallelism_without_overlap_moves_all_heads():
     assert model is not None
     wide = replace(A100, peak_flops={"bf16": 1e30}, memory_bandwidth=1e30)
     c = Constants(collective_host_s=0.0, inter_latency_s=0.0, intra_share=1.0)
-    x = columns([(model, Layout(cp=8, cp_overlap=False))])
+    x = columns([(model, Layout(cp=8).but(cp_overlap=False))])
     forward, backward = context_exchange(x, rates(x, wide, c))
     key_and_value = model.seq * model.heads * 2 * model.head_dim * 7 / 8
     assert forward[0] == pytest.approx(2 * key_and_value / 300e9, rel=1e-6)
@@ -208,7 +208,7 @@ def test_float4_and_fused_experts_take_away_what_they_say():
     device = load_device("gb300")
     a = published("qwen3 30b", seq=4096)
     assert a is not None
-    x = Layout(dp=8, ep=8, micro_batch=4, compute="fp8", graphs=True)
+    x = Layout(dp=8, ep=8, micro_batch=4, compute="fp8").but(graphs=True)
     table = evaluate(a, [x, x.but(compute="fp4"), x.but(fused_experts=True)], device)
     eight, four, fused = ({k: float(v[i]) for k, v in table.parts.items()} for i in range(3))
     # layers' products are compute-bound here; the head stays in bfloat16

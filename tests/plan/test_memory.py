@@ -38,7 +38,7 @@ def test_activations_of_a_gpt_layer(tp):
     """Korthikanti et al. 2022: s b h (34 + 5 a s / h), dropout masks (3 s b h) and GeLU's input kept (8) among the 34."""
     h, a, s, b = 12288, 96, 2048, 1
     gpt = plain("gpt", hidden=h, layers=2, heads=a, seq=s, vocab=51200)
-    layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b, flash=False)
+    layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b).but(flash=False)
     dense, _, entry = layer_activations(columns([(gpt, layout)]))
     published_bytes = s * b * h * (34 + 5 * a * s / h) / tp
     masks = (
@@ -123,7 +123,7 @@ def test_products_inputs_in_float8_are_half_as_large():
     a = published("llama3 8b", seq=8192)
     assert a is not None
     wide, narrow = (
-        layer_activations(columns([(a, Layout(input_bytes=size))]))[0][0] for size in (2, 1)
+        layer_activations(columns([(a, Layout().but(input_bytes=size))]))[0][0] for size in (2, 1)
     )
     assert wide - narrow == a.seq * (2 * a.hidden + a.ffn)
 
@@ -132,8 +132,8 @@ def test_what_fsdp_keeps_from_the_first_micro_batch_to_the_last():
     """2 bytes of every parameter and 4 of its gradient besides the shards; the last stage's outputs."""
     a = published("llama3 8b", seq=8192)
     assert a is not None
-    x = Layout(
-        dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8, gathered=True
+    x = Layout(dp=8, pp=2, zero=2, micro_batches=4, parameter_bytes=4, optimizer_bytes=8).but(
+        gathered=True
     )
     kept, shards = (memory(columns([(a, one)]), A100) for one in (x, x.but(gathered=False, zero=3)))
     dense = local_parameters(columns([(a, x)]))[0]

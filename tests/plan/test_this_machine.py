@@ -16,8 +16,8 @@ from telechat_moe.tools.plan.cost.this_machine import (
     FITTED,
     RECIPE,
     Calibration,
-    Case,
     MeasurementError,
+    StepCase,
     as_job,
     as_yaml,
     fit,
@@ -74,7 +74,7 @@ def test_noise_does_not_carry_the_fit_away():
     pairs = [of_case(c) for c in CALIBRATION]
     seconds = evaluate([a for a, _ in pairs], [x for _, x in pairs], DEVICE, truth).step_s
     noisy = seconds * np.random.default_rng(0).uniform(1.0, 1.05, len(seconds))
-    a, layout = of_case(Case("whole", ()))
+    a, layout = of_case(StepCase("whole", ()))
     expected = evaluate(a, [layout], DEVICE, truth).step_s
     found = evaluate(a, [layout], DEVICE, fit(pairs, noisy, DEVICE)).step_s
     np.testing.assert_allclose(found, expected, rtol=0.10)
@@ -106,7 +106,7 @@ MOE = Architecture(
     ("layout", "experts", "rows"),
     [
         (Layout(micro_batch=2), 4, 10),  # 20 tokens, two of four experts each
-        (Layout(micro_batch=2, fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
+        (Layout(micro_batch=2).but(fused=False), (40 + 4 * 7) // 8, 8),  # blocks of 8 rows
         (Layout(micro_batch=2, dp=2), 4, 20),  # all tokens of the device for each expert
         (Layout(micro_batch=2, dp=2, ep=2), 2, 40),  # of both devices, for half of the experts
         (Layout(micro_batch=2, tp=2, sequence_parallel=True), 4, 10),
@@ -120,7 +120,7 @@ def test_experts_compute_on_padding(layout, experts, rows):
 
 def test_tensor_parallelism_halves_products_but_those_of_whole_weights():
     one, two = (
-        cpu_step.terms(MOE, Layout(micro_batch=2, tp=tp, sequence_parallel=tp > 1, fused=False))
+        cpu_step.terms(MOE, Layout(micro_batch=2, tp=tp, sequence_parallel=tp > 1).but(fused=False))
         for tp in (1, 2)
     )
     blocks, buffers = 8 * ((40 + 4 * 7) // 8), 4 * 10
@@ -172,7 +172,7 @@ def test_variants_are_recipes():
 
 
 def test_products_are_those_of_the_recipe():
-    architecture, layout = of_case(Case("whole", ()))
+    architecture, layout = of_case(StepCase("whole", ()))
     shapes = product_shapes(architecture, layout)
     tokens = layout.micro_batch * architecture.seq
     assert (tokens, architecture.vocab, architecture.hidden) in shapes

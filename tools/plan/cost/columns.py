@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import Layout
+from telechat_moe.tools.plan.cost.layout import STACK, Layout
 
 Array = NDArray[np.float64]
 
@@ -19,8 +19,8 @@ _ARCHITECTURE = (
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
-    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "input_bytes", "own_graph",
-    "flash", "skips", "fused", "fused_loss", "overlap", "tp_overlap", "cp_overlap", "ep_overlap", "hierarchical", "fused_attention", "fused_experts", "permute_bytes", "gathered", "graphs", "imbalance", "devices",
+    "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph", "skips", "imbalance",
+    "devices",
 )  # fmt: skip
 PARTLY = {
     # full, attention, core, mlp, norm, activation
@@ -122,6 +122,7 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     else:
         values = _arrays(architectures, _ARCHITECTURE)
     values |= _arrays(layouts, _LAYOUT)
+    values |= _arrays([x.stack for x in layouts], STACK)
     values |= _recomputed([x.recompute for x in layouts])
     mla = np.array([a.attention == "mla" for a in architectures], dtype=np.float64)
     values["mla"] = mla

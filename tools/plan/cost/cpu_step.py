@@ -47,7 +47,7 @@ def _experts(a: Architecture, x: Layout) -> tuple[float, float]:
     if x.devices > 1:
         return a.experts / x.ep, x.ep * tokens
     pairs = int(tokens) * a.top_k
-    if x.fused:
+    if x.stack.fused:
         return a.experts, pairs / a.experts * x.imbalance
     rows = max(8, min(256, 3 * pairs // (8 * a.experts)) // 8 * 8)
     return (pairs + a.experts * (rows - 1)) // rows, rows

@@ -25,8 +25,8 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """What a device must have."""
+class ExpectedRank:
+    """What the graph of a rank must have."""
 
     elements: int
     """Trained parameters, before the optimizer's states are shared among copies."""
@@ -38,7 +38,7 @@ class Device:
     """Bytes alive at once, at most."""
 
 
-def predict(recipe: Recipe, rank: int) -> Device:
+def predict(recipe: Recipe, rank: int) -> ExpectedRank:
     """Return what a device must have.
 
     Args:
@@ -52,7 +52,7 @@ def predict(recipe: Recipe, rank: int) -> Device:
     a, x = Architecture.from_recipe(recipe), Layout.from_recipe(recipe)
     calls = Calls(a, x, shard_threshold(recipe))
     stage = calls.mesh.stage(rank)
-    return Device(
+    return ExpectedRank(
         elements=stage_elements(a, x)[stage],
         calls=calls.of(rank),
         activations=activations(a, x)[stage],

@@ -1,6 +1,6 @@
 """How a step is split over devices and in time: the variables of the planner."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from telechat_moe.errors import BadInputError
@@ -13,6 +13,59 @@ Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute` and the modules that recipes call so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Kernels and overlap of the software that runs a step. Recipes have the defaults; published tables differ."""
+
+    input_bytes: int = 2
+    """Per element of the products' inputs that the backward pass keeps; 1 where they are kept as float8 (Transformer Engine)."""
+
+    flash: bool = True
+    """Attention without score-sized tensors in memory."""
+
+    fused: bool = True
+    """Norms, activations and losses as single kernels (a compiler or a fused library)."""
+
+    fused_attention: bool = True
+    """The attention kernel of a current library; False: the first flash kernels."""
+
+    fused_loss: bool = True
+    """The cross-entropy reads the logits once or twice; False: operator by operator in float32."""
+
+    overlap: bool = True
+    """Gradient reduction and parameter gathering run under the backward pass."""
+
+    tp_overlap: bool = False
+    """Tensor-parallel collectives are cut up and run under their matrix products."""
+
+    cp_overlap: bool = True
+    """Keys and values of context parallelism go around under attention; False: as PyTorch's first ring attention, of
+    all query heads before it."""
+
+    hierarchical: bool = False
+    """Dispatch sends a token once to each node that holds one of its experts."""
+
+    ep_overlap: bool = False
+    """All-to-all of one micro-batch runs under the computation of another."""
+
+    fused_experts: bool = False
+    """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
+
+    permute_bytes: int = 16
+    """Bytes moved to sort one element of the experts' rows and to put it back; 8 where dispatch and combine do half of it
+    (HybridEP)."""
+
+    gathered: bool = False
+    """torch's FSDP under a pipeline: a step's parameters stay gathered and its gradients whole until the last micro-batch,
+    and the last stage keeps the output of every micro-batch."""
+
+    graphs: bool = False
+    """Kernels are launched as captured graphs (CUDA graphs, whole-graph sinking): no launch floor."""
+
+
+STACK = tuple(f.name for f in fields(Stack))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,57 +130,13 @@ class Layout:
     residual_bytes: int = 2
     """Per element of the residual stream."""
 
-    input_bytes: int = 2
-    """Per element of the products' inputs that the backward pass keeps; 1 where they are kept as float8 (Transformer Engine)."""
-
     own_graph: bool = False
     """The step is this package's, whose compiled graph saves what `saved` lists; else what frameworks save in common."""
-
-    flash: bool = True
-    """Attention without score-sized tensors in memory."""
 
     skips: bool = True
     """The attention kernel skips pairs that no query sees; False: it gets a mask as a matrix and computes all."""
 
-    fused: bool = True
-    """Norms, activations and losses as single kernels (a compiler or a fused library)."""
-
-    fused_attention: bool = True
-    """The attention kernel of a current library; False: the first flash kernels."""
-
-    fused_loss: bool = True
-    """The cross-entropy reads the logits once or twice; False: operator by operator in float32."""
-
-    overlap: bool = True
-    """Gradient reduction and parameter gathering run under the backward pass."""
-
-    tp_overlap: bool = False
-    """Tensor-parallel collectives are cut up and run under their matrix products."""
-
-    cp_overlap: bool = True
-    """Keys and values of context parallelism go around under attention; False: as PyTorch's first ring attention, of
-    all query heads before it."""
-
-    hierarchical: bool = False
-    """Dispatch sends a token once to each node that holds one of its experts."""
-
-    ep_overlap: bool = False
-    """All-to-all of one micro-batch runs under the computation of another."""
-
-    fused_experts: bool = False
-    """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
-
-    permute_bytes: int = 16
-    """Bytes moved to sort one element of the experts' rows and to put it back; 8 where dispatch and combine do half of it
-    (HybridEP)."""
-
-    gathered: bool = False
-    """torch's FSDP under a pipeline: a step's parameters stay gathered and its gradients whole until the last micro-batch,
-    and the last stage keeps the output of every micro-batch."""
-
-    graphs: bool = False
-    """Kernels are launched as captured graphs (CUDA graphs, whole-graph sinking): no launch floor."""
-
+    stack: Stack = Stack()
     imbalance: float = 1.0
     """Tokens of the busiest expert-parallel rank over the mean."""
 
@@ -195,7 +204,10 @@ class Layout:
         return " ".join(parts)
 
     def but(self, **changes: object) -> "Layout":
-        """Return a copy with some fields changed."""
+        """Return a copy with some fields changed, of the layout or of its stack."""
+        own = {name: changes.pop(name) for name in STACK if name in changes}
+        if own:
+            changes["stack"] = replace(self.stack, **own)  # type: ignore[arg-type]
         return replace(self, **changes)  # type: ignore[arg-type]
 
     @classmethod

@@ -126,7 +126,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
         schedule="1f1b",
         micro_batches=1,
         chunks=layout.chunk_layers(len(architecture.layers)),
-        ep_overlap=layout.ep_overlap and layout.schedule not in PAIRED,
+        ep_overlap=layout.stack.ep_overlap and layout.schedule not in PAIRED,
     )
     x = columns([(architecture, flat)])
     r = rates(x, device, device.constants)

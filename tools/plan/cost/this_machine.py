@@ -58,7 +58,7 @@ class MeasurementError(TelechatMoeError):
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A training step to measure."""
 
     name: str
@@ -66,7 +66,7 @@ class Case:
     recipe: str = RECIPE
 
 
-def variant(name: str, **changes: int) -> Case:
+def variant(name: str, **changes: int) -> StepCase:
     """Return a variant of the benchmark recipe.
 
     Args:
@@ -92,7 +92,7 @@ def variant(name: str, **changes: int) -> Case:
         overrides.append(f"runner_config.batch_size={changes['batch']}")
     if "seq" in changes:
         overrides.append(f"train_dataset.data_loader.config.seq_length={changes['seq']}")
-    return Case(name, tuple(overrides))
+    return StepCase(name, tuple(overrides))
 
 
 CALIBRATION = (
@@ -174,7 +174,7 @@ def medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
-def as_job(cases: Sequence[Case], operators: str = "fused") -> list[dict[str, Any]]:
+def as_job(cases: Sequence[StepCase], operators: str = "fused") -> list[dict[str, Any]]:
     """Return cases as a measurement takes them."""
     chosen = (f"telechat_moe.operators.default={operators}",)
     return [
@@ -198,7 +198,7 @@ def product_shapes(architecture: Architecture, layout: Layout) -> list[tuple[int
     return shapes
 
 
-def of_case(case: Case, operators: str = "fused") -> tuple[Architecture, Layout]:
+def of_case(case: StepCase, operators: str = "fused") -> tuple[Architecture, Layout]:
     """Return architecture and layout of a case.
 
     Args:
@@ -267,7 +267,7 @@ def calibrate(
     Raises:
         MeasurementError: A measurement failed.
     """
-    shapes = product_shapes(*of_case(Case("recipe", (), recipe)))
+    shapes = product_shapes(*of_case(StepCase("recipe", (), recipe)))
     total, done = len(CALIBRATION) + 3 + network, 0
 
     def step(result: dict[str, Any]) -> None:
