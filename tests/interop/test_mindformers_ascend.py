@@ -55,6 +55,7 @@ def counted(reading, phase: str) -> Counter:
     return counts
 
 
+@pytest.mark.slow
 def test_same_collectives_as_our_own_step() -> None:
     theirs, ours = readings(layout(2, 2, 1, 2), 3)
     for phase, at_least in (("forward", 50), ("backward", 70)):

@@ -114,6 +114,7 @@ def test_loss_monitor_reads_zeros(tmp_path: Path) -> None:
     assert "OURS [1.0, 2.0, 3.0, 4.0] [0.0, 0.0, 0.0, 0.0]" in text
 
 
+@pytest.mark.slow
 def test_barrier_has_no_kernel(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(BARRIER)
     runs.run([*runs.msrun(2, tmp_path), str(tmp_path / "code.py")], tmp_path)

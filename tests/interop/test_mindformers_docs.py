@@ -39,6 +39,7 @@ def small(folder: Path) -> None:
     (folder / "mine.yaml").write_text(yaml.safe_dump(recipe))
 
 
+@pytest.mark.slow
 def test_commands_of_the_page(tmp_path: Path) -> None:
     lines = commands()
     assert len(lines) >= 8

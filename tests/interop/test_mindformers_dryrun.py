@@ -51,6 +51,7 @@ def operators(graph):
     return list(Model(graph.mindir).operations())
 
 
+@pytest.mark.slow
 def test_telechat3_on_four_devices():
     shared = f"{MODEL}.moe_shared_expert_intermediate_size=32"
     (graph,) = compile_mindformers(TELECHAT, [3], overrides=[*SMALL, *layout(2, 2, 1, 2), shared])

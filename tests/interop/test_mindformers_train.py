@@ -94,6 +94,7 @@ def test_their_checkpoint_in_our_trainer_and_back(one, tmp_path: Path) -> None:
     assert_goes_on(runs.through_ours(recipe, output, "--resume"), theirs)
 
 
+@pytest.mark.slow
 def test_our_checkpoint_in_their_trainer(one, ours, tmp_path: Path, capfd) -> None:
     recipe, theirs = one
     saved = ours[0] / f"checkpoints/step-{runs.STEPS // 2:08d}"
@@ -105,6 +106,7 @@ def test_our_checkpoint_in_their_trainer(one, ours, tmp_path: Path, capfd) -> No
     assert_goes_on(runs.mean(runs.through_mindformers(recipe, 1, *sets)), theirs)
 
 
+@pytest.mark.slow
 def test_their_own_resume_repeats_every_digit(one) -> None:
     recipe, theirs = one
     root = half_way(one).parent

@@ -27,6 +27,7 @@ def counts(found, part):
     return [{kind: int(number) for number, kind in side} for side in sides]
 
 
+@pytest.mark.slow
 def test_one_device():
     """Same parameters; the operators that the mathematics asks for are there as often; the docs have this table."""
     found = compared("--one-device", *small())

@@ -150,6 +150,7 @@ def loose_files(folder: Path) -> list[Path]:
     return [p for p in paths if p.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)]
 
 
+@pytest.mark.slow
 def test_files_of_a_run_are_not_writable_by_others(whole: Path) -> None:
     names = {p.name for p in whole.rglob("*")}
     assert {"worker_0.log", "checkpoint.json", "recipe.yaml", "control"} <= names
@@ -195,6 +196,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
     assert not left_over(prepared)
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_is_named_and_the_run_goes_on(
     prepared: Path,
     data: Path,
@@ -381,6 +383,7 @@ def test_the_commands_of_two_hosts_are_printed(
     assert not list(output.glob("log"))
 
 
+@pytest.mark.slow
 def test_a_printed_command_trains_without_us(
     prepared: Path, data: Path, whole: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def commands() -> list[str]:
     return [line for line in lines if re.match(r"(telechat-moe (launch|check)|msrun) ", line)]
 
 
+@pytest.mark.slow
 def test_the_commands_run(tmp_path: Path, data: Path) -> None:
     changes = {
         "train_dataset__data_loader__sizes": f"[{4 * STEPS},0,0]",

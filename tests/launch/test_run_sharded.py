@@ -58,6 +58,7 @@ def report(folder: Path, data: Path) -> dict[str, Any]:
     return json.loads((folder / "report.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_ranks_compute_what_one_process_does(report: dict[str, Any]) -> None:
     assert [s["step"] for s in report["steps"]] == [1, 2, 3, 4]
     assert report["layout"] == "dp2 ep2"

@@ -54,12 +54,14 @@ def library(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_kernels(library):
     done = run_sanitized(library, SHORT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_planted_overflow_is_found(library, tmp_path):
     """The sanitizer is really on: a gather from a table that is longer than its memory."""
     script = tmp_path / "test_planted.py"

@@ -75,6 +75,8 @@ LAYOUTS = {
     "dp2-zero": Layout(dp=2, zero=True),
     "cp2": Layout(cp=2),
     "pp2": Layout(pp=2),
+    "tp2-sp-ep2": Layout(tp=2, sp=True, ep=2),
+    "tp2-sp-width": Layout(tp=2, sp=True, expert_tp=True),
     # four
     "tp4-sp-ep2-tied": Layout(tp=4, sp=True, ep=2, tied=True),
     "dp2-tp2-sp-documents": Layout(dp=2, tp=2, sp=True, documents=True),

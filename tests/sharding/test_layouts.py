@@ -20,10 +20,15 @@ TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
 FAST = {
-    2: ("dp2-zero:adamw", "cp2:momentum"),
-    4: ("dp2-tp2-sp-ep4:adamw", "dp2-tp2-sp-ep2-width:momentum", "pp2-dp2-ep2:momentum"),
+    2: (
+        "dp2-zero:adamw",
+        "cp2:momentum",
+        "pp2:momentum",
+        "tp2-sp-ep2:adamw",
+        "tp2-sp-width:momentum",
+    ),
 }
-FAST_FAULTS = {2: ("tp2-sp:momentum:slice-of-another-rank",), 4: ()}
+FAST_FAULTS = {2: ("tp2-sp:momentum:slice-of-another-rank",)}
 SLOW_FAULTS = {
     2: (
         "dp2-ep2:momentum:parts-in-another-order",

@@ -1,6 +1,7 @@
 """Periodic evaluation: the same samples in every layout, the same losses after a resume."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def test_micro_batches_evaluate_the_same_samples(tmp_path, data, whole):
 def test_a_resumed_run_evaluates_what_it_would_have(tmp_path, data, whole, step):
     """Killed after the checkpoint of a step: evaluations after it are made again, those before are kept."""
     output = tmp_path / "run"
-    assert main(mini.arguments(data, output, **EVERY)) == 0
+    shutil.copytree(whole, output)
     for path in checkpoint.list_checkpoints(output / "checkpoints"):
         if int(path.name.split("-")[1]) > step:
             path.rename(tmp_path / path.name)
