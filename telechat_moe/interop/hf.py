@@ -152,26 +152,12 @@ def convert(
     notes, mtp_layer = _notes(model_config), model_config.num_hidden_layers
     if to == "telechat":
         mtp_layer = first_mtp_layer(entries, model_config)
-        entries, problems = fp8.dequantised(src, entries)
-        if problems:
-            raise WeightsError(src, problems)
-        quantised = sum(isinstance(entry, fp8.Fp8Entry) for entry in entries.values())
-        if quantised:
-            notes.append(
-                f"{quantised} FP8 matrices times their block scales were rounded to bfloat16"
-            )
+        entries = _dequantised(src, entries, notes)
     table = pairs(model_config, mtp_layer)
     ignored = _check(src, entries, table, model_config, to, mtp_layer)
-    extra: dict[str, dict[str, Any]] = {}
-    if to == "hf":
-        outputs = list(_to_hf(table, entries))
-        dtype = _main_dtype(outputs)
-        extra["config.json"] = hf_config(model_config, _TORCH_DTYPES[dtype])
-        empty = empty_shared_experts(model_config)
-        outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
-    else:
-        outputs = list(_to_ours(table, entries))
-    shards = tensor_files.split(outputs, 1 << 62 if dst.suffix == ".safetensors" else shard_bytes)
+    outputs, extra = _outputs(table, entries, model_config, to)
+    largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
+    shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
     written = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress).write()
@@ -188,6 +174,29 @@ def convert(
         notes=notes,
         resumed_files=written.resumed,
     )
+
+
+def _dequantised(source: Path, entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:
+    """Return the tensors with FP8 matrices read as bfloat16; add a note if there are any."""
+    entries, problems = fp8.dequantised(source, entries)
+    if problems:
+        raise WeightsError(source, problems)
+    if quantised := sum(isinstance(entry, fp8.Fp8Entry) for entry in entries.values()):
+        notes.append(f"{quantised} FP8 matrices times their block scales were rounded to bfloat16")
+    return entries
+
+
+def _outputs(
+    table: list[Pair], entries: dict[str, Entry], config: ModelConfig, to: Format
+) -> tuple[list[Output], dict[str, dict[str, Any]]]:
+    """Return the tensors to write, and the JSON files to write beside them."""
+    if to == "telechat":
+        return list(_to_ours(table, entries)), {}
+    outputs = list(_to_hf(table, entries))
+    dtype = _main_dtype(outputs)
+    empty = empty_shared_experts(config)
+    outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
+    return outputs, {"config.json": hf_config(config, _TORCH_DTYPES[dtype])}
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:

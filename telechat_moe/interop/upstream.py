@@ -48,7 +48,7 @@ _TYPES = {1: "fp32", 10: "fp16", 16: "bf16"}
 COLLECTIVE = re.compile(r"All(Reduce|Gather)|ReduceScatter|AlltoAllV?|Send|Receive|Broadcast")
 
 
-class Part(NamedTuple):
+class Component(NamedTuple):
     """A part of the model, and the modules of it in either graph.
 
     Attributes:
@@ -63,22 +63,26 @@ class Part(NamedTuple):
 
 
 _MLP = r"linear_fc\d|activation_func"
-PARTS = (
-    Part("embedding", r"embedding.*|mtp\.embedding.*", r"embedding.*"),
-    Part("angles of positions", r"rotary_pos_emb", r"rope"),
-    Part("rotation", r"self_attention\.apply_rotary.*", r"attention\.(rope_|share_key).*"),
-    Part("norms", r".*(layernorm|enorm|hnorm)", r"(.*\.)?\w*norm"),
-    Part(
+COMPONENTS = (
+    Component("embedding", r"embedding.*|mtp\.embedding.*", r"embedding.*"),
+    Component("angles of positions", r"rotary_pos_emb", r"rope"),
+    Component("rotation", r"self_attention\.apply_rotary.*", r"attention\.(rope_|share_key).*"),
+    Component("norms", r".*(layernorm|enorm|hnorm)", r"(.*\.)?\w*norm"),
+    Component(
         "products of attention", r"self_attention\.linear.*", r"attention\.(\w+_(down|up|proj)|out)"
     ),
-    Part("attention", r"self_attention.*", r"attention.*"),
-    Part("dense and shared MLP", rf"dense|mlp\.({_MLP}|shared_experts.*)", r"(ffn|moe\.shared).*"),
-    Part("router and balance loss", r"mlp\.router", r"moe\.router.*"),
-    Part("dispatch, experts, combine", r"mlp.*", r"moe.*"),
-    Part("residual stream", r"", r"|add_\w+"),
-    Part("MTP", r"mtp|eh_proj|mtp\.layers\.\d+", r"model|mtp\.\d+(\.proj)?"),
-    Part("head", r"output_layer|mtp\.output_layer|model", r"head"),
-    Part("losses", r"(.*\.)?(loss|cross_entropy|preprocess).*", r"(mtp_)?loss.*|add_mtp|scale_mtp"),
+    Component("attention", r"self_attention.*", r"attention.*"),
+    Component(
+        "dense and shared MLP", rf"dense|mlp\.({_MLP}|shared_experts.*)", r"(ffn|moe\.shared).*"
+    ),
+    Component("router and balance loss", r"mlp\.router", r"moe\.router.*"),
+    Component("dispatch, experts, combine", r"mlp.*", r"moe.*"),
+    Component("residual stream", r"", r"|add_\w+"),
+    Component("MTP", r"mtp|eh_proj|mtp\.layers\.\d+", r"model|mtp\.\d+(\.proj)?"),
+    Component("head", r"output_layer|mtp\.output_layer|model", r"head"),
+    Component(
+        "losses", r"(.*\.)?(loss|cross_entropy|preprocess).*", r"(mtp_)?loss.*|add_mtp|scale_mtp"
+    ),
 )
 # MindSpore forgets the module of what stands in a Morph; its neighbours tell: (producer, consumer) to part.
 _BETWEEN = {
@@ -213,7 +217,7 @@ def operators(graph: RankGraph, upstream: bool) -> dict[str, Counter[str]]:
     return counts
 
 
-def part_of(module: str, upstream: bool) -> str | None:
+def component_of(module: str, upstream: bool) -> str | None:
     """Return the part of the model that a module belongs to, None if it is in no part."""
     if upstream:
         layer = r"(model\.)?((decoder\.layers|mtp\.layers)\.\d+(\.transformer_layer)?\.?)?"
@@ -226,7 +230,7 @@ def part_of(module: str, upstream: bool) -> str | None:
         if re.fullmatch(r"layers\.\d+|mtp\.\d+\.block", module):
             return "residual stream"
     inner = re.sub(f"^{layer}", "", module) if module != "model" else module
-    for part in PARTS:
+    for part in COMPONENTS:
         if inner and re.fullmatch(part.upstream if upstream else part.ours, inner):
             return part.name
     return None
@@ -238,7 +242,7 @@ def _parts(function: Any, upstream: bool) -> dict[str, str]:
 
     forward = [n for n in function.nodes.values() if function.phases[n.name] == "forward"]
     modules = {n.name: module_of(n.scope) for n in forward}
-    known = {n.name: part_of(modules[n.name], upstream) for n in forward}
+    known = {n.name: component_of(modules[n.name], upstream) for n in forward}
     known = {name: part for name, part in known.items() if part is not None}
     for node in forward:
         if modules[node.name] == "unknown":
@@ -268,7 +272,7 @@ def _weight_part(function: Any, node: Any, known: Mapping[str, str], upstream: b
         for name in node.inputs:
             root, _ = root_of(function, name)
             if root.endswith(("embedding.weight", "word_embeddings.weight")):
-                return part_of("model.embedding" if upstream else "embedding", upstream)
+                return component_of("model.embedding" if upstream else "embedding", upstream)
     return None
 
 
@@ -299,9 +303,9 @@ def _nearest(
 
 
 def operator_table(theirs: RankGraph, ours: RankGraph) -> list[tuple[str, str, str]]:
-    """Return ``(part, upstream's primitives, ours)``, in the order of :data:`PARTS`."""
+    """Return ``(part, upstream's primitives, ours)``, in the order of :data:`COMPONENTS`."""
     found, own = operators(theirs, True), operators(ours, False)
-    order = [part.name for part in PARTS]
+    order = [part.name for part in COMPONENTS]
     order += sorted((found.keys() | own.keys()) - set(order))
     return [(name, _said(found.get(name)), _said(own.get(name))) for name in order]
 

@@ -16,6 +16,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop import names
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.weights import Weight, weights
 
 Shape = tuple[int, ...]
 Arrays = dict[str, np.ndarray]
@@ -96,7 +97,7 @@ def pairs(config: ModelConfig) -> list[Pair]:
             "model.model_config.tie_word_embeddings: found True; MindFormers' class ignores it and has a head of its "
             "own, expected False"
         )
-    return list(_Table(config).model())
+    return list(_table(config))
 
 
 def to_upstream(ours: Mapping[str, np.ndarray], config: ModelConfig) -> Arrays:
@@ -143,91 +144,78 @@ def _check(
         )
 
 
-class _Table:
-    """Makes the pairs of a model, layer by layer."""
+_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(block\.)?(.*)")
+_OUTSIDE = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "norm.weight": "decoder.final_layernorm.weight",
+    "head.weight": "output_layer.weight",
+}
+_IN_A_LAYER = {
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "proj.weight": "eh_proj.weight",
+    "norm.weight": "final_layernorm.weight",
+    "input_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "pre_mlp_layernorm.weight",
+    "attention.out.weight": "self_attention.linear_proj.weight",
+    "attention.q_norm.weight": "self_attention.q_layernorm.weight",
+    "ffn.down.weight": "mlp.linear_fc2.weight",
+    "moe.shared.down.weight": "mlp.shared_experts.linear_fc2.weight",
+    "moe.router.weight": "mlp.router.weight",
+    "moe.router.expert_bias": "mlp.router.expert_bias",
+}
+_EXPERTS: dict[str, tuple[str, Layout]] = {
+    "moe.experts.gate": ("mlp.experts.weight1", "experts: gate, up"),
+    "moe.experts.up": ("mlp.experts.weight1", "experts: gate, up"),
+    "moe.experts.down": ("mlp.experts.weight2", "experts: down"),
+}
+_CONCATENATED = {"q_up": "linear_qb", "kv_norm": "k_layernorm", "kv_up": "linear_kvb"}
+_SEPARATE = {
+    "q_proj": "linear_q_proj",
+    "q_down": "linear_q_down_proj",
+    "q_up": "linear_q_up_proj",
+    "kv_down": "linear_kv_down_proj",
+    "kv_norm": "kv_layernorm",
+    "kv_up": "linear_kv_up_proj",
+}
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self.shapes = {p.ours: p.shape for p in names.pairs(config)}
-        interleaved = config.use_interleaved_weight_layout_mlp is not False
-        self.mlp_layout: Layout = "rows in turn" if interleaved else "rows"
-        self.concatenated = config.mla_qkv_concat is not False
 
-    def pair(
-        self, upstream: str, *ours: str, layout: Layout = "same", trained: bool = True
-    ) -> Pair:
-        our_shapes = tuple(self.shapes[name] for name in ours)
-        shape = our_shapes[0]
+def _table(config: ModelConfig) -> Iterator[Pair]:
+    found: dict[str, tuple[Layout, list[Weight]]] = {}
+    # The head comes last in upstream's class, after the layers for multi-token prediction.
+    for weight in sorted(weights(config), key=lambda w: w.name == "head.weight"):
+        match = _LAYER.fullmatch(weight.name)
+        if match is None:
+            name, layout = _OUTSIDE[weight.name], "same"
+        else:
+            inner, layout = _in_a_layer(match[4], config)
+            stack = "decoder" if match[1] == "layers" else "mtp"
+            block = ".transformer_layer" if match[3] else ""
+            name = f"{stack}.layers.{match[2]}{block}.{inner}"
+        found.setdefault(name, (layout, []))[1].append(weight)
+    for name, (layout, ours) in found.items():
+        shape = ours[0].shape
         if layout in ("rows", "rows in turn"):
-            shape = (sum(s[0] for s in our_shapes), shape[1])
-        elif layout == "experts: gate, up":
-            shape = (shape[0] * shape[1], 2 * shape[2])
-        elif layout == "experts: down":
-            shape = (shape[0] * shape[1], shape[2])
-        return Pair(upstream, shape, ours, our_shapes, layout, trained)
+            shape = (sum(w.shape[0] for w in ours), shape[1])
+        elif layout != "same":
+            shape = (shape[0] * shape[1], shape[2] * len(ours))
+        names, shapes = tuple(w.name for w in ours), tuple(w.shape for w in ours)
+        yield Pair(name, shape, names, shapes, layout, ours[0].trained)
 
-    def model(self) -> Iterator[Pair]:
-        yield self.pair("embedding.word_embeddings.weight", "embedding.weight")
-        for i in range(self.config.num_hidden_layers):
-            yield from self.block(f"decoder.layers.{i}", f"layers.{i}")
-        yield self.pair("decoder.final_layernorm.weight", "norm.weight")
-        for d in range(self.config.num_nextn_predict_layers):
-            up, our = f"mtp.layers.{d}", f"mtp.{d}"
-            yield self.pair(f"{up}.enorm.weight", f"{our}.embed_norm.weight")
-            yield self.pair(f"{up}.hnorm.weight", f"{our}.hidden_norm.weight")
-            yield self.pair(f"{up}.eh_proj.weight", f"{our}.proj.weight")
-            yield from self.block(f"{up}.transformer_layer", f"{our}.block")
-            yield self.pair(f"{up}.final_layernorm.weight", f"{our}.norm.weight")
-        yield self.pair("output_layer.weight", "head.weight")
 
-    def block(self, up: str, our: str) -> Iterator[Pair]:
-        yield self.pair(f"{up}.input_layernorm.weight", f"{our}.input_norm.weight")
-        yield from self.attention(f"{up}.self_attention", f"{our}.attention")
-        yield self.pair(f"{up}.pre_mlp_layernorm.weight", f"{our}.ffn_norm.weight")
-        if f"{our}.moe.router.weight" in self.shapes:
-            yield from self.moe(f"{up}.mlp", f"{our}.moe")
-        else:
-            yield from self.mlp(f"{up}.mlp", f"{our}.ffn")
-
-    def attention(self, up: str, our: str) -> Iterator[Pair]:
-        def one(name: str, *parts: str, layout: Layout = "same") -> Pair:
-            weights = (f"{our}.{part}.weight" for part in parts)
-            return self.pair(f"{up}.{name}.weight", *weights, layout=layout)
-
-        compressed, normed = bool(self.config.q_lora_rank), self.config.qk_layernorm
-        if self.concatenated:
-            first = "q_down" if compressed else "q_proj"
-            yield one("linear_qkv", first, "kv_down", layout="rows")
-            renamed = {"q_up": "linear_qb", "kv_norm": "k_layernorm", "kv_up": "linear_kvb"}
-        else:
-            yield (
-                one("linear_q_down_proj", "q_down")
-                if compressed
-                else one("linear_q_proj", "q_proj")
-            )
-            yield one("linear_kv_down_proj", "kv_down")
-            renamed = {"q_up": "linear_q_up_proj", "kv_norm": "kv_layernorm"}
-            renamed["kv_up"] = "linear_kv_up_proj"
-        if compressed:
-            if normed:
-                yield one("q_layernorm", "q_norm")
-            yield one(renamed["q_up"], "q_up")
-        if normed:
-            yield one(renamed["kv_norm"], "kv_norm")
-        yield one(renamed["kv_up"], "kv_up")
-        yield one("linear_proj", "out")
-
-    def mlp(self, up: str, our: str) -> Iterator[Pair]:
-        gate_up = (f"{our}.gate.weight", f"{our}.up.weight")
-        yield self.pair(f"{up}.linear_fc1.weight", *gate_up, layout=self.mlp_layout)
-        yield self.pair(f"{up}.linear_fc2.weight", f"{our}.down.weight")
-
-    def moe(self, up: str, our: str) -> Iterator[Pair]:
-        yield self.pair(f"{up}.router.weight", f"{our}.router.weight")
-        bias = "router.expert_bias"
-        yield self.pair(f"{up}.{bias}", f"{our}.{bias}", trained=False)
-        gate_up = (f"{our}.experts.gate", f"{our}.experts.up")
-        yield self.pair(f"{up}.experts.weight1", *gate_up, layout="experts: gate, up")
-        yield self.pair(f"{up}.experts.weight2", f"{our}.experts.down", layout="experts: down")
-        if self.config.shared_width:
-            yield from self.mlp(f"{up}.shared_experts", f"{our}.shared")
+def _in_a_layer(name: str, config: ModelConfig) -> tuple[str, Layout]:
+    """Return upstream's name of a weight within its layer, and its layout."""
+    if name in _EXPERTS:
+        return _EXPERTS[name]
+    if name in _IN_A_LAYER:
+        return _IN_A_LAYER[name], "same"
+    if name.startswith("attention."):
+        cell = name.removeprefix("attention.").removesuffix(".weight")
+        if config.mla_qkv_concat is False:
+            return f"self_attention.{_SEPARATE[cell]}.weight", "same"
+        if cell not in _CONCATENATED:
+            return "self_attention.linear_qkv.weight", "rows"
+        return f"self_attention.{_CONCATENATED[cell]}.weight", "same"
+    mlp = "mlp.shared_experts" if name.startswith("moe.shared.") else "mlp"
+    interleaved = config.use_interleaved_weight_layout_mlp is not False
+    return f"{mlp}.linear_fc1.weight", "rows in turn" if interleaved else "rows"

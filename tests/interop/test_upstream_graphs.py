@@ -7,7 +7,7 @@ import pytest
 from upstream_tables import RECIPE, SMALL, compared, operator_lines, parameter_lines, small
 
 from telechat_moe.interop import upstream, upstream_names
-from telechat_moe.interop.upstream import Row, compare_parameters, part_of
+from telechat_moe.interop.upstream import Row, compare_parameters, component_of
 from telechat_moe.recipe import load
 
 pytestmark = [
@@ -121,7 +121,7 @@ def test_the_input_of_mtp_is_on_another_stage(monkeypatch):
     ],
 )
 def test_parts(module, is_upstream, part):
-    assert part_of(module, is_upstream) == part
+    assert component_of(module, is_upstream) == part
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from telechat_moe.tools.align.operators.rounding_errors import (
 )
 
 Back = Callable[["Approx"], "Approx"]
+Parents = Sequence[tuple["Approx", Back]]
 
 SIGMAS = 8.0
 """Standard deviations to a bound. With 10^8 elements 6 would do for normal errors; the sizes are estimates, too."""
@@ -65,14 +66,14 @@ class Approx:
         accumulated: str | None = None,
         sigma: Any = 0.0,
         limit: Any = 0.0,
-        parents: Sequence[tuple["Approx", Back]] = (),
+        parents: Parents = (),
     ) -> None:
         self.value: Array = np.asarray(value, np.float64)
         self.stored = stored
         self.accumulated = accumulated or ("float64" if stored == "float64" else "float32")
         self.sigma: Array = np.asarray(sigma, np.float64)
         self.limit: Array = np.asarray(limit, np.float64)
-        self.parents = tuple(parents)
+        self.parents: tuple[tuple[Approx, Back], ...] = tuple(parents)
 
     @property
     def unit(self) -> float:
@@ -104,7 +105,7 @@ class Approx:
         value: Any,
         terms: Sequence[tuple[Any, "Approx"]] = (),
         roundings: float = 1.0,
-        parents: Sequence[tuple["Approx", Back]] = (),
+        parents: Parents = (),
         own: tuple[Any, Any] | None = None,
     ) -> "Approx":
         """Return a result.
@@ -136,7 +137,7 @@ class Approx:
         value: Any,
         sigma: Any = 0.0,
         limit: Any = 0.0,
-        parents: Sequence[tuple["Approx", Back]] = (),
+        parents: Parents = (),
     ) -> "Approx":
         """Return other values with the same types."""
         return Approx(value, self.stored, self.accumulated, sigma, limit, parents)
@@ -154,7 +155,7 @@ class Approx:
     def __add__(self, other: Any) -> "Approx":
         """Sum."""
         o = self.constant(other)
-        parents = [(self, lambda g: fit(g, self)), (o, lambda g: fit(g, o))]
+        parents: Parents = [(self, lambda g: fit(g, self)), (o, lambda g: fit(g, o))]
         return self.made(self.value + o.value, [(1.0, self), (1.0, o)], 1.0, parents)
 
     __radd__ = __add__
@@ -175,7 +176,7 @@ class Approx:
         """Product."""
         o = self.constant(other)
         a, b = self.stop(), o.stop()
-        parents = [(self, lambda g: fit(g * b, self)), (o, lambda g: fit(g * a, o))]
+        parents: Parents = [(self, lambda g: fit(g * b, self)), (o, lambda g: fit(g * a, o))]
         both = None
         if not self.is_exact and not o.is_exact:
             both = self.sigma * o.sigma, self.limit * o.limit
@@ -343,7 +344,7 @@ class Approx:
         squares: Array,
         count: Any,
         carry: Callable[[Array], Array] | None,
-        parents: Sequence[tuple["Approx", Back]],
+        parents: Parents,
         same: Any = 0.0,
         missed: Any = 0.0,
         walk: Any = 0.0,
@@ -357,9 +358,7 @@ class Approx:
             own_limit = own_limit + carry(self.limit)
         return self._stored_sum(value, own_sigma, own_limit, parents)
 
-    def _stored_sum(
-        self, value: Array, sigma: Array, limit: Array, parents: Sequence[tuple["Approx", Back]]
-    ) -> "Approx":
+    def _stored_sum(self, value: Array, sigma: Array, limit: Array, parents: Parents) -> "Approx":
         """Return a sum; it is rounded once more where the stored type is not the accumulating one."""
         roundings = 0.0 if self.stored == self.accumulated else 1.0
         return self.made(value, (), roundings, parents, (sigma, limit))
@@ -382,12 +381,14 @@ class Approx:
         def back(g: "Approx") -> "Approx":
             return flipped(flipped(g).cumsum(axis))
 
-        carry = None
-        if not self.is_exact:
-            carry = lambda x: np.broadcast_to(x, self.shape).cumsum(axis)  # noqa: E731
+        def carry(x: Array) -> Array:
+            return np.broadcast_to(x, self.shape).cumsum(axis)
+
         walk = np.square(value).cumsum(axis) / count
         same = alike(self.value, axis)
-        return self._added(value, squares, count, carry, [(self, back)], same, 0.0, walk)
+        return self._added(
+            value, squares, count, None if self.is_exact else carry, [(self, back)], same, 0.0, walk
+        )
 
     def matmul(self, other: Any) -> "Approx":
         """Matrix product of arrays with two or more dimensions."""
@@ -405,7 +406,7 @@ class Approx:
                 (a, b), (c, d) = pair if is_left else [p[::-1] for p in pair]
                 variance, limit = variance + a @ b, limit + c @ d
         a, b = self.stop(), o.stop()
-        parents = [
+        parents: Parents = [
             (self, lambda g: fit(g.matmul(b.swap(-1, -2)), self)),
             (o, lambda g: fit(a.swap(-1, -2).matmul(g), o)),
         ]

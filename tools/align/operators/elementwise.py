@@ -1,10 +1,11 @@
 """Operators that work element by element."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.approx import Approx, Array, Back
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
@@ -223,7 +224,7 @@ def _larger(x: Approx, y: Approx) -> Approx:
     result = where(share >= 0.5, x, y)
     shape = result.shape
 
-    def back(like: Approx, part: Array) -> Any:
+    def back(like: Approx, part: Array) -> Back:
         return lambda g: _fitted(g.times(part).plus(slack * np.abs(g.value)), like, shape)
 
     result.parents = ((x, back(x, share)), (y, back(y, 1 - share)))
@@ -294,7 +295,7 @@ for _name, _function in {
     op(_name, "input", exact=True)(lambda a, f=_function: _typed(a.input, f))
 
 
-def _typed(x: Any, function: Any) -> Any:
+def _typed(x: Any, function: Callable[[Any], Any]) -> Any:
     result = function(plain(x))
     return x.constant(result) if isinstance(x, Approx) and result.dtype.kind == "f" else result
 

@@ -1,5 +1,6 @@
 """Operators that gather, scatter, sort and choose."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -58,24 +59,24 @@ def _index_select(a: Arguments) -> Any:
 
 @op("getitem strided_slice StridedSlice", "input key", exact=True)
 def _getitem(a: Arguments) -> Any:
-    key = a.key if isinstance(a.key, tuple | list) else [a.key]
-    parts = []
-    for part in key:
-        if isinstance(part, Approx):
-            raise NotJudgedError("an index of floating point")
-        parts.append(_bool_or_int(part))
-    return move(a.input, lambda x: x[tuple(parts)], True)
+    at = _index_of(a.key)
+    return move(a.input, lambda x: x[at], True)
+
+
+def _index_of(given: Any) -> tuple[Any, ...]:
+    """Return an index as NumPy takes it."""
+    key: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
+    if any(isinstance(part, Approx) for part in key):
+        raise NotJudgedError("an index of floating point")
+    return tuple(_bool_or_int(part) for part in key)
 
 
 @op("setitem", "input key value", exact=True)
 def _setitem(a: Arguments) -> Any:
     """``x[key] = value``; a place that the key names twice holds any of its values."""
-    key = a.key if isinstance(a.key, tuple | list) else [a.key]
-    if any(isinstance(part, Approx) for part in key):
-        raise NotJudgedError("an index of floating point")
-    at = tuple(_bool_or_int(part) for part in key)
-    size = plain(a.input).size
-    places = np.arange(size).reshape(np.shape(plain(a.input)))[at]
+    at = _index_of(a.key)
+    size = int(plain(a.input).size)
+    places: Array = np.arange(size).reshape(np.shape(plain(a.input)))[at]
     if np.unique(places).size != places.size:
         raise NotJudgedError("writes an element twice: the result depends on the order")
     if not isinstance(a.input, Approx):
@@ -98,9 +99,10 @@ def _setitem(a: Arguments) -> Any:
 
 
 def _bool_or_int(part: Any) -> Any:
-    if isinstance(part, np.ndarray):
-        return part if part.dtype == bool else part.astype(np.int64)
-    return part
+    if not isinstance(part, np.ndarray):
+        return part
+    values: Array = part
+    return values if values.dtype == bool else values.astype(np.int64)
 
 
 @op("masked_select", "input mask", exact=True)

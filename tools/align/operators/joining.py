@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.numerics import Array
-from telechat_moe.tools.align.operators.approx import Approx, fit
+from telechat_moe.tools.align.operators.approx import Approx, Back, Parents, fit
 
 
 def where(condition: Array, a: Any, b: Any) -> Approx:
@@ -14,23 +14,28 @@ def where(condition: Array, a: Any, b: Any) -> Approx:
     known = a if isinstance(a, Approx) else b
     x, y = known.constant(a), known.constant(b)
     keep = condition.astype(np.float64)
-    return known.like(
-        np.where(condition, x.value, y.value),
-        np.where(condition, x.sigma, y.sigma),
-        np.where(condition, x.limit, y.limit),
-        [(x, lambda g: fit(g.times(keep), x)), (y, lambda g: fit(g.times(1 - keep), y))],
-    )
+    parents: Parents = [
+        (x, lambda g: fit(g.times(keep), x)),
+        (y, lambda g: fit(g.times(1 - keep), y)),
+    ]
+    fields = ((x.value, y.value), (x.sigma, y.sigma), (x.limit, y.limit))
+    return known.like(*(np.where(condition, a, b) for a, b in fields), parents)
 
 
 def concatenate(parts: Sequence[Approx], axis: int) -> Approx:
     """Concatenate arrays along an axis; exact."""
     ends = np.cumsum([p.shape[axis] for p in parts])
-    parents = []
-    for part, end in zip(parts, ends, strict=True):
-        index = np.arange(end - part.shape[axis], end)
-        parents.append((part, lambda g, index=index: g.moved(lambda x: x.take(index, axis), True)))
+    parents = [
+        (part, _rows(np.arange(int(end) - part.shape[axis], int(end)), axis))
+        for part, end in zip(parts, ends, strict=True)
+    ]
     first = parts[0]
     sigma = np.concatenate([np.broadcast_to(p.sigma, p.shape) for p in parts], axis)
     limit = np.concatenate([np.broadcast_to(p.limit, p.shape) for p in parts], axis)
     value = np.concatenate([p.value for p in parts], axis)
     return first.like(value, sigma, limit, parents)
+
+
+def _rows(index: Array, axis: int) -> Back:
+    """Return the function that takes some rows of a gradient."""
+    return lambda g: g.moved(lambda x: x.take(index, axis), True)

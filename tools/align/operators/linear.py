@@ -88,7 +88,7 @@ def _einsum(a: Arguments) -> Any:
     )
     order = batch + rows + columns
     z = z.reshape(*(size[c] for c in order))
-    return z.transpose(*(order.index(c) for c in result)) if order else z.reshape(())
+    return z.transpose(*(order.index(c) for c in result)) if order else z.reshape()
 
 
 @op(
@@ -98,9 +98,9 @@ def _einsum(a: Arguments) -> Any:
 def _grouped_matmul(a: Arguments) -> Any:
     """Rows of group e times the e-th matrix; ``group_list`` holds ends of the groups, or their sizes."""
     x, w = floating(_only(a.input)), floating(_only(a.weight))
-    given = a.group_list if a.group_list is not None else a.offs
+    given: Any = a.group_list if a.group_list is not None else a.offs
     if given is None:
-        lists = [r for r in a.rest if isinstance(r, np.ndarray) and r.ndim == 1]
+        lists: list[Any] = [r for r in a.rest if isinstance(r, np.ndarray) and r.ndim == 1]
         if len(lists) != 1:
             raise NotJudgedError("grouped matmul without a list of groups in the dump")
         given = lists[0]
@@ -112,7 +112,8 @@ def _grouped_matmul(a: Arguments) -> Any:
         ends = ends.cumsum()
     from telechat_moe.tools.align.operators.joining import concatenate
 
-    parts, begin = [], 0
+    parts: list[Approx] = []
+    begin = 0
     for e, end in enumerate(ends):
         parts.append(x[begin:end].matmul(w[e]))
         begin = int(end)
@@ -122,8 +123,7 @@ def _grouped_matmul(a: Arguments) -> Any:
 
 
 def _only(x: Any) -> Any:
-    if isinstance(x, list):
-        if len(x) != 1:
-            raise NotJudgedError(f"grouped matmul over a list of {len(x)} tensors")
-        return x[0]
-    return x
+    tensors: list[Any] = x if isinstance(x, list) else [x]
+    if len(tensors) != 1:
+        raise NotJudgedError(f"grouped matmul over a list of {len(tensors)} tensors")
+    return tensors[0]

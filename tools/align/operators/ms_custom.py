@@ -4,7 +4,6 @@ Written from what each says that it computes (docstrings of ``ops/``), not from 
 derivatives of the formulas here. Kernels marked ``bf16`` round what goes into a product.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -354,11 +353,11 @@ def _square_sums(a: Arguments) -> Any:
 _ARITHMETIC: Mapping[str, Callable[..., Approx]] = {
     **{name: getattr(Approx, name) for name in ("abs", "sqrt", "rsqrt", "exp", "log")},
     **{name: getattr(Approx, name) for name in ("tanh", "sigmoid", "erf", "sin", "cos")},
-    "neg": operator.neg,
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
+    "neg": Approx.__neg__,
+    "add": Approx.__add__,
+    "sub": Approx.__sub__,
+    "mul": Approx.__mul__,
+    "div": Approx.__truediv__,
     "reciprocal": lambda x: 1.0 / x,
     "maximum": lambda x, y: where(x.value >= y.value, x, y),
     "minimum": lambda x, y: where(x.value <= y.value, x, y),

@@ -1,5 +1,6 @@
 """MindSpore's primitives as they stand in a compiled graph: their arguments are not those of the functions of that name."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,11 @@ def _cumsum(a: Arguments) -> Any:
     x, axis = a.input, int(plain(a.dim))
     if a.exclusive:
         raise NotJudgedError("an exclusive running sum")
-    turn = (lambda v: np.flip(v, axis)) if a.reverse else (lambda v: v)
-    if not isinstance(x, Approx):
-        return turn(turn(plain(x).astype(np.int64)).cumsum(axis))
-    return x.moved(turn).cumsum(axis).moved(turn)
+
+    def turned(v: Any) -> Any:
+        return move(v, lambda x: np.flip(x, axis)) if a.reverse else v
+
+    return turned(turned(x if isinstance(x, Approx) else integers(x)).cumsum(axis))
 
 
 @primitive("Transpose", "input order", exact=True)
@@ -262,13 +264,14 @@ def _silu_grad(a: Arguments) -> Any:
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
 
-for _name, _slope in {
+_SLOPES: dict[str, Callable[[Approx, Approx], Approx]] = {
     "SigmoidGrad": lambda y, g: g * (y * (1 - y)),
     "TanhGrad": lambda y, g: g * (1 - y * y),
     "RsqrtGrad": lambda y, g: g * (y * y * y) * -0.5,
     "SqrtGrad": lambda y, g: g / (y * 2.0),
     "ReciprocalGrad": lambda y, g: -(g * (y * y)),
-}.items():
+}
+for _name, _slope in _SLOPES.items():
     primitive(_name, "output grad", stores=True)(
         lambda a, slope=_slope: slope(floating(a.output), floating(a.grad))
     )

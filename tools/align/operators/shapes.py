@@ -1,30 +1,28 @@
 """Operators that move elements and compute nothing."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import plain
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
 
-def move(x: Any, function: Any, repeats: bool = False) -> Any:
+def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> Any:
     """Apply a move to whatever kind of array."""
     return x.moved(function, repeats) if isinstance(x, Approx) else function(plain(x))
 
 
 def ints(values: Any) -> tuple[int, ...]:
     """Return sizes given one by one or as one list."""
-    if (
-        isinstance(values, list | tuple)
-        and len(values) == 1
-        and isinstance(values[0], list | tuple)
-    ):
-        values = values[0]
-    values = values if isinstance(values, list | tuple) else [values]
-    return tuple(int(v) for v in values)
+    given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
+    if len(given) == 1 and isinstance(given[0], list | tuple):
+        given = given[0]
+    return tuple(int(v) for v in given)
 
 
 def _ndim(x: Any) -> int:
@@ -236,7 +234,7 @@ def _triu(a: Arguments) -> Any:
     return _masked(a.input, lambda x: np.triu(np.ones(x.shape[-2:]), int(a.diagonal)))
 
 
-def _masked(x: Any, mask: Any) -> Any:
+def _masked(x: Any, mask: Callable[[Array], Array]) -> Any:
     if isinstance(x, Approx):
         return x.times(mask(x.value))
     return (plain(x) * mask(plain(x))).astype(plain(x).dtype)
