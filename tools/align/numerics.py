@@ -97,6 +97,11 @@ def widened(x: Array) -> Array:
     return x.astype(np.float64, copy=False)
 
 
+def einsum(subscripts: str, *operands: Array, **options: Any) -> Array:
+    """Return ``numpy.einsum``, whose stub leaves its type open."""
+    return np.einsum(subscripts, *operands, **options)  # pyright: ignore[reportUnknownMemberType]
+
+
 @lru_cache(1)
 def _halves() -> Array:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float64)

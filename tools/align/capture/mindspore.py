@@ -285,7 +285,8 @@ def _sharded(
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
         raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
     native.load()
-    graphs, plans = [], dict[int, TapPlan]()
+    graphs: list[Any] = []
+    plans = dict[int, TapPlan]()
     for graph in compile_recipe(recipe, target="CPU", full_batch=True):
         if edit is not None:
             graph = edit(graph)

@@ -26,6 +26,7 @@ from telechat_moe.tools.align.capture.ms_tap_plan import (
     scalar_of,
     weight_of,
 )
+from telechat_moe.tools.align.narrowing import is_list
 
 _PASS = {"Depend", "Load", "UpdateState", "MakeTuple", "MakeList", "TupleGetItem", "ListGetItem"}
 _CALLS = {"Partial", "Switch", "SwitchLayer", "Return", "call"}
@@ -135,7 +136,8 @@ class _Tapper:
 
     def run(self, graph: Any, given: list[_Named] | None) -> None:
         """Tap a graph."""
-        self.graph, self.env = graph, {}
+        self.graph = graph
+        self.env: dict[str, Any] = {}
         self.fresh = type(graph)()
         self.editor = Editor(self.model, self.fresh.node)
         self.monad: str | None = None
@@ -214,7 +216,7 @@ class _Tapper:
             self.env[name] = [_Named(i, v) for i, v in zip(node.input, values, strict=True)]
         elif kind in ("TupleGetItem", "ListGetItem"):
             whole, place = values[0], values[1]
-            if isinstance(whole, list) and isinstance(place, Number):
+            if is_list(whole) and isinstance(place, Number):
                 self.env[name] = whole[place.value].value
             else:
                 self.env[name] = self._of_shapes(node)
@@ -313,7 +315,7 @@ class _Tapper:
             self._see(name, made)
             return [made]
         found: list[Argument] = []
-        for i, item in enumerate(made if isinstance(made, list) else []):
+        for i, item in enumerate(made if is_list(made) else []):
             get = self.editor.primitive("TupleGetItem")
             number = self.editor.constant(i)
             kind = next(k for k, v in TYPES.items() if v == item.value.dtype)
@@ -332,7 +334,7 @@ class _Tapper:
 
     def _see(self, name: str, value: Any) -> None:
         """Tap a value, unless it is."""
-        if isinstance(value, list):
+        if is_list(value):
             for item in value:
                 if item.name:
                     self._see(item.name, item.value)
@@ -431,7 +433,7 @@ def _plain(value: Any) -> Any:
     """Return a value as the plan keeps it."""
     if isinstance(value, _Variable):
         return value.tensor
-    if isinstance(value, list):
+    if is_list(value):
         return [_plain(item.value) for item in value]
     return value if isinstance(value, Tensor | Number) else Number(None)
 

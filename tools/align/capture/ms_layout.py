@@ -16,6 +16,7 @@ from telechat_moe.tools.align.capture.ms_tap_plan import Argument, TappedOperato
 from telechat_moe.tools.align.dump.layout_dict import from_dict
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import TensorLayout
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
@@ -55,7 +56,7 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
 def _said(node: TappedOperator, stage: tuple[int, ...], found: dict[int, TensorLayout]) -> None:
     for values, said in zip((node.inputs, node.outputs), node.layouts, strict=True):
         for value, entry in zip(_flat(values), said, strict=False):
-            if isinstance(value, Tensor) and isinstance(entry, Mapping) and value.constant is None:
+            if isinstance(value, Tensor) and is_object(entry) and value.constant is None:
                 with suppress(TelechatMoeError):
                     found.setdefault(id(value), _layout(entry, value, stage))
 
@@ -72,7 +73,7 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
     given = {
         "Device Matrix": list(entry["device_matrix"]),
         "Alias Name": list(entry["alias_name"]),
-        "Tensor Map": [list(m) if isinstance(m, list | tuple) else m for m in maps],
+        "Tensor Map": [list(m) if is_sequence(m) else m for m in maps],
         "Rank List": list(stage),
     }
     return from_dict(given, None)

@@ -25,6 +25,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
+from telechat_moe.tools.align.narrowing import is_list, is_sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -144,7 +145,7 @@ class Reader:
         more: dict[str, Value],
     ) -> Iterator[Call]:
         """One operator that updates all weights, as a call a weight."""
-        decayed = node.attributes.get("decayed") or []
+        decayed: Sequence[Any] = node.attributes.get("decayed") or []
         n = len(decayed)
         weights, m, v, grads = (inputs[i * n : (i + 1) * n] for i in range(4))
         rate, eps, decay, clip = inputs[4 * n : 4 * n + 4]
@@ -164,7 +165,7 @@ class Reader:
         return Scalar("ProcessGroup", {"group_ranks": ranks, "group_id": name})
 
     def _value(self, value: Argument, graph: str, run: int) -> Value:
-        if isinstance(value, list):
+        if is_list(value):
             return [self._value(v, graph, run) for v in value]
         if isinstance(value, Number):
             return _scalar(value.value)
@@ -251,13 +252,13 @@ def tensors(value: Argument) -> Iterator[Tensor]:
     """Yield the tensors in an argument."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, list):
+    elif is_list(value):
         for item in value:
             yield from tensors(item)
 
 
 def _scalar(value: Any) -> Value:
-    if isinstance(value, list | tuple):
+    if is_sequence(value):
         if len(value) > _LONG and all(isinstance(v, int) for v in value):
             return Scalar("ints", " ".join(map(str, value)))
         return [_scalar(v) for v in value]

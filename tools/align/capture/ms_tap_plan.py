@@ -38,7 +38,7 @@ class Tensor:
 
     shape: tuple[int, ...]
     dtype: str
-    taps: dict[str, int] = field(default_factory=dict)
+    taps: dict[str, int] = field(default_factory=dict[str, int])
     constant: Any = None
     parameter: str | None = None
     early: bool = False
@@ -95,7 +95,7 @@ class TapPlan:
         taps: How many there are.
     """
 
-    nodes: list[TappedOperator] = field(default_factory=list)
+    nodes: list[TappedOperator] = field(default_factory=list[TappedOperator])
     taps: int = 0
 
 
@@ -141,7 +141,7 @@ def weight_of(node: Any) -> str:
 
 def layouts_of(attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the layouts of inputs and outputs that the parallel compiler has written down."""
-    found = [
+    found: list[list[Any]] = [
         scalar_of(attributes[n]) if n in attributes else [] for n in ("in_layout", "out_layout")
     ]
     return found[0], found[1]

@@ -37,6 +37,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 # Questions about a tensor and making one from nothing: not computations.
 _QUERIES = """
@@ -73,9 +74,9 @@ def record(x: Any) -> Value:
         return TensorRecord(
             dtype, tuple(x.shape), requires_grad=x.requires_grad, read=lambda: values
         )
-    if isinstance(x, list | tuple):
+    if is_sequence(x):
         return [record(v) for v in x]
-    if isinstance(x, dict):
+    if is_object(x):
         return {str(k): record(v) for k, v in x.items()}
     if x is None:
         return None
@@ -121,7 +122,7 @@ class _Recorder(TorchFunctionMode):
             }
         result = func(*own, **kwargs)
         result, gradients = _own_node(result, args, own, gradients)
-        outputs = result if isinstance(result, list | tuple) else [result]
+        outputs = result if is_sequence(result) else [result]
         if result is None:
             outputs = [x for x, version in into if x._version != version]
         if not any(isinstance(o, torch.Tensor) for o in outputs):
@@ -243,7 +244,7 @@ def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
     for x in values:
         if isinstance(x, torch.Tensor):
             found += [] if x.is_inference() else [(x, x._version)]
-        elif isinstance(x, list | tuple):
+        elif is_sequence(x):
             found += _versions(x)
     return found
 
@@ -254,7 +255,7 @@ def _is_traced(values: Any) -> bool:
     return any(
         (wrapped(x) or x.is_meta)
         if isinstance(x, torch.Tensor)
-        else isinstance(x, list | tuple) and _is_traced(x)
+        else is_sequence(x) and _is_traced(x)
         for x in values
     )
 

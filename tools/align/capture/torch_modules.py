@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
 )
 
 from telechat_moe.tools.align.dump.records import Call, Phase, Value
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 
 class Modules:
@@ -73,9 +74,9 @@ class Modules:
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
+    elif is_sequence(value):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
+    elif is_object(value):
         for item in value.values():
             yield from _tensors(item)

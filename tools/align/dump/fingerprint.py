@@ -21,9 +21,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.value_files import release
-from telechat_moe.tools.align.numerics import widened
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import Array, einsum, widened
 
 BUCKETS = 241
 """A prime, so that no common length of a row meets the same bucket again and again."""
@@ -219,7 +217,7 @@ class _Sketch:
         shifts, block_signs, block_odds = _hashes_from(first, first + len(values))
         sums = _mixed_sums(values, odds)
         self._check(sums * block_odds)
-        lanes = np.einsum("qkb,kb->qb", self._wide(values).reshape(-1, _ROWS, BUCKETS), signs)
+        lanes = einsum("qkb,kb->qb", self._wide(values).reshape(-1, _ROWS, BUCKETS), signs)
         self._turn(lanes, shifts, block_signs)
 
     def _check(self, terms: Array) -> None:
@@ -246,7 +244,7 @@ class _Sketch:
 
 def _squares(x: Array) -> float:
     x = x.reshape(-1)
-    return float(np.einsum("i,i->", x, x))  # BLAS would wake all cores for a chunk
+    return float(einsum("i,i->", x, x))  # BLAS would wake all cores for a chunk
 
 
 def _splitmix(x: Array) -> Array:
@@ -298,4 +296,4 @@ def _mix(values: Array) -> Array:
 
 
 def _mixed_sums(values: Array, odds: Array) -> Array:
-    return np.einsum("qp,p->q", _mix(values), odds)
+    return einsum("qp,p->q", _mix(values), odds)

@@ -139,7 +139,7 @@ def _digest(whole: Logical, reference: Array | None) -> tuple[str, float | None]
 
 def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
     """Leave out layouts that put every shard where an earlier one does."""
-    seen = set()
+    seen: set[tuple[tuple[int, ...], ...]] = set()
     for layout in layouts:
         sizes = dict(zip(layout.axes, layout.mesh, strict=True))
         places = tuple(
@@ -154,7 +154,7 @@ def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
 
 
 def _number(axes: Sequence[str], sizes: Mapping[str, int], mesh: Sequence[str], device: int) -> int:
-    place = {}
+    place: dict[str, int] = {}
     for axis in reversed(mesh):
         device, place[axis] = divmod(device, sizes[axis])
     number = 0
@@ -196,7 +196,8 @@ def _roles(
 
 
 def _primes(n: int) -> list[int]:
-    found, p = [], 2
+    found: list[int] = []
+    p = 2
     while n > 1:
         while n % p == 0:
             found.append(p)

@@ -17,6 +17,7 @@ from typing import Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 INTERLEAVED = "interleaved_parallel"
 _KINDS = {"avg": "mean"}
@@ -89,7 +90,7 @@ def of_parameter(
     """
     matrix = tuple(int(n) for n in entry[0])
     axes = tuple(f"axis{i}" for i in range(len(matrix)))
-    flat = [list(x) if isinstance(x, list | tuple) else [x] for x in entry[1]]
+    flat: list[list[int]] = [list(x) if is_sequence(x) else [x] for x in entry[1]]
     if len(flat) != len(shape):
         flat = _regrouped([x for part in flat for x in part], list(entry[7]), matrix, shape)
     dims = tuple(tuple(axes[len(matrix) - 1 - n] for n in part if n != -1) for part in flat)
@@ -101,9 +102,11 @@ def _regrouped(
     parts: Sequence[int], view: Sequence[int], matrix: Sequence[int], shape: Sequence[int]
 ) -> list[list[int]]:
     """Return the axes of each dimension of a shape; ``view`` has what is left of each part of a dimension."""
-    found, position = [], 0
+    found: list[list[int]] = []
+    position = 0
     for length in shape:
-        extent, axes = 1, []
+        axes: list[int] = []
+        extent = 1
         while position < len(parts):
             axis = parts[position]
             factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
@@ -195,7 +198,7 @@ def _devices(ranks: tuple[int, ...], mesh: Sequence[int]) -> tuple[int, ...]:
 
 
 def _axes(entry: Any, axes: Sequence[str]) -> tuple[str, ...]:
-    numbers = _ints(entry) if isinstance(entry, list | tuple) else (_int(entry),)
+    numbers = _ints(entry) if is_sequence(entry) else (_int(entry),)
     for number in numbers:
         if not -1 <= number < len(axes):
             raise LayoutError(f"Tensor Map names the axis {number}, there are {len(axes)}")
@@ -205,8 +208,8 @@ def _axes(entry: Any, axes: Sequence[str]) -> tuple[str, ...]:
 def _partial(found: Any, axes: Sequence[str]) -> dict[str, str]:
     if not found:
         return {}
-    given = list(found.items()) if isinstance(found, Mapping) else list(enumerate(found))
-    named = {
+    given = found.items() if is_object(found) else enumerate(found)
+    named: dict[str, Any] = {
         axes[a] if isinstance(a, int) else str(a): kind
         for a, kind in given
         if kind not in (None, "None", "")
@@ -215,7 +218,8 @@ def _partial(found: Any, axes: Sequence[str]) -> dict[str, str]:
 
 
 def _by_dimension(found: Any) -> list[tuple[int, Any]]:
-    return [(FLAT if d == "flat" else int(d), x) for d, x in (found or {}).items()]
+    given: Mapping[str, Any] = found or {}
+    return [(FLAT if d == "flat" else int(d), x) for d, x in given.items()]
 
 
 def _int(x: Any) -> int:
@@ -225,13 +229,13 @@ def _int(x: Any) -> int:
 
 
 def _ints(found: Any) -> tuple[int, ...]:
-    if not isinstance(found, list | tuple):
+    if not is_sequence(found):
         raise TypeError(f"{found!r} is no list")
     return tuple(map(_int, found))
 
 
 def _plain(x: Any) -> Any:
-    return [_plain(i) for i in x] if isinstance(x, tuple) else x
+    return [_plain(i) for i in x] if is_sequence(x) else x
 
 
 def _short(found: Any) -> str:

@@ -84,7 +84,7 @@ class Copies:
 
     compared: int = 0
     bitwise: bool = True
-    differences: dict[ShardKey, Difference] = field(default_factory=dict)
+    differences: dict[ShardKey, Difference] = field(default_factory=dict[ShardKey, Difference])
 
     @property
     def verdict(self) -> str:
@@ -415,7 +415,7 @@ def _regions(shards: Mapping[ShardKey, ShardValues], where: ShardMap) -> list[_R
         place = where.places[key]
         terms = grouped.setdefault(place.dims, {})
         terms.setdefault(place.term, {}).setdefault(place.flat, []).append(key)
-    regions = []
+    regions: list[_Region] = []
     for dims, terms in grouped.items():
         shape = [sum(b - a for a, b in runs) for runs in dims]
         holders = [_holders(shards, terms[t], shape) for t in sorted(terms)]

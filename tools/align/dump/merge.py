@@ -72,8 +72,10 @@ class Said:
         mesh: Axes and their lengths for that, outermost first; None: unknown.
     """
 
-    tensors: Mapping[str, tuple[TensorLayout, tuple[int, ...] | None]] = field(default_factory=dict)
-    stages: Mapping[int, int] = field(default_factory=dict)
+    tensors: Mapping[str, tuple[TensorLayout, tuple[int, ...] | None]] = field(
+        default_factory=dict[str, tuple[TensorLayout, tuple[int, ...] | None]]
+    )
+    stages: Mapping[int, int] = field(default_factory=dict[int, int])
     layers: LayerNumbers | None = None
     calls: int = 1
     batch: tuple[str, ...] = ("dp", "dp_outer", "dp_inner")

@@ -30,6 +30,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
+from telechat_moe.tools.align.narrowing import is_list, is_object
 
 DATA = "dump_tensor_data"
 FINGERPRINT = "fingerprint"
@@ -106,7 +107,7 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
         raise BadInputError(f"{path}: no UTF-8 ({_short(error)})") from None
     except (ValueError, MemoryError) as error:
         raise BadInputError(f"{path}: {_short(error)}; expected JSON with unique keys") from None
-    if not isinstance(found, dict):
+    if not is_object(found):
         raise BadInputError(f"{path}: {type(found).__name__} found, an object expected")
     return found
 
@@ -211,7 +212,7 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     path = _json_file(folder)
     content = parse_json(path, root)
     data = content.get("data")
-    if not isinstance(data, dict):
+    if not is_object(data):
         raise BadInputError(f"{path}: key data: an object of calls expected, found {_short(data)}")
     about = {key: content.get(key) or "" for key in ("framework", "task", "level")}
     for key, value in about.items():
@@ -270,11 +271,11 @@ def _call(
         return Call(
             key, kind, name, 0, phase, [], {}, [_value(context, "", entry)], {}, parent, stack
         )
-    if not isinstance(entry, dict):
+    if not is_object(entry):
         raise context.bad("", entry, "an object")
     if gradients is not None:
         values = {n: _value(context, n, v) for n, v in entry.items()}
-        values = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in values.items()}
+        values = {n: v[0] if is_list(v) and len(v) == 1 else v for n, v in values.items()}
         return Call(key, kind, name, index, phase, [], {}, [], values, parent, stack)
     inputs, outputs = (
         next((n for n in names if n in entry), names[0]) for names in (_INPUTS, _OUTPUTS)
@@ -300,24 +301,24 @@ def _call(
 def _list(context: _Context, place: str, entry: Any) -> list[Value]:
     if entry is None:
         return []
-    if isinstance(entry, dict) and _holds_tensor(entry):
+    if is_object(entry) and _holds_tensor(entry):
         entry = [entry]
-    if not isinstance(entry, list):
+    if not is_list(entry):
         raise context.bad(place, entry, "a list")
     return [_value(context, f"{place}.{i}", v) for i, v in enumerate(entry)]
 
 
 def _holds_tensor(entry: Any) -> bool:
     """Return whether something is a tensor's entry, or a list of some."""
-    if isinstance(entry, list):
+    if is_list(entry):
         return any(_holds_tensor(v) for v in entry)
-    return isinstance(entry, dict) and "dtype" in entry and "shape" in entry
+    return is_object(entry) and "dtype" in entry and "shape" in entry
 
 
 def _dict(context: _Context, place: str, entry: Any) -> dict[str, Value]:
     if entry is None:
         return {}
-    if not isinstance(entry, dict):
+    if not is_object(entry):
         raise context.bad(place, entry, "an object")
     return {name: _value(context, f"{place}.{name}", v) for name, v in entry.items()}
 
@@ -327,9 +328,9 @@ def _value(context: _Context, place: str, entry: Any, depth: int = 0) -> Value:
         raise context.bad(place[:100], "deeper nesting", f"at most {_MAX_DEPTH} levels")
     if entry is None:
         return None
-    if isinstance(entry, list):
+    if is_list(entry):
         return [_value(context, f"{place}.{i}", v, depth + 1) for i, v in enumerate(entry)]
-    if not isinstance(entry, dict):
+    if not is_object(entry):
         return Scalar("", entry)
     kind = entry.get("type")
     if isinstance(kind, str):
@@ -337,7 +338,7 @@ def _value(context: _Context, place: str, entry: Any, depth: int = 0) -> Value:
             return _tensor(context, place, entry)
         if entry.keys() == {"type", "value"}:
             return Scalar(kind, entry["value"])
-        if not any(isinstance(v, dict) for v in entry.values()):
+        if not any(is_object(v) for v in entry.values()):
             return Scalar(kind, {k: v for k, v in entry.items() if k != "type"})
     return {name: _value(context, f"{place}.{name}", v, depth + 1) for name, v in entry.items()}
 
@@ -347,7 +348,7 @@ def _tensor(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorRe
     if not isinstance(dtype, str):
         raise context.bad(f"{place}.dtype", dtype, "text")
     if not (
-        isinstance(shape, list)
+        is_list(shape)
         and len(shape) <= _MAX_DIMS
         and all(type(n) is int and n >= 0 for n in shape)
         and math.prod(shape) < 1 << 62
@@ -416,7 +417,7 @@ def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorLa
         raise context.bad(f"{place}.hsdp_shard_size", shard, "a number")
     if found is None:
         return None
-    if not isinstance(found, dict):
+    if not is_object(found):
         raise context.bad(f"{place}.layout", found, "an object")
     if found.get("Device Matrix") is None or found.get("Tensor Map") is None:
         return None  # msprobe leaves out what the tensor does not say
@@ -440,7 +441,7 @@ def _parents(path: Path, root: Path) -> dict[str, str | None]:
         return {}
     found: dict[str, str | None] = {}
     for key, parent in parse_json(path, root).items():
-        if isinstance(parent, list):  # Megatron: parent and micro-step
+        if is_list(parent):  # Megatron: parent and micro-step
             parent = parent[0] if parent else None
         if key != "megatron_micro_step_number":
             if parent is not None and not isinstance(parent, str):

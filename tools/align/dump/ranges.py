@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
@@ -142,7 +143,7 @@ def locate_regions(
         raise LayoutError(f"{odd} has {'no shard' if odd in regions else 'no region'}")
     if not regions:
         raise LayoutError("there are no shards")
-    places = {}
+    places: dict[ShardKey, ShardRanges] = {}
     for key, region in regions.items():
         if len(region) != len(shape) or any(
             not 0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=False)
@@ -262,7 +263,7 @@ def _coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKe
             raise LayoutError(
                 f"rank {rank} is listed {count} times" if count > 1 else f"rank {rank} < 0"
             )
-    found = {}
+    found: dict[ShardKey, dict[str, int]] = {}
     for i, rank in enumerate(layout.ranks):
         place = (
             dict(zip(devices, (int(x) for x in np.unravel_index(i, extent)), strict=True))
@@ -307,7 +308,7 @@ def _lengths(
     first = next(iter(shapes.values()))
     if shape is None and len(first) != rank:
         raise LayoutError(f"a shard {list(first)} has {len(first)} dimensions, the layout {rank}")
-    found = []
+    found: list[int] = []
     for d, axes in enumerate(layout.dims):
         shards = math.prod(sizes[a] for a in axes if a not in layout.local)
         told = None
@@ -387,7 +388,8 @@ def _runs(
         begin = sum(layout.sizes[d][:position])
         return joined([(begin, begin + layout.sizes[d][position])])
     axes = layout.dims[d]
-    rest, digits = position, {}
+    digits: dict[str, int] = {}
+    rest = position
     for axis in reversed(axes):
         if axis not in layout.local:
             rest, digits[axis] = divmod(rest, sizes[axis])
@@ -395,7 +397,7 @@ def _runs(
     found: list[tuple[int, int]] = [(0, length)]
     for axis in axes:
         n = sizes[axis]
-        choose = range(n) if axis in layout.local else (digits[axis],)
+        choose: Sequence[int] = range(n) if axis in layout.local else (digits[axis],)
         found = [
             run
             for part in found
@@ -477,11 +479,9 @@ def _tiles(parts: Sequence[Runs], length: int) -> bool:
     )
 
 
-def _inside(
-    edges: "np.ndarray[tuple[int], np.dtype[np.int64]]", runs: Runs
-) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _inside(edges: NDArray[np.int64], runs: Runs) -> NDArray[np.int64]:
     """Return the numbers of the cells between edges that ranges cover."""
-    found = [np.arange(*np.searchsorted(edges, run)) for run in runs]
+    found = [np.arange(*np.searchsorted(edges, run), dtype=np.int64) for run in runs]
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 

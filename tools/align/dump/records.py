@@ -11,9 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import Array
 
 
 class Phase(str, Enum):
@@ -69,14 +67,16 @@ class TensorLayout:
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
-    partial: Mapping[str, str] = field(default_factory=dict)
+    partial: Mapping[str, str] = field(default_factory=dict[str, str])
     interleaved: frozenset[str] = frozenset()
     block: tuple[int, ...] = ()
     local: frozenset[str] = frozenset()
     calls: str | None = None
-    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    owned: Mapping[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-    padded: Mapping[int, int] = field(default_factory=dict)
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    owned: Mapping[int, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict[int, tuple[tuple[int, ...], ...]]
+    )
+    padded: Mapping[int, int] = field(default_factory=dict[int, int])
     flat: tuple[str, ...] = ()
 
 
@@ -155,7 +155,7 @@ class Call:
     inputs: list[Value]
     kwargs: Mapping[str, Value]
     outputs: list[Value]
-    parameters: Mapping[str, Value] = field(default_factory=dict)
+    parameters: Mapping[str, Value] = field(default_factory=dict[str, Value])
     parent: str | None = None
     stack: tuple[str, ...] = ()
 

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import ShardKey
-from telechat_moe.tools.align.dump.records import TensorRecord
+from telechat_moe.tools.align.dump.records import Array, TensorRecord
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Indexer = slice | Array
 """Positions along a dimension: a range, or numbers."""
 
@@ -153,7 +152,8 @@ def intersect(
     Returns:
         Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.
     """
-    parts, local = [], 0
+    parts: list[tuple[int, int, int]] = []
+    local = 0
     for a, b in runs:
         begin, end = max(a, low), min(b, high)
         if begin < end:

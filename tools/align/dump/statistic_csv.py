@@ -46,8 +46,8 @@ _MAX_SLOT = 1 << 16
 class _Open:
     type: str
     name: str
-    inputs: dict[int, TensorRecord] = field(default_factory=dict)
-    outputs: dict[int, TensorRecord] = field(default_factory=dict)
+    inputs: dict[int, TensorRecord] = field(default_factory=dict[int, TensorRecord])
+    outputs: dict[int, TensorRecord] = field(default_factory=dict[int, TensorRecord])
 
 
 def find(root: Path | str) -> list[Path]:

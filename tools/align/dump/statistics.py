@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Stats
+from telechat_moe.tools.align.dump.records import Array, Stats
 from telechat_moe.tools.align.dump.value_files import release
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import einsum
 
 _CHUNK = 1 << 18
 
@@ -38,4 +36,4 @@ def _chunks(values: Array) -> Iterator[Array]:
 
 
 def _dot(x: Array, y: Array) -> float:
-    return float(np.einsum("i,i->", x, y, dtype=np.float64))  # BLAS would wake all cores
+    return float(einsum("i,i->", x, y, dtype=np.float64))  # BLAS would wake all cores

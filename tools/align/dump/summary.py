@@ -57,7 +57,8 @@ def inspect(
     keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
     if not keys:
         raise BadInputError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
-    ranks, listed = [], []
+    ranks: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     missing: Counter[str] = Counter()
     for key in keys:
         content = dump.ranks[key]

@@ -23,8 +23,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.numerics import Array
 
-Array = np.ndarray[Any, np.dtype[Any]]
+_NPY: Any = np.lib.format  # NumPy's stubs leave it without types
 
 WIDENED = {"bfloat16", "float8_e4m3", "float8_e5m2"}
 """Types that NumPy lacks: files hold them widened to float32, or their bits."""
@@ -247,12 +248,12 @@ def _narrowed(values: Array, dtype: str) -> Array:
 
 def _load_npy(path: str) -> Array:
     with open(path, "rb") as file:  # noqa: PTH123 (pathlib is slow)
-        version = np.lib.format.read_magic(file)
+        version = _NPY.read_magic(file)
         if version == (1, 0):
             length = file.read(2)
             shape, fortran, dtype = _header(length + file.read(int.from_bytes(length, "little")))
         elif version in ((2, 0), (3, 0)):
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(file)
+            shape, fortran, dtype = _NPY.read_array_header_2_0(file)
         else:
             raise ValueError(f"version {version} of the format")
         begin, size = file.tell(), os.fstat(file.fileno()).st_size
@@ -269,7 +270,7 @@ def _load_npy(path: str) -> Array:
 @lru_cache(1024)
 def _header(text: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     """Parse the header of a ``.npy`` file; a dump has few different ones in thousands of files."""
-    return np.lib.format.read_array_header_1_0(io.BytesIO(text))
+    return _NPY.read_array_header_1_0(io.BytesIO(text))
 
 
 def _mapped(file: BinaryIO, dtype: np.dtype[Any], begin: int, shape: Any, order: Any) -> Array:

@@ -185,7 +185,7 @@ def _gelu(a: Arguments) -> Any:
 
 @op("softplus", "input beta=1.0 threshold=20.0")
 def _softplus(a: Arguments) -> Any:
-    x = floating(a.input) * a.beta
+    x: Approx = floating(a.input) * a.beta
     slope = 1 / (1 + np.exp(-x.value))
     soft = x.apply(np.logaddexp(0, x.value), slope, lambda x, y: x.sigmoid())
     return where(x.value > a.threshold, x, soft) / a.beta

@@ -17,7 +17,7 @@ def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: st
     label = plain(target).astype(np.int64).reshape(-1)
     keep = label != ignored
     place = np.arange(len(label)), np.where(keep, label, 0)
-    loss = -rows[place].times(keep.astype(np.float64))
+    loss: Approx = -rows[place].times(keep.astype(np.float64))
     factor = keep.astype(np.float64)
     if weight is not None:
         factor = factor * plain(weight)[place[1]]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.joining import where
@@ -65,7 +66,7 @@ def _getitem(a: Arguments) -> Any:
 
 def _index_of(given: Any) -> tuple[Any, ...]:
     """Return an index as NumPy takes it."""
-    key: Sequence[Any] = given if isinstance(given, tuple | list) else [given]
+    key: Sequence[Any] = given if is_sequence(given) else [given]
     if any(isinstance(part, Approx) for part in key):
         raise NotJudgedError("an index of floating point")
     return tuple(_bool_or_int(part) for part in key)
@@ -101,7 +102,7 @@ def _setitem(a: Arguments) -> Any:
 def _bool_or_int(part: Any) -> Any:
     if not isinstance(part, np.ndarray):
         return part
-    values: Array = part
+    values = plain(part)
     return values if values.dtype == bool else values.astype(np.int64)
 
 

@@ -19,7 +19,8 @@ def where(condition: Array, a: Any, b: Any) -> Approx:
         (y, lambda g: fit(g.times(1 - keep), y)),
     ]
     fields = ((x.value, y.value), (x.sigma, y.sigma), (x.limit, y.limit))
-    return known.like(*(np.where(condition, a, b) for a, b in fields), parents)
+    value, sigma, limit = (np.where(condition, a, b) for a, b in fields)
+    return known.like(value, sigma, limit, parents)
 
 
 def concatenate(parts: Sequence[Approx], axis: int) -> Approx:

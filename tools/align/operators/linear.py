@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
@@ -60,7 +61,7 @@ def _outer(a: Arguments) -> Any:
 @op("einsum", "equation *operands")
 def _einsum(a: Arguments) -> Any:
     """Two operands; letters of the result, of both and of one alone."""
-    operands = a.operands[0] if a.operands and isinstance(a.operands[0], list) else a.operands
+    operands = a.operands[0] if a.operands and is_list(a.operands[0]) else a.operands
     if len(operands) != 2 or "." in a.equation or "->" not in a.equation:
         raise NotJudgedError(f"einsum {a.equation!r} with {len(operands)} operands")
     inputs, result = a.equation.replace(" ", "").split("->")
@@ -123,7 +124,7 @@ def _grouped_matmul(a: Arguments) -> Any:
 
 
 def _only(x: Any) -> Any:
-    tensors: list[Any] = x if isinstance(x, list) else [x]
+    tensors: list[Any] = x if is_list(x) else [x]
     if len(tensors) != 1:
         raise NotJudgedError(f"grouped matmul over a list of {len(tensors)} tensors")
     return tensors[0]

@@ -4,7 +4,7 @@ Written from what each says that it computes (docstrings of ``ops/``), not from 
 derivatives of the formulas here. Kernels marked ``bf16`` round what goes into a product.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -350,7 +350,20 @@ def _square_sums(a: Arguments) -> Any:
 
 # ------------------------------------------------------------------ programs of the virtual machine
 
-_ARITHMETIC: Mapping[str, Callable[..., Approx]] = {
+
+def _reciprocal(x: Approx) -> Approx:
+    return 1.0 / x
+
+
+def _larger(x: Approx, y: Approx) -> Approx:
+    return where(x.value >= y.value, x, y)
+
+
+def _smaller(x: Approx, y: Approx) -> Approx:
+    return where(x.value <= y.value, x, y)
+
+
+_ARITHMETIC: dict[str, Callable[..., Approx]] = {
     **{name: getattr(Approx, name) for name in ("abs", "sqrt", "rsqrt", "exp", "log")},
     **{name: getattr(Approx, name) for name in ("tanh", "sigmoid", "erf", "sin", "cos")},
     "neg": Approx.__neg__,
@@ -358,9 +371,9 @@ _ARITHMETIC: Mapping[str, Callable[..., Approx]] = {
     "sub": Approx.__sub__,
     "mul": Approx.__mul__,
     "div": Approx.__truediv__,
-    "reciprocal": lambda x: 1.0 / x,
-    "maximum": lambda x, y: where(x.value >= y.value, x, y),
-    "minimum": lambda x, y: where(x.value <= y.value, x, y),
+    "reciprocal": _reciprocal,
+    "maximum": _larger,
+    "minimum": _smaller,
 }
 
 

@@ -106,7 +106,7 @@ def _logsumexp(a: Arguments) -> Any:
     x = floating(a.input)
     dims = a.dims(len(x.shape))
     top = x.value.max(dims, keepdims=True)
-    total = (x - top).exp().sum(dims, keepdims=True).log() + top
+    total: Approx = (x - top).exp().sum(dims, keepdims=True).log() + top
     y = total.stop()
     total.parents = ((x, lambda g: g.spread(x.shape) * (x.stop() - y).exp()),)  # as programs do
     return total if a.keepdim else total.moved(lambda v: v.squeeze(dims))
@@ -163,8 +163,8 @@ def _log_softmax(a: Arguments) -> Any:
 
 def log_softmax(x: Approx, dim: int) -> Approx:
     """Return logarithms of :func:`softmax`."""
-    shifted = x - x.value.max(dim, keepdims=True)
-    result = shifted - shifted.exp().sum(dim, keepdims=True).log()
+    shifted: Approx = x - x.value.max(dim, keepdims=True)
+    result: Approx = shifted - shifted.exp().sum(dim, keepdims=True).log()
     y = result.stop()
     result.parents = ((x, lambda g: g - y.exp() * g.sum(dim, True)),)  # as programs do
     return result

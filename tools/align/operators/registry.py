@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.narrowing import is_list, is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -112,7 +113,7 @@ class Arguments:
         given = self.dim if value is ... else value
         if given is None or given == () or given == []:
             return tuple(range(ndim))
-        places = given if isinstance(given, list | tuple) else (given,)
+        places = given if is_sequence(given) else (given,)
         return tuple(int(p) % max(ndim, 1) for p in places)
 
 
@@ -165,7 +166,7 @@ def _formula(function: Computes, name: str, signature: str, exact: bool, stores:
 
     def compute(arguments: Arguments) -> Sequence[Output]:
         result = function(arguments)
-        return result if isinstance(result, list) else [result]
+        return result if is_list(result) else [result]
 
     return Formula(name, order, defaults, compute, exact, stores)
 
@@ -187,7 +188,7 @@ def _of_each(formula: Formula | None) -> Formula | None:
         return None
 
     def compute(a: Arguments) -> Sequence[Output]:
-        lists = [n for n, v in a.__dict__.items() if isinstance(v, list)]
+        lists = [n for n, v in a.__dict__.items() if is_list(v)]
         count = len(getattr(a, formula.signature[0]))
         made: list[Output] = []
         for i in range(count):

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import plain
@@ -19,8 +20,8 @@ def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> A
 
 def ints(values: Any) -> tuple[int, ...]:
     """Return sizes given one by one or as one list."""
-    given: Sequence[Any] = values if isinstance(values, list | tuple) else [values]
-    if len(given) == 1 and isinstance(given[0], list | tuple):
+    given: Sequence[Any] = values if is_sequence(values) else [values]
+    if len(given) == 1 and is_sequence(given[0]):
         given = given[0]
     return tuple(int(v) for v in given)
 
@@ -161,7 +162,7 @@ def _split(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
     total = _shape(a.input)[d]
     given = a.split_size
-    sizes = ints(given) if isinstance(given, list | tuple) else None
+    sizes = ints(given) if is_sequence(given) else None
     if sizes is None:
         step = int(plain(given))
         sizes = tuple(min(step, total - i) for i in range(0, total, step))
