@@ -61,7 +61,7 @@ def plan(given, **changed):
         "recipe": RECIPE, "out": given / "out", "reference": given / "golden", "target": given / "golden",
         "bases": (str(given / "0.csv"), str(given / "1.csv")), "curve": str(given / "2.csv"), "say": lambda text: None,
     }  # fmt: skip
-    return workflow.Plan(**(standard | changed))
+    return workflow.PhasesPlan(**(standard | changed))
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_the_tiny_recipe_itself(tmp_path):
     data = Path(__file__).parents[2] / "output" / "data"
     if not data.exists():
         pytest.skip("no data: telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml")
-    report = workflow.run(workflow.Plan(RECIPE, tmp_path, recipe))
+    report = workflow.run(workflow.PhasesPlan(RECIPE, tmp_path, recipe))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "not judged"], report[
         "sentence"
     ]

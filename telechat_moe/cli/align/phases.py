@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     out = Path(args.out)
     quiet = args.json == "-"
-    plan: Any = workflow.Plan(
+    plan: Any = workflow.PhasesPlan(
         recipe=args.recipe,
         out=out,
         overrides=tuple(args.overrides),

@@ -71,7 +71,7 @@ def _experts(sizes: Any) -> list[slice]:
     return [slice(int(e - s), int(e)) for s, e in zip(integers(sizes), ends, strict=True)]
 
 
-def _grouped(x: Approx, w: Approx, sizes: Any) -> Approx:
+def grouped_product(x: Approx, w: Approx, sizes: Any) -> Approx:
     """Return each expert's rows times its matrix."""
     parts = [
         x[rows].matmul(w[e]) for e, rows in enumerate(_experts(sizes)) if rows.stop > rows.start
@@ -81,20 +81,20 @@ def _grouped(x: Approx, w: Approx, sizes: Any) -> Approx:
 
 @primitive("TelechatGroupedMatmul", "input weight sizes | bf16=False")
 def _grouped_matmul(a: Arguments) -> Any:
-    return _grouped(_operand(a.input, a.bf16), _operand(a.weight, a.bf16), a.sizes)
+    return grouped_product(_operand(a.input, a.bf16), _operand(a.weight, a.bf16), a.sizes)
 
 
 @primitive("TelechatGroupedMatmulGrad", "input weight sizes grad | bf16=False")
 def _grouped_matmul_grad(a: Arguments) -> Any:
     x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
-    return _back([_grouped(x, w, a.sizes)], [g], [x, w])
+    return _back([grouped_product(x, w, a.sizes)], [g], [x, w])
 
 
 @primitive("TelechatGroupedSwiGLU", "input gate up sizes | bf16=False", stores=True)
 def _grouped_swiglu(a: Arguments) -> Any:
     """``silu(x gate) * (x up)``, and both products."""
     x = _operand(a.input, a.bf16)
-    g, u = (_grouped(x, _operand(w, a.bf16), a.sizes) for w in (a.gate, a.up))
+    g, u = (grouped_product(x, _operand(w, a.bf16), a.sizes) for w in (a.gate, a.up))
     return [g * g.sigmoid() * u, g, u]
 
 
@@ -105,8 +105,8 @@ def _grouped_swiglu_grad(a: Arguments) -> Any:
     dg, du = _back([g * g.sigmoid() * u], [a.grad], [g, u])
     if a.bf16:
         dg, du = _halved(dg), _halved(du)
-    dx1, dgate = _back([_grouped(x, gate, a.sizes)], [dg], [x, gate])
-    dx2, dup = _back([_grouped(x, up, a.sizes)], [du], [x, up])
+    dx1, dgate = _back([grouped_product(x, gate, a.sizes)], [dg], [x, gate])
+    dx2, dup = _back([grouped_product(x, up, a.sizes)], [du], [x, up])
     return [dx1 + dx2, dgate, dup]
 
 
@@ -162,7 +162,7 @@ def _flash_grad(a: Arguments) -> Any:
     return _heads(*(_product(made, given) for made, given in pairs))
 
 
-def _turned(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
+def rotate_pairs(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
     """Rotate pairs; the result has first all first members, then all second ones."""
     n = x.shape[-1]
     first = np.arange(0, n, 2) if interleaved else np.arange(n // 2)
@@ -173,14 +173,14 @@ def _turned(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
 
 @primitive("TelechatRope", "input cos sin | interleaved=True")
 def _rope(a: Arguments) -> Any:
-    return _turned(floating(a.input), plain(a.cos), plain(a.sin), bool(a.interleaved))
+    return rotate_pairs(floating(a.input), plain(a.cos), plain(a.sin), bool(a.interleaved))
 
 
 @primitive("TelechatRopeGrad", "grad cos sin | interleaved=True")
 def _rope_grad(a: Arguments) -> Any:
     grad = floating(a.grad)
     x = grad.constant(np.zeros(grad.shape))
-    return _back([_turned(x, plain(a.cos), plain(a.sin), bool(a.interleaved))], [grad], [x])
+    return _back([rotate_pairs(x, plain(a.cos), plain(a.sin), bool(a.interleaved))], [grad], [x])
 
 
 def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx]:
@@ -188,8 +188,8 @@ def _assembled(a: Arguments, q: Approx, kv: Approx, rope: Approx) -> list[Approx
     B, S, N, nope, R = *cos.shape[:2], int(a.heads), int(a.nope), 2 * cos.shape[-1]
     q = q.reshape(B, S, N, nope + R)
     kv = kv.reshape(B, S, N, -1)
-    turned = _turned(q[..., nope:], cos, sin, bool(a.interleaved))
-    key = _turned(rope.reshape(B, S, 1, R), cos, sin, bool(a.interleaved))
+    turned = rotate_pairs(q[..., nope:], cos, sin, bool(a.interleaved))
+    key = rotate_pairs(rope.reshape(B, S, 1, R), cos, sin, bool(a.interleaved))
     key = key.moved(lambda x: np.broadcast_to(x, (B, S, N, R)), True)
     return [
         concatenate([q[..., :nope], turned], 3),
@@ -285,12 +285,12 @@ def _permute(a: Arguments) -> Any:
 
 @primitive("TelechatPermuteGrad", "grad row input", stores=True)
 def _permute_grad(a: Arguments) -> Any:
-    return _combined(
+    return combine_rows(
         floating(a.grad), integers(a.row).reshape(floating(a.input).shape[0], -1), None
     )
 
 
-def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
+def combine_rows(y: Approx, row: Any, weight: Approx | None) -> Approx:
     """Return each token's rows, weighed and added up; ``row`` is ``[T, K]``."""
     parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
     parts = parts.times((row >= 0).astype(np.float64)[..., None])
@@ -300,7 +300,7 @@ def _combined(y: Approx, row: Any, weight: Approx | None) -> Approx:
 @primitive("TelechatUnpermute", "input row weight")
 def _unpermute(a: Arguments) -> Any:
     weight = floating(a.weight)
-    return _combined(floating(a.input), integers(a.row).reshape(weight.shape), weight)
+    return combine_rows(floating(a.input), integers(a.row).reshape(weight.shape), weight)
 
 
 @primitive("TelechatUnpermuteGrad", "input pair weight grad", stores=True)
@@ -309,7 +309,7 @@ def _unpermute_grad(a: Arguments) -> Any:
     row = np.full(weight.value.size, -1)
     at = np.flatnonzero(pair >= 0)
     row[pair[at]] = at
-    result = _combined(y, row.reshape(weight.shape), weight)
+    result = combine_rows(y, row.reshape(weight.shape), weight)
     return _back([result], [a.grad], [y, weight])
 
 

@@ -1,6 +1,6 @@
 """The cases of phase one: each operator of `telechat_moe.ops` at the sizes of a recipe, and its formula. Needs MindSpore.
 
-Those of the experts and of the update are in ``phase_experts.py``.
+Those of the experts and of the update are in ``expert_cases.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ from telechat_moe.ops import (
     softmax,
     swiglu,
 )
-from telechat_moe.ops.select import backend as chosen_face
+from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.ms_custom import rotate_pairs
 from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
 
 ROWS = 256
@@ -41,18 +41,18 @@ _HEADS = 8
 
 
 @dataclass(frozen=True)
-class Case:
+class OperatorCase:
     """One operator at the sizes of a recipe.
 
     Attributes:
         operator: As in ``ops/select.py``.
-        what: Where in the model it stands.
-        build: Makes what computes it; called once for each implementation.
+        what: Its sizes, in words.
+        build: Makes the cell that computes it; called once for each backend.
         inputs: Floating point; gradients are taken by them.
         formula: The same from :class:`Approx`; first argument: the implementation, because MindSpore's own
             exponential on CPU is less exact than ours. Several results as a list.
         constants: What it takes after its inputs: tables, labels, indices.
-        faces: The implementations that take these inputs; empty: all.
+        backends: The implementations that take these inputs; empty: all.
         backward: It is differentiated, by its first result; else all its results are judged.
         dtype: Of its values; empty: the recipe's.
         stored: Type that it rounds what it passes on inside to: float32 on CPU, whatever type its inputs had.
@@ -64,7 +64,7 @@ class Case:
     inputs: Sequence[Array]
     formula: Callable[..., Any]
     constants: Sequence[Array] = ()
-    faces: Sequence[str] = ()
+    backends: Sequence[str] = ()
     backward: bool = True
     dtype: str = ""
     stored: str = "float32"
@@ -87,7 +87,7 @@ class Draw:
         return round_to(x, self.dtype).astype(np.float32)
 
 
-def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Case]:
+def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a recipe's model section.
 
     Args:
@@ -113,73 +113,76 @@ def rounded(compute: str) -> str:
     return "bfloat16" if compute == "bfloat16" else "float32"
 
 
-def _linear(config: Any, rows: int, x: Draw) -> list[Case]:
+def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     compute = getattr(ms, config.compute_dtype)
-    found: list[Case] = []
+    found: list[OperatorCase] = []
     for inner, outer in sorted(_products(config)):
         columns = fewer(min(outer, COLUMNS), inner)
         taken = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
         found.append(
-            Case(
+            OperatorCase(
                 "matmul",
                 f"{inner} to {outer}",
                 lambda: matmul.matmul(compute),
                 taken,
-                lambda face, a, b: a.matmul(b.swap(-1, -2)),
+                lambda backend, a, b: a.matmul(b.swap(-1, -2)),
             )
         )
     return found
 
 
-def _pointwise(config: Any, rows: int, x: Draw) -> list[Case]:
+def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
     labelled = fewer(rows, classes)
+    labels = np.arange(labelled, dtype=np.int64) * 7919 % classes
     found = [
-        Case("softmax", f"{rows} scores", softmax.Softmax, [x(rows, rows, scale=3.0)], _softmax),
-        Case(
+        OperatorCase(
+            "softmax", f"{rows} scores", softmax.Softmax, [x(rows, rows, scale=3.0)], _softmax
+        ),
+        OperatorCase(
             "cross_entropy",
             f"{classes} classes",
             cross_entropy.CrossEntropy,
             [x(labelled, classes)],
-            _loss(labelled, classes),
-            [_labels(labelled, classes), np.ones(labelled, np.float32)],
+            _loss(labels),
+            [labels, np.ones(labelled, np.float32)],
         ),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
-        build = lambda w=width: norm.RMSNorm(w, eps)  # noqa: E731
-        found.append(
-            Case(
-                "rms_norm",
-                f"width {width}",
-                build,
-                [x(fewer(rows, width), width)],
-                _rms(width, eps),
-            )
-        )
+        found.append(_rms_norm(width, eps, x(fewer(rows, width), width)))
     for width in sorted(
         {config.intermediate_size, config.moe_intermediate_size or config.intermediate_size}
     ):
         taken = [x(fewer(rows, width), width) for _ in range(2)]
-        found.append(Case("swiglu", f"width {width}", swiglu.SwiGLU, taken, _swiglu))
+        found.append(OperatorCase("swiglu", f"width {width}", swiglu.SwiGLU, taken, _swiglu))
     return found
 
 
-def _turning(config: Any, rows: int, x: Draw) -> Case:
+def _rms_norm(width: int, eps: float, x: Array) -> OperatorCase:
+    def formula(backend: str, a: Approx) -> Approx:
+        return call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
+
+    return OperatorCase(
+        "rms_norm", f"width {width}", lambda: norm.RMSNorm(width, eps), [x], formula
+    )
+
+
+def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     wide = config.qk_pos_emb_head_dim or config.qk_rope_head_dim
     heads = min(config.num_attention_heads, _HEADS)
     cos, sin = (t[None, :rows, None] for t in rope.rope_table(wide, rows, config.rope_theta))
     pairs = bool(config.rope_interleave)
-    return Case(
+    return OperatorCase(
         "rope",
         f"width {wide}, theta {config.rope_theta}",
         lambda: rope.Rope(wide, pairs),
         [x(1, rows, heads, wide)],
-        _rope(cos, sin, pairs),
+        lambda backend, a: rotate_pairs(a, cos, sin, pairs),
         [cos, sin],
     )
 
 
-def _attending(config: Any, rows: int, x: Draw) -> list[Case]:
+def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     query, value, scale = config.query_width, config.v_head_dim, config.query_width**-0.5
     heads = min(config.num_attention_heads, _HEADS)
     taken = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
@@ -187,18 +190,18 @@ def _attending(config: Any, rows: int, x: Draw) -> list[Case]:
     stored = {"fused": rounded(config.compute_dtype), "plain": "float32"}
     what = f"{heads} heads of {query} and {value}"
     return [
-        Case("attention", what, build, taken, _attention(scale), faces=[f], stored=kind)
+        OperatorCase("attention", what, build, taken, _attention(scale), backends=[f], stored=kind)
         for f, kind in stored.items()
     ]
 
 
-def _routing(config: Any, rows: int, x: Draw) -> Case:
+def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
     rule = routing.Rule(
         config.n_routed_experts,
         config.num_experts_per_tok,
         scale=config.routed_scaling_factor or 1.0,
     )
-    return Case(
+    return OperatorCase(
         "routing",
         f"{rule.experts} experts",
         lambda: routing.routing(rule),
@@ -229,65 +232,46 @@ def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
     return [o for o in made if isinstance(o, Approx)]
 
 
-def _rms(width: int, eps: float) -> Callable[..., Approx]:
-    return lambda face, a: call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
-
-
-def sigmoid(face: str, a: Approx) -> Approx:
+def sigmoid(backend: str, a: Approx) -> Approx:
     """Return a sigmoid as precise as an implementation's."""
     y = a.sigmoid()
-    if face == "plain":
+    if backend == "plain":
         y = loose(y, a)
         known = y.stop()
         y.parents = ((a, lambda g: g * known * (1 - known)),)
     return y
 
 
-def _swiglu(face: str, gate: Approx, up: Approx) -> Approx:
-    s = sigmoid(face, gate).stop()
+def _swiglu(backend: str, gate: Approx, up: Approx) -> Approx:
+    s = sigmoid(backend, gate).stop()
     y = gate * s
     y.parents = ((gate, lambda g: g * (s * (gate.stop() * (1 - s) + 1))),)
     return y * up
 
 
-def _softmax(face: str, a: Approx) -> Approx:
+def _softmax(backend: str, a: Approx) -> Approx:
     y = call("softmax", a, -1)[0]
-    if face == "plain":
+    if backend == "plain":
         y = loose(y, a - a.value.max(-1, keepdims=True))
         known = y.stop()
         y.parents = ((a, lambda g: known * (g - (g * known).sum(-1, True))),)
     return y
 
 
-def _loss(rows: int, classes: int) -> Callable[..., Approx]:
-    def formula(face: str, a: Approx) -> Approx:
-        found = call("cross_entropy", a, _labels(rows, classes))[0].reshape(1)
-        return found.plus(LOG * 2.0**-24) if face == "plain" else found
-
-    return formula
-
-
-def _labels(rows: int, classes: int) -> Array:
-    return (np.arange(rows, dtype=np.int64) * 7919) % classes
-
-
-def _rope(cos: Array, sin: Array, pairs: bool) -> Callable[..., Approx]:
-    def formula(face: str, a: Approx) -> Approx:
-        half = a.shape[-1] // 2
-        first, second = (
-            a[..., i::2] if pairs else a[..., i * half : (i + 1) * half] for i in (0, 1)
-        )
-        return concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+def _loss(labels: Array) -> Callable[..., Approx]:
+    def formula(backend: str, a: Approx) -> Approx:
+        found = call("cross_entropy", a, labels)[0].reshape(1)
+        return found.plus(LOG * 2.0**-24) if backend == "plain" else found
 
     return formula
 
 
 def _attention(scale: float) -> Callable[..., Approx]:
-    def formula(face: str, q: Approx, k: Approx, v: Approx) -> Approx:
+    def formula(backend: str, q: Approx, k: Approx, v: Approx) -> Approx:
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
-        if face == "plain":
+        if backend == "plain":
             hidden = np.triu(np.full((q.shape[-2], q.shape[-2]), -1e30), 1)
-            made = _softmax(face, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
+            made = _softmax(backend, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
         else:
             made = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
         return made.transpose(0, 2, 1, 3)
@@ -300,7 +284,7 @@ class _Attention(nn.Cell):
 
     def __init__(self, heads: int, scale: float, compute: Any) -> None:
         super().__init__()
-        self.fused = chosen_face("attention") == "fused"
+        self.fused = chosen_backend("attention") == "fused"
         self.heads = heads
         fused = lambda: attention.FlashAttention(scale, compute)  # noqa: E731
         self.core = fused() if self.fused else attention.PlainAttention(scale)

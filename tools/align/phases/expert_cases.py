@@ -15,11 +15,12 @@ from telechat_moe.model.dispatch import DroplessDispatch, build_dispatch, drops
 from telechat_moe.ops import grouped_matmul, permute
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.ms_custom import combine_rows, grouped_product
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,
     ROWS,
-    Case,
     Draw,
+    OperatorCase,
     call,
     fewer,
     rounded,
@@ -48,7 +49,7 @@ class _Rows(NamedTuple):
     taken: Array
 
 
-def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[Case]:
+def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a model section's experts; none if it has none.
 
     Args:
@@ -94,7 +95,7 @@ def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) 
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
 
 
-def _dispatched(config: Any, rows: int, x: Draw) -> list[Case]:
+def _dispatched(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     experts, per_token = config.n_routed_experts, config.num_experts_per_tok
     index = _choices(rows, experts, per_token, x.rng)
     width = min(config.hidden_size, COLUMNS // 4)
@@ -103,33 +104,35 @@ def _dispatched(config: Any, rows: int, x: Draw) -> list[Case]:
     weight = np.abs(x(rows, per_token))
     what = f"{per_token} of {experts} experts"
     found = []
-    for face, where_to in layouts.items():
-        size = block if face == "plain" else 0
+    for backend, where_to in layouts.items():
+        size = block if backend == "plain" else 0
         build = lambda s=size: _Permuted(experts, s)  # noqa: E731
         back = lambda s=size: _Unpermuted(experts, s)  # noqa: E731
         taken = [x(rows, width)]
         found.append(
-            Case("permute", f"to {what}", build, taken, _to_experts(where_to), [index], [face])
+            OperatorCase(
+                "permute", f"to {what}", build, taken, _to_experts(where_to), [index], [backend]
+            )
         )
         taken = [x(where_to.token.size, width), weight]
         found.append(
-            Case("permute", f"back from {what}", back, taken, _to_tokens(where_to), [index], [face])
+            OperatorCase(
+                "permute",
+                f"back from {what}",
+                back,
+                taken,
+                lambda _, y, w, row=where_to.row: combine_rows(y, row.reshape(w.shape), w),
+                [index],
+                [backend],
+            )
         )
     return found
 
 
 def _to_experts(rows: _Rows) -> Callable[..., Approx]:
-    def formula(face: str, a: Approx) -> Approx:
+    def formula(backend: str, a: Approx) -> Approx:
         filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
         return where(filled, a[rows.token], a.value[rows.token])
-
-    return formula
-
-
-def _to_tokens(rows: _Rows) -> Callable[..., Approx]:
-    def formula(face: str, y: Approx, weight: Approx) -> Approx:
-        parts = y[rows.row].reshape(*weight.shape, y.shape[1])
-        return (parts * weight.reshape(*weight.shape, 1)).sum(1)
 
     return formula
 
@@ -146,7 +149,7 @@ class _Held(nn.Cell):
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
 
 
-class _Plan(nn.Cell):
+class _Routed(nn.Cell):
     """Makes the plan of either implementation from the chosen experts; block 0: the fused one."""
 
     def __init__(self, experts: int, block: int) -> None:
@@ -159,7 +162,7 @@ class _Plan(nn.Cell):
         return self.held(index, self.block) if self.block else self.held(index)
 
 
-class _Permuted(_Plan):
+class _Permuted(_Routed):
     """Tokens to the rows of their experts."""
 
     def __init__(self, experts: int, block: int) -> None:
@@ -175,7 +178,7 @@ class _Permuted(_Plan):
         return self.core(x, pair, row)
 
 
-class _Unpermuted(_Plan):
+class _Unpermuted(_Routed):
     """Rows of experts to weighted sums of tokens."""
 
     def __init__(self, experts: int, block: int) -> None:
@@ -203,7 +206,7 @@ def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> A
     return kept.reshape(index.shape)
 
 
-def _dropping(config: Any, rows: int, x: Draw) -> Case:
+def _dropping(config: Any, rows: int, x: Draw) -> OperatorCase:
     """Return the whole way to experts that change nothing, and back: a sum of the weights that are kept."""
     index = _choices(rows, config.n_routed_experts, config.num_experts_per_tok, x.rng)
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
@@ -211,13 +214,13 @@ def _dropping(config: Any, rows: int, x: Draw) -> Case:
     capacity = int(np.ceil(factor * index.size / config.n_routed_experts))
     keep = kept_pairs(index, weight, capacity, policy == "probs").astype(np.float64)
 
-    def formula(face: str, a: Approx, w: Approx) -> Approx:
+    def formula(backend: str, a: Approx, w: Approx) -> Approx:
         a = a.reshape(a.shape[0], 1, a.shape[1])
         return (w.times(keep).reshape(*w.shape, 1) * a).sum(1)
 
     taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
     what = f"there and back, capacity {capacity} of {policy}"
-    return Case("permute", what, lambda: _ThereAndBack(config), taken, formula, [index])
+    return OperatorCase("permute", what, lambda: _ThereAndBack(config), taken, formula, [index])
 
 
 class _ThereAndBack(nn.Cell):
@@ -236,7 +239,7 @@ class _ThereAndBack(nn.Cell):
 # ------------------------------------------------------------------ products of experts
 
 
-def _grouped(config: Any, rows: int, x: Draw) -> list[Case]:
+def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, wide = config.hidden_size, config.moe_intermediate_size
     compute = getattr(ms, config.compute_dtype)
     experts = min(config.n_routed_experts, _EXPERTS)
@@ -253,10 +256,10 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[Case]:
         taken = [x(rows, inner), weight]
         adding = [*taken, coming, x(*weight.shape)]
         found += [
-            Case("grouped_matmul", what, fused, taken, _products(sizes), [sizes], ["fused"]),
-            Case("grouped_matmul", f"{what}, added to the main gradient", into, adding, _added(sizes),
+            OperatorCase("grouped_matmul", what, fused, taken, lambda _, x, w: grouped_product(x, w, sizes), [sizes], ["fused"]),
+            OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, _added(sizes),
                  [sizes], ["fused"], backward=False),
-            Case("grouped_matmul", what, grouped_matmul.GroupedMatmul,
+            OperatorCase("grouped_matmul", what, grouped_matmul.GroupedMatmul,
                  [x(blocks.size, _BLOCK, inner), weight], _block_products(blocks), [blocks], ["plain"]),
         ]  # fmt: skip
     gates = [
@@ -266,7 +269,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[Case]:
     what = f"{hidden} to {wide} with SwiGLU, {experts} experts"
     taken = [x(rows, hidden), *gates]
     found.append(
-        Case(
+        OperatorCase(
             "grouped_matmul",
             what,
             both,
@@ -294,32 +297,20 @@ def _uneven(rows: int, experts: int) -> Array:
     return np.append(sizes, 0).astype(np.int32)
 
 
-def _experts(x: Approx, w: Approx, sizes: Array) -> Approx:
-    ends = np.cumsum(sizes)
-    parts = [
-        x[e - n : e].matmul(w[i]) for i, (n, e) in enumerate(zip(sizes, ends, strict=True)) if n
-    ]
-    return concatenate(parts, 0)
-
-
-def _products(sizes: Array) -> Callable[..., Approx]:
-    return lambda face, x, w: _experts(x, w, sizes)
-
-
 def _block_products(blocks: Array) -> Callable[..., Approx]:
-    return lambda face, x, w: x.matmul(w[blocks])
+    return lambda backend, x, w: x.matmul(w[blocks])
 
 
 def _activated(sizes: Array) -> Callable[..., Approx]:
-    def formula(face: str, x: Approx, gate: Approx, up: Approx) -> Approx:
-        g, u = _experts(x, gate, sizes), _experts(x, up, sizes)
-        return g * sigmoid(face, g) * u
+    def formula(backend: str, x: Approx, gate: Approx, up: Approx) -> Approx:
+        g, u = (grouped_product(x, w, sizes) for w in (gate, up))
+        return g * sigmoid(backend, g) * u
 
     return formula
 
 
 def _added(sizes: Array) -> Callable[..., list[Approx]]:
-    def formula(face: str, x: Approx, w: Approx, coming: Approx, main: Approx) -> list[Approx]:
+    def formula(backend: str, x: Approx, w: Approx, coming: Approx, main: Approx) -> list[Approx]:
         ends = np.cumsum(sizes)
         into, out = [], []
         for i, (n, e) in enumerate(zip(sizes, ends, strict=True)):
@@ -352,7 +343,7 @@ class _IntoMainGrad:
 # ------------------------------------------------------------------ the update
 
 
-def update_cases(recipe: Any, rng: np.random.Generator) -> list[Case]:
+def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a recipe's optimizer: its first and its tenth update, and the norm of gradients.
 
     Args:
@@ -365,7 +356,7 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[Case]:
     shapes = [(ROWS, min(hidden, COLUMNS)), (hidden,)]
     grads = [x(*s, scale=1e-3) for s in shapes]
     found = [
-        Case("adamw", f"norm of gradients, width {hidden}", lambda: _Norm(len(shapes)), grads, _norm,
+        OperatorCase("adamw", f"norm of gradients, width {hidden}", lambda: _Norm(len(shapes)), grads, _norm,
              backward=False, dtype="float32")
     ]  # fmt: skip
     for step in (1, 10):
@@ -376,7 +367,7 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[Case]:
             taken += [x(*shape, scale=0.02), *states, grad]
         build = lambda s=step: _Update(given, shapes, rate, s)  # noqa: E731
         found.append(
-            Case("adamw", f"update {step} at rate {rate:g}", build, taken, _updated(given, rate, step),
+            OperatorCase("adamw", f"update {step} at rate {rate:g}", build, taken, _updated(given, rate, step),
                  backward=False, dtype="float32")
         )  # fmt: skip
     return found
@@ -393,9 +384,9 @@ class _Norm:
         return self.core(grads)
 
 
-def _norm(face: str, *grads: Approx) -> list[Approx]:
-    sums = concatenate([(g * g).sum().reshape(1) for g in grads], 0)
-    return [sums.sum().sqrt(), sums]
+def _norm(backend: str, *grads: Approx) -> list[Approx]:
+    norm, squares = call("Primitive.TelechatSquareSums", *grads)
+    return [norm.reshape(), squares]
 
 
 class _Update:
@@ -422,7 +413,7 @@ class _Update:
 
 
 def _updated(given: Any, rate: float, step: int) -> Callable[..., list[Approx]]:
-    def formula(face: str, *states: Approx) -> list[Approx]:
+    def formula(backend: str, *states: Approx) -> list[Approx]:
         found: list[Approx] = []
         for i in range(0, len(states), 4):
             weight, first, second, grad = states[i : i + 4]

@@ -3,7 +3,7 @@
     python -m telechat_moe.tools.align.phases.operators RECIPE OUT.json [KEY=VALUE ...]
 
 A process of its own, because it needs MindSpore. Widths, heads' sizes and inner dimensions are the recipe's; rows and
-columns are fewer (``phase_cases.py``), which no bound depends on. Values are drawn in the recipe's type. Each
+columns are fewer (``cases.py``), which no bound depends on. Values are drawn in the recipe's type. Each
 implementation runs forward and backward; those that only Ascend has are not judged here and counted.
 """
 
@@ -22,15 +22,17 @@ from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.gradients import gradients
 
 if TYPE_CHECKING:
-    from telechat_moe.tools.align.phases.cases import Case
+    from telechat_moe.tools.align.phases.cases import OperatorCase
 
 
-def run_case(case: "Case", face: str, dtype: str, rng: np.random.Generator) -> list[Verdict]:
+def run_case(
+    case: "OperatorCase", backend: str, dtype: str, rng: np.random.Generator
+) -> list[Verdict]:
     """Run one implementation, forward and backward, and judge each of its results.
 
     Args:
         case: What to run.
-        face: Which implementation.
+        backend: Which implementation.
         dtype: Of the recipe.
         rng: For the gradient that comes in.
     """
@@ -39,14 +41,14 @@ def run_case(case: "Case", face: str, dtype: str, rng: np.random.Generator) -> l
     from telechat_moe.ops import select
     from telechat_moe.tools.align.phases.cases import Draw, First
 
-    with select.using(face):
+    with select.using(backend):
         cell = First(case.build()) if case.backward else case.build()
     inputs = [Tensor(x.astype(np.float32)) for x in case.inputs]
     constants = [
         Tensor(x.astype(np.int32 if x.dtype.kind == "i" else np.float32)) for x in case.constants
     ]
     exact = [Approx(x, case.stored) for x in case.inputs]
-    made = case.formula(face, *exact)
+    made = case.formula(backend, *exact)
     expected = made if isinstance(made, list) else [made]
     results = cell(*inputs, *constants)
     found = [x.asnumpy() for x in (results if isinstance(results, tuple | list) else [results])]
@@ -86,17 +88,17 @@ def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
     ]
     rows: list[dict[str, Any]] = []
     for case in cases:
-        for face in case.faces or select.OPERATORS[case.operator]:
-            if face != "ascend":
-                what = f"{face}: {select.OPERATORS[case.operator][face]}"
-                verdicts = run_case(case, face, config.compute_dtype, rng)
+        for backend in case.backends or select.OPERATORS[case.operator]:
+            if backend != "ascend":
+                what = f"{backend}: {select.OPERATORS[case.operator][backend]}"
+                verdicts = run_case(case, backend, config.compute_dtype, rng)
                 rows.append(_row(case, what, case.dtype or config.compute_dtype, verdicts))
     operators = {case.operator for case in cases}
     unknown = {f"{name}: the recipe has none" for name in set(select.OPERATORS) - operators}
     unknown |= {
-        f"{name}: {faces['ascend']} runs on Ascend only"
-        for name, faces in select.OPERATORS.items()
-        if name in operators and "ascend" in faces
+        f"{name}: {backends['ascend']} runs on Ascend only"
+        for name, backends in select.OPERATORS.items()
+        if name in operators and "ascend" in backends
     }
     return _report(rows, dict.fromkeys(sorted(unknown), 1))
 
@@ -111,12 +113,12 @@ def _report(rows: list[dict[str, Any]], unknown: dict[str, int]) -> dict[str, An
     return {"verdict": verdict, "sentence": said, "operators": rows, "not_judged": unknown}
 
 
-def _row(case: "Case", face: str, dtype: str, verdicts: list[Verdict]) -> dict[str, Any]:
+def _row(case: "OperatorCase", backend: str, dtype: str, verdicts: list[Verdict]) -> dict[str, Any]:
     v = worst_of(verdicts)
     shapes = ", ".join(" x ".join(map(str, x.shape)) for x in case.inputs)
     return {
         "operator": case.operator,
-        "face": face,
+        "face": backend,
         "shapes": f"{case.what}: {shapes}",
         "dtype": dtype,
         "verdict": v.status,

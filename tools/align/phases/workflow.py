@@ -23,7 +23,7 @@ Phase = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PhasesPlan:
     """What to check.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
     say: Callable[[str], None] = field(default=print, compare=False)
 
 
-def run(plan: Plan) -> dict[str, Any]:
+def run(plan: PhasesPlan) -> dict[str, Any]:
     """Run what is not done yet; return the report, which is also in ``phases.json``.
 
     Raises:
@@ -99,7 +99,7 @@ def _unjudged(why: str) -> Phase:
     return {"verdict": "not judged", "sentence": why, "not_judged": {why: 1}}
 
 
-def _kept(plan: Plan, number: int, work: Callable[[Plan], Phase]) -> Phase:
+def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) -> Phase:
     """Return a phase's report: the one in the folder while all that it depends on is as it was."""
     path, key = plan.out / f"phase{number}.json", _state(plan, number)
     if path.exists() and not plan.again:
@@ -119,7 +119,7 @@ def _kept(plan: Plan, number: int, work: Callable[[Plan], Phase]) -> Phase:
     return found
 
 
-def _state(plan: Plan, number: int) -> str:
+def _state(plan: PhasesPlan, number: int) -> str:
     """Return a digest of what a phase depends on."""
     from telechat_moe.recipe import load
 
@@ -169,7 +169,7 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
     return done.returncode
 
 
-def _operators(plan: Plan) -> Phase:
+def _operators(plan: PhasesPlan) -> Phase:
     path = plan.out / "operators.json"
     _command(
         ["-m", "telechat_moe.tools.align.phases.operators", plan.recipe, str(path), *plan.overrides]
@@ -177,7 +177,7 @@ def _operators(plan: Plan) -> Phase:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _step(plan: Plan) -> Phase:
+def _step(plan: PhasesPlan) -> Phase:
     target = plan.target
     if target is None:
         target = plan.out / "step"
@@ -217,7 +217,7 @@ def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
     }
 
 
-def _own(plan: Plan, folder: Path) -> None:
+def _own(plan: PhasesPlan, folder: Path) -> None:
     """Refuse what another recipe left in a folder; with ``again`` remove what this one did."""
     mark = folder.with_suffix(".state")
     if not folder.exists():
@@ -230,11 +230,11 @@ def _own(plan: Plan, folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _mark(plan: Plan, folder: Path) -> None:
+def _mark(plan: PhasesPlan, folder: Path) -> None:
     folder.with_suffix(".state").write_text(_state(plan, 1), encoding="utf-8")
 
 
-def _curve(plan: Plan) -> Phase:
+def _curve(plan: PhasesPlan) -> Phase:
     if not plan.bases:
         return _unjudged("no curve of a run that is believed was given (--base)")
     curve = plan.curve
