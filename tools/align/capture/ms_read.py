@@ -165,7 +165,7 @@ class Reader:
         return Scalar("ProcessGroup", {"group_ranks": ranks, "group_id": name})
 
     def _value(self, value: Argument, graph: str, run: int) -> Value:
-        if is_list(value):
+        if isinstance(value, list):
             return [self._value(v, graph, run) for v in value]
         if isinstance(value, Number):
             return _scalar(value.value)
@@ -176,7 +176,7 @@ class Reader:
 
     def _record(self, tensor: Tensor, graph: str, run: int) -> TensorRecord:
         taps = [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
-        runs = next((r for tap in taps if (r := self.index.get(tap))), [])
+        runs: Any = next((r for tap in taps if (r := self.index.get(tap))), [])
         layout = self.layouts.get(id(tensor))
         if not runs:
             return TensorRecord(tensor.dtype, tensor.shape, layout=layout)

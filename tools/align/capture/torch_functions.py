@@ -12,11 +12,12 @@ node; into a view: forward only.
 import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
+from telechat_moe.tools.align.narrowing import is_list, is_object, is_sequence
 
 # Questions about a tensor and making one from nothing: not computations.
 _QUERIES = """
@@ -81,7 +82,8 @@ def record(x: Any) -> Value:
     if x is None:
         return None
     if isinstance(x, slice):
-        return Scalar("slice", [x.start, x.stop, x.step])
+        cut: Any = x
+        return Scalar("slice", [cut.start, cut.stop, cut.step])
     if x is Ellipsis:
         return Scalar("ellipsis", None)
     return Scalar(type(x).__name__, x if isinstance(x, bool | int | float | str) else str(x))
@@ -144,7 +146,7 @@ class _Recorder(TorchFunctionMode):
         coming: list[torch.Tensor | None] = [None] * len(outputs)
         for i, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(lambda g, i=i: coming.__setitem__(i, g))
+                output.register_hook(partial(coming.__setitem__, i))
         if gradients:
             self._pending[key] = (name, index, coming, gradients)
         return result
@@ -201,6 +203,12 @@ class _Recorder(TorchFunctionMode):
 
         used.register_hook(arrived)
         return used
+
+    def finish(self) -> None:
+        """Make the calls of functions of which some inputs needed no gradient."""
+        for key in list(self._pending):
+            if any(g is not None for g in self._pending[key][-1]):
+                self._finish(key)
 
     def _finish(self, key: str) -> None:
         name, index, coming, gradients = self._pending.pop(key, (None, 0, [], []))
@@ -332,7 +340,7 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any],
 
 
 @contextmanager
-def capture(modules: bool = False) -> Iterator[dict[str, Call]]:
+def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
     """Record the torch functions that are called in the block, and their backward; yield the calls.
 
     Args:
@@ -352,10 +360,7 @@ def capture(modules: bool = False) -> Iterator[dict[str, Call]]:
     finally:
         for hook in hooks:
             hook.remove()
-    for key in list(recorder._pending):  # inputs whose gradient was never needed
-        gradients = recorder._pending[key][-1]
-        if any(g is not None for g in gradients):
-            recorder._finish(key)
+    recorder.finish()
 
 
 def _name(func: Callable[..., Any]) -> str | None:
@@ -373,10 +378,10 @@ def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         with torch._C.DisableTorchFunction():
             return function(value)
-    if isinstance(value, list):
+    if is_list(value):
         return [_each(v, function) for v in value]
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_each(v, function) for v in value)
+    if type(value) is tuple:
+        return tuple(_each(v, function) for v in cast("tuple[Any, ...]", value))
     return value
 
 

@@ -279,10 +279,10 @@ class Logical:
             if wrong.shape
             else ()
         )
-        index = tuple(
-            s.start + int(np.arange(s.stop - s.start)[w][i])
-            for s, w, i in zip(box, where, at, strict=True)
-        )
+        numbers: list[Array] = [
+            np.arange(s.start, s.stop)[w] for s, w in zip(box, where, strict=True)
+        ]
+        index = tuple(int(n[i]) for n, i in zip(numbers, at, strict=True))
         self.copies.differences[key] = Difference(
             key, reference, count, index, copy[at].item(), first[at].item()
         )
@@ -447,7 +447,10 @@ def _index(indexers: list[Indexer]) -> Any:
     arrays = sum(not isinstance(i, slice) for i in indexers)
     if arrays <= 1:
         return tuple(indexers)
-    return np.ix_(*(np.arange(i.start, i.stop) if isinstance(i, slice) else i for i in indexers))
+    grid: list[Array] = [
+        np.arange(i.start, i.stop) if isinstance(i, slice) else i for i in indexers
+    ]
+    return np.ix_(*grid)
 
 
 def _first_term(x: Array, kind: str) -> Array:
@@ -496,9 +499,10 @@ def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
 
 
 def _npy_header(file: Any, dtype: np.dtype[Any], shape: Shape) -> None:
+    npy: Any = np.lib.format  # NumPy's stubs leave it without types
     header = {
-        "descr": np.lib.format.dtype_to_descr(dtype),
+        "descr": npy.dtype_to_descr(dtype),
         "fortran_order": False,
         "shape": tuple(shape),
     }
-    np.lib.format.write_array_header_1_0(file, header)
+    npy.write_array_header_1_0(file, header)

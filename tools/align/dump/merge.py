@@ -109,17 +109,17 @@ class Said:
                 p: (from_dict(x), None if shapes[p] is None else tuple(map(int, shapes[p])))
                 for p, x in found.get("tensors", {}).items()
             }
-            layers = {
-                tuple(map(int, k.split(","))): tuple(map(int, v))
-                for k, v in found.get("layers", {}).items()
-            }
+            layers: dict[tuple[int, int], tuple[int, ...]] = {}
+            for key, numbers in found.get("layers", {}).items():
+                stage, chunk = map(int, key.split(","))
+                layers[stage, chunk] = tuple(map(int, numbers))
             stages = {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()}
             calls = int(found.get("micro_batches", 1))
             batch = tuple(map(str, found.get("batch_axes", Said.batch)))
             mesh = {str(a): int(n) for a, n in found["mesh"].items()} if "mesh" in found else None
             return Said(
                 tensors, stages, LayerNumbers(layers) if layers else None, calls, batch, mesh=mesh
-            )  # pyright: ignore[reportArgumentType]
+            )
         except (ValueError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
+from telechat_moe.tools.align.narrowing import is_object
 
 _MINDSPORE = {
     "bfloat16": "BFloat16",
@@ -122,7 +122,7 @@ class _Writer:
         if isinstance(value, Scalar):
             if not value.type:
                 return value.value
-            if isinstance(value.value, Mapping):
+            if is_object(value.value):
                 return {"type": value.type, **value.value}
             return {"type": value.type, "value": value.value}
         if isinstance(value, list):
@@ -180,7 +180,7 @@ class _Writer:
             value_files.save_pt(path, values, dtype)
         else:
             with path.open("wb") as file:
-                np.lib.format.write_array(file, np.asarray(values), allow_pickle=False)
+                np.save(file, np.asarray(values), allow_pickle=False)
         path.chmod(0o640)
         return name + suffix
 

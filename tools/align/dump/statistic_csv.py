@@ -126,7 +126,7 @@ def _rows(path: Path, root: Path) -> Iterator[tuple[int, dict[str, str]]]:
     try:
         with value_files.within(path, root).open(encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
-            titles = [t.strip() for t in next(reader, [])]
+            titles = [t.strip() for t in next(reader, list[str]())]
             missing = [t for t in _MUST if t not in titles]
             if missing or len(set(titles)) != len(titles):
                 raise BadInputError(

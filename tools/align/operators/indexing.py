@@ -170,7 +170,7 @@ def _index_add(a: Arguments) -> Any:
     x, rows, dim = floating(a.input), integers(a.index), int(a.dim)
     source = floating(a.source)
     source = source if a.alpha == 1 else source * a.alpha
-    front = source.moved(lambda v: np.moveaxis(v, dim, 0))
+    front: Approx = source.moved(lambda v: np.moveaxis(v, dim, 0))
     into = x.moved(lambda v: np.moveaxis(v, dim, 0))
     return scatter_add(into.shape, rows, front, into).moved(lambda v: np.moveaxis(v, 0, dim))
 
@@ -191,26 +191,29 @@ def _nonzero(a: Arguments) -> Any:
 @op("topk TopkExt TopK", "input k dim=-1 largest=True sorted=True", exact=True)
 def _topk(a: Arguments) -> Any:
     """Values and, ties being free, indices that :func:`legal_choice` must judge."""
-    x, dim = plain(a.input), int(a.dim)
-    order = np.argsort(-x if a.largest else x, dim, kind="stable").take(
-        np.arange(int(plain(a.k))), dim
-    )
-    order = order if a.chosen is None else a.chosen
-    return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
+    order = _order(a, a.largest).take(np.arange(int(plain(a.k))), int(a.dim))
+    return _ordered(a, order)
 
 
 @op("sort SortExt", "input dim=-1 descending=False stable=False", exact=True)
 def _sort(a: Arguments) -> Any:
-    x, dim = plain(a.input), int(a.dim)
-    order = np.argsort(-x if a.descending else x, dim, kind="stable")
-    order = order if a.chosen is None else a.chosen
-    return [move(a.input, lambda v: np.take_along_axis(v, order, dim), True), order]
+    return _ordered(a, _order(a, a.descending))
 
 
 @op("argsort", "input dim=-1 descending=False stable=False", exact=True)
 def _argsort(a: Arguments) -> Any:
+    return _order(a, a.descending)
+
+
+def _order(a: Arguments, descending: bool) -> Array:
     x = plain(a.input)
-    return np.argsort(-x if a.descending else x, int(a.dim), kind="stable")
+    return np.argsort(-x if descending else x, int(a.dim), kind="stable")
+
+
+def _ordered(a: Arguments, order: Array) -> list[Any]:
+    """Return values in an order, or in that of the program, and the order."""
+    chosen = order if a.chosen is None else a.chosen
+    return [move(a.input, lambda v: np.take_along_axis(v, chosen, int(a.dim)), True), chosen]
 
 
 @op("argmax ArgMaxExt", "input dim=None keepdim=False", exact=True)

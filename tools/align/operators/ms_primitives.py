@@ -11,7 +11,7 @@ from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
-from telechat_moe.tools.align.operators.shapes import ints, move
+from telechat_moe.tools.align.operators.shapes import cut, ints, move
 
 EXP, EXP_SLOPE = 90.0, 9.0
 """MindSpore's exp on CPU: roundings that it is off, and further ones for each unit of its argument.
@@ -70,11 +70,7 @@ def _transpose(a: Arguments) -> Any:
 def _split(a: Arguments) -> Any:
     """Equal parts."""
     shape = plain(a.input).shape
-    step = shape[int(a.dim)] // int(a.parts)
-    return [
-        move(a.input, lambda x, i=i: x.take(np.arange(i * step, (i + 1) * step), int(a.dim)), True)
-        for i in range(int(a.parts))
-    ]
+    return cut(a.input, [shape[int(a.dim)] // int(a.parts)] * int(a.parts), int(a.dim))
 
 
 @primitive(

@@ -1,9 +1,11 @@
 """Operators that reduce dimensions, and norms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
@@ -60,38 +62,23 @@ def _like(x: Any, value: Any) -> Any:
     return x.constant(value) if isinstance(x, Approx) else np.asarray(value).astype(plain(x).dtype)
 
 
-@op("max", "input dim=None keepdim=False | other=None", exact=True)
-def _max(a: Arguments) -> Any:
-    return _extreme(a, True)
+for _name, _largest in (("max", True), ("min", False)):
+    op(_name, "input dim=None keepdim=False | other=None", exact=True)(
+        lambda a, largest=_largest: _extreme(a, largest)
+    )
 
 
-@op("min", "input dim=None keepdim=False | other=None", exact=True)
-def _min(a: Arguments) -> Any:
-    return _extreme(a, False)
-
-
-@op("amax ReduceMax", "input dim=None keepdim=False", exact=True)
-def _amax(a: Arguments) -> Any:
+def _over_dims(a: Arguments, function: Callable[..., Any]) -> Any:
     x = plain(a.input)
-    return _like(a.input, x.max(a.dims(x.ndim), keepdims=bool(a.keepdim)))
+    return function(x, a.dims(x.ndim), keepdims=bool(a.keepdim))
 
 
-@op("amin ReduceMin", "input dim=None keepdim=False", exact=True)
-def _amin(a: Arguments) -> Any:
-    x = plain(a.input)
-    return _like(a.input, x.min(a.dims(x.ndim), keepdims=bool(a.keepdim)))
-
-
-@op("any", "input dim=None keepdim=False", exact=True)
-def _any(a: Arguments) -> Any:
-    x = plain(a.input)
-    return x.any(a.dims(x.ndim), keepdims=bool(a.keepdim))
-
-
-@op("all", "input dim=None keepdim=False", exact=True)
-def _all(a: Arguments) -> Any:
-    x = plain(a.input)
-    return x.all(a.dims(x.ndim), keepdims=bool(a.keepdim))
+for _names, _function in {"amax ReduceMax": np.max, "amin ReduceMin": np.min}.items():
+    op(_names, "input dim=None keepdim=False", exact=True)(
+        lambda a, f=_function: _like(a.input, _over_dims(a, f))
+    )
+for _names, _function in {"any": np.any, "all": np.all}.items():
+    op(_names, "input dim=None keepdim=False", exact=True)(lambda a, f=_function: _over_dims(a, f))
 
 
 @op("cumsum CumsumExt", "input dim | dtype=None exclusive=False reverse=False")
@@ -199,7 +186,7 @@ def _rms_norm(a: Arguments) -> Any:
 def _layer_norm(a: Arguments) -> Any:
     x = floating(a.input)
     shape = a.normalized_shape
-    count = len(shape) if isinstance(shape, list | tuple) else 1
+    count = len(shape) if is_sequence(shape) else 1
     dims = tuple(range(len(x.shape) - count, len(x.shape)))
     centred = x - x.mean(dims, True)
     y = centred * ((centred * centred).mean(dims, True) + a.eps).rsqrt()

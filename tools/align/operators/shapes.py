@@ -1,6 +1,7 @@
 """Operators that move elements and compute nothing."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def _cat(a: Arguments) -> Any:
 def _stack(a: Arguments) -> Any:
     d = int(a.dim)
     if isinstance(a.input[0], Approx):
-        parts = [p.moved(lambda x: np.expand_dims(x, d)) for p in a.input]
+        parts: list[Approx] = [move(p, lambda x: np.expand_dims(x, d)) for p in a.input]
         return concatenate(parts, d % _ndim(parts[0]))
     return np.stack([plain(p) for p in a.input], d)
 
@@ -166,11 +167,13 @@ def _split(a: Arguments) -> Any:
     if sizes is None:
         step = int(plain(given))
         sizes = tuple(min(step, total - i) for i in range(0, total, step))
-    ends = np.cumsum(sizes)
-    return [
-        move(a.input, lambda x, b=e - s, e=e: x.take(np.arange(b, e), d), True)
-        for s, e in zip(sizes, ends, strict=True)
-    ]
+    return cut(a.input, sizes, d)
+
+
+def cut(x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
+    """Return neighbouring ranges of a dimension, of the given sizes."""
+    rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
+    return [move(x, partial(np.take, indices=r, axis=dim), True) for r in rows]
 
 
 @op("chunk", "input chunks dim=0", exact=True)
@@ -178,10 +181,7 @@ def _chunk(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
     total = _shape(a.input)[d]
     step = -(-total // int(a.chunks))
-    return [
-        move(a.input, lambda x, b=b: x.take(np.arange(b, min(b + step, total)), d), True)
-        for b in range(0, total, step)
-    ]
+    return cut(a.input, [min(step, total - b) for b in range(0, total, step)], d)
 
 
 @op("unbind", "input dim=0", exact=True)
