@@ -125,7 +125,7 @@ def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
                 f"{inner} to {outer}",
                 lambda: matmul.matmul(compute),
                 taken,
-                lambda backend, a, b: a.matmul(b.swap(-1, -2)),
+                _product,
             )
         )
     return found
@@ -170,14 +170,15 @@ def _rms_norm(width: int, eps: float, x: Array) -> OperatorCase:
 def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     wide = config.qk_pos_emb_head_dim or config.qk_rope_head_dim
     heads = min(config.num_attention_heads, _HEADS)
-    cos, sin = (t[None, :rows, None] for t in rope.rope_table(wide, rows, config.rope_theta))
+    tables: Sequence[Array] = rope.rope_table(wide, rows, config.rope_theta)
+    cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
     return OperatorCase(
         "rope",
         f"width {wide}, theta {config.rope_theta}",
         lambda: rope.Rope(wide, pairs),
         [x(1, rows, heads, wide)],
-        lambda backend, a: rotate_pairs(a, cos, sin, pairs),
+        _rotated(cos, sin, pairs),
         [cos, sin],
     )
 
@@ -266,6 +267,17 @@ def _loss(labels: Array) -> Callable[..., Approx]:
     return formula
 
 
+def _product(backend: str, a: Approx, b: Approx) -> Approx:
+    return a.matmul(b.swap(-1, -2))
+
+
+def _rotated(cos: Array, sin: Array, pairs: bool) -> Callable[..., Approx]:
+    def formula(backend: str, a: Approx) -> Approx:
+        return rotate_pairs(a, cos, sin, pairs)
+
+    return formula
+
+
 def _attention(scale: float) -> Callable[..., Approx]:
     def formula(backend: str, q: Approx, k: Approx, v: Approx) -> Approx:
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
@@ -284,7 +296,7 @@ class _Attention(nn.Cell):
 
     def __init__(self, heads: int, scale: float, compute: Any) -> None:
         super().__init__()
-        self.fused = chosen_backend("attention") == "fused"
+        self.fused: bool = chosen_backend("attention") == "fused"
         self.heads = heads
         fused = lambda: attention.FlashAttention(scale, compute)  # noqa: E731
         self.core = fused() if self.fused else attention.PlainAttention(scale)
@@ -296,7 +308,7 @@ class _Attention(nn.Cell):
             return self.core(q, k, v, Tensor(np.zeros((1, length), np.int32)))[0]
         hidden = np.triu(np.full((1, 1, length, length), -1e30, np.float32), 1)
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
-        made = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
+        made: Any = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
         return (made[0] if isinstance(made, tuple) else made).transpose(0, 2, 1, 3)
 
 
@@ -309,5 +321,5 @@ class First(nn.Cell):
 
     def construct(self, *inputs: Any) -> Any:
         """Return it."""
-        made = self.core(*inputs)
+        made: Any = self.core(*inputs)
         return made[0] if isinstance(made, tuple) else made

@@ -103,7 +103,7 @@ def _dispatched(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     layouts = {"fused": sorted_rows(index), "plain": block_rows(index, experts, block)}
     weight = np.abs(x(rows, per_token))
     what = f"{per_token} of {experts} experts"
-    found = []
+    found: list[OperatorCase] = []
     for backend, where_to in layouts.items():
         size = block if backend == "plain" else 0
         build = lambda s=size: _Permuted(experts, s)  # noqa: E731
@@ -121,7 +121,7 @@ def _dispatched(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
                 f"back from {what}",
                 back,
                 taken,
-                lambda _, y, w, row=where_to.row: combine_rows(y, row.reshape(w.shape), w),
+                _to_tokens(where_to),
                 [index],
                 [backend],
             )
@@ -133,6 +133,13 @@ def _to_experts(rows: _Rows) -> Callable[..., Approx]:
     def formula(backend: str, a: Approx) -> Approx:
         filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
         return where(filled, a[rows.token], a.value[rows.token])
+
+    return formula
+
+
+def _to_tokens(rows: _Rows) -> Callable[..., Approx]:
+    def formula(backend: str, y: Approx, weight: Approx) -> Approx:
+        return combine_rows(y, rows.row.reshape(weight.shape), weight)
 
     return formula
 
@@ -233,7 +240,11 @@ class _ThereAndBack(nn.Cell):
 
     def construct(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
         """Return ``[T, H]``."""
-        return self.core(x, index, weight, lambda rows, group=None: rows)
+        return self.core(x, index, weight, _unchanged)
+
+
+def _unchanged(rows: Tensor, group: Any = None) -> Tensor:
+    return rows
 
 
 # ------------------------------------------------------------------ products of experts
@@ -246,7 +257,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     rows = fewer(rows, max(hidden, wide))
     sizes = _uneven(rows, experts)
     blocks = np.repeat(np.arange(experts), -(-sizes // _BLOCK)).astype(np.int32)
-    found = []
+    found: list[OperatorCase] = []
     for inner, outer in sorted({(hidden, wide), (wide, hidden)}):
         what = f"{inner} to {outer}, {experts} experts"
         weight = x(experts, inner, _columns(inner, outer, experts), scale=inner**-0.5)
@@ -256,7 +267,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         taken = [x(rows, inner), weight]
         adding = [*taken, coming, x(*weight.shape)]
         found += [
-            OperatorCase("grouped_matmul", what, fused, taken, lambda _, x, w: grouped_product(x, w, sizes), [sizes], ["fused"]),
+            OperatorCase("grouped_matmul", what, fused, taken, _products(sizes), [sizes], ["fused"]),
             OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, _added(sizes),
                  [sizes], ["fused"], backward=False),
             OperatorCase("grouped_matmul", what, grouped_matmul.GroupedMatmul,
@@ -297,8 +308,18 @@ def _uneven(rows: int, experts: int) -> Array:
     return np.append(sizes, 0).astype(np.int32)
 
 
+def _products(sizes: Array) -> Callable[..., Approx]:
+    def formula(backend: str, x: Approx, w: Approx) -> Approx:
+        return grouped_product(x, w, sizes)
+
+    return formula
+
+
 def _block_products(blocks: Array) -> Callable[..., Approx]:
-    return lambda backend, x, w: x.matmul(w[blocks])
+    def formula(backend: str, x: Approx, w: Approx) -> Approx:
+        return x.matmul(w[blocks])
+
+    return formula
 
 
 def _activated(sizes: Array) -> Callable[..., Approx]:
@@ -312,7 +333,8 @@ def _activated(sizes: Array) -> Callable[..., Approx]:
 def _added(sizes: Array) -> Callable[..., list[Approx]]:
     def formula(backend: str, x: Approx, w: Approx, coming: Approx, main: Approx) -> list[Approx]:
         ends = np.cumsum(sizes)
-        into, out = [], []
+        into: list[Approx] = []
+        out: list[Approx] = []
         for i, (n, e) in enumerate(zip(sizes, ends, strict=True)):
             rows = slice(int(e - n), int(e))
             if n:

@@ -18,7 +18,8 @@ import numpy as np
 
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
-from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.narrowing import is_list, is_sequence
+from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients
 
 if TYPE_CHECKING:
@@ -48,10 +49,11 @@ def run_case(
         Tensor(x.astype(np.int32 if x.dtype.kind == "i" else np.float32)) for x in case.constants
     ]
     exact = [Approx(x, case.stored) for x in case.inputs]
-    made = case.formula(backend, *exact)
-    expected = made if isinstance(made, list) else [made]
-    results = cell(*inputs, *constants)
-    found = [x.asnumpy() for x in (results if isinstance(results, tuple | list) else [results])]
+    formula: Any = case.formula(backend, *exact)
+    expected: list[Approx] = formula if is_list(formula) else [formula]
+    made: Any = cell(*inputs, *constants)
+    results: Sequence[Any] = made if is_sequence(made) else [made]
+    found: list[Array] = [x.asnumpy() for x in results]
     verdicts = [
         judge(case.operator, f"result {i}" if i else "forward", x, y, "float32")
         for i, (x, y) in enumerate(zip(found, expected, strict=False))
