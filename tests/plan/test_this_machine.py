@@ -185,8 +185,8 @@ def test_products_are_those_of_the_recipe():
 
 def test_plain_operators_keep_scores():
     _, layout = of_case(CALIBRATION[0], "plain")
-    assert not layout.flash
-    assert not layout.fused
+    assert not layout.stack.flash
+    assert not layout.stack.fused
 
 
 def test_medians_of_rounds():
