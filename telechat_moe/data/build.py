@@ -31,6 +31,7 @@ from telechat_moe.data.progress import Progress
 from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.files import checksum, sync_file, sync_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class _Job:
         if _read_json(self.partial / "inputs.json") != self.inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
-        _write_atomic(self.partial / "inputs.json", _dump(self.inputs))
+        write_atomic(self.partial / "inputs.json", _dump(self.inputs))
         tokenizer = self._tokenizer(given, vocab_size)
         dtype = token_dtype(tokenizer.vocab_size)
         shard_of = self.scan.shards()
@@ -187,7 +188,7 @@ class _Job:
     def _tokenizer(self, given: Tokenizer | None, vocab_size: int) -> Tokenizer:
         path = self.partial / "tokenizer.json"
         if not path.exists():
-            _write_atomic(path, (given or self._train(vocab_size)).to_json())
+            write_atomic(path, (given or self._train(vocab_size)).to_json())
         return load_tokenizer(path, given.eod_token if given else None)
 
     def _train(self, vocab_size: int) -> Tokenizer:
@@ -213,7 +214,7 @@ class _Job:
         if mark is None:
             return False
         return all(
-            path.is_file() and _sha256(path) == mark.get(path.name)
+            path.is_file() and checksum(path)["sha256"] == mark.get(path.name)
             for side in self.sides
             for path in _pair(self._shard(shard, side))
         )
@@ -256,10 +257,10 @@ class _Job:
             with bin_path(prefix).open("wb") as stream:
                 for document in mine:
                     stream.write(document.astype(dtype).tobytes())
-                _sync(stream)
+                sync_file(stream)
             write_index(idx_path(prefix), [len(document) for document in mine], dtype)
-            mark |= {path.name: _sha256(path) for path in _pair(prefix)}
-        _write_atomic(self._mark(shard), _dump(mark))
+            mark |= {path.name: checksum(path)["sha256"] for path in _pair(prefix)}
+        write_atomic(self._mark(shard), _dump(mark))
 
     def _merge(self, side: str, shards: int, dtype: np.dtype[Any]) -> dict[str, Any]:
         """Join the shards of one side in PARTIAL/SIDE.bin and .idx; return their description."""
@@ -270,7 +271,7 @@ class _Job:
                 part = IndexedDataset(self._shard(shard, side))
                 stream.write(part.tokens.data)
                 lengths.append(np.array(part.sequence_lengths))
-            _sync(stream)
+            sync_file(stream)
         joined = np.concatenate(lengths)
         write_index(idx_path(prefix), joined, dtype)
         return {
@@ -303,7 +304,7 @@ class _Job:
             },
             "dtype": str(dtype),
             **sides,
-            "sha256": {path.name: _sha256(path) for path in files},
+            "sha256": {path.name: checksum(path)["sha256"] for path in files},
             "versions": {"python": platform.python_version(), "tokenizers": tokenizers_version},
         }
 
@@ -319,9 +320,9 @@ class _Job:
         for side in self.sides:
             for path in _pair(self.partial / side):
                 path.replace(self.out / path.name)
-        _write_atomic(self.partial / MANIFEST, _dump(manifest))
+        write_atomic(self.partial / MANIFEST, _dump(manifest))
         (self.partial / MANIFEST).replace(self.out / MANIFEST)
-        _sync_folder(self.out)
+        sync_folder(self.out)
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
@@ -339,7 +340,7 @@ def verify(out: str | os.PathLike[str]) -> dict[str, Any]:
         path = folder / name
         if not path.is_file():
             raise BadInputError(f"{path}: missing, though {MANIFEST} lists it")
-        found = _sha256(path)
+        found = checksum(path)["sha256"]
         if found != expected:
             raise BadInputError(
                 f"{path}: damaged: its sha256 is {found}, {MANIFEST} says {expected}"
@@ -349,14 +350,6 @@ def verify(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _pair(prefix: Path) -> tuple[Path, Path]:
     return bin_path(prefix), idx_path(prefix)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_json(path: Path) -> Any:
@@ -380,27 +373,6 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 def _dump(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def _sync(stream: Any) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_atomic(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        _sync(stream)
-    temporary.replace(path)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import sync_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -86,8 +87,7 @@ def write_index(
         stream.write(lengths64.astype("<i4").tobytes())
         stream.write(pointers.tobytes())
         stream.write(np.arange(count + 1, dtype="<i8").tobytes())
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream)
 
 
 def write_indexed(
@@ -117,8 +117,7 @@ def write_indexed(
                 )
             stream.write(tokens.astype(dtype).tobytes())
             lengths.append(tokens.size)
-        stream.flush()
-        os.fsync(stream.fileno())
+        sync_file(stream)
     write_index(idx_path(prefix), lengths, dtype)
 
 

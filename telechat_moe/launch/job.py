@@ -24,7 +24,7 @@ from typing import Any
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import check_private, keep_others_out
+from telechat_moe.files import check_private, keep_others_out, write_atomic
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
@@ -219,9 +219,7 @@ def write_resolved(recipe: Recipe, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESOLVED
     text = yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True, width=100)
-    partial = path.with_suffix(".partial")
-    partial.write_text(f"# {recipe.source}, with all overrides put in.\n{text}", encoding="utf-8")
-    partial.replace(path)
+    write_atomic(path, f"# {recipe.source}, with all overrides put in.\n{text}")
     return path
 
 

@@ -29,12 +29,12 @@ Floats are written so that reading gives the same bits. JSON has no NaN: such a 
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.files import write_atomic
 
 FILE = "metrics.jsonl"
 ROLLED_BACK = "metrics.rolled_back.jsonl"
@@ -158,12 +158,7 @@ class MetricsFile:
             else:
                 self.skipped += bool(record.get("skipped"))
                 kept.append(line if line.endswith(b"\n") else line + b"\n")
-        hidden = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        with hidden.open("wb") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        hidden.replace(self.path)
+        write_atomic(self.path, b"".join(kept))
         return undone
 
     def write(self, event: str, step: int, values: Mapping[str, Any]) -> None:

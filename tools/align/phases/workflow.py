@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.files import write_atomic
 from telechat_moe.tools.align.report.combined import VERDICTS
 
 TITLES = ("operators alone", "one step", "loss curve")
@@ -113,9 +114,7 @@ def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) ->
     found = work(plan)
     found["wall_s"] = round(time.monotonic() - begin, 1)
     if found["verdict"] in ("pass", "diverged"):
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps({"state": key, "report": found}), encoding="utf-8")
-        part.rename(path)
+        write_atomic(path, json.dumps({"state": key, "report": found}))
     return found
 
 
