@@ -17,7 +17,7 @@ pytestmark = [
         importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
     ),
 ]
-DOCS = Path(__file__).parents[2] / "docs" / "upstream.md"
+DOCS = Path(__file__).parents[2] / "docs" / "upstream_tables.md"
 
 
 def counts(found, part):
