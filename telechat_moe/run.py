@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
@@ -29,6 +29,10 @@ from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
 from telechat_moe.processes import CONTROL, Control, RankFailedError, die_with_parent
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths
+from telechat_moe.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from telechat_moe.train.loop import Summary
 
 COMPILE_S = 24 * 3600.0  # process 0 compiles the graphs of all ranks
 
@@ -114,7 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     if through == "mindformers":
         return _through_mindformers(args, recipe, processes if role else 0)
     if not role:
-        return _alone(recipe, args)
+        return 0 if _train(recipe, args, Ranks()).finished else 130
     if is_scheduler():
         meet()
         return 0
@@ -148,14 +152,6 @@ def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> Non
     )
 
 
-def _alone(recipe: Recipe, args: argparse.Namespace) -> int:
-    """Train in this process only."""
-    from telechat_moe.train.trainer import Trainer
-
-    trainer = Trainer(recipe, resume=args.resume, overwrite=args.overwrite, plain=True)
-    return 0 if trainer.run().finished else 130
-
-
 def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
     """Train as one of several processes."""
     job = (Path(recipe.output_dir) / ".job").absolute()
@@ -164,11 +160,11 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
         control.check_nonce(args.nonce)
         rank = int(os.environ["RANK_ID"])
 
-        def do() -> None:
+        def work() -> None:
             meet()
-            _train(recipe, args, job, control, rank)
+            _train_rank(recipe, args, control, rank)
 
-        return run_supervised(control, rank, do)
+        return run_supervised(control, rank, work)
     meet()
     from mindspore.communication import get_rank
 
@@ -184,7 +180,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
             os._exit(error.exit_code)  # MindSpore would wait for the others first
-        return run_supervised(control, rank, lambda: _train(recipe, args, job, control, rank))
+        return run_supervised(control, rank, lambda: _train_rank(recipe, args, control, rank))
 
 
 def _agree(job: Path, control: Control, rank: int) -> None:
@@ -220,12 +216,11 @@ def _agree(job: Path, control: Control, rank: int) -> None:
         time.sleep(0.05)
 
 
-def _train(
-    recipe: Recipe, args: argparse.Namespace, job: Path, control: Control, rank: int
-) -> None:
+def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank: int) -> None:
     """Train as one rank; the graphs are compiled where that was not done before."""
+    ranks = Ranks(control, rank, recipe.devices)
     if recipe.devices == 1:
-        _one_rank(recipe, args, control)
+        _train(recipe, args, ranks)
         return
     from telechat_moe.launch.job import check_sharded
 
@@ -233,25 +228,19 @@ def _train(
     if rank == 0 and not args.nonce:
         compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)
-    from telechat_moe.train.sharded_trainer import ShardedTrainer
-
+    job = control.folder.parent
     check_private(job / "ranks.json")
-    ShardedTrainer(recipe, job=job, rank=rank, resume=args.resume, overwrite=args.overwrite).run()
+    _train(recipe, args, ranks, job)
 
 
-def _one_rank(recipe: Recipe, args: argparse.Namespace, control: Control) -> None:
-    """Train as the only rank of a run that is followed."""
+def _train(
+    recipe: Recipe, args: argparse.Namespace, ranks: Ranks, job: Path | None = None
+) -> "Summary":
     from telechat_moe.train.trainer import Trainer
 
-    class Followed(Trainer):
-        """A trainer that says where it stands, and stops when that is asked."""
-
-        def next_batches(self) -> Any:
-            control.set_position(0, f"step {self.step + 1}")
-            self.interrupted = self.interrupted or control.stop_asked()
-            return super().next_batches()
-
-    Followed(recipe, resume=args.resume, overwrite=args.overwrite, plain=True).run()
+    resume, overwrite = args.resume, args.overwrite
+    trainer = Trainer(recipe, resume=resume, overwrite=overwrite, plain=True, ranks=ranks, job=job)
+    return trainer.run()
 
 
 def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:

@@ -99,9 +99,12 @@ def measure(hidden: int, length: int, pairs: int, folder: Path) -> dict[str, obj
     recipe = load("telechat3_moe/pretrain_tiny.yaml", settings(hidden, length, folder))
     trainer = Trainer(recipe, overwrite=True, plain=True)
     with trainer.loader:
-        batch = trainer.next_batches()[0]
-    inputs = (*trainer.optimizer.scalars(1, 0.0), *batch)
-    plain, taps = Plain(trainer.train_step), Tapped(trainer.train_step, Filter(), False)
+        batch = trainer.engine.read(trainer.loader)[0]
+    inputs = (*trainer.engine.optimizer.scalars(1, 0.0), *batch)
+    plain, taps = (
+        Plain(trainer.engine.train_step),
+        Tapped(trainer.engine.train_step, Filter(), False),
+    )
     for step in (plain, taps):
         step.compile(*inputs)
         step(*inputs)

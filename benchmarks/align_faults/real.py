@@ -286,11 +286,11 @@ class RealStep:
 
         native.load()
         trainer = Trainer(recipe, overwrite=True, plain=True)
-        step = trainer.train_step
+        step = trainer.engine.train_step
         self.initial = {p.name: p.asnumpy().copy() for p in step.get_parameters()}
         self.inputs: list[tuple[Any, ...]] = []
         watched = _Watched(step, self.inputs)
-        trainer.train_step = watched  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.engine.train_step = watched  # pyright: ignore[reportAttributeAccessIssue]
         record_steps(trainer, steps)
         phase, _ = executor.compile(step, *self.inputs[0], phase="export.mindir")
         mindir = executor._get_func_graph_proto(step, phase, "mind_ir")

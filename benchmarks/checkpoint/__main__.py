@@ -211,12 +211,15 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
     """Time the steps and saves of a recipe's trainer."""
     from telechat_moe.checkpoint.background import Saver
     from telechat_moe.recipe import load
+    from telechat_moe.train.monitor import SilentMonitor
     from telechat_moe.train.trainer import Trainer
 
     with tempfile.TemporaryDirectory(dir=parent) as output:
         trainer = Trainer(load(recipe_name, [f"output_dir={output}"]), plain=True)
+        loop = trainer.loop(SilentMonitor())
         savers = {
-            name: Saver(trainer.parameters(), background=name == "background") for name in MODES
+            name: Saver(trainer.engine.parameters(), background=name == "background")
+            for name in MODES
         }
         free: list[float] = []  # steps while nothing is written
         stalls: dict[str, list[float]] = {name: [] for name in MODES}
@@ -224,9 +227,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
 
         def step() -> float:
             began = time.perf_counter()
-            output = trainer.update(trainer.next_batches(), trainer.schedule(trainer.updates))
-            output.losses.asnumpy(), output.applied.asnumpy()
-            trainer.step, trainer.updates = trainer.step + 1, trainer.updates + 1
+            loop.compute_step()
             return (time.perf_counter() - began) * 1e3
 
         with trainer.loader:
@@ -234,7 +235,7 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
                 for name in MODES if round_ % 2 else MODES[::-1]:
                     steps = [step() for _ in range(STEPS_BETWEEN)]
                     began = time.perf_counter()
-                    savers[name].save("the save", trainer.writing())
+                    savers[name].save("the save", trainer.checkpoints.writer())
                     stall = (time.perf_counter() - began) * 1e3
                     flight = []
                     while savers[name].busy:

@@ -31,7 +31,7 @@ def prepare(args: argparse.Namespace) -> None:
     out.mkdir(parents=True)
     weights = {
         p.name: p.asnumpy().copy()
-        for p in trainer.model.get_parameters()
+        for p in trainer.engine.model.get_parameters()
         if not p.name.endswith((".expert_load", ".dropped"))
     }
     save_file(weights, out / "ours.safetensors")
@@ -39,11 +39,12 @@ def prepare(args: argparse.Namespace) -> None:
     names = recipe.train_dataset.input_columns
     with trainer.loader:
         for step in range(args.steps):
-            batch = [x.asnumpy() for x in trainer.next_batches()[0]]
+            batch = [x.asnumpy() for x in trainer.engine.read(trainer.loader)[0]]
             np.savez(out / f"batch_{step}.npz", **dict(zip(names, batch, strict=False)))
     given = recipe.optimizer
     rates = [float(trainer.schedule(step)) for step in range(args.steps)]
-    plain = {p.name for p, on in zip(trainer.optimizer.params, trainer.optimizer.decayed, strict=True)
+    optimizer = trainer.engine.optimizer
+    plain = {p.name for p, on in zip(optimizer.params, optimizer.decayed, strict=True)
              if not on}  # fmt: skip
     undecayed = [hf for pair in pairs(recipe.model_config) if pair.ours in plain for hf in pair.hf]
     settings = {"rates": rates, "betas": given.betas, "eps": given.eps, "decay": given.weight_decay,

@@ -181,9 +181,9 @@ def _ours(
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types
-        from telechat_moe.train import sharded
+        from telechat_moe.train import rank_graph
 
-        return sharded.compile_recipe(recipe, ranks, target=target, done=done)
+        return rank_graph.compile_recipe(recipe, ranks, target=target, done=done)
 
     return subject, compile_
 

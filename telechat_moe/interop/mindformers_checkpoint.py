@@ -235,12 +235,12 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     )
     text = yaml.safe_dump(_on_one_device(recipe.given, batch))
     trainer = Trainer(loads(text, name=str(recipe.source)))
-    trainer.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
-    trainer.step, trainer.updates = saved.step, saved.updates
-    trainer.skipped = saved.step - saved.updates
+    trainer.engine.put(checkpoints.Checkpoint(saved.path, saved.step, saved.tensors, {}))
+    trainer.progress.step, trainer.progress.updates = saved.step, saved.updates
+    trainer.progress.skipped = saved.step - saved.updates
     trainer.loader.seek(saved.step * saved.global_batch)
-    trainer.writing()(saved.tensors)
-    return trainer.root / f"step-{saved.step:08d}"
+    trainer.checkpoints.writer()(saved.tensors)
+    return trainer.checkpoints.root / f"step-{saved.step:08d}"
 
 
 def _on_one_device(given: dict[str, Any], batch: int) -> dict[str, Any]:

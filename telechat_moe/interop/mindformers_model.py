@@ -29,7 +29,7 @@ from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
 from telechat_moe.sharding.recipe import micro_batches
-from telechat_moe.train.sharded import placed_model
+from telechat_moe.train.rank_graph import placed_model
 
 
 @MindFormerRegister.register(

@@ -127,7 +127,7 @@ def compile_both(
     Returns:
         Upstream's graph, ours, and the recipe.
     """
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     loaded = load(recipe, overrides)
     needed = upstream_names.settings(loaded.model_config)

@@ -55,7 +55,8 @@ def source_key(what: Mapping[str, Any]) -> str:
     package = Path(__file__).parents[1]
     ops = importlib.util.find_spec("telechat_moe.ops")
     folders = [package / name for name in ("model", "sharding", "graph")]
-    files = [package / "train" / name for name in ("sharded.py", "sharded_step.py", "optimizer.py")]
+    names = ("rank_graph.py", "rank_step.py", "step.py", "optimizer.py")
+    files = [package / "train" / name for name in names]
     if ops is not None and ops.origin is not None:
         files += sorted(Path(ops.origin).parent.glob("*.py"))
     for path in [*files, *(p for f in folders for p in sorted(f.rglob("*.py")))]:
@@ -99,7 +100,7 @@ def write_job(recipe: Recipe, folder: Path) -> Path:
 def _compile_job(recipe: Recipe, folder: Path) -> None:
     """Compile and write a job."""
     from telechat_moe.graph.execute import Job
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     ranks = recipe.devices
     _say(f"layout {mesh_of(recipe).describe()}: compiling the graphs of {ranks} ranks")
@@ -117,7 +118,7 @@ def ascend_operators(recipe: Recipe) -> dict[str, int]:
     """Return the primitives of the first rank of each stage in the graphs for Ascend, and how many."""
     from telechat_moe.graph.mindir import kinds
     from telechat_moe.graph.report import first_ranks
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     graphs = compile_recipe(recipe, first_ranks(mesh_of(recipe)), full_batch=True)
     return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
@@ -250,7 +251,7 @@ def train(
         check_port(plan.nodes[0].master, plan.nodes[0].port)
     root = Path(recipe.output_dir) / "checkpoints"
     if plan.through == "own" and not (resume or overwrite):
-        from telechat_moe.train.trainer import refuse_old_checkpoints
+        from telechat_moe.train.checkpoints import refuse_old_checkpoints
 
         refuse_old_checkpoints(root)
     if plan.through == "own" and resume:  # refused here, not after minutes by every rank

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.launch.commands import LaunchNode, free_port
@@ -27,6 +27,11 @@ from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
+from telechat_moe.train.monitor import SilentMonitor
+from telechat_moe.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from telechat_moe.train.trainer import Trainer
 
 STEPS_FILE = "steps.jsonl"
 MEASURED = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm")
@@ -239,30 +244,31 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
         task: ``steps``, how many; ``taps``: ``folder``, the numbers of the ``steps`` and ``values`` of
             :class:`Recording`, and the ``ranks`` that record; None: none.
     """
-    from telechat_moe.train.sharded_trainer import ShardedTrainer
+    from telechat_moe.train.trainer import Trainer
 
-    trainer = ShardedTrainer(load(job / RESOLVED), job=job, rank=rank, overwrite=True)
+    recipe, control = load(job / RESOLVED), Control(job / CONTROL)
+    ranks = Ranks(control, rank, recipe.devices)
+    trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job)
     watch, taps = None, task["taps"]
     if taps is not None and rank in taps["ranks"]:
         watch = Recording(Path(taps["folder"]), rank, taps["steps"], taps["values"])
-    record_steps(trainer, task["steps"], watch, (job / CONTROL / STEPS_FILE) if rank == 0 else None)
+    record_steps(trainer, task["steps"], watch, control.folder / STEPS_FILE if rank == 0 else None)
 
 
 def record_steps(
-    trainer: Any, steps: int, watch: Recording | None = None, path: Path | None = None
+    trainer: "Trainer", steps: int, watch: Recording | None = None, path: Path | None = None
 ) -> list[dict[str, float]]:
     """Run a trainer's next steps; nothing is saved but a line a step in ``path``."""
-    found = []
+    found: list[dict[str, float]] = []
+    loop = trainer.loop(SilentMonitor())
     with trainer.loader:
-        while len(found) < steps and not trainer.interrupted:
-            rate, batches = trainer.schedule(trainer.updates), trainer.next_batches()
+        while len(found) < steps and not trainer.ranks.interrupted:
             with watch.of(len(found)) if watch is not None else nullcontext():
-                output = trainer.update(batches, rate)
-                lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
-            trainer.step += 1
-            trainer.updates += bool(output.applied.asnumpy())
-            values = (lm + mtp + aux, lm, mtp, aux, float(output.norm.asnumpy()))
-            found.append({"step": trainer.step, **dict(zip(MEASURED, values, strict=True))})
+                result = loop.compute_step()
+            values = (result.loss, *result.losses, result.norm)
+            found.append(
+                {"step": trainer.progress.step, **dict(zip(MEASURED, values, strict=True))}
+            )
             if path is not None:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(found[-1]) + "\n")

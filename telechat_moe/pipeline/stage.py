@@ -8,6 +8,7 @@ import numpy as np
 from mindspore import Tensor
 
 from telechat_moe.model import CausalLM, initialize
+from telechat_moe.model.gradient import ForwardBackward
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.pipeline.cells import (
@@ -19,7 +20,6 @@ from telechat_moe.pipeline.cells import (
 from telechat_moe.pipeline.chunks import Chunk
 from telechat_moe.pipeline.spec import Spec
 from telechat_moe.pipeline.sums import Arrays, InOrder, Uses
-from telechat_moe.train.step import ForwardBackward
 
 ONE = np.ones(1, np.float32)
 

@@ -10,7 +10,6 @@ threshold is MindFormers' ``use_skip_data_by_global_norm``.
 """
 
 import math
-import shutil
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -19,14 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint import folder
-from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import Recipe
 
 if TYPE_CHECKING:
     from telechat_moe.recipe.schema.own import LossGuard
-    from telechat_moe.train.trainer import Trainer
 
 MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many times their median absolute deviation
 
@@ -161,73 +156,3 @@ def max_in_a_row(recipe: Recipe) -> tuple[int, str]:
         if spikes < own:
             return spikes, "monitor_config.global_norm_spike_count_threshold - 1"
     return own, "telechat_moe.max_skipped_steps"
-
-
-def roll_back(trainer: "Trainer", spike: Spike) -> dict[str, Any] | None:
-    """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
-
-    The checkpoint is written again with the new place in the data, and later ones are removed, so that a run that is
-    killed now goes on from here. All ranks call this together.
-
-    Args:
-        trainer: Stands after the spike, whose update was not applied.
-        spike: The spike.
-
-    Returns:
-        What was done, for the logs; None if there is no checkpoint to go back to.
-
-    Raises:
-        CheckFailedError: It went back as often as the recipe allows.
-    """
-    rules = trainer.guard.rules
-    assert rules is not None
-    done = list(trainer.rollbacks)
-    if len(done) >= rules.max_rollbacks:
-        raise CheckFailedError(
-            f"stopped at step {spike.step}: {spike.describe()}, and the run has gone back {len(done)} time(s) "
-            f"already (telechat_moe.loss_guard.max_rollbacks is {rules.max_rollbacks}). Checkpoints in "
-            f"{trainer.root} are from before; look at the data and the learning rate around this step"
-        )
-    trainer.saver.wait()
-    saved = _checkpoint_before(trainer, spike.step - rules.rollback_steps)
-    if saved is None:
-        return None
-    after = trainer.loader.next_sample
-    trainer.put_back(saved)
-    before = trainer.loader.next_sample
-    trainer.loader.seek(after)
-    record = {
-        "to_step": saved.step,
-        "from_step": spike.step,
-        "left_out": [before, after],
-        **spike.numbers(),
-    }
-    trainer.rollbacks = [*done, record]
-    trainer.save()
-    trainer.saver.wait()
-    trainer.meet("rolled back")
-    return record
-
-
-def _checkpoint_before(trainer: "Trainer", step: int) -> checkpoints.Checkpoint | None:
-    """Load the newest good checkpoint before a step; rank 0 chooses and removes the later ones."""
-
-    def choose() -> str:
-        for path in folder.list_checkpoints(trainer.root):
-            if folder.step_of(path) >= step:
-                continue
-            try:
-                checkpoints.verify(path)
-            except checkpoints.BrokenCheckpointError:
-                continue
-            for later in folder.list_checkpoints(trainer.root):
-                if folder.step_of(later) > folder.step_of(path):
-                    hidden = trainer.root / f".removing-{later.name}"
-                    later.rename(hidden)
-                    shutil.rmtree(hidden, ignore_errors=True)
-            folder.sync_folder(trainer.root)
-            return path.name
-        return ""
-
-    name = trainer.agree("checkpoint", choose)
-    return checkpoints.load(trainer.root / name) if name else None

@@ -2,20 +2,22 @@
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 
-from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.model.init import count_parameters
-from telechat_moe.train.guard import Spike, max_in_a_row, roll_back
+from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.train.checkpoints import RunCheckpoints
+from telechat_moe.train.engine import Batch
+from telechat_moe.train.evaluate import validation_loss
+from telechat_moe.train.guard import Spike, max_in_a_row
 from telechat_moe.train.monitor import Monitor
+from telechat_moe.train.schedule import Schedule
 from telechat_moe.train.step import StepOutput
-
-if TYPE_CHECKING:
-    from telechat_moe.train.trainer import Trainer
 
 
 @dataclass(kw_only=True)
@@ -53,11 +55,55 @@ class Summary:
     save_stall_ms: float | None = None
 
 
-class Loop:
-    """The steps of one process."""
+class StepResult(NamedTuple):
+    """A step that was computed.
 
-    def __init__(self, trainer: "Trainer", monitor: Monitor) -> None:
-        self.trainer, self.monitor = trainer, monitor
+    Attributes:
+        batches: What it was computed from.
+        output: What the engine returned.
+        losses: Next-token, MTP, balance and z-loss.
+        norm: Global norm of the gradient before clipping.
+        applied: Whether the weights were updated.
+        rate: Learning rate.
+        seconds: Time of the step, data included.
+        data_seconds: Time spent waiting for data.
+    """
+
+    batches: list[Batch]
+    output: StepOutput
+    losses: tuple[float, float, float]
+    norm: float
+    applied: bool
+    rate: float
+    seconds: float
+    data_seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Total loss."""
+        lm, mtp, aux = self.losses
+        return lm + mtp + aux
+
+
+class Loop:
+    """The steps of one process.
+
+    Args:
+        checkpoints: The run's; with them its engine, data, guard and progress.
+        schedule: Learning rate of each update, counted from 0.
+        monitor: What shows the run.
+    """
+
+    def __init__(self, checkpoints: RunCheckpoints, schedule: Schedule, monitor: Monitor) -> None:
+        self.checkpoints, self.schedule, self.monitor = checkpoints, schedule, monitor
+        self.recipe, self.engine, self.loader = (
+            checkpoints.recipe,
+            checkpoints.engine,
+            checkpoints.loader,
+        )
+        self.guard, self.ranks = checkpoints.guard, checkpoints.ranks
+        self.progress = checkpoints.progress
+        self.steps = self.recipe.train_steps
         self.began = time.perf_counter()
         self.losses: list[float] = []
         self.step_seconds: list[float] = []
@@ -66,12 +112,22 @@ class Loop:
         self.saved_step: int | None = None
         self.stalls_ms: list[float] = []
 
-    def loop(self) -> None:
+    def run(self) -> None:
         """Run the remaining steps with their evaluations and checkpoints; the last one is complete then."""
-        saver = self.trainer.saver if self.trainer.recipe.checkpoints else None
+        saver = self.checkpoints.saver if self.recipe.checkpoints else None
         if saver is not None:
             saver.say = self.monitor.message
-        self.monitor.begin(self.trainer.data_state())
+        data = self.loader.state()
+        self.monitor.begin(
+            {
+                "step": self.progress.step,
+                **{key: data[key] for key in ("next_sample", "samples_per_epoch")},
+                "global_batch": self.recipe.global_batch,
+                "dataset": data["dataset"],
+                "layout": mesh_of(self.recipe).describe(),
+                "rollbacks": self.progress.rollbacks,
+            }
+        )
         try:
             self._steps(saver)
         except Exception:
@@ -82,40 +138,48 @@ class Loop:
             saver.wait(last=True)
 
     def _steps(self, saver: Saver | None) -> None:
-        trainer = self.trainer
-        section = trainer.recipe.checkpoints
-        interval = trainer.recipe.telechat_moe.evaluation.interval
-        if interval and trainer.step == 0:
-            self.monitor.evaluation(0, trainer.evaluate())
-        while trainer.step < trainer.steps and not trainer.interrupted:
+        progress, section = self.progress, self.recipe.checkpoints
+        interval = self.recipe.telechat_moe.evaluation.interval
+        if interval and progress.step == 0:
+            self.monitor.evaluation(0, self.evaluate())
+        while progress.step < self.steps and not self.ranks.interrupted:
             spike = self.train_one()
             if saver is not None:
                 saver.poll()
-            if spike is not None and trainer.guard.rolls_back and self.roll_back(spike):
+            if spike is not None and self.guard.rolls_back and self.roll_back(spike):
                 continue
-            last = trainer.step == trainer.steps
-            if interval and (trainer.step % interval == 0 or last):
-                self.validation_loss = trainer.evaluate()
-                self.monitor.evaluation(trainer.step, self.validation_loss)
-            if section and (trainer.step % section.save_checkpoint_steps == 0 or last):
+            last = progress.step == self.steps
+            if interval and (progress.step % interval == 0 or last):
+                self.validation_loss = self.evaluate()
+                self.monitor.evaluation(progress.step, self.validation_loss)
+            if section and (progress.step % section.save_checkpoint_steps == 0 or last):
                 self.save()
-        if trainer.interrupted and trainer.step < trainer.steps and section:
+        if self.ranks.interrupted and progress.step < self.steps and saver is not None:
             self.save()
-            trainer.saver.wait(last=True)
-            self.monitor.message(f"interrupted: saved step {trainer.step}; go on with --resume")
+            saver.wait(last=True)
+            self.monitor.message(f"interrupted: saved step {progress.step}; go on with --resume")
+
+    def evaluate(self) -> float:
+        """Return the loss on the validation data, on rank 0; the others wait and return NaN."""
+        position = f"step {self.progress.step}, evaluating"
+        self.ranks.at(position)
+        self.engine.collect_weights()
+        loss = validation_loss(self.recipe, self.engine) if self.ranks.leads else float("nan")
+        self.ranks.meet(position)
+        return loss
 
     def save(self) -> None:
         """Save unless this step is saved."""
-        if self.saved_step != self.trainer.step:
+        if self.saved_step != self.progress.step:
             began = time.perf_counter()
-            self.trainer.save(self.monitor.sync)
+            self.checkpoints.save(self.monitor.sync)
             self.stalls_ms.append((time.perf_counter() - began) * 1e3)
-            self.saved_step = self.trainer.step
+            self.saved_step = self.progress.step
             self.monitor.saved(self.saved_step, self.stalls_ms[-1])
 
     def roll_back(self, spike: Spike) -> bool:
         """Go back before a spike; False if there is no checkpoint to go back to."""
-        record = roll_back(self.trainer, spike)
+        record = self.checkpoints.roll_back(spike)
         if record is None:
             self.monitor.message(
                 f"no checkpoint before step {spike.step} to go back to; it is skipped"
@@ -130,85 +194,95 @@ class Loop:
         )
         return True
 
+    def compute_step(self) -> StepResult:
+        """Run the next step; nothing is judged or reported."""
+        progress, step = self.progress, self.progress.step + 1
+        rate = self.schedule(progress.updates)
+        began = time.perf_counter()
+        self.ranks.at(f"step {step}, reading data")
+        batches = self.engine.read(self.loader)
+        waited = time.perf_counter() - began
+        self.ranks.begin_step(step)
+        self.ranks.at(f"step {step}, in the graph")
+        output = self.engine.update(batches, progress.updates + 1, rate, self.guard.limits())
+        lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
+        norm, applied = float(output.norm.asnumpy()), bool(output.applied.asnumpy())
+        seconds = time.perf_counter() - began
+        self.ranks.end_step(step)
+        progress.step = step
+        progress.updates += applied
+        return StepResult(batches, output, (lm, mtp, aux), norm, applied, rate, seconds, waited)
+
     def train_one(self) -> Spike | None:
         """Run one step and report it; return what was wrong if its update was left out."""
-        trainer = self.trainer
-        rate = trainer.schedule(trainer.updates)
-        first = trainer.loader.next_sample
-        began = time.perf_counter()
-        batches = trainer.next_batches()
-        waited = time.perf_counter() - began
-        output = trainer.update(batches, rate)
-        lm, mtp, aux = (float(x) for x in output.losses.asnumpy())
-        applied = bool(output.applied.asnumpy())
-        seconds = time.perf_counter() - began
-        trainer.step += 1
-        count = trainer.loader.next_sample - first
-        self.monitor.samples(trainer.step, first, count, (b[0] for b in batches), applied)
+        first = self.loader.next_sample
+        result = self.compute_step()
+        step, output = self.progress.step, result.output
+        ids, count = (batch[0] for batch in result.batches), self.loader.next_sample - first
+        self.monitor.samples(step, first, count, ids, result.applied)
+        lm, mtp, aux = result.losses
         self.losses.append(lm)
-        self.step_seconds.append(seconds)
-        self.data_seconds.append(waited)
-        norm = float(output.norm.asnumpy())
-        spike = trainer.guard.judge(trainer.step, lm + mtp + aux, norm, applied)
+        self.step_seconds.append(result.seconds)
+        self.data_seconds.append(result.data_seconds)
+        spike = self.guard.judge(step, result.loss, result.norm, result.applied)
         imbalance, dropped = _balance(output)
         self.monitor.step(
-            trainer.step,
-            loss=lm + mtp + aux,
+            step,
+            loss=result.loss,
             lm_loss=lm,
             mtp_loss=mtp,
             aux_loss=aux,
-            grad_norm=norm,
-            learning_rate=rate,
-            seconds=seconds,
-            data_seconds=waited,
-            skipped=not applied,
+            grad_norm=result.norm,
+            learning_rate=result.rate,
+            seconds=result.seconds,
+            data_seconds=result.data_seconds,
+            skipped=not result.applied,
             expert_load_max_over_mean=max(imbalance, default=None),
             expert_load_by_layer=imbalance or None,
             drop_rate=dropped,
         )
-        self.count(spike, output)
+        self._count(spike, output)
         return spike
 
-    def count(self, spike: Spike | None, output: StepOutput) -> None:
-        """Count updates and skipped steps; stop after too many skipped in a row."""
-        trainer = self.trainer
+    def _count(self, spike: Spike | None, output: StepOutput) -> None:
+        """Count skipped steps; stop after too many in a row."""
+        progress = self.progress
         if spike is None:
-            trainer.updates += 1
-            trainer.skipped_in_a_row = 0
+            progress.skipped_in_a_row = 0
             return
-        trainer.skipped += 1
-        trainer.skipped_in_a_row += 1
-        reason = trainer.culprit(output) if spike.limit is None else spike.describe()
-        self.monitor.skipped(trainer.step, spike.numbers(), reason)
-        limit, key = max_in_a_row(trainer.recipe)
-        if trainer.skipped_in_a_row > limit:
+        progress.skipped += 1
+        progress.skipped_in_a_row += 1
+        reason = self.engine.culprit(output) if spike.limit is None else spike.describe()
+        self.monitor.skipped(progress.step, spike.numbers(), reason)
+        limit, key = max_in_a_row(self.recipe)
+        if progress.skipped_in_a_row > limit:
             raise CheckFailedError(
-                f"stopped at step {trainer.step}: {trainer.skipped_in_a_row} steps in a row had a "
+                f"stopped at step {progress.step}: {progress.skipped_in_a_row} steps in a row had a "
                 f"loss or gradient that is not finite or too high ({key} is {limit}); "
-                f"{reason}. Checkpoints in {trainer.root} are from before; look at the data and "
+                f"{reason}. Checkpoints in {self.checkpoints.root} are from before; look at the data and "
                 "the learning rate around this step"
             )
 
     def summary(self) -> Summary:
         """Return what the run came to."""
-        trainer = self.trainer
+        progress, root = self.progress, self.checkpoints.root
         steady = self.step_seconds[1:] or self.step_seconds
-        tokens = trainer.recipe.global_batch * trainer.recipe.model_config.seq_length
-        newest = checkpoints.list_checkpoints(trainer.root)
+        tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
+        newest = checkpoint.list_checkpoints(root)
         last = [x for x in self.losses[-20:] if np.isfinite(x)]
         return Summary(
-            finished=trainer.step >= trainer.steps,
-            steps=trainer.step,
-            skipped_steps=trainer.skipped,
+            finished=progress.step >= self.steps,
+            steps=progress.step,
+            skipped_steps=progress.skipped,
             train_loss=float(np.mean(last)) if last else None,
             validation_loss=self.validation_loss,
             first_loss=self.losses[0] if self.losses else None,
-            parameters=count_parameters(trainer.model),
+            parameters=count_parameters(self.engine.model),
             tokens_per_second=tokens / float(np.median(steady)) if steady else None,
             data_share=sum(self.data_seconds[1:]) / sum(steady) if len(steady) > 1 else None,
             first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
             seconds=time.perf_counter() - self.began,
-            checkpoint=str(newest[0].relative_to(trainer.output)) if newest else None,
+            checkpoint=str(newest[0].relative_to(root.parent)) if newest else None,
             save_stall_ms=float(np.median(self.stalls_ms)) if self.stalls_ms else None,
         )
 

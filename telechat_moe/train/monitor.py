@@ -356,6 +356,17 @@ class Monitor:
         return None
 
 
+class SilentMonitor(Monitor):
+    """A monitor that shows and records nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return what does nothing, whatever the name."""
+        return lambda *args, **kwargs: None
+
+
 def _bar(done: float, width: int) -> str:
     full = round(min(1.0, max(0.0, done)) * width)
     return "━" * full + "╌" * (width - full)

@@ -10,6 +10,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from telechat_moe.ops.adamw import FusedAdamW
 from telechat_moe.ops.select import backend
+from telechat_moe.recipe import Recipe
 
 
 class AdamW(nn.Cell):
@@ -86,6 +87,18 @@ class AdamW(nn.Cell):
                 self.clip(gradients[i], clip),
             )
         return Tensor(True)
+
+
+def from_recipe(recipe: Recipe, params: Sequence[Parameter]) -> AdamW:
+    """Return the optimizer of a recipe."""
+    given = recipe.optimizer
+    return AdamW(
+        params,
+        (given.betas[0], given.betas[1]),
+        given.eps,
+        given.weight_decay,
+        recipe.telechat_moe.weight_decay_exclude,
+    )
 
 
 class Momentum(nn.Cell):

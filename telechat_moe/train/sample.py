@@ -1,13 +1,15 @@
 """Let the model write: continue prompts token by token."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from telechat_moe.data import Tokenizer
+from telechat_moe.data import Tokenizer, load_tokenizer
 from telechat_moe.model import CausalLM, Logits
+from telechat_moe.recipe import Recipe
 
 
 def continue_prompts(
@@ -76,3 +78,30 @@ def draw(
     x = logits_V[best].astype(np.float64) / temperature
     weight = np.exp(x - x.max())
     return int(generator.choice(best, p=weight / weight.sum()))
+
+
+def sample_text(recipe: Recipe, model: CausalLM) -> str | None:
+    """Return what the model makes of the recipe's prompts; None without prompts or tokenizer."""
+    section, path = recipe.telechat_moe.sample, _tokenizer_path(recipe)
+    if section is None or path is None:
+        return None
+    texts = continue_prompts(
+        model,
+        load_tokenizer(path),
+        section.prompts,
+        section.max_new_tokens,
+        temperature=section.temperature,
+        top_k=section.top_k,
+        seed=recipe.seed,
+    )
+    lines = [p + t for p, t in zip(section.prompts, texts, strict=True)]
+    return "\n\n---\n\n".join(lines) + "\n"
+
+
+def _tokenizer_path(recipe: Recipe) -> Path | None:
+    """Return the tokenizer beside the training data, if it is there."""
+    config = recipe.train_dataset.data_loader.config
+    given = config.data_path if config else None
+    prefixes = [item for item in given or [] if not item.replace(".", "").isdigit()]
+    path = Path(prefixes[0]).parent / "tokenizer.json" if prefixes else None
+    return path if path and path.exists() else None

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from telechat_moe.checkpoint.checkpoint import Checkpoint
 from telechat_moe.errors import BadInputError
 from telechat_moe.train.optimizer import AdamW
 
@@ -14,56 +13,52 @@ from telechat_moe.train.optimizer import AdamW
 TRANSIENT = ("expert_load", "dropped", "main_grad")
 
 
+def is_transient(name: str) -> bool:
+    """Return whether a parameter is zero between steps and so belongs into no checkpoint."""
+    return name.split(".")[-1] in TRANSIENT
+
+
+def kept(model: nn.Cell) -> dict[str, Parameter]:
+    """Return the parameters of a model that a checkpoint holds, by name."""
+    return {p.name: p for p in model.get_parameters() if not is_transient(p.name)}
+
+
 def parameters(model: nn.Cell, optimizer: AdamW) -> dict[str, dict[str, Parameter]]:
     """Return all parameters that a checkpoint holds, by group and name."""
-    kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
     moments = [*optimizer.moment1, *optimizer.moment2]
-    return {"model": kept, "optimizer": {p.name: p for p in moments}}
+    return {"model": kept(model), "optimizer": {p.name: p for p in moments}}
 
 
-def restore(
-    model: nn.Cell, optimizer: AdamW, checkpoint: Checkpoint, in_place: bool = False
+def put(
+    groups: Mapping[str, Mapping[str, Parameter]],
+    arrays: Mapping[str, Mapping[str, np.ndarray]],
+    source: str | Path,
+    in_place: bool = False,
 ) -> None:
-    """Put a checkpoint's tensors into the parameters; all fit or nothing is changed.
+    """Put saved tensors into parameters; all fit or nothing is changed.
 
     Args:
-        model: Built model.
-        optimizer: Of its parameters.
-        checkpoint: What to put in.
+        groups: Parameters by group and name.
+        arrays: What to put in, likewise; other groups are left alone.
+        source: Where the arrays come from, for messages.
         in_place: Write into the memory that the parameters have. Needed once a graph with branches has run: it holds
             on to that memory (MindSpore 2.9.0).
 
     Raises:
         BadInputError: Tensors are missing, unknown, or of another shape or data type; lists all.
     """
-    groups = parameters(model, optimizer)
-    problems = []
+    problems: list[str] = []
     for group, found in groups.items():
-        problems += _differences(group, found, checkpoint.tensors.get(group, {}))
+        problems += _differences(group, found, arrays.get(group, {}))
     if problems:
-        raise BadInputError(
-            f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(problems)
-        )
+        raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
     for group, found in groups.items():
         for name, parameter in found.items():
-            value = Tensor(checkpoint.tensors[group][name])
+            value = Tensor(arrays[group][name])
             if in_place:
                 ops.assign(parameter, value)
             else:
                 parameter.set_data(value)
-
-
-def restore_weights(model: nn.Cell, checkpoint: Checkpoint) -> None:
-    """Put a checkpoint's weights into the parameters, as :func:`restore` does."""
-    kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
-    weights = checkpoint.tensors.get("model", {})
-    problems = _differences("model", kept, weights)
-    if problems:
-        raise BadInputError(
-            f"{checkpoint.path} does not fit the model:\n  " + "\n  ".join(problems)
-        )
-    for name, parameter in kept.items():
-        parameter.set_data(Tensor(weights[name]))
 
 
 def _differences(
@@ -97,20 +92,12 @@ def load_weights(model: nn.Cell, source: str | Path) -> None:
     from telechat_moe.files import require_checksums
 
     require_checksums(Path(source))
-    entries = {
-        name: entry
-        for name, entry in read_weights(Path(source)).items()
-        if name.split(".")[-1] not in TRANSIENT
-    }
     arrays = {
-        name: _widen(entry.dtype, entry.shape, entry.read()) for name, entry in entries.items()
+        name: _widen(entry.dtype, entry.shape, entry.read())
+        for name, entry in read_weights(Path(source)).items()
+        if not is_transient(name)
     }
-    kept = {p.name: p for p in model.get_parameters() if p.name.split(".")[-1] not in TRANSIENT}
-    problems = _differences("weights", kept, arrays)
-    if problems:
-        raise BadInputError(f"{source} does not fit the model:\n  " + "\n  ".join(problems))
-    for name, parameter in kept.items():
-        parameter.set_data(Tensor(arrays[name]))
+    put({"weights": kept(model)}, {"weights": arrays}, source)
 
 
 def _widen(dtype: str, shape: tuple[int, ...], data: bytes | memoryview | np.ndarray) -> np.ndarray:

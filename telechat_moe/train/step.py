@@ -1,5 +1,6 @@
 """One training step as one graph: forward, backward, clipping, AdamW, expert bias."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mindspore as ms
@@ -9,6 +10,7 @@ from mindspore.common.initializer import Zero, initializer
 from telechat_moe.graph.execute import LIMITS
 from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.dispatch import CapacityDispatch
+from telechat_moe.model.gradient import ForwardBackward
 from telechat_moe.model.router import Router
 from telechat_moe.ops.adamw import FusedNorm
 from telechat_moe.ops.select import backend
@@ -64,30 +66,6 @@ class GlobalNorm(nn.Cell):
             row = self.reshape(gradient, (1, -1))
             squares += (self.reshape(self.square_sum(row, row), (1,)),)
         return self.sqrt(self.reshape(self.add(squares), ())), self.concat(squares)
-
-
-class ForwardBackward(nn.Cell):
-    """Losses and gradients of one micro-batch.
-
-    Args:
-        model: Cell that returns ``(lm, mtp, aux)``, each ``(1,)``.
-        params: What to differentiate by.
-    """
-
-    def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
-        super().__init__(auto_prefix=False)
-        self.model = model
-
-        def loss(*batch):
-            lm, mtp, aux = model(*batch)
-            return lm + mtp + aux, ops.concat((lm, mtp, aux))
-
-        self.gradient = ms.value_and_grad(loss, None, params, has_aux=True)
-
-    def construct(self, *batch: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return ``(losses, gradients)``."""
-        (_, losses), gradients = self.gradient(*batch)
-        return losses, gradients
 
 
 class Accumulate(nn.Cell):
@@ -146,7 +124,64 @@ def _main_grad(parameter: Parameter) -> Parameter:
     return Parameter(zeros, name=f"{parameter.name}.main_grad", requires_grad=False)
 
 
-class TrainStep(nn.Cell):
+class UpdateStep(nn.Cell):
+    """The end of a training step: whether the update counts, clipping, AdamW, expert biases.
+
+    Args:
+        optimizer: Updates the model's parameters.
+        max_grad_norm: Clip the global gradient norm to this; None = no clipping.
+        bias_rate: Rate of the expert bias; 0 = no update.
+        routers: Routers of this process and their rows in the table of loads.
+        norm_limit: Parameter; the gradient norm must be below it.
+        loss_limit: Parameter; the total loss must be below it.
+    """
+
+    def __init__(
+        self,
+        optimizer: AdamW,
+        max_grad_norm: float | None,
+        bias_rate: float,
+        routers: Sequence[tuple[int, Router]],
+        norm_limit: Parameter,
+        loss_limit: Parameter,
+    ) -> None:
+        super().__init__(auto_prefix=False)
+        self.optimizer = optimizer
+        self.norm_limit, self.loss_limit = norm_limit, loss_limit
+        self.below, self.both = ops.Less(), ops.LogicalAnd()
+        self.clip = max_grad_norm is not None
+        self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
+        self.one = Tensor(1.0, ms.float32)
+        self.routers = nn.CellList([router for _, router in routers], auto_prefix=False)
+        self.load_rows = tuple(row for row, _ in routers)
+        self.update_bias = bias_rate > 0
+        self.bias_update = BiasUpdate(bias_rate)
+
+    def counts(self, norm: Tensor, total: Tensor) -> Tensor:
+        """Return whether gradient norm and total loss are finite and below their limits."""
+        tame = self.both(self.below(norm, self.norm_limit), self.below(total, self.loss_limit))
+        return self.both(ops.isfinite(norm + total), tame)
+
+    def apply(
+        self,
+        gradients: tuple[Tensor, ...],
+        norm: Tensor,
+        loads: Tensor | tuple[Tensor, ...],
+        scalars: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Clip, update the parameters, move the expert biases."""
+        factor = self.one
+        if self.clip:
+            factor = self.max_norm / ops.maximum(norm, self.max_norm)
+        done = self.optimizer(gradients, *scalars, factor)
+        if self.update_bias:
+            for i in range(len(self.routers)):
+                load_E = loads[self.load_rows[i]]
+                ops.assign_add(self.routers[i].expert_bias, self.bias_update(load_E))
+        return done
+
+
+class TrainStep(UpdateStep):
     """Train on one batch, or on the last micro-batch of one.
 
     A step whose loss or gradient is not finite, or not below the limits of :meth:`set_limits`, changes nothing.
@@ -167,8 +202,14 @@ class TrainStep(nn.Cell):
         micro_batches: int = 1,
         bias_rate: float = 0.0,
     ) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
+        cells = [cell for _, cell in model.cells_and_names()]
+        # Parameters, so that a change does not compile anew; AdamW's scalars come with every call.
+        limits = (
+            Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
+            for name in LIMITS
+        )
+        routers = list(enumerate(cell for cell in cells if isinstance(cell, Router)))
+        super().__init__(optimizer, max_grad_norm, bias_rate, routers, *limits)
         self.accumulate = None
         if micro_batches > 1:
             self.accumulate = Accumulate(model, optimizer.params)
@@ -176,31 +217,11 @@ class TrainStep(nn.Cell):
         else:
             self.forward_backward = ForwardBackward(model, optimizer.params)
         self.norm = GlobalNorm(len(optimizer.params))
-        self.clip = max_grad_norm is not None
-        self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
-        self.one = Tensor(1.0, ms.float32)
-        self.at_least = ops.Maximum()
-        self.divide = ops.RealDiv()
-        self.is_finite = ops.IsFinite()
-        self.below, self.both = ops.Less(), ops.LogicalAnd()
-        # Parameters, so that a change does not compile anew; AdamW's scalars come with every call.
-        self.norm_limit, self.loss_limit = (
-            Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
-            for name in LIMITS
-        )
         self.sum = ops.ReduceSum()
-        cells = [cell for _, cell in model.cells_and_names()]
-        self.routers = nn.CellList(
-            [cell for cell in cells if isinstance(cell, Router)], auto_prefix=False
-        )
         self.droppers = nn.CellList(
             [cell for cell in cells if isinstance(cell, CapacityDispatch)], auto_prefix=False
         )
-        self.update_bias = bias_rate > 0
-        self.bias_update = BiasUpdate(bias_rate)
         self.stack = ops.Stack(0)
-        self.add = ops.AddN()
-        self.assign_add = ops.AssignAdd()
         self.assign = ops.Assign()
         self.zero = Tensor([0.0], ms.float32)
 
@@ -208,23 +229,6 @@ class TrainStep(nn.Cell):
         """Let the next steps be applied only where gradient norm and total loss are below these."""
         ops.assign(self.norm_limit, Tensor(norm, ms.float32))
         ops.assign(self.loss_limit, Tensor(loss, ms.float32))
-
-    def apply(
-        self,
-        gradients: tuple[Tensor, ...],
-        norm: Tensor,
-        loads: tuple[Tensor, ...],
-        scalars: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        """Clip, update the parameters, move the expert biases."""
-        factor = self.one
-        if self.clip:
-            factor = self.divide(self.max_norm, self.at_least(norm, self.max_norm))
-        done = self.optimizer(gradients, *scalars, factor)
-        if self.update_bias:
-            for i in range(len(self.routers)):
-                self.assign_add(self.routers[i].expert_bias, self.bias_update(loads[i]))
-        return done
 
     def take_loads(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return what routers and dispatches counted, and clear the counters."""
@@ -252,9 +256,7 @@ class TrainStep(nn.Cell):
         else:
             losses, gradients = self.forward_backward(*batch)
         norm, square_sums = self.norm(gradients)
-        total = self.sum(losses)
-        tame = self.both(self.below(norm, self.norm_limit), self.below(total, self.loss_limit))
-        applied = self.both(self.is_finite(norm + total), tame)
+        applied = self.counts(norm, self.sum(losses))
         loads, dropped = self.take_loads()
         if applied:
             self.apply(gradients, norm, loads, (rate, epsilon, decay))

@@ -265,7 +265,7 @@ def test_the_verbs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_the_parts_are_those_of_the_compiled_graphs(layout: str) -> None:
     pytest.importorskip("mindspore")
     from telechat_moe.graph.execute import piece_of
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     of = recipe(**LAYOUTS[layout])
     cuts, seen = Cuts.of(of), set()

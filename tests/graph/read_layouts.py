@@ -117,7 +117,7 @@ def recipe(layout):
 
 def compiled(layout, ranks, change=None):
     """Return the graphs of ranks; ``change`` is called before, in the process that compiles."""
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     if change is not None:
         change()

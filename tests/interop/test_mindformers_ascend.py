@@ -27,7 +27,7 @@ def readings(overrides: list[str], rank: int):
     from telechat_moe.graph.report import expected_sizes
     from telechat_moe.interop.mindformers_dryrun import compile_mindformers
     from telechat_moe.sharding.recipe import mesh_of
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     overrides = [*SMALL, SHARED, *overrides]
     recipe = load(TELECHAT, overrides)

@@ -9,8 +9,8 @@ from mindspore import ParameterTuple, Tensor
 from tiny_models import random_weights, tiny_config
 
 from telechat_moe.model import CausalLM
+from telechat_moe.model.gradient import ForwardBackward
 from telechat_moe.ops import rewrite, select
-from telechat_moe.train.step import ForwardBackward
 
 pytestmark = pytest.mark.mindspore
 

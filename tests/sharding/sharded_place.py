@@ -25,7 +25,7 @@ def refusal(name, target, forgotten=None):
     """Return why the last rank of a layout is refused; empty if it is not."""
     import mindspore as ms
 
-    from telechat_moe.train.sharded import build_step
+    from telechat_moe.train.rank_graph import build_step
 
     recipe = run.recipe(run.LAYOUTS[name], 4)
     devices = mesh_of(recipe).devices

@@ -271,7 +271,7 @@ def compile_cases(folder: Path, cases: list[Case]) -> None:
     import sharded_faults as faults
 
     from telechat_moe.graph.execute import Job
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     done: dict[str, list] = {}
     for case in cases:

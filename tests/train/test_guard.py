@@ -21,7 +21,6 @@ from telechat_moe.errors import CheckFailedError
 from telechat_moe.recipe import RecipeError
 from telechat_moe.recipe.schema.own import LossGuard
 from telechat_moe.train.guard import Guard, Limits
-from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import Monitor
 from telechat_moe.train.trainer import Trainer
 
@@ -126,11 +125,11 @@ def left_out(
     trainer = Trainer(spiky_data.recipe(noisy, output), plain=True)
     found = []
     with Monitor(output, STEPS, 1, quiet=True) as monitor, trainer.loader:
-        loop = Loop(trainer, monitor)
-        while trainer.step < STEPS:
-            if trainer.step == done and trainer.loader.next_sample < first:
+        loop = trainer.loop(monitor)
+        while trainer.progress.step < STEPS:
+            if trainer.progress.step == done and trainer.loader.next_sample < first:
                 trainer.loader.seek(first)
-                trainer.step += count_skip
+                trainer.progress.step += count_skip
             loop.train_one()
             found = curve(output)
     return found
@@ -147,18 +146,20 @@ def test_skip(tmp_path, noisy, unguarded):
     output = tmp_path / "run"
     trainer = Trainer(spiky_data.recipe(noisy, output, **rules("skip")), plain=True)
     with Monitor(output, STEPS, 1, quiet=True) as monitor, trainer.loader:
-        loop = Loop(trainer, monitor)
-        while trainer.step < STEPS:
+        loop = trainer.loop(monitor)
+        while trainer.progress.step < STEPS:
             before = {
-                n: p.asnumpy().copy() for g in trainer.parameters().values() for n, p in g.items()
+                n: p.asnumpy().copy()
+                for g in trainer.engine.parameters().values()
+                for n, p in g.items()
             }
             spike = loop.train_one()
             same = all(
                 np.array_equal(before[n], p.asnumpy())
-                for g in trainer.parameters().values()
+                for g in trainer.engine.parameters().values()
                 for n, p in g.items()
             )
-            assert same == (spike is not None) == (trainer.step == SPIKE)
+            assert same == (spike is not None) == (trainer.progress.step == SPIKE)
     guarded, free = curve(output), curve(unguarded)
     assert guarded[:SPIKE] == free[:SPIKE]
     assert guarded[SPIKE:] != free[SPIKE:]
@@ -169,7 +170,7 @@ def test_skip(tmp_path, noisy, unguarded):
     assert (event["step"], event["action"], event["reason"]) == (SPIKE, "skip", "loss")
     assert event["limit"] == pytest.approx(1.5 * median, rel=1e-6)
     assert event["median"] == pytest.approx(median)
-    assert trainer.updates == STEPS - 1
+    assert trainer.progress.updates == STEPS - 1
 
 
 def test_roll_back(tmp_path, noisy):
@@ -226,13 +227,14 @@ def test_mindformers_fixed_threshold(tmp_path, data):
     }
     recipe = spiky_data.recipe(data, tmp_path / "run", **keys)
     trainer = Trainer(recipe, plain=True)
-    before = {n: p.asnumpy().copy() for n, p in trainer.parameters()["model"].items()}
+    before = {n: p.asnumpy().copy() for n, p in trainer.engine.parameters()["model"].items()}
     with pytest.raises(
         CheckFailedError, match=r"3 steps in a row.*global_norm_spike_count_threshold"
     ):
         trainer.run()
     assert all(
-        np.array_equal(before[n], p.asnumpy()) for n, p in trainer.parameters()["model"].items()
+        np.array_equal(before[n], p.asnumpy())
+        for n, p in trainer.engine.parameters()["model"].items()
     )
     events = records(tmp_path / "run", "guard")
     assert [e["reason"] for e in events] == ["gradient norm"] * 3

@@ -252,16 +252,19 @@ class _Step:
 
 def _single(recipe: "Recipe", taps: Path, steps: range, values: str, wanted: Filter) -> _Found:
     from telechat_moe.launch.sharded_run import Recording, record_steps
+    from telechat_moe.train.engine import OneProcess
     from telechat_moe.train.trainer import Trainer
 
     trainer = Trainer(recipe, overwrite=True, plain=True)
-    if trainer.train_step.accumulate is not None:
+    engine = trainer.engine
+    assert isinstance(engine, OneProcess)
+    if engine.train_step.accumulate is not None:
         raise BadInputError(
             f"{recipe.source}: gradient accumulation in one process is not captured; "
             "set runner_config.gradient_accumulation_steps=1"
         )
-    step = _Step(trainer.train_step, wanted, values == VALUES)
-    trainer.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
+    step = _Step(engine.train_step, wanted, values == VALUES)
+    engine.train_step = step  # pyright: ignore[reportAttributeAccessIssue]
     record_steps(trainer, steps.stop, Recording(taps, 0, steps, values))
     return {(n, 0): (step.tapped.plan, {}, {}) for n in steps}
 
@@ -278,7 +281,7 @@ def _sharded(
     from telechat_moe.graph.execute import Job
     from telechat_moe.launch.job import LOGS, check_sharded
     from telechat_moe.launch.sharded_run import run_ranks
-    from telechat_moe.train.sharded import compile_recipe
+    from telechat_moe.train.rank_graph import compile_recipe
 
     check_sharded(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks

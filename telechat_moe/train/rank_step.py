@@ -13,9 +13,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
-from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.router import Router
 from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.step import UpdateStep
 
 
 def _scalar(name: str, value: float = 0.0) -> Parameter:
@@ -38,7 +38,7 @@ class LossVector(nn.Cell):
         return self.concat((lm, mtp, aux))
 
 
-class ShardedStep(nn.Cell):
+class RankStep(UpdateStep):
     """Train on one batch.
 
     Args:
@@ -76,8 +76,10 @@ class ShardedStep(nn.Cell):
         bias_rate: float = 0.0,
         shared_graph: bool = False,
     ) -> None:
-        super().__init__(auto_prefix=False)
-        self.optimizer = optimizer
+        # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
+        # dataset only those of the model. The names are graph.execute's.
+        limits = (_scalar(name, float("inf")) for name in LIMITS)
+        super().__init__(optimizer, max_grad_norm, bias_rate, routers, *limits)
         self.weights = optimizer.params
         self.network: nn.Cell = LossVector(model)
         if shared_graph:
@@ -99,24 +101,13 @@ class ShardedStep(nn.Cell):
         self.sum_keep, self.sum_all = ops.ReduceSum(), ops.ReduceSum()
         self.sum_squares, self.sum_losses = ops.AllReduce(), ops.AllReduce()
         self.sum_loads = ops.AllReduce()
-        self.clip = max_grad_norm is not None
-        self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
-        # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
-        # dataset only those of the model. The names are graph.execute's.
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        self.norm_limit, self.loss_limit = (_scalar(name, float("inf")) for name in LIMITS)
-        self.below, self.both = ops.Less(), ops.LogicalAnd()
-        self.one = Tensor(1.0, ms.float32)
-        self.routers = nn.CellList([router for _, router in routers], auto_prefix=False)
         self.rows = tuple(
-            Tensor(np.eye(max(1, router_count), dtype=np.float32)[:, place : place + 1])
-            for place, _ in routers
+            Tensor(np.eye(max(1, router_count), dtype=np.float32)[:, row : row + 1])
+            for row, _ in routers
         )
         self.router_count, self.add = router_count, ops.AddN()
         self.experts = experts
-        self.places = tuple(place for place, _ in routers)
-        self.update_bias = bias_rate > 0
-        self.bias_update = BiasUpdate(bias_rate)
 
     def gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return losses (sum over micro-batches) and gradients (of their mean)."""
@@ -148,9 +139,7 @@ class ShardedStep(nn.Cell):
         losses, grads = self.gradients(batch)
         norm = self.global_norm(grads)
         losses = self.sum_losses(losses * self.loss_share)
-        total = ops.reduce_sum(losses)
-        tame = self.both(self.below(norm, self.norm_limit), self.below(total, self.loss_limit))
-        applied = self.both(ops.isfinite(norm + total), tame)
+        applied = self.counts(norm, ops.reduce_sum(losses))
         loads = self.take_loads(losses)
         if applied:
             self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
@@ -176,20 +165,3 @@ class ShardedStep(nn.Cell):
         for router in self.routers:
             self.assign(router.expert_load, self.depend(self.zeros_like(router.expert_load), loads))
         return loads
-
-    def apply(
-        self,
-        grads: tuple[Tensor, ...],
-        norm: Tensor,
-        loads: Tensor,
-        scalars: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        """Clip, update the parameters, move the expert biases."""
-        factor = self.one
-        if self.clip:
-            factor = self.max_norm / ops.maximum(norm, self.max_norm)
-        done = self.optimizer(grads, *scalars, factor)
-        if self.update_bias:
-            for i in range(len(self.routers)):
-                ops.assign_add(self.routers[i].expert_bias, self.bias_update(loads[self.places[i]]))
-        return done

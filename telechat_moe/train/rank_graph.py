@@ -1,6 +1,7 @@
 """Build the training step of one rank of a recipe, and compile it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -23,10 +24,8 @@ from telechat_moe.sharding.recipe import (
     shard_threshold,
 )
 from telechat_moe.sharding.recompute import recompute
-from telechat_moe.train.optimizer import AdamW
-from telechat_moe.train.sharded_step import ShardedStep
-
-COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids")
+from telechat_moe.train.optimizer import AdamW, from_recipe
+from telechat_moe.train.rank_step import RankStep
 
 
 def placed_model(
@@ -73,7 +72,7 @@ def build_step(
     target: str,
     optimizer: Callable[[Sequence[ms.Parameter]], AdamW] | None = None,
     shared_graph: bool | None = None,
-) -> ShardedStep:
+) -> RankStep:
     """Return the step of one rank, placed.
 
     Args:
@@ -94,11 +93,11 @@ def build_step(
     faces = select.using("plain") if target == "CPU" else select.using(target="Ascend")
     with faces:
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
-        make = optimizer or (lambda params: adamw(recipe, params))
+        make = optimizer or partial(from_recipe, recipe)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
         use_bias = config.moe_router_enable_expert_bias
         wrapper = recipe.runner_wrapper
-        step = ShardedStep(
+        step = RankStep(
             model,
             make(params),
             [placement.parts(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
@@ -116,18 +115,6 @@ def build_step(
         )
     step.set_train()
     return step
-
-
-def adamw(recipe: Recipe, params: Sequence[ms.Parameter]) -> AdamW:
-    """Return the optimizer of a recipe."""
-    given = recipe.optimizer
-    return AdamW(
-        params,
-        (given.betas[0], given.betas[1]),
-        given.eps,
-        given.weight_decay,
-        recipe.telechat_moe.weight_decay_exclude,
-    )
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:

@@ -1,0 +1,248 @@
+"""The checkpoints of a run: what they hold besides tensors, resuming, saving, going back before a spike."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+
+from telechat_moe import __version__
+from telechat_moe.checkpoint import checkpoint, folder
+from telechat_moe.checkpoint.background import Saver
+from telechat_moe.data import Loader
+from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
+from telechat_moe.recipe import Recipe
+from telechat_moe.train.engine import Engine
+from telechat_moe.train.guard import Guard, Spike
+from telechat_moe.train.ranks import Ranks
+
+STATE_VERSION = 1
+
+# Settings of the model section that say how it is laid out, not what it computes.
+LAYOUT_KEYS = ("batch_size", "offset", "pp_interleave_num")
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps done.
+        updates: Steps whose update was applied.
+        skipped: Steps whose update was not.
+        skipped_in_a_row: Those since the last update.
+        rollbacks: What was done each time that the run went back.
+    """
+
+    step: int = 0
+    updates: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+
+
+class RunCheckpoints:
+    """The checkpoints of one run.
+
+    Args:
+        recipe: Loaded recipe.
+        engine: Holds the tensors.
+        loader: Its position in the data is kept.
+        guard: Its window is kept.
+        ranks: The processes, which save and go back together.
+    """
+
+    def __init__(
+        self, recipe: Recipe, engine: Engine, loader: Loader, guard: Guard, ranks: Ranks
+    ) -> None:
+        self.recipe, self.engine, self.loader = recipe, engine, loader
+        self.guard, self.ranks = guard, ranks
+        self.root = folder_of(recipe)
+        self.progress = Progress()
+        self.notes: list[str] = []
+        self._constant = {
+            "version": STATE_VERSION,
+            "telechat_moe": __version__,
+            "mindspore": ms.__version__,
+            "model_config": asdict(recipe.model_config),
+            "training": _training_settings(recipe),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint of the current step holds besides tensors, JSON values."""
+        return {
+            **self._constant,
+            **{k: getattr(self.progress, k) for k in ("updates", "skipped", "skipped_in_a_row")},
+            "data": self.loader.state(),
+            "guard": self.guard.state(),
+            "rollbacks": self.progress.rollbacks,
+            "seed": self.recipe.seed,
+        }
+
+    def resume(self) -> bool:
+        """Go on from the newest good checkpoint; return False if there is none.
+
+        Raises:
+            BadInputError: It does not fit the recipe.
+        """
+        saved = checkpoint.latest(self.root, warn=self.notes.append)
+        if saved is not None:
+            self.restore(saved)
+        return saved is not None
+
+    def restore(self, saved: checkpoint.Checkpoint, in_place: bool = False) -> None:
+        """Go on from a checkpoint; after the first step ``in_place``.
+
+        Raises:
+            BadInputError: It does not fit the recipe.
+        """
+        given, progress = saved.state, self.progress
+        if given.get("version") != STATE_VERSION:
+            raise BadInputError(
+                f"{saved.path} has state version {given.get('version')}, expected {STATE_VERSION}: "
+                "it was written by another version of telechat-moe"
+            )
+        before, now = (
+            {k: v for k, v in config.items() if k not in LAYOUT_KEYS}
+            for config in (given["model_config"], self._constant["model_config"])
+        )
+        if changes := checkpoint.diff_config(before, now):
+            raise BadInputError(
+                f"{self.recipe.source}: the model section is not the one that {saved.path} was "
+                "trained with:\n  "
+                + "\n  ".join(changes)
+                + "\nput the old values back, or train from the start in another output_dir"
+            )
+        for change in checkpoint.diff_config(given["training"], self._constant["training"]):
+            self.notes.append(f"changed since {saved.path.name}: {change}")
+        self.engine.put(saved, in_place)
+        self.loader.load_state(given["data"])
+        progress.step, progress.updates = saved.step, given["updates"]
+        progress.skipped, progress.skipped_in_a_row = given["skipped"], given["skipped_in_a_row"]
+        progress.rollbacks = list(given.get("rollbacks", []))
+        if "guard" in given:
+            self.guard.load_state(given["guard"])
+        self.notes.append(f"resumed from {saved.path} at step {progress.step}")
+
+    @cached_property
+    def saver(self) -> Saver:
+        """What writes checkpoints; holds memory for a copy of all parameters."""
+        section, own = self.recipe.checkpoints, self.recipe.telechat_moe.saving
+        background = own.background or bool(section and section.async_save)
+        return Saver(self.engine.parameters(), background=background, max_failed=own.max_failed)
+
+    def save(self, before: Callable[[], object] = lambda: None) -> None:
+        """Write a checkpoint of the current step, while training goes on if the recipe says so.
+
+        Args:
+            before: What must be done before the checkpoint exists; it runs where the writing does.
+        """
+        step = self.progress.step
+        self.ranks.at(f"step {step}, saving")
+        write = self.writer()
+        self.saver.save(f"the checkpoint of step {step}", lambda groups: (before(), write(groups)))
+
+    def writer(self) -> Callable[[Any], object]:
+        """Return what writes a copy of the parameters as the checkpoint of the current step."""
+        section = self.recipe.checkpoints
+        keep_last = section.keep_checkpoint_max if section else None
+        return self.engine.writer(self.root, self.progress.step, self.state(), keep_last)
+
+    def roll_back(self, spike: Spike) -> dict[str, Any] | None:
+        """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
+
+        The checkpoint is written once more with the new position in the data, and later ones are removed, so that a
+        run that is killed now goes on from here. All ranks call this together.
+
+        Args:
+            spike: In the last step, whose update was not applied.
+
+        Returns:
+            What was done, for the logs; None if there is no checkpoint to go back to.
+
+        Raises:
+            CheckFailedError: It went back as often as the recipe allows.
+        """
+        rules, done = self.guard.rules, list(self.progress.rollbacks)
+        assert rules is not None
+        if len(done) >= rules.max_rollbacks:
+            raise CheckFailedError(
+                f"stopped at step {spike.step}: {spike.describe()}, and the run has gone back {len(done)} time(s) "
+                f"already (telechat_moe.loss_guard.max_rollbacks is {rules.max_rollbacks}). Checkpoints in "
+                f"{self.root} are from before; look at the data and the learning rate around this step"
+            )
+        self.saver.wait()
+        limit = spike.step - rules.rollback_steps
+        position = f"step {self.progress.step}, going back"
+        name = self.ranks.agree(position, lambda: self._choose_before(limit))
+        if not name:
+            return None
+        saved = checkpoint.load(self.root / name)
+        after = self.loader.next_sample
+        self.restore(saved, in_place=True)
+        before = self.loader.next_sample
+        self.loader.seek(after)
+        record = {
+            "to_step": saved.step,
+            "from_step": spike.step,
+            "left_out": [before, after],
+            **spike.numbers(),
+        }
+        self.progress.rollbacks = [*done, record]
+        self.save()
+        self.saver.wait()
+        self.ranks.meet(f"step {self.progress.step}, went back")
+        return record
+
+    def _choose_before(self, step: int) -> str:
+        """Return the name of the newest good checkpoint before a step, empty if none; remove the later ones."""
+        for path in folder.list_checkpoints(self.root):
+            if folder.step_of(path) >= step:
+                continue
+            try:
+                checkpoint.verify(path)
+            except checkpoint.BrokenCheckpointError:
+                continue
+            for later in folder.list_checkpoints(self.root):
+                if folder.step_of(later) > folder.step_of(path):
+                    hidden = self.root / f".removing-{later.name}"
+                    later.rename(hidden)
+                    shutil.rmtree(hidden, ignore_errors=True)
+            folder.sync_folder(self.root)
+            return path.name
+        return ""
+
+
+def folder_of(recipe: Recipe) -> Path:
+    """Return the folder of a run's checkpoints."""
+    return Path(recipe.output_dir) / "checkpoints"
+
+
+def refuse_old_checkpoints(root: Path) -> None:
+    """Refuse to mix a new run with the checkpoints of an earlier one.
+
+    Raises:
+        UsageError: There are checkpoints in ``root``.
+    """
+    if checkpoint.list_checkpoints(root):
+        raise UsageError(
+            f"{root} holds checkpoints of an earlier run; go on from them with --resume, "
+            "train from the start with --overwrite, or set another output_dir"
+        )
+
+
+def _training_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that change the course of a run, apart from model and data."""
+    return {
+        "optimizer": asdict(recipe.optimizer),
+        "lr_schedule": asdict(recipe.lr_schedule) if recipe.lr_schedule else None,
+        "global_batch": recipe.global_batch,
+        "max_grad_norm": recipe.runner_wrapper.max_grad_norm,
+        "use_clip_grad": recipe.runner_wrapper.use_clip_grad,
+        "weight_decay_exclude": recipe.telechat_moe.weight_decay_exclude,
+        "steps": recipe.train_steps,
+        "seed": recipe.seed,
+    }

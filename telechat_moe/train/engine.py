@@ -1,0 +1,191 @@
+"""What computes the steps of a run: here one process; :mod:`telechat_moe.train.rank_engine` runs a rank's graph."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.model import CausalLM
+from telechat_moe.ops import select
+from telechat_moe.ops.rewrite import fuse_cells
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import micro_batches
+from telechat_moe.train import optimizer, state
+from telechat_moe.train.step import Evaluate, StepOutput, TrainStep
+
+Batch = tuple[Tensor, ...]
+Columns = Iterator[dict[str, Any]]
+
+
+class Engine(Protocol):
+    """What computes the steps of a run and holds its weights.
+
+    Attributes:
+        model: The model; its weights are the current ones after :meth:`collect_weights`.
+        operators: What the operators are computed by, for the user.
+        evaluate_cell: Next-token loss of the model on a batch.
+    """
+
+    model: CausalLM
+    operators: str
+    evaluate_cell: Evaluate
+
+    def read(self, columns: Columns) -> list[Batch]:
+        """Return the batches of the next step, as :meth:`update` takes them."""
+        ...
+
+    def update(
+        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+    ) -> StepOutput:
+        """Run a step.
+
+        Args:
+            batches: What :meth:`read` returned.
+            number: Number of the update, from 1.
+            rate: Learning rate.
+            limits: Gradient norm and loss must be below these for the update to be applied.
+        """
+        ...
+
+    def parameters(self) -> dict[str, dict[str, Parameter]]:
+        """Return what a checkpoint holds (of this rank), by group and name."""
+        ...
+
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+        """Put the tensors of a checkpoint in; after the first step ``in_place``."""
+        ...
+
+    def begin(self) -> None:
+        """Take the weights that were put into the model, before the first step."""
+        ...
+
+    def collect_weights(self) -> None:
+        """Put the current weights into the model of rank 0; all ranks call it."""
+        ...
+
+    def writer(
+        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[Groups], object]:
+        """Return what writes a copy of :meth:`parameters` as the checkpoint of a step."""
+        ...
+
+    def culprit(self, output: StepOutput) -> str:
+        """Say which tensor a step that is not finite goes back to."""
+        ...
+
+
+def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
+    """Return the columns of a batch in the order of the model's arguments."""
+    names = ("input_ids", "labels", "loss_mask", "position_ids", "attention_mask")
+    return tuple(Tensor(columns[name]) for name in names if name in columns)
+
+
+def backends(recipe: Recipe) -> AbstractContextManager[None]:
+    """Return a context in which cells are built with the operators that the recipe chooses."""
+    chosen = recipe.telechat_moe.operators
+    return select.using(chosen.default, chosen.faces(), recipe.context.device_target)
+
+
+def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
+    """Build the model of a recipe in graph mode; return it and what its operators are computed by."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
+    ms.set_seed(recipe.seed)
+    own = recipe.telechat_moe
+    with backends(recipe):
+        model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
+        operators = select.summary()
+        if fused := fuse_cells(model) if own.operators.fuse_plain else []:
+            regions = sum(region.program is not None for region in fused)
+            operators += f"; the fuser replaced {regions} regions"
+    return model, operators
+
+
+class OneProcess:
+    """An engine that trains the whole model in this process; see :class:`Engine`.
+
+    Args:
+        recipe: Loaded recipe for one device.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.model, self.operators = build_model(recipe)
+        self.micro_batches = micro_batches(recipe)
+        self.limits = (float("inf"), float("inf"))
+        wrapper, config = recipe.runner_wrapper, recipe.model_config
+        with backends(recipe):
+            self.model.set_train()
+            self.optimizer = optimizer.from_recipe(recipe, self.model.trainable_params())
+            self.train_step = TrainStep(
+                self.model,
+                self.optimizer,
+                wrapper.max_grad_norm if wrapper.use_clip_grad else None,
+                self.micro_batches,
+                config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0,
+            )
+        self.train_step.set_train()
+        self.evaluate_cell = Evaluate(self.model)
+
+    def read(self, columns: Columns) -> list[Batch]:
+        """Return the micro-batches of the next step."""
+        return [tensors(next(columns)) for _ in range(self.micro_batches)]
+
+    def update(
+        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+    ) -> StepOutput:
+        """See :meth:`Engine.update`."""
+        if limits != self.limits:
+            self.train_step.set_limits(*limits)
+            self.limits = limits
+        if self.train_step.accumulate is not None:
+            for batch in batches[:-1]:
+                self.train_step.accumulate(*batch)
+        return StepOutput(*self.train_step(*self.optimizer.scalars(number, rate), *batches[-1]))
+
+    def parameters(self) -> dict[str, dict[str, Parameter]]:
+        """See :meth:`Engine.parameters`."""
+        return state.parameters(self.model, self.optimizer)
+
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+        """See :meth:`Engine.put`."""
+        state.put(self.parameters(), saved.tensors, saved.path, in_place)
+
+    def begin(self) -> None:
+        """Do nothing: the steps compute with the model's own weights."""
+
+    def collect_weights(self) -> None:
+        """Do nothing: the model has its weights."""
+
+    def writer(
+        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[Groups], object]:
+        """See :meth:`Engine.writer`."""
+        return lambda groups: checkpoints.save(root, step, groups, given, keep_last=keep_last)
+
+    def culprit(self, output: StepOutput) -> str:
+        """See :meth:`Engine.culprit`.
+
+        A weight that is not finite, or else the gradient nearest to the loss: the backward pass
+        carries NaN and Inf from there to all layers below.
+        """
+        params, square_sums = self.optimizer.params, output.square_sums
+        broken = [p.name for p in params if not np.isfinite(p.asnumpy()).all()]
+        if broken:
+            return f"the weight {broken[0]} is not finite" + _more(broken)
+        assert square_sums is not None
+        found = zip(params, square_sums.asnumpy(), strict=True)
+        bad = [p.name for p, x in found if not np.isfinite(x)]
+        if not bad:
+            return "the loss is not finite although all gradients are"
+        if len(bad) == len(params):
+            return f"the loss is not finite, and so is every gradient, {bad[-1]} the last"
+        return f"the gradient of {bad[-1]} is not finite" + _more(bad[::-1])
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

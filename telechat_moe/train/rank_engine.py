@@ -1,0 +1,153 @@
+"""An engine that runs one rank's graph of a model that is spread over CPU processes.
+
+Every rank reads all data, runs its graph and writes its share of the checkpoints; rank 0 completes them and holds the
+whole weights when they are needed.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from telechat_moe.checkpoint import checkpoint as checkpoints
+from telechat_moe.checkpoint.multi_rank import Together
+from telechat_moe.checkpoint.rank_shards import Exchange, Sharing, grouped
+from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.execute import Job, RankProgram
+from telechat_moe.ops import select
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding.recipe import mesh_of, micro_batches
+from telechat_moe.train import optimizer, state
+from telechat_moe.train.engine import Batch, Columns, build_model, tensors
+from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.step import Evaluate, StepOutput
+
+MOMENTS = ("adam_m", "adam_v")
+SUMS = "accu_grads"  # zero between steps
+
+
+class RankEngine:
+    """An engine that runs the graph of one rank; see :class:`telechat_moe.train.engine.Engine`.
+
+    Args:
+        recipe: Loaded recipe.
+        job: Folder of the job; MindSpore's communication is initialised.
+        ranks: The processes of the run.
+    """
+
+    def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:
+        assert ranks.control is not None
+        self.rank, self.ranks, self.control = ranks.rank, ranks.count, ranks.control
+        self.micro_batches, self.layout = micro_batches(recipe), mesh_of(recipe).describe()
+        self.saves = 0
+        self.limits = (float("inf"), float("inf"))
+        self.moments: Mapping[str, np.ndarray] = {}
+        self.model, _ = build_model(recipe)
+        self.operators = f"plain, in the graphs of {self.ranks} ranks ({self.layout})"
+        self.weights = {p.name: p for p in self.model.get_parameters()}
+        graphs = Job.read(job)
+        self.program = RankProgram(graphs, self.rank)
+        with select.using("plain"):
+            self.optimizer = optimizer.from_recipe(recipe, [])  # for the host's part of it
+        self.evaluate_cell = Evaluate(self.model)
+        self.names = [name for name in self.program.parameters if self._kept(name)]
+        self.sharing = Sharing(graphs, self._kept)
+        folder = Path(recipe.output_dir) / ".pieces"
+        self.exchange = Exchange(self.sharing, self.rank, folder, self.control)
+
+    def _kept(self, name: str) -> bool:
+        """Return whether a parameter of the graph belongs into a checkpoint."""
+        transient = state.is_transient(name) or name.startswith(SUMS)
+        return _base(name) in self.weights and not transient
+
+    def read(self, columns: Columns) -> list[Batch]:
+        """Return the whole batch; the graph cuts micro-batches and this rank's rows out of it."""
+        parts = [next(columns) for _ in range(self.micro_batches)]
+        return [tensors({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})]
+
+    def update(
+        self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]
+    ) -> StepOutput:
+        """See :meth:`telechat_moe.train.engine.Engine.update`."""
+        scalars = self.optimizer.scalars(number, rate)
+        if limits != self.limits:
+            self.program.set_limits(*limits)
+            self.limits = limits
+        losses, norm, applied, loads = self.program(*scalars, *batches[0])
+        applied.asnumpy()  # waits for the end of the step
+        return StepOutput(losses, norm, None, applied, loads, None)
+
+    def parameters(self) -> dict[str, dict[str, Parameter]]:
+        """See :meth:`telechat_moe.train.engine.Engine.parameters`."""
+        return grouped({name: self.program.parameters[name] for name in self.names}, MOMENTS)
+
+    def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
+        """Put the tensors of a checkpoint into the model, ``in_place`` into the graph, too."""
+        state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
+        wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
+        self.moments = saved.tensors.get("optimizer", {})
+        if missing := sorted(set(wanted) - set(self.moments)):
+            raise BadInputError(f"{saved.path} does not fit the model: {missing[0]} is missing")
+        if in_place:
+            self._shard(in_place=True)
+
+    def begin(self) -> None:
+        """Put this rank's shards of weights and moments into its graph."""
+        self._shard(in_place=False)
+
+    def _shard(self, in_place: bool) -> None:
+        values: dict[str, np.ndarray] = {}
+        for name in self.program.parameters:
+            base = _base(name)
+            if name in self.moments:
+                values[name] = self.moments[name]
+            elif base in self.weights:
+                weight = self.weights[base]
+                transient = base != name or state.is_transient(base)
+                values[name] = np.zeros(weight.shape, np.float32) if transient else _copy(weight)
+        self.program.set_parameters(values, in_place)
+        self.moments = {}
+
+    def collect_weights(self) -> None:
+        """Put the whole weights into rank 0's model."""
+        weights = [name for name in self.names if name.split(".")[0] not in MOMENTS]
+        whole = self.exchange.gather({n: _copy(self.program.parameters[n]) for n in weights})
+        for name, value in (whole or {}).items():
+            self.weights[name].set_data(Tensor(value))
+
+    def writer(
+        self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
+    ) -> Callable[[Groups], object]:
+        """Return what writes this rank's share of a copy; no rank waits for another one but in its thread."""
+        self.saves += 1
+        save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
+        together = Together(root, step, save, self.rank, self.ranks, self.control, about, keep_last)
+
+        def write(groups: Groups) -> None:
+            pieces = {
+                group: {name: self.sharing.piece(self.rank, name, x) for name, x in found.items()}
+                for group, found in groups.items()
+            }
+            together.write(pieces, given)
+
+        return write
+
+    def culprit(self, output: StepOutput) -> str:
+        """Say which weight of this rank is not finite."""
+        for name in self.names:
+            if not np.isfinite(_copy(self.program.parameters[name])).all():
+                return f"the weight {name} is not finite"
+        return "the loss or a gradient is not finite although all weights of rank 0 are"
+
+
+def _base(name: str) -> str:
+    """Return the weight that a moment or a sum belongs to; of a weight, itself."""
+    prefix, _, rest = name.partition(".")
+    return rest if prefix in (*MOMENTS, SUMS) else name
+
+
+def _copy(parameter: Parameter) -> np.ndarray:
+    return parameter.asnumpy().copy()

@@ -1,0 +1,70 @@
+"""The processes of a run, as one of them sees the others."""
+
+from collections.abc import Callable
+
+from telechat_moe.processes import Control
+
+
+class Ranks:
+    """Say where in the run this process is, meet the others, and agree with them on what to do.
+
+    Args:
+        control: Control folder of the run; None: this process is the only one, and nobody supervises it.
+        rank: This process.
+        count: Number of processes.
+    """
+
+    def __init__(self, control: Control | None = None, rank: int = 0, count: int = 1) -> None:
+        self.control, self.rank, self.count = control, rank, count
+        self.interrupted = False
+        self._meetings = self._agreements = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process reports, evaluates and completes checkpoints."""
+        return self.rank == 0
+
+    def at(self, position: str) -> None:
+        """Note where in the run this process is, for the message should it hang there."""
+        if self.control is not None:
+            self.control.set_position(self.rank, position)
+
+    def barrier(self, name: str) -> None:
+        """Wait until all processes have come to the barrier of this name."""
+        if self.control is not None and self.count > 1:
+            self.control.barrier(name, self.rank, self.count)
+
+    def meet(self, position: str) -> None:
+        """Wait for the other processes, which call this at the same position."""
+        self._meetings += 1
+        self.at(position)
+        self.barrier(f"met-{self._meetings}")
+
+    def agree(self, position: str, choose: Callable[[], str]) -> str:
+        """Return on all processes what rank 0 chooses."""
+        if self.control is None or self.count == 1:
+            return choose()
+        self._agreements += 1
+        file = f"agreed-{self._agreements}"
+        self.meet(position)  # all have come here: none is still saving
+        if self.leads:
+            self.control.write(file, choose())
+        self.meet(position)
+        return self.control.read(file) or ""
+
+    def interrupt(self) -> None:
+        """Let this process stop after the current step."""
+        self.interrupted = True
+
+    def begin_step(self, step: int) -> None:
+        """Announce on rank 0 that this step is the last one, if the user wants to stop."""
+        if self.control is None or not self.leads or self.control.read("last"):
+            return
+        if self.control.stop_asked():
+            # Seen by all others before they end this step, since they need rank 0 for its collectives.
+            self.control.write("last", str(step))
+
+    def end_step(self, step: int) -> None:
+        """Take note, alike on all processes, of whether this step was the last one."""
+        last = self.control.read("last") if self.control is not None else None
+        self.interrupted |= last is not None and step >= int(last)
