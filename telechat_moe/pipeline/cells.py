@@ -1,6 +1,6 @@
 """The graphs of a chunk: forward, gradient of its input (dX), gradients of its weights (dW).
 
-dX is one graph that computes the chunk's forward again from the input that was kept (full recomputation) and goes back
+dX is one graph that recomputes the chunk's forward from the input that was kept (full recomputation) and goes back
 through it. What dW needs leaves it through taps (:mod:`telechat_moe.pipeline.deferred`); dW recomputes nothing. The
 gradients of norm gains, sums over what dX holds anyway, come out of dX itself, as with Megatron's delayed weight gradients.
 """
@@ -25,33 +25,21 @@ BATCH = len(COLUMNS)
 Outputs = tuple[Tensor, ...]
 
 
-class _Meet(nn.Cell):
-    """Times one; backward, what comes from behind is one term before it meets other gradients.
+class _OneTerm(nn.Cell):
+    """A cell whose input's gradient is one term before it meets other gradients.
 
-    One is a parameter, because MindSpore takes a product with a constant one, or an identity with a backward of its own,
-    out of the graph and adds all terms in one row.
+    Its input is multiplied by one. One is a parameter, because MindSpore takes a product with a constant one, or an
+    identity with its own backward, out of the graph and adds all terms in one row.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cell: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
         self.one = Parameter(Tensor(np.ones((), np.float32)), name=name, requires_grad=False)
-        self.times = ops.Mul()
+        self.times, self.cell = ops.Mul(), cell
 
     def construct(self, x: Tensor) -> Tensor:
-        """Return x."""
-        return self.times(x, self.one)
-
-
-class _Then(nn.Cell):
-    """One cell after another."""
-
-    def __init__(self, first: nn.Cell, then: nn.Cell) -> None:
-        super().__init__(auto_prefix=False)
-        self.first, self.then = first, then
-
-    def construct(self, x: Tensor) -> Tensor:
-        """Return the second's result."""
-        return self.then(self.first(x))
+        """Return what the cell computes of x."""
+        return self.cell(self.times(x, self.one))
 
 
 def order_sums(model: CausalLM) -> CausalLM:
@@ -63,7 +51,7 @@ def order_sums(model: CausalLM) -> CausalLM:
     names = [(p, p.name) for p in model.get_parameters()]
     for i in range(model.mtp_depth):
         layer = model.mtp[i]
-        layer.hidden_norm = _Then(_Meet(f"one_{i}"), layer.hidden_norm)
+        layer.hidden_norm = _OneTerm(f"one_{i}", layer.hidden_norm)
     for p, name in names:  # a cell that is put in gives its parameters its name once more
         p.name = name
     return model
@@ -227,7 +215,7 @@ def _defer_experts(moe: MoE) -> None:
 
 
 class InputGradient(nn.Cell):
-    """dX of a chunk, with its forward computed again.
+    """dX of a chunk, with its forward recomputed.
 
     Args:
         model: The chunk.

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -16,23 +15,26 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.errors import CheckFailedError, TelechatMoeError, UsageError
+from telechat_moe.errors import CheckFailedError, UsageError
 from telechat_moe.pipeline.chunks import Chunk, parse
-from telechat_moe.pipeline.schedule import Part, Schedule, show
+from telechat_moe.pipeline.schedule import Pass, Schedule, show
 from telechat_moe.pipeline.spec import Spec
 from telechat_moe.pipeline.sums import Array, Arrays, InOrder, Named
 from telechat_moe.pipeline.transport import Link, LinkError
-from telechat_moe.processes import die_with_parent
+from telechat_moe.processes import (
+    SILENCE_S,
+    HangDetector,
+    RankDiedError,
+    RankFailedError,
+    death,
+    end,
+    start,
+)
 from telechat_moe.recipe import ModelConfig
 
 WHOLE = -1
 """Number of the process that runs the unpipelined model."""
-SILENCE_S = 20.0
 LAST_WORDS_S = 1.0
-
-
-class StageDiedError(TelechatMoeError):
-    """A process was killed, crashed or gives no sign of life (exit code 1)."""
 
 
 class DeadlockError(CheckFailedError):
@@ -40,16 +42,16 @@ class DeadlockError(CheckFailedError):
 
 
 class Event(NamedTuple):
-    """One part as it was run; seconds since the step began.
+    """One pass as it was run; seconds since the step began.
 
     Attributes:
-        part: What.
+        part: Which pass.
         asked_s: When its turn came.
         start_s: When its inputs were there.
         end_s: When it was computed.
     """
 
-    part: Part
+    part: Pass
     asked_s: float
     start_s: float
     end_s: float
@@ -82,12 +84,11 @@ class _Process:
     process: subprocess.Popen[bytes]
     link: Link
     status: dict[str, Any] = field(default_factory=dict)
-    heard_s: float = field(default_factory=time.monotonic)
-    cpu_s: float = 0.0
+    heard: int = 0
 
     @property
     def at(self) -> str:
-        """Where it stands."""
+        """Its position in the program, for messages."""
         return f" at {self.status['at']}" if "at" in self.status else ""
 
 
@@ -109,7 +110,8 @@ class Pipeline:
         silence_s: float = SILENCE_S,
         watch: Callable[[int, str], None] | None = None,
     ) -> None:
-        self.spec, self.stages, self.silence_s, self.watch = spec, stages, silence_s, watch
+        self.spec, self.stages, self.watch = spec, stages, watch
+        self.detector = HangDetector(silence_s)
         self.heard: queue.Queue[tuple[int, dict[str, Any], Arrays]] = queue.Queue()
         self.processes: dict[int, _Process] = {}
         self.steps = 0
@@ -124,21 +126,20 @@ class Pipeline:
     def _start(self, number: int, sockets: dict[int, socket.socket]) -> None:
         ours, theirs = socket.socketpair()
         given = {WHOLE: theirs, **sockets}
-        words = [f"{stage}:{end.fileno()}" for stage, end in given.items()]
+        words = [f"{stage}:{side.fileno()}" for stage, side in given.items()]
         program = (
             f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.worker import main; "
             f"sys.exit(main({[str(number), *words]!r}))"
         )
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, "-c", program],
-            pass_fds=[end.fileno() for end in given.values()],
+            pass_fds=[side.fileno() for side in given.values()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env={"GLOG_v": "3", **os.environ},
-            preexec_fn=die_with_parent,
         )
-        for end in given.values():
-            end.close()
+        for side in given.values():
+            side.close()
         name = f"stage {number}" if number >= 0 else "the unpipelined run"
         link = Link(ours, name)
         self.processes[number] = _Process(name, process, link)
@@ -160,9 +161,7 @@ class Pipeline:
     def close(self) -> None:
         """End all processes."""
         for p in self.processes.values():
-            p.process.kill()
-        for p in self.processes.values():
-            p.process.wait()
+            end(p.process)
             p.link.close()
 
     def run(
@@ -184,7 +183,7 @@ class Pipeline:
             BadInputError: The schedule is incomplete.
             UsageError: Schedule, layout and processes do not fit each other.
             DeadlockError: It cannot go on.
-            StageDiedError: A process died, or hangs.
+            RankDiedError: A process died, or hangs.
         """
         schedule.check()
         chunks = parse(layout, self.spec.config)
@@ -227,11 +226,11 @@ class Pipeline:
 
     def _ask(self, number: int, header: dict[str, Any], batches: Arrays) -> None:
         p = self.processes[number]
-        p.status, p.heard_s = {}, time.monotonic()
+        p.status, p.heard = {}, p.heard + 1
         try:
             p.link.send(header, batches)
         except LinkError:
-            raise StageDiedError(self._obituary(number)) from None
+            raise RankDiedError(self._obituary(number)) from None
 
     def _wait(self, numbers: list[int]) -> dict[int, tuple[dict[str, Any], Arrays]]:
         """Wait until these processes have done what they were asked for."""
@@ -247,7 +246,7 @@ class Pipeline:
 
     def _hear(self, number: int, header: dict[str, Any], arrays: Arrays) -> None:
         p, state = self.processes[number], header["state"]
-        p.heard_s = time.monotonic()
+        p.heard += 1
         if state in ("closed", "failed"):
             self._mourn(number, header)
         if state == "beat":
@@ -271,41 +270,29 @@ class Pipeline:
                 break
         for n, message in said.items():
             if message["state"] == "failed" and not message["echo"]:
-                error = TelechatMoeError(f"{self.processes[n].name} failed: {message['message']}")
-                error.exit_code = message["exit_code"]
-                raise error
+                text = f"{self.processes[n].name} failed: {message['message']}"
+                raise RankFailedError(text, message["exit_code"])
         silent = [n for n, message in said.items() if message["state"] == "closed"]
         if silent:
-            raise StageDiedError(self._obituary(silent[0]))
-        raise StageDiedError(f"{self.processes[number].name} failed: {header['message']}")
+            raise RankDiedError(self._obituary(silent[0]))
+        raise RankDiedError(f"{self.processes[number].name} failed: {header['message']}")
 
     def _obituary(self, number: int) -> str:
         p = self.processes[number]
         try:
             code = p.process.wait(timeout=LAST_WORDS_S)
-            how = (
-                f"was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
+            how = f"was killed by {death(code)}" if code < 0 else f"ended with {death(code)}"
         except subprocess.TimeoutExpired:
             how = "closed its connection"
         return f"{p.name} (process {p.process.pid}) {how}{p.at}"
 
     def _check_silence(self) -> None:
-        import psutil
-
         for p in self.processes.values():
-            if time.monotonic() - p.heard_s < self.silence_s:
-                continue
-            with contextlib.suppress(psutil.NoSuchProcess):
-                cpu_s = sum(psutil.Process(p.process.pid).cpu_times()[:2])
-                if cpu_s > p.cpu_s:  # it computes, and holds its interpreter
-                    p.cpu_s, p.heard_s = cpu_s, time.monotonic()
-                    continue
-            raise StageDiedError(
-                f"{p.name} (process {p.process.pid}) has given no sign of life for {self.silence_s:g} s{p.at}"
-            )
+            if self.detector.hangs(p.process.pid, p.heard):
+                raise RankDiedError(
+                    f"{p.name} (process {p.process.pid}) has given no sign of life for "
+                    f"{self.detector.silence_s:g} s{p.at}"
+                )
 
     def _check_deadlock(self, numbers: list[int]) -> None:
         """Raise where every stage waits or is done and nothing is on its way: nothing can change that."""

@@ -6,10 +6,10 @@ from functools import cached_property
 
 from telechat_moe.errors import BadInputError
 
-Part = tuple[str, int, int]
+Pass = tuple[str, int, int]
 """F forward, B full backward, D gradient of the input or W gradients of the weights; chunk; micro-batch."""
-Operation = tuple[Part, ...]
-"""One part, or a forward and a backward that are to overlap; here the parts run one after the other."""
+Operation = tuple[Pass, ...]
+"""One pass, or a forward and a backward that are to overlap; here they run one after the other."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Schedule:
         Whether its order can finish at all is another question (the planner's cycle check).
 
         Raises:
-            BadInputError: Naming what is missing, doubled or elsewhere, up to five of them.
+            BadInputError: Naming what is missing, doubled or on the wrong stage, up to five of them.
         """
-        found: Counter[Part] = Counter()
+        found: Counter[Pass] = Counter()
         problems: list[str] = []
         for stage, ops in enumerate(self.ops):
             for op in ops:
@@ -84,8 +84,8 @@ class Schedule:
             )
 
 
-def show(part: Part) -> str:
-    """Write a part for people."""
+def show(part: Pass) -> str:
+    """Write a pass for people."""
     return f"{part[0]}(chunk {part[1]}, micro-batch {part[2]})"
 
 

@@ -6,7 +6,6 @@ CONTROL and SOCKET are descriptors of sockets that the parent opened: to itself,
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from typing import Any
@@ -15,10 +14,11 @@ import numpy as np
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.pipeline.chunks import parse
-from telechat_moe.pipeline.schedule import Operation, Part, Schedule, show_operation
+from telechat_moe.pipeline.schedule import Operation, Pass, Schedule, show_operation
 from telechat_moe.pipeline.spec import Spec
 from telechat_moe.pipeline.sums import Arrays, InOrder, Uses
 from telechat_moe.pipeline.transport import Inbox, Link, LinkError
+from telechat_moe.processes import beat, describe_failure
 from telechat_moe.recipe import ModelConfig
 
 BEAT_S = 0.5
@@ -162,14 +162,14 @@ class _Step:
     def _now(self) -> float:
         return time.monotonic() - self.header["start"]
 
-    def _pace(self, part: Part, start: float) -> None:
+    def _pace(self, part: Pass, start: float) -> None:
         pace = self.header.get("pace")
         if pace:
             kinds = "DW" if part[0] == "B" else part[0]
             lasting = sum(pace[kind][part[1]] for kind in kinds)
             time.sleep(max(0.0, start + lasting - self._now()))
 
-    def _inputs(self, part: Part, op: Operation) -> Arrays:
+    def _inputs(self, part: Pass, op: Operation) -> Arrays:
         """Wait for what a part reads."""
         kind, chunk, micro = part
         last = self.schedule.chunks - 1
@@ -183,7 +183,7 @@ class _Step:
             return [self.one] * 3
         return self._take(("D", chunk + 1, micro), op)
 
-    def _take(self, key: Part, op: Operation) -> Arrays:
+    def _take(self, key: Pass, op: Operation) -> Arrays:
         sender = self.schedule.stage_of[key[1:]]
 
         def waiting() -> None:
@@ -191,7 +191,7 @@ class _Step:
 
         return self.worker.inbox.take((self.header["step"], *key), sender, waiting)
 
-    def _compute(self, part: Part, inputs: Arrays) -> Arrays:
+    def _compute(self, part: Pass, inputs: Arrays) -> Arrays:
         """Compute a part; return what it sends."""
         kind, chunk, micro = part
         graphs, place, batch = self.graphs[chunk], (chunk, micro), self.batches[micro]
@@ -212,7 +212,7 @@ class _Step:
                 self._add(chunk, name, micro, uses)
         return outputs
 
-    def _kept(self, part: Part) -> Arrays:
+    def _kept(self, part: Pass) -> Arrays:
         if part[1:] not in self.states:
             raise TelechatMoeError(f"stage {self.here}: {part} comes before its F")
         return self.states[part[1:]]
@@ -226,7 +226,7 @@ class _Step:
         held += sum(a.nbytes for taps in self.taps.values() for tap in taps for a in tap)
         self.peak_bytes = max(self.peak_bytes, held)
 
-    def _send(self, part: Part, outputs: Arrays) -> None:
+    def _send(self, part: Pass, outputs: Arrays) -> None:
         kind, chunk, micro = part
         if kind == "W":
             return
@@ -267,9 +267,6 @@ class _Step:
 
 def main(words: list[str]) -> int:
     """Run a process; return its exit code."""
-    from telechat_moe.processes import die_with_parent
-
-    die_with_parent()
     number, ends = int(words[0]), words[1:]
     sockets = {
         int(stage): socket.socket(fileno=int(descriptor))
@@ -278,26 +275,21 @@ def main(words: list[str]) -> int:
     control = Link(sockets.pop(-1), "the parent")
     peers = {stage: Link(end, f"stage {stage}") for stage, end in sockets.items()}
     worker = Worker(number, control, peers)
-    threading.Thread(target=_beat, args=(control,), daemon=True).start()
+    beat(lambda: _report_life(control), BEAT_S)
     try:
         worker.serve()
     except BaseException as error:
-        known = isinstance(error, TelechatMoeError)
-        if not known:
+        said = describe_failure(error)
+        if not said["known"]:
             traceback.print_exc()
-        echo = isinstance(error, LinkError)
-        text = str(error) if known else f"{type(error).__name__}: {error}"[:2000]
-        code = error.exit_code if isinstance(error, TelechatMoeError) else 1
-        worker.say("failed", message=text, exit_code=code, echo=echo)
-        os._exit(code)
+        worker.say("failed", echo=isinstance(error, LinkError), **said)
+        os._exit(said["exit_code"])
     os._exit(0)
 
 
-def _beat(control: Link) -> None:
+def _report_life(control: Link) -> None:
     try:
-        while True:
-            control.send({"state": "beat"})
-            time.sleep(BEAT_S)
+        control.send({"state": "beat"})
     except LinkError:
         os._exit(1)
 

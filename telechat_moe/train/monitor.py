@@ -25,6 +25,8 @@ from telechat_moe.train import metrics
 
 _RECENT_STEPS = 20  # speed and ETA come from the median of so many steps
 _REDRAWS_PER_S = 10.0
+STEP_NUMBERS = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm", "learning_rate")
+"""What every step has: total loss, its three terms (nats), norm of the gradient before clipping, learning rate."""
 
 
 class Monitor:
@@ -108,57 +110,31 @@ class Monitor:
         self,
         step: int,
         *,
-        loss: float,
-        lm_loss: float,
-        mtp_loss: float,
-        aux_loss: float,
-        grad_norm: float,
-        learning_rate: float,
         seconds: float,
         skipped: bool = False,
-        data_seconds: float | None = None,
-        expert_load_max_over_mean: float | None = None,
         expert_load_by_layer: Sequence[float] | None = None,
-        drop_rate: float | None = None,
-        **extra: float,
+        **numbers: float | None,
     ) -> None:
         """Record a finished step.
 
         Args:
             step: Number of the step, counted from 1.
-            loss: Total loss, the sum of the next three, in nats.
-            lm_loss: Next-token loss.
-            mtp_loss: Loss of multi-token prediction, with its factor.
-            aux_loss: Balance and z losses, with their factors.
-            grad_norm: Global norm of the gradient before clipping.
-            learning_rate: Learning rate of this step.
             seconds: Wall time of the step.
             skipped: Whether the weights were left as they are because of a NaN, an Inf or a spike.
-            data_seconds: The part of ``seconds`` that was spent waiting for data.
-            expert_load_max_over_mean: Tokens of the busiest expert over the mean, worst layer.
-            expert_load_by_layer: The same ratio for each MoE layer.
-            drop_rate: Share of token-expert pairs that exceeded the capacity, 0..1.
-            **extra: More numbers for metrics.jsonl and TensorBoard.
+            expert_load_by_layer: Tokens of the busiest expert over the mean, for each MoE layer.
+            **numbers: :data:`STEP_NUMBERS`, and others for metrics.jsonl and TensorBoard, such as ``data_seconds``
+                (part of ``seconds`` spent waiting for data), ``expert_load_max_over_mean`` (of the worst layer) and
+                ``drop_rate`` (share of token-expert pairs that exceeded the capacity); None is left out.
         """
+        rest = {k: v for k, v in numbers.items() if k not in STEP_NUMBERS and v is not None}
         values: dict[str, Any] = {
-            "loss": float(loss),
-            "lm_loss": float(lm_loss),
-            "mtp_loss": float(mtp_loss),
-            "aux_loss": float(aux_loss),
-            "grad_norm": float(grad_norm),
-            "learning_rate": float(learning_rate),
+            **{key: float(numbers[key] or 0.0) for key in STEP_NUMBERS},
             "seconds": float(seconds),
             "tokens": self.tokens_per_step,
             "tokens_per_second": self.tokens_per_step / seconds if seconds > 0 else 0.0,
             "skipped": bool(skipped),
+            **{key: float(value) for key, value in rest.items()},
         }
-        optional = {
-            "data_seconds": data_seconds,
-            "expert_load_max_over_mean": expert_load_max_over_mean,
-            "drop_rate": drop_rate,
-            **extra,
-        }
-        values |= {key: float(value) for key, value in optional.items() if value is not None}
         if expert_load_by_layer is not None:
             values["expert_load_by_layer"] = [float(x) for x in expert_load_by_layer]
         self._skipped += bool(skipped)

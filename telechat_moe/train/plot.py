@@ -11,7 +11,8 @@ The suffix of the last file chooses the format (png, svg, pdf).
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +81,33 @@ def plot(source: str | Path, target: str | Path) -> Path | None:
     evaluations = [r for r in records if r["event"] == "evaluation" and r.get("loss") is not None]
     if not steps:
         return None
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8.5, 6.0), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.4, 1])
+    with _picture(target, 2.4) as (above, below):
         _draw_loss(above, steps, evaluations)
         _draw_load(below, steps)
-        below.set_xlabel("step")
-        below.xaxis.set_major_locator(MaxNLocator(integer=True))
         below.set_xlim(0, max(r["step"] for r in steps) * 1.015 + 0.5)
         title = _finding(steps, evaluations)
         above.set_title(title, loc="left", fontweight="bold", fontsize=15, pad=24)
-        above.annotate(
-            _summary(steps),
-            (0, 1),
-            xycoords="axes fraction",
-            xytext=(0, 8),
-            textcoords="offset points",
-            color=_GREY,
-        )
+        place = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+        above.annotate(_summary(steps), (0, 1), color=_GREY, **place)
+    return Path(target)
+
+
+@contextmanager
+def _picture(target: str | Path, ratio: float) -> Iterator[tuple[Axes, Axes]]:
+    """Make two axes above each other over the steps, and write the picture at the end."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.5, 6.0), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[ratio, 1])
+        below.set_xlabel("step")
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
+        yield above, below
+        # Without the date, so that the same numbers give the same file.
+        date = {".svg": "Date", ".pdf": "CreationDate"}.get(Path(target).suffix)
         try:
-            figure.savefig(target, metadata=_no_date(Path(target).suffix))
+            figure.savefig(target, metadata={date: None} if date else {})
         except (OSError, ValueError) as error:
             raise TelechatMoeError(f"cannot write the picture {target}: {error}") from error
-    return Path(target)
 
 
 def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) -> Floats:
@@ -140,50 +144,28 @@ def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Flo
     steps = [r for r in records[first] if r["event"] == "step"]
     x = _column(steps, "step")
     colours, styles = (_GREY, _BLUE, _VERMILION, _GREEN), ("-", (0, (6, 4)), (0, (1, 2.5)), "-.")
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8.5, 6.0), layout="constrained", dpi=150)
-        FigureCanvasAgg(figure)
-        above, below = figure.subplots(2, 1, sharex=True, height_ratios=[2.0, 1])
+    with _picture(target, 2.0) as (above, below):
         for i, (name, found) in enumerate(records.items()):
             loss = _column([r for r in found if r["event"] == "step"], "loss")
             width = 5.0 if i == 0 else 2.2  # the first one as a band, so that all are seen
             look = {"color": colours[i % 4], "linestyle": styles[i % 4], "linewidth": width}
             above.plot(x, loss, label=name, alpha=0.35 if i == 0 else 1.0, **look)
         for i, (name, error) in enumerate(errors.items(), start=1):
-            # A logarithm has no place for two losses that are equal to the last bit.
+            # A logarithm cannot show two losses that are equal to the last bit.
             seen = np.maximum(error, 2e-8)
             below.plot(x, seen, "o-", markersize=3, linewidth=1.0, color=colours[i % 4], label=name)
         eps = float(np.finfo(np.float32).eps)
         below.axhline(eps, color=_GREY, linestyle="--", linewidth=1.0)
-        below.annotate(
-            "float32 epsilon",
-            (1, eps),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, -4),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            color=_GREY,
-            fontsize=9,
-        )
+        place = {"xycoords": ("axes fraction", "data"), "xytext": (0, -4), "ha": "right"}
+        place |= {"textcoords": "offset points", "va": "top", "color": _GREY, "fontsize": 9}
+        below.annotate("float32 epsilon", (1, eps), **place)
         below.set_yscale("log")
         below.set_ylabel(f"relative distance\nfrom {first}")
-        below.set_xlabel("step")
-        below.xaxis.set_major_locator(MaxNLocator(integer=True))
         above.set_ylabel("training loss (nats)")
         above.legend(loc="upper right")
         title = f"{len(runs)} runs, one curve: losses within {worst:.0e} in {len(x)} steps"
         above.set_title(title, loc="left", fontweight="bold", fontsize=15)
-        try:
-            figure.savefig(target, metadata=_no_date(Path(target).suffix))
-        except (OSError, ValueError) as error:
-            raise TelechatMoeError(f"cannot write the picture {target}: {error}") from error
     return errors
-
-
-def _no_date(suffix: str) -> dict[str, None]:
-    """Leave the date out, so that the same numbers give the same file."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix, {})
 
 
 def _draw_loss(axes: Axes, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:

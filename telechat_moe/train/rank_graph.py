@@ -36,7 +36,7 @@ def placed_model(
     Args:
         recipe: Loaded recipe.
         rank: Global rank.
-        target: See :func:`build_step`; the caller chooses the faces.
+        target: See :func:`build_step`; the caller chooses the backends.
         shared_graph: See there.
 
     Raises:
@@ -78,7 +78,7 @@ def build_step(
     Args:
         recipe: Loaded recipe.
         rank: Global rank.
-        target: ``CPU``: plain faces, to be exported and run on CPU processes; ``Ascend``: its primitives.
+        target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: its primitives.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph, and stand-ins take the place of other stages' cells;
             default: for Ascend where there are several. CPU cannot run such a graph.
@@ -90,8 +90,8 @@ def build_step(
     micro = micro_batches(recipe)
     if shared_graph is None:
         shared_graph = target == "Ascend" and micro > 1
-    faces = select.using("plain") if target == "CPU" else select.using(target="Ascend")
-    with faces:
+    backends = select.using("plain") if target == "CPU" else select.using(target="Ascend")
+    with backends:
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
         make = optimizer or partial(from_recipe, recipe)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
@@ -150,7 +150,7 @@ def compile_recipe(
     Args:
         recipe: Loaded recipe.
         ranks: Global ranks; None = all.
-        target: Faces, see :func:`build_step`; the front end's target is Ascend always.
+        target: Backends, see :func:`build_step`; the front end's target is Ascend always.
         full_batch: See :func:`telechat_moe.sharding.recipe.parallel_context`.
         optimizer: See :func:`build_step`.
         shared_graph: See :func:`build_step`.

@@ -21,7 +21,6 @@ from telechat_moe.pipeline.chunks import even, parse, whole
 from telechat_moe.pipeline.run import (
     DeadlockError,
     Pipeline,
-    StageDiedError,
     Step,
     different,
 )
@@ -29,6 +28,7 @@ from telechat_moe.pipeline.schedule import Schedule
 from telechat_moe.pipeline.spec import Spec, random_batches
 from telechat_moe.pipeline.sums import InOrder
 from telechat_moe.pipeline.transport import HEAD, Inbox, Link, LinkError
+from telechat_moe.processes import RankDiedError
 from telechat_moe.recipe import ModelConfig
 from telechat_moe.recipe.arithmetic import parameters
 from telechat_moe.tools.plan.schedules.check import check
@@ -223,7 +223,7 @@ def test_a_killed_process_is_named():
     batches = random_batches(model, 2, 1, 1)
     with (
         Pipeline(Spec(model), 2, watch=kill) as pipeline,
-        pytest.raises(StageDiedError, match=r"stage 1 \(process \d+\) was killed by SIGKILL"),
+        pytest.raises(RankDiedError, match=r"stage 1 \(process \d+\) was killed by SIGKILL"),
     ):
         pipeline.run(plain(generate("1f1b", 2, 2, 1)), "Ett|L", batches)
     assert all(p.process.poll() is not None for p in pipeline.processes.values())
@@ -243,7 +243,7 @@ def test_a_process_that_stands_still_is_named():
     batches = random_batches(model, 2, 1, 1)
     with (
         Pipeline(Spec(model), 2, watch=stop, silence_s=5.0) as pipeline,
-        pytest.raises(StageDiedError, match=r"stage 1 .* no sign of life for 5 s at F\(chunk 1"),
+        pytest.raises(RankDiedError, match=r"stage 1 .* no sign of life for 5 s at F\(chunk 1"),
     ):
         pipeline.run(plain(generate("1f1b", 2, 2, 1)), "Ett|L", batches)
 

@@ -256,7 +256,9 @@ def tensor_of(columns: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 def make_optimizer(kind: str):
     """Return what makes the optimizer of a step."""
-    from telechat_moe.train.optimizer import AdamW, Momentum
+    from sharded_momentum import Momentum
+
+    from telechat_moe.train.optimizer import AdamW
 
     if kind == "momentum":
         return lambda params: Momentum(params)

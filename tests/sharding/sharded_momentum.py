@@ -1,0 +1,45 @@
+"""SGD with momentum, for checks: Adam hides a gradient of the wrong scale."""
+
+from collections.abc import Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+
+
+class Momentum(nn.Cell):
+    """SGD with momentum and the interface of the package's AdamW.
+
+    ``v = momentum v + clip g``, ``w = w - rate v``. No weight decay.
+
+    Args:
+        params: Parameters to update.
+        momentum: Decay rate of ``v``.
+    """
+
+    def __init__(self, params: Sequence[Parameter], momentum: float = 0.9) -> None:
+        super().__init__(auto_prefix=False)
+        self.params = ParameterTuple(params)
+        self.moment1 = self.params.clone(prefix="momentum", init="zeros")
+        self.momentum = Tensor(momentum, ms.float32)
+        self.update = ops.ApplyMomentum()
+        self.clip = ops.Mul()
+
+    def scalars(self, step: int, learning_rate: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the learning rate and two zeros, fp32 scalars."""
+        del step
+        return tuple(Tensor(np.float32(x)) for x in (learning_rate, 0.0, 0.0))
+
+    def construct(
+        self,
+        gradients: tuple[Tensor, ...],
+        rate: Tensor,
+        epsilon: Tensor,
+        decay: Tensor,
+        clip: Tensor,
+    ) -> Tensor:
+        """Update parameters and ``v`` in place; ``epsilon`` and ``decay`` are not used."""
+        for i in range(len(self.params)):
+            gradient = self.clip(gradients[i], clip)
+            self.update(self.params[i], self.moment1[i], rate, gradient, self.momentum)
+        return Tensor(True)
