@@ -1,4 +1,5 @@
-"""Processes of a run: the plan of hosts and ranks, supervision, affinity.
+"""Starting a run: graphs of a job, processes of one host or several, hostfiles, affinity.
 
-May import train, interop and what is below them. Begin with `job.py`.
+`job` trains; `host_processes` watches one host's processes, `multi_host` and `host_agent` those of several; `rank` is
+what each process runs; `sharded_run` is `run-sharded`. May import train, interop and what is below. Begin with `job.py`.
 """

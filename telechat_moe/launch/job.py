@@ -154,7 +154,7 @@ class LaunchPlan:
     """How a run is started.
 
     Attributes:
-        nodes: Machines; the first runs the scheduler.
+        nodes: Hosts; the first runs the scheduler.
         through: Whose trainer: ``own`` or ``mindformers``.
         bind: Bind each process to its own cores.
         restarts: How often in a row to go on after a process died or hung without a new checkpoint in between.
@@ -270,7 +270,7 @@ def train(
 def _train_to_the_end(
     recipe: Recipe, plan: LaunchPlan, resolved: Path, resume: bool, overwrite: bool
 ) -> None:
-    """Start the processes, and start them again after each death as long as the plan says."""
+    """Start the processes; restart them after each death as often as the plan says."""
     root = Path(recipe.output_dir) / "checkpoints"
     logs = plan.logs or Path(recipe.output_dir) / LOGS
     set_aside(logs, None)

@@ -1,1 +1,6 @@
-"""Training: the loop, the optimizer, checkpoints, and what the user sees meanwhile."""
+"""Training: one step, the engines that compute it, the loop, the guard, checkpoints of a run, what the user sees.
+
+Each module knows only those before it: `step`, `optimizer`, `schedule`, `guard`, `ranks`; `engine` (one process) and
+`rank_engine` (a rank's graph); `checkpoints`; `loop`; `trainer`, which puts them together. May import checkpoint,
+graph, data, sharding, model and what is below them. Begin with `trainer.py`.
+"""
