@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.arguments import add_overrides, add_start
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
@@ -53,15 +53,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
     add_overrides(parser)
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
-    )
-    start.add_argument(
-        "--overwrite", action="store_true", help="remove the checkpoints of output_dir first"
-    )
+    add_start(parser)
     parser.add_argument(
         "--through",
         choices=("own", "mindformers"),

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.align_faults import page, suite
+from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.errors import TelechatMoeError, UsageError
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes (1)")
     parser.add_argument("--no-history", action="store_true", help="without the bugs of history")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
+    add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="write one page")
     return parser
 

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.command import answer
 from benchmarks.ops import TUNED_MALLOC
 from benchmarks.ops.report import page
+from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.errors import CheckFailedError
 
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the numbers (- for stdout)")
+    add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with bars")
     return parser
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from benchmarks.command import answer
 from benchmarks.overlap import report
 from benchmarks.overlap.overlap import LAUNCH_US, MULTIPROCESSORS
+from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
 
 EPILOG = """\
@@ -40,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures (- for stdout)")
+    add_json(parser)
     return parser
 
 

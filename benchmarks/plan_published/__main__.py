@@ -10,6 +10,7 @@ from benchmarks.plan_published import partial_steps
 from benchmarks.plan_published.fit import refit
 from benchmarks.plan_published.tables import read_table
 from benchmarks.plan_published.validate import checked
+from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.plan.score import add_options, percent, show_report
 from telechat_moe.cli.progress import bars
@@ -33,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         "tables", nargs="+", metavar="TABLE", help="CSV tables or published_steps.yaml"
     )
     add_options(parser)
+    add_json(parser)
     parser.add_argument(
         "--held-out",
         choices=("model", "scale"),

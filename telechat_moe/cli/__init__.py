@@ -1,10 +1,9 @@
-"""The command `telechat-moe <verb>`.
+"""The command `telechat-moe <verb>`: parsing, printing, exit codes.
 
-Each verb is a module with `register(subparsers)`; heavy imports stand inside its run function, so
-that `telechat-moe --help` answers at once.
+Each verb is a module with a `VERB` (`verb.py` is the frame); heavy imports stand inside its run function, so that
+`telechat-moe --help` answers at once. May import everything but `benchmarks`. Begin with `verb.py` and `recipes.py`.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -25,46 +24,38 @@ from telechat_moe.cli import (
     train,
     upstream,
 )
+from telechat_moe.cli.verb import Verb, VerbParser
 from telechat_moe.errors import TelechatMoeError
 
-VERBS = (
-    recipes,
-    data,
-    train,
-    launch,
-    run_sharded,
-    ckpt,
-    convert,
-    layouts,
-    dryrun,
-    upstream,
-    align,
-    plan,
-    plugin_path,
+COMMAND = Verb(
+    name="telechat-moe",
+    help="",
+    description="Training recipes for TeleChat3-MoE-class models on MindSpore, from a laptop "
+    "to thousands of NPUs.",
+    examples="telechat-moe ls\ntelechat-moe check telechat3_moe/pretrain_tiny.yaml",
+    exits={1: "a check failed", 130: "interrupted"},
+    subverbs=[
+        *recipes.VERBS,
+        data.VERB,
+        train.VERB,
+        launch.VERB,
+        run_sharded.VERB,
+        ckpt.VERB,
+        convert.VERB,
+        layouts.VERB,
+        dryrun.VERB,
+        upstream.VERB,
+        align.VERB,
+        plan.VERB,
+        plugin_path.VERB,
+    ],
 )
 
-EPILOG = """\
-example:
-  telechat-moe ls
-  telechat-moe check telechat3_moe/pretrain_tiny.yaml
 
-exit codes: 0 ok; 1 a check failed; 2 wrong usage; 3 bad input; 130 interrupted
-"""
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> VerbParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(
-        prog="telechat-moe",
-        description="Training recipes for TeleChat3-MoE-class models on MindSpore, from a laptop "
-        "to thousands of NPUs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = VerbParser(COMMAND, prog=COMMAND.name)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in VERBS:
-        verb.register(verbs)
     return parser
 
 
@@ -77,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     try:
         args = build_parser().parse_args(argv)
         return int(args.run(args))

@@ -12,6 +12,27 @@ def add_overrides(
     )
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Let a verb take ``--json FILE``, for `output.write_json`."""
+    says = "write the report as JSON ('-': standard output)"
+    parser.add_argument("--json", metavar="FILE", help=says)
+
+
+def add_start(parser: argparse.ArgumentParser) -> None:
+    """Let a verb that trains take ``--resume`` or ``--overwrite``."""
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
+    )
+    start.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove the checkpoints of output_dir and start anew",
+    )
+
+
 def add_documents(parser: argparse.ArgumentParser) -> None:
     """Let a verb take ``--documents FILE``, the lengths of documents that attention stays in."""
     parser.add_argument(

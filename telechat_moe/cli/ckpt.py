@@ -7,71 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli import ckpt_mindformers
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.units import size_text
 
-EPILOG = """\
+NOTES = """\
 A run of several processes writes checkpoints in pieces, each process its own; `telechat-moe train --resume` goes on
 from them in any layout or in one process, and nothing needs to be converted. `merge` makes one with whole tensors,
 for other programs; `reshard` is for programs that load one file a rank.
-
-example:
-  telechat-moe ckpt show output/checkpoints/step-00001000
-  telechat-moe ckpt reshard output/checkpoints/step-00001000 pieces --recipe telechat3_moe/pretrain_tiny.yaml \\
-      --set use_parallel=True --set parallel_config.model_parallel=2
-  telechat-moe ckpt merge pieces merged
-  telechat-moe ckpt merge output/checkpoints/step-00001000 whole
-  telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
-  telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
-
-exit codes: 0 ok, 2 usage, 3 missing, broken, of another model, or the output exists
 """
-SHOW = """\
-PATH is a checkpoint (step-00001000) or a folder that `ckpt reshard` wrote. Every file is read and its checksum
-compared.
-
---json keys: path, kind (checkpoint | pieces), step, layout, devices, tensors (name: group, dtype, shape), groups
-(name: tensors, elements, dtypes), files (name: bytes, sha256), bytes, verified.
+EXAMPLES = """\
+telechat-moe ckpt show output/checkpoints/step-00001000
+telechat-moe ckpt reshard output/checkpoints/step-00001000 pieces --recipe telechat3_moe/pretrain_tiny.yaml \\
+    --set use_parallel=True --set parallel_config.model_parallel=2
+telechat-moe ckpt merge pieces merged
+telechat-moe ckpt merge output/checkpoints/step-00001000 whole
+telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
+telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 """
+BAD = {3: "missing, broken, of another model, or the output exists"}
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "ckpt",
-        help="look into a checkpoint, cut it for a layout, put pieces together",
-        description="Look into a checkpoint, cut it for a layout, put pieces together; exact bits.",
-        epilog=EPILOG,
-        formatter_class=raw,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser(
-        "show", help="step, layout, tensors, checksums", epilog=SHOW, formatter_class=raw
-    )
-    show.add_argument("path", metavar="PATH", help="checkpoint, or folder of pieces")
-    show.add_argument("--tensors", action="store_true", help="list every tensor")
-    show.set_defaults(run=run_show)
-    reshard = actions.add_parser("reshard", help="write the pieces of each rank of a recipe")
-    reshard.add_argument("path", metavar="PATH", help="checkpoint")
-    reshard.add_argument("out", metavar="OUT", help="folder to make")
-    reshard.add_argument(
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="checkpoint, or folder of shards")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+
+
+def _reshard_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="checkpoint")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    parser.add_argument(
         "--recipe", required=True, metavar="RECIPE", help="recipe of that model with the layout"
     )
-    add_overrides(reshard)
-    reshard.set_defaults(run=run_reshard)
-    merge = actions.add_parser(
-        "merge", help="put pieces together to a checkpoint with whole tensors"
-    )
-    merge.add_argument("path", metavar="PATH", help="folder of pieces, or checkpoint")
-    merge.add_argument("out", metavar="OUT", help="folder of checkpoints; OUT/step-... is made")
-    merge.set_defaults(run=run_merge)
-    ckpt_mindformers.register(actions)
-    for action in (show, reshard, merge):
-        action.add_argument(
-            "--json", metavar="FILE", help="write the results as JSON ('-': stdout)"
-        )
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="folder of shards, or checkpoint")
+    parser.add_argument("out", metavar="OUT", help="folder of checkpoints; OUT/step-... is made")
 
 
 def run_show(args: argparse.Namespace) -> int:
@@ -180,3 +152,45 @@ def _summary(
         "bytes": sum(f["bytes"] for f in content["files"].values()),
         "verified": True,
     }
+
+
+SHOW = Verb(
+    name="show",
+    help="step, layout, tensors, checksums",
+    notes="PATH is a checkpoint (step-00001000) or a folder that `ckpt reshard` wrote. Every file is read and its "
+    "checksum\ncompared.",
+    examples="telechat-moe ckpt show output/checkpoints/step-00001000",
+    exits=BAD,
+    json_keys="path, kind (checkpoint | pieces), step, layout, devices, tensors (name: group, dtype, shape), groups "
+    "(name: tensors, elements, dtypes), files (name: bytes, sha256), bytes, verified.",
+    arguments=_show_arguments,
+    run=run_show,
+)
+RESHARD = Verb(
+    name="reshard",
+    help="write the shards of each rank of a recipe",
+    examples="telechat-moe ckpt reshard output/checkpoints/step-00001000 shards --recipe my_recipe.yaml",
+    exits=BAD,
+    json_keys="as those of `ckpt show`.",
+    overrides="override a value of the recipe",
+    arguments=_reshard_arguments,
+    run=run_reshard,
+)
+MERGE = Verb(
+    name="merge",
+    help="put shards together to a checkpoint with whole tensors",
+    examples="telechat-moe ckpt merge shards merged",
+    exits=BAD,
+    json_keys="path.",
+    arguments=_merge_arguments,
+    run=run_merge,
+)
+VERB = Verb(
+    name="ckpt",
+    help="look into a checkpoint, shard it for a layout, put shards together",
+    description="Look into a checkpoint, shard it for a layout, put shards together; exact bits.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits=BAD,
+    subverbs=[SHOW, RESHARD, MERGE, *ckpt_mindformers.VERBS],
+)

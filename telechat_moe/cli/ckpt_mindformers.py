@@ -2,56 +2,41 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import write_json
+from telechat_moe.cli.verb import Verb
 
 TO = """\
-PATH is a checkpoint (step-00001000), OUT a folder to make. MindFormers' trainer goes on from what is printed:
-
-  telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
-  python -m telechat_moe.run my_recipe.yaml --through mindformers --set load_checkpoint=PRINTED ...
-
---json keys: path, load_checkpoint, resume_training.
+PATH is a checkpoint (step-00001000), OUT a folder to make. MindFormers' trainer goes on from what is printed.
 """
 FROM = """\
 PATH is an iteration_... folder, a ..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through
-MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume` goes on:
-
-  telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
-  telechat-moe train my_recipe.yaml --resume --set output_dir=mine
-
---json keys: path.
+MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume`
+goes on.
+"""
+TO_EXAMPLES = """\
+telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
+python -m telechat_moe.run my_recipe.yaml --through mindformers --set load_checkpoint=PRINTED ...
+"""
+FROM_EXAMPLES = """\
+telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
+telechat-moe train my_recipe.yaml --resume --set output_dir=mine
 """
 
 
-def register(actions: Any) -> None:
-    """Add the two actions."""
-    raw = argparse.RawDescriptionHelpFormatter
-    to = actions.add_parser(
-        "to-mindformers",
-        help="write a checkpoint as MindFormers' trainer resumes it",
-        epilog=TO,
-        formatter_class=raw,
-    )
-    to.add_argument("path", metavar="PATH", help="checkpoint")
-    to.add_argument("out", metavar="OUT", help="folder to make")
-    to.set_defaults(run=run_to)
-    back = actions.add_parser(
-        "from-mindformers",
-        help="take over a checkpoint that MindFormers' trainer wrote",
-        epilog=FROM,
-        formatter_class=raw,
-    )
-    back.add_argument("path", metavar="PATH", help="checkpoint of MindFormers")
-    back.set_defaults(run=run_from)
-    for action in (to, back):
-        action.add_argument("--recipe", required=True, metavar="RECIPE", help="recipe of the run")
-        add_overrides(action)
-        action.add_argument(
-            "--json", metavar="FILE", help="write the results as JSON ('-': stdout)"
-        )
+def _recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", required=True, metavar="RECIPE", help="recipe of the run")
+
+
+def _to_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="checkpoint")
+    parser.add_argument("out", metavar="OUT", help="folder to make")
+    _recipe(parser)
+
+
+def _from_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="checkpoint of MindFormers")
+    _recipe(parser)
 
 
 def run_to(args: argparse.Namespace) -> int:
@@ -77,3 +62,27 @@ def run_from(args: argparse.Namespace) -> int:
     if not write_json(args.json, {"path": str(path)}):
         print(path)
     return 0
+
+
+VERBS = (
+    Verb(
+        name="to-mindformers",
+        help="write a checkpoint as MindFormers' trainer resumes it",
+        notes=TO,
+        examples=TO_EXAMPLES,
+        json_keys="path, load_checkpoint, resume_training.",
+        overrides="override a value of the recipe",
+        arguments=_to_arguments,
+        run=run_to,
+    ),
+    Verb(
+        name="from-mindformers",
+        help="take over a checkpoint that MindFormers' trainer wrote",
+        notes=FROM,
+        examples=FROM_EXAMPLES,
+        json_keys="path.",
+        overrides="override a value of the recipe",
+        arguments=_from_arguments,
+        run=run_from,
+    ),
+)

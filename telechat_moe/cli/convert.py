@@ -6,18 +6,18 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.progress import bars
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import count_text, parse_size, size_text
 
 if TYPE_CHECKING:
     from telechat_moe.interop.hf import Conversion
 
-EPILOG = """\
+NOTES = """\
 SRC is a .safetensors file, a folder with one or with model.safetensors.index.json, or, with
 --to hf, the folder of a training checkpoint (output/.../checkpoints/step-00000123; its checksums
 are verified, its optimizer state and counters are left out).
@@ -29,38 +29,22 @@ kept. With --to hf the folder also holds config.json, so that
 transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
 in the published DeepSeek-V3 checkpoints.
 
-Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. FP8
-matrices with block scales (weight_scale_inv, as DeepSeek-V3 is published) are read as bfloat16. MTP
-layers may begin one layer later (TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing, or of another shape or type than the recipe's model has are listed, and
-nothing is written.
+Every bit is kept: back and forth gives the same tensors, in float32, bfloat16 and float16. FP8 matrices with block
+scales (weight_scale_inv, as DeepSeek-V3 is published) are read as bfloat16. MTP layers may begin one layer later
+(TeleChat3 in MindFormers: 46 of a model with 45 layers). Tensors that are unknown, missing, or of another shape or
+type than the recipe's model has are listed, and nothing is written.
 
 checksums.json in DST holds the SHA-256 of every file written and of every file read; a SRC that has
 one is compared with it. --verify SRC only compares.
-
---json keys: source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of
-tensors by type), ignored (tensors of SRC that are no weights), notes (where transformers computes
-something else with these weights, what was rounded), resumed_files (finished by an earlier run),
-seconds. With --verify: path, files, bytes, problems, seconds.
-
-example:
-  telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
-      --recipe telechat3_moe/pretrain_tiny.yaml --to hf
-  telechat-moe convert --verify output/hf
-
-exit codes: 0 converted or verified; 1 writing failed (disk full), or files differ; 2 wrong usage; 3 the recipe or SRC cannot be
-used, or DST exists
+"""
+EXAMPLES = """\
+telechat-moe convert output/first/checkpoints/step-00000200 output/hf \\
+    --recipe telechat3_moe/pretrain_tiny.yaml --to hf
+telechat-moe convert --verify output/hf
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "convert",
-        help="convert weights to and from Hugging Face's format",
-        description="Convert weights to and from Hugging Face's format, bit for bit.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("src", metavar="SRC", help="weights to read")
     parser.add_argument("dst", nargs="?", metavar="DST", help="folder or .safetensors file to make")
     parser.add_argument(
@@ -68,17 +52,12 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--recipe", metavar="RECIPE", help="recipe whose model the weights are of")
     parser.add_argument("--to", choices=("hf", "telechat"), help="format and names to write")
-    add_overrides(
-        parser, "override a value of the recipe, for example model.model_config.num_hidden_layers=4"
-    )
     parser.add_argument(
         "--shard-size",
         default="5GB",
         metavar="SIZE",
         help="largest file, in bytes or as 500MB, 5GB, 2GiB (default 5GB)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,3 +124,24 @@ def _describe(result: Conversion, seconds: float) -> str:
     if result.ignored:
         lines.append(f"  left out, no weights: {len(result.ignored)} ({result.ignored[0]}, ...)")
     return "\n".join(lines)
+
+
+VERB = Verb(
+    name="convert",
+    help="convert weights to and from Hugging Face's format",
+    description="Convert weights to and from Hugging Face's format, bit for bit.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "converted or verified",
+        1: "writing failed (disk full), or files differ",
+        3: "the recipe or SRC cannot be used, or DST exists",
+    },
+    json_keys="source, destination, to, files, tensors, parameters, total_bytes, dtypes (number of tensors by "
+    "type), ignored (tensors of SRC that are no weights), notes (where transformers computes something "
+    "else with these weights, what was rounded), resumed_files (finished by an earlier run), seconds. "
+    "With --verify: path, files, bytes, problems, seconds.",
+    overrides="override a value of the recipe, for example model.model_config.num_hidden_layers=4",
+    arguments=_arguments,
+    run=run,
+)

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telechat_moe.cli.data_audit import register_audit
+from telechat_moe.cli import data_audit
 from telechat_moe.cli.output import write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import size_text
 
@@ -18,14 +19,12 @@ if TYPE_CHECKING:
     from telechat_moe.data import BuildResult, IndexedDataset, Tokenizer
     from telechat_moe.recipe import Recipe
 
-Subparsers = Any
-
 DEFAULT_OUT = "output/data"
 DEFAULT_VOCAB = 2048
 DEFAULT_SEED = 1234
 DEFAULT_VALID = 0.05
 
-BUILD_EPILOG = """\
+BUILD_NOTES = """\
 corpus: a text file is a document, a line of .jsonl is a document (its key `text`), both may be .gz;
 folders are read recursively, what is not UTF-8 text in them is skipped and counted. Without
 --corpus: the sources of Python's standard library (about 12 MB).
@@ -33,73 +32,23 @@ folders are read recursively, what is not UTF-8 text in them is skipped and coun
 writes OUT/train.bin .idx, OUT/valid.bin .idx (Megatron's format), OUT/tokenizer.json and
 OUT/manifest.json. The same inputs give the same files; a finished dataset of the same inputs is
 reused, an interrupted build goes on where it stopped.
-
---json keys: out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest
-(inputs, corpus, tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).
-
-example:
-  telechat-moe data build --corpus my_texts --vocab-size 8192 --out output/my_data
-
-exit codes: 0 built or reused; 1 disk full or another build is running; 2 wrong usage, or OUT holds
-a dataset of other inputs; 3 the corpus, tokenizer or recipe cannot be used
 """
 
-SHOW_EPILOG = """\
+SHOW_NOTES = """\
 PREFIX is a path without .bin/.idx, or a folder, of which all datasets are shown. Checksums are
 compared where a manifest.json lies beside the files, else they are "not judged".
-
---json keys: datasets, a list of {prefix, dtype, documents, tokens, bytes, shortest, longest,
-mean_tokens, checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text}.
-
-example:
-  telechat-moe data show output/data/train
-
-exit codes: 0 readable; 2 wrong usage; 3 missing, damaged or no Megatron dataset
 """
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the verb to the command line."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = subparsers.add_parser(
-        "data",
-        help="turn text into training data, or look into such data",
-        description="Turn text into training data, or look into such data.",
-        epilog="example:\n  telechat-moe data build\n\n"
-        "exit codes: 0 ok, 1 failed, 2 wrong usage, 3 bad input; each action lists its own",
-        formatter_class=raw,
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _register_build(
-        actions.add_parser(
-            "build",
-            help="tokenise text into Megatron's .bin/.idx",
-            description="Tokenise text into Megatron's .bin/.idx.",
-            epilog=BUILD_EPILOG,
-            formatter_class=raw,
-        )
-    )
-    show = actions.add_parser(
-        "show",
-        help="describe a .bin/.idx dataset",
-        description="Describe a .bin/.idx dataset.",
-        epilog=SHOW_EPILOG,
-        formatter_class=raw,
-    )
-    show.add_argument("prefix", metavar="PREFIX", help="path without .bin/.idx, or a folder")
-    show.add_argument(
-        "--tokens", type=int, default=32, metavar="N", help="tokens to decode (default 32)"
-    )
-    show.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the data, if any)"
-    )
-    _add_json(show)
-    show.set_defaults(run=run_show)
-    register_audit(actions)
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prefix", metavar="PREFIX", help="path without .bin/.idx, or a folder")
+    add("--tokens", type=int, default=32, metavar="N", help="tokens to decode (default 32)")
+    add("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the data, if any)")
 
 
-def _register_build(build: argparse.ArgumentParser) -> None:
-    add = build.add_argument
+def _build_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--corpus", nargs="+", metavar="PATH", help="text files and folders (default: see below)")
     add("--out", metavar="DIR", help=f"folder to write (default {DEFAULT_OUT})")
     add(
@@ -125,12 +74,6 @@ def _register_build(build: argparse.ArgumentParser) -> None:
         help="take corpus, vocabulary, seed and folder from a recipe; other options override it",
     )
     add("--force", action="store_true", help="replace a dataset of other inputs")
-    _add_json(build)
-    build.set_defaults(run=run_build)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
 
 
 def run_build(args: argparse.Namespace) -> int:
@@ -338,3 +281,39 @@ def _describe(report: dict[str, Any]) -> str:
     if report["first_text"] is not None:
         lines.append(f"  first text: {report['first_text']!r}")
     return "\n".join(lines)
+
+
+BUILD = Verb(
+    name="build",
+    help="tokenise text into Megatron's .bin/.idx",
+    notes=BUILD_NOTES,
+    examples="telechat-moe data build --corpus my_texts --vocab-size 8192 --out output/my_data",
+    exits={
+        0: "built or reused",
+        1: "disk full or another build is running",
+        2: "wrong usage, or OUT holds a dataset of other inputs",
+        3: "the corpus, tokenizer or recipe cannot be used",
+    },
+    json_keys="out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest (inputs, corpus, "
+    "tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).",
+    arguments=_build_arguments,
+    run=run_build,
+)
+SHOW = Verb(
+    name="show",
+    help="describe a .bin/.idx dataset",
+    notes=SHOW_NOTES,
+    examples="telechat-moe data show output/data/train",
+    exits={0: "readable", 3: "missing, damaged or no Megatron dataset"},
+    json_keys="datasets, a list of {prefix, dtype, documents, tokens, bytes, shortest, longest, mean_tokens, "
+    'checksums ("ok" | "not judged"), tokenizer, first_tokens, first_text}.',
+    arguments=_show_arguments,
+    run=run_show,
+)
+VERB = Verb(
+    name="data",
+    help="turn text into training data, or look into such data",
+    examples="telechat-moe data build",
+    exits={1: "failed", 3: "bad input; each action lists its own"},
+    subverbs=[BUILD, SHOW, data_audit.VERB],
+)

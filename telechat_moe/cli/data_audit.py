@@ -6,18 +6,18 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import bar
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 
 if TYPE_CHECKING:
     from telechat_moe.data.audit import Audit
     from telechat_moe.recipe import Recipe
 
-EPILOG = """\
+NOTES = """\
 OUTPUT_DIR/samples.jsonl says what each step saw; it is only appended to, also by runs that go on.
 The plan is worked out again from the recipe (OUTPUT_DIR/recipe.json, or --recipe) and the index
 files, and every step that counts must be where the plan says, with the token ids that are read
@@ -26,40 +26,19 @@ are shown. Checkpoints and metrics.jsonl must agree.
 
 --plan takes a recipe instead of a folder, for a run of MindFormers: it proves that the plan gives
 every sample of an epoch once, and says nothing of what the processes read.
-
---json keys: source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and
-undone), skipped (steps whose update was left out), starts (a list of {line, step, layout, steps,
-kept}), rollbacks (a list of {left_out}), problems.
-
-example:
-  telechat-moe data audit output
-
-exit codes: 0 every sample is accounted for; 1 one is lost or came twice, or logs differ; 2 wrong usage;
-3 no log, recipe or data
 """
 
 
-def register_audit(actions: Any) -> None:
-    """Add the action to `telechat-moe data`."""
-    parser: argparse.ArgumentParser = actions.add_parser(
-        "audit",
-        help="prove which samples each step of a run saw",
-        description="Prove which samples each step of a run saw: none lost, none twice.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", nargs="?", metavar="OUTPUT_DIR", help="folder of the run")
     parser.add_argument("--recipe", metavar="RECIPE", help="default: OUTPUT_DIR/recipe.json")
     parser.add_argument("--plan", metavar="RECIPE", help="audit what a recipe plans, no run")
-    add_overrides(parser)
     parser.add_argument(
         "--no-contents",
         dest="contents",
         action="store_false",
         help="compare places only; do not read the samples again",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
-    parser.set_defaults(run=run_audit)
 
 
 def run_audit(args: argparse.Namespace) -> int:
@@ -119,3 +98,23 @@ def _show(found: Audit) -> None:
         first, end = rollback["left_out"]
         print(f"  samples {first} to {end - 1} were left out by a rollback")
     print(f"  compared: {found.covers}")
+
+
+VERB = Verb(
+    name="audit",
+    help="prove which samples each step of a run saw",
+    description="Prove which samples each step of a run saw: none lost, none twice.",
+    notes=NOTES,
+    examples="telechat-moe data audit output",
+    exits={
+        0: "every sample is accounted for",
+        1: "one is lost or came twice, or logs differ",
+        3: "no log, recipe or data",
+    },
+    json_keys="source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and undone), skipped "
+    "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept}), rollbacks "
+    "(a list of {left_out}), problems.",
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run_audit,
+)

@@ -1,7 +1,6 @@
 """`telechat-moe dryrun`: compile a rank's real graph without its devices, and say what it does in a step."""
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -9,49 +8,37 @@ from shutil import get_terminal_size
 from textwrap import fill
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import size_text
 
 PREDICT = "telechat_moe.tools.plan.cost.expected_graph"
-EPILOG = """\
-example:
-  telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
-  telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
-  telechat-moe dryrun my_recipe.yaml --check-rank 13
-  telechat-moe dryrun planned.yaml --stage all --confirm
-  telechat-moe dryrun my_recipe.yaml --diff my_other_recipe.yaml --json -
-  telechat-moe dryrun my_recipe.yaml --diff-mindformers
-  telechat-moe dryrun deepseek3/pretrain_deepseek3_671b.yaml --mindformers
-
+NOTES = """\
 MindSpore's front end compiles the training step (forward, backward, optimizer) of a rank for Ascend on
 this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
 their own groups, and --check-rank proves it for one of them by compiling it too.
 
-With --confirm the graph is held against what the planner says of the recipe (telechat_moe.tools.plan.cost.expected_graph): trained
-parameters and collectives (kind, group, bytes, count, phase) must be equal, the activations that are alive at the peak
-within 5 %.
+With --confirm the graph is held against what the planner says of the recipe
+(telechat_moe.tools.plan.cost.expected_graph): trained parameters and collectives (kind, group, bytes, count, phase)
+must be equal, the activations that are alive at the peak within 5 %.
 
 With --mindformers it is MindFormers' own model (extra `mindformers`), unchanged, from the same recipe or from one
 that comes with MindFormers.
-
-exit codes: 0 ok, 1 the rank checked has another graph, a send has no receive, or --confirm found a difference, 2 usage, 3 bad recipe,
-MindSpore refuses the layout, or MindFormers is asked for and not installed
+"""
+EXAMPLES = """\
+telechat-moe dryrun telechat3_moe/pretrain_tiny.yaml
+telechat-moe dryrun my_recipe.yaml --devices 256 --stage all --html dryrun.html
+telechat-moe dryrun my_recipe.yaml --check-rank 13
+telechat-moe dryrun planned.yaml --stage all --confirm
+telechat-moe dryrun my_recipe.yaml --diff my_other_recipe.yaml --json -
+telechat-moe dryrun my_recipe.yaml --diff-mindformers
+telechat-moe dryrun deepseek3/pretrain_deepseek3_671b.yaml --mindformers
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "dryrun",
-        help="compile a rank's graph without devices: collectives, memory, pipeline order",
-        description="Compile a rank's real graph for Ascend on this machine, and report what it does in a step.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--rank", type=int, metavar="R", help="global rank (default 0)")
     which.add_argument("--stage", choices=["all"], help="the first rank of every pipeline stage")
@@ -84,15 +71,11 @@ def register(subparsers: Any) -> None:
         action="store_true",
         help="compare with MindFormers' own model, of OTHER_RECIPE if there is one, else of RECIPE",
     )
-    add_overrides(parser, "override a value, of RECIPE and of OTHER_RECIPE")
-    parser.add_argument("--json", metavar="FILE", help="write the report (- for stdout)")
     parser.add_argument("--html", metavar="FILE", help="write the report as one page")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compile, report; return the exit code."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     if args.html and not Path(args.html).resolve().parent.is_dir():
         raise UsageError(f"--html {args.html}: its folder does not exist")
     from telechat_moe.graph.report import check_derived, difference
@@ -282,3 +265,21 @@ def _tables(found: Sequence[tuple[str, list[str], list[list[str]]]]) -> None:
     for title, headers, rows in found:
         print(f"\n{title}")
         show_table(headers, rows)
+
+
+VERB = Verb(
+    name="dryrun",
+    help="compile a rank's graph without devices: collectives, memory, pipeline order",
+    description="Compile a rank's real graph for Ascend on this machine, and report what it does in a step.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        1: "the rank checked has another graph, a send has no receive, or --confirm found a difference",
+        3: "bad recipe, MindSpore refuses the layout, or MindFormers is asked for and not installed",
+    },
+    json_keys="",
+    recipe=True,
+    overrides="override a value, of RECIPE and of OTHER_RECIPE",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,60 +1,40 @@
 """`telechat-moe launch`: start a recipe with msrun on this machine or several, watch it, go on after a death."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 if TYPE_CHECKING:
     from telechat_moe.launch.job import LaunchPlan
     from telechat_moe.recipe import Recipe
 
-EPILOG = """\
-example:
-  telechat-moe launch my_recipe.yaml --restart 3
-  telechat-moe launch my_recipe.yaml --nodes hosts --bind --print
-
+NOTES = """\
 hosts is a hostfile; the scheduler runs on the first host, every host runs equally many processes:
   worker-1 slots=8 addr=10.0.0.1
   worker-2 slots=8 addr=10.0.0.2
 
-output_dir must be one folder that all hosts see; this is checked. Package and Python must stand at the same paths on all
-hosts. A process that dies or hangs is named with its host, its step and the last lines of its log, and everything is stopped
-everywhere. With --restart N the run then goes on from the last good checkpoint; it gives up when N restarts in a row brought
-no new checkpoint. Ctrl-C stops after the step and saves (through MindFormers: at once); a second one ends at once.
+output_dir must be one folder that all hosts see; this is checked. Package and Python must stand at the same paths on
+all hosts. A process that dies or hangs is named with its host, its step and the last lines of its log, and everything
+is stopped everywhere. With --restart N the run then goes on from the last good checkpoint; it gives up when N
+restarts in a row brought no new checkpoint. Ctrl-C stops after the step and saves (through MindFormers: at once); a
+second one ends at once.
 
 Writes output_dir/.job/recipe.yaml (all overrides put in), output_dir/log, and what the trainer writes.
-
-exit codes: 0 trained, 1 stopped (not finite, disk full, a process died), 2 usage (a port in use, ...), 3 bad recipe, hostfile,
-data or checkpoint, 130 interrupted
+"""
+EXAMPLES = """\
+telechat-moe launch my_recipe.yaml --restart 3
+telechat-moe launch my_recipe.yaml --nodes hosts --bind --print
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "launch",
-        help="train a recipe with msrun on one or several machines",
-        description="Start the processes of a recipe with msrun, watch them, and go on after a death.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
-    add_overrides(parser)
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume", action="store_true", help="go on from the newest good checkpoint, if any"
-    )
-    start.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="remove the checkpoints of output_dir and start anew",
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_start(parser)
     parser.add_argument("--nodes", metavar="HOSTFILE", help="machines (default: this one)")
     parser.add_argument(
         "--print", action="store_true", dest="only_print", help="print the commands, start nothing"
@@ -86,20 +66,16 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--remote-shell",
         metavar="COMMAND",
-        help="runs a line for a shell on a host; {host} stands where the host goes, else it comes last (default: ssh)",
+        help="runs a line for a shell on a host; {host} stands where the host goes, else it comes last (default: "
+        "ssh)",
     )
     parser.add_argument(
         "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the summary as JSON ('-': standard output)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     from telechat_moe.launch import job as launch
     from telechat_moe.recipe import load
 
@@ -168,3 +144,24 @@ def _say_binding(plan: "LaunchPlan") -> None:
             shares = Topology.read().cores(node.local)
             for rank, cores in zip(node.ranks, shares, strict=True):
                 print(f"rank {rank}: cores {show_cores(cores)}", file=sys.stderr)
+
+
+VERB = Verb(
+    name="launch",
+    help="train a recipe with msrun on one or several machines",
+    description="Start the processes of a recipe with msrun, watch them, and go on after a death.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "trained",
+        1: "stopped (not finite, disk full, a process died)",
+        2: "usage (a port in use, ...)",
+        3: "bad recipe, hostfile, data or checkpoint",
+        130: "interrupted",
+    },
+    json_keys="",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

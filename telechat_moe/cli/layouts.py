@@ -4,26 +4,11 @@ import argparse
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 
 
-def register(verbs: Any) -> None:
-    """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "layouts",
-        help="print how a recipe splits each module over its devices",
-        description="Print the mesh of a recipe, the groups of a rank, and the layout of each module: a word for each "
-        "dimension, `.` is whole on every device.",
-        epilog="example:\n  telechat-moe layouts telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 17\n\n"
-        "exit codes: 0 ok, 2 usage, 3 bad recipe",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="global rank (default 0)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a value"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the table (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,3 +73,18 @@ def _print(answer: dict[str, Any]) -> None:
     for module, (inputs, outputs) in answer["on_slices"].items():
         rows.append((module, "(on slices)", " | ".join(inputs), " | ".join(outputs)))
     show_table(("module", "primitive", "inputs", "outputs"), rows)
+
+
+VERB = Verb(
+    name="layouts",
+    help="print how a recipe splits each module over its devices",
+    description="Print the mesh of a recipe, the groups of a rank, and the layout of each module: a word for each "
+    "dimension, `.` is whole on every device.",
+    examples="telechat-moe layouts telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 17",
+    exits={3: "bad recipe"},
+    json_keys="",
+    recipe=True,
+    overrides="override a value",
+    arguments=_arguments,
+    run=run,
+)

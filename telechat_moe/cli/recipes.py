@@ -9,61 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import count_text, gib_text
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import ModelConfig, Problem, Recipe
 
-Subparsers = Any
 SCHEMA_COMMENT = b"# yaml-language-server: $schema=../schema.json"
-
-LS_EPILOG = """\
---json keys: recipes, a list of {name, model_type, total, total_without_mtp, active,
-active_without_mtp (parameters), devices, description}.
-
-example:
-  telechat-moe ls
-
-exit codes: 0 ok; 2 wrong usage; 3 a shipped recipe is broken
-"""
-
-SHOW_EPILOG = """\
-prints the resolved recipe (defaults, aliases and --set applied) as YAML that MindFormers reads,
-and after it, as comments, what follows from it.
-
---json keys: source, recipe (resolved), devices, global_batch, train_steps, and null for a model
-type that this package only checks: parameters {total, total_without_mtp, active,
-active_without_mtp, parts [{name, count, each, total, active}]}, flops_per_token {forward,
-training, convention}, state_bytes {parameters, gradients, optimizer, total}.
-
-example:
-  telechat-moe show telechat3_moe/pretrain_105b_a4b_4k.yaml --set parallel_config.data_parallel=8
-
-exit codes: 0 ok; 2 wrong usage; 3 the recipe has problems
-"""
-
-CHECK_EPILOG = """\
-prints every problem of every recipe as file:line: key: found; expected.
-
---json keys: recipes, a list of {name, ok, problems [{file, line, key, found, expected,
-suggestion}]}; problems, their number.
-
-example:
-  telechat-moe check my_recipe.yaml --devices 256
-
-exit codes: 0 no problems; 1 at least one recipe has problems; 2 wrong usage; 3 a recipe does not
-exist or cannot be read
-"""
-
-CP_EPILOG = """\
---json keys: source, destination.
-
-example:
-  telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml
-
-exit codes: 0 ok; 2 wrong usage, or DEST exists; 3 no such recipe
-"""
 
 CONVENTION = (
     "matrix products only, 2 per multiply-add; causal attention, (S + 1) / 2 keys per token; "
@@ -71,46 +24,18 @@ CONVENTION = (
 )
 
 
-def register(subparsers: Subparsers) -> None:
-    """Add the verbs to the command line."""
-    ls = _add(subparsers, "ls", "list the recipes that come with the package", LS_EPILOG)
-    ls.set_defaults(run=run_ls)
-    show = _add(subparsers, "show", "print a resolved recipe and what follows from it", SHOW_EPILOG)
-    show.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a file")
-    _add_settings(show)
-    show.set_defaults(run=run_show)
-    check = _add(subparsers, "check", "check recipes and print every problem", CHECK_EPILOG)
-    check.add_argument("recipes", metavar="RECIPE", nargs="+", help="shipped recipes or files")
-    _add_settings(check)
-    check.set_defaults(run=run_check)
-    copy = _add(subparsers, "cp", "copy a recipe to a file of your own", CP_EPILOG)
-    copy.add_argument("recipe", metavar="RECIPE", help="name of a shipped recipe, or a file")
-    copy.add_argument("dest", metavar="DEST", help="file or folder to write")
-    copy.add_argument("--force", action="store_true", help="replace DEST if it exists")
-    copy.set_defaults(run=run_cp)
-
-
-def _add(subparsers: Subparsers, name: str, says: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name,
-        help=says,
-        description=says[0].upper() + says[1:] + ".",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-' = stdout)")
-    return parser
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="A.B=C",
-        help="replace a setting; may be repeated (values are YAML, list items by index)",
-    )
+def _settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="devices that there are")
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="shipped recipes or files")
+    _settings(parser)
+
+
+def _cp_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dest", metavar="DEST", help="file or folder to write")
+    parser.add_argument("--force", action="store_true", help="replace DEST if it exists")
 
 
 def run_ls(args: argparse.Namespace) -> int:
@@ -170,7 +95,7 @@ def run_show(args: argparse.Namespace) -> int:
     """Print a resolved recipe and what follows from it."""
     from telechat_moe.recipe import ModelConfig, load
 
-    recipe = load(args.recipe, args.set, devices=args.devices)
+    recipe = load(args.recipe, args.overrides, devices=args.devices)
     config = recipe.model.model_config
     model = config if isinstance(config, ModelConfig) else None
     report: dict[str, Any] = {
@@ -306,7 +231,7 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]
     except RecipeError as error:
         return False, error.problems
     try:
-        load(name, args.set, devices=args.devices)
+        load(name, args.overrides, devices=args.devices)
     except RecipeError as error:
         return True, error.problems
     return True, []
@@ -347,3 +272,59 @@ def _write(dest: Path, data: bytes, *, replace: bool) -> None:
             os.link(temporary, dest)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+SET = "replace a setting; may be repeated (values are YAML, list items by index)"
+VERBS = (
+    Verb(
+        name="ls",
+        help="list the recipes that come with the package",
+        examples="telechat-moe ls",
+        exits={3: "a shipped recipe is broken"},
+        json_keys="recipes, a list of {name, model_type, total, total_without_mtp, active, active_without_mtp "
+        "(parameters), devices, description}.",
+        run=run_ls,
+    ),
+    Verb(
+        name="show",
+        help="print a resolved recipe and what follows from it",
+        notes="Prints the resolved recipe (defaults, aliases and --set applied) as YAML that MindFormers reads, and "
+        "after it,\nas comments, what follows from it.",
+        examples="telechat-moe show telechat3_moe/pretrain_105b_a4b_4k.yaml --set parallel_config.data_parallel=8",
+        exits={3: "the recipe has problems"},
+        json_keys="source, recipe (resolved), devices, global_batch, train_steps, and null for a model type that "
+        "this package only checks: parameters {total, total_without_mtp, active, active_without_mtp, parts [{name, "
+        "count, each, total, active}]}, flops_per_token {forward, training, convention}, state_bytes {parameters, "
+        "gradients, optimizer, total}.",
+        recipe=True,
+        overrides=SET,
+        arguments=_settings,
+        run=run_show,
+    ),
+    Verb(
+        name="check",
+        help="check recipes and print every problem",
+        notes="Prints every problem of every recipe as file:line: key: found; expected.",
+        examples="telechat-moe check my_recipe.yaml --devices 256",
+        exits={
+            0: "no problems",
+            1: "at least one recipe has problems",
+            3: "a recipe does not exist or cannot be read",
+        },
+        json_keys="recipes, a list of {name, ok, problems [{file, line, key, found, expected, suggestion}]}; "
+        "problems, their number.",
+        overrides=SET,
+        arguments=_check_arguments,
+        run=run_check,
+    ),
+    Verb(
+        name="cp",
+        help="copy a recipe to a file of your own",
+        examples="telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml",
+        exits={2: "wrong usage, or DEST exists", 3: "no such recipe"},
+        json_keys="source, destination.",
+        recipe=True,
+        arguments=_cp_arguments,
+        run=run_cp,
+    ),
+)

@@ -1,44 +1,24 @@
 """`telechat-moe run-sharded`: run every rank's graph on CPU processes for a few steps."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 BOUND = 1e-5
-EPILOG = f"""\
-example:
-  telechat-moe run-sharded my_recipe.yaml --processes 4 --steps 10 --compare
-
+NOTES = f"""\
 Each rank's training step is compiled by MindSpore's parallel front end as for Ascend, with plain operators, exported
 as MindIR, its collectives rewritten into the one that CPU has, and run under msrun on the recipe's data. The report
 says what differs from the graph for Ascend. --compare runs the same steps in one process and fails where a loss
 differs by more than {BOUND:g} (relative; float32).
-
---json keys: recipe, layout, processes, finished, steps (list of step, loss, lm_loss, mtp_loss, aux_loss, grad_norm),
-differences (operators, only_cpu, collectives, unchanged_collectives, order, dispatch), kept, single (as steps),
-relative_errors.
-
-exit codes: 0 ok, 1 losses differ, or a process died, 2 usage (--processes is not the recipe's number of devices),
-3 bad recipe or data, 130 interrupted
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "run-sharded",
-        help="run the ranks' graphs on CPU processes and compare them with one process",
-        description="Run the training step of every rank on CPU processes for a few steps.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--processes", type=int, required=True, metavar="N", help="the recipe's devices"
     )
@@ -47,14 +27,10 @@ def register(subparsers: Any) -> None:
         "--compare", action="store_true", help="run the same steps in one process, too"
     )
     parser.add_argument("--keep", metavar="FOLDER", help="keep the MindIR files in a new folder")
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the report (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run, compare, report; return the exit code."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     from telechat_moe.recipe import load
 
     recipe = load(args.recipe, args.overrides)
@@ -119,3 +95,25 @@ def _show(report: dict[str, Any]) -> None:
     print(f"dispatch: {found['dispatch']}")
     for path in report.get("kept", []):
         print(f"kept {path}")
+
+
+VERB = Verb(
+    name="run-sharded",
+    help="run the ranks' graphs on CPU processes and compare them with one process",
+    description="Run the training step of every rank on CPU processes for a few steps.",
+    notes=NOTES,
+    examples="telechat-moe run-sharded my_recipe.yaml --processes 4 --steps 10 --compare",
+    exits={
+        1: "losses differ, or a process died",
+        2: "usage (--processes is not the recipe's number of devices)",
+        3: "bad recipe or data",
+        130: "interrupted",
+    },
+    json_keys="recipe, layout, processes, finished, steps (list of step, loss, lm_loss, mtp_loss, aux_loss, "
+    "grad_norm), differences (operators, only_cpu, collectives, unchanged_collectives, order, dispatch), "
+    "kept, single (as steps), relative_errors.",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,65 +1,36 @@
 """`telechat-moe train`: train the model of a recipe on this machine."""
 
 import argparse
-import os
 from dataclasses import asdict
-from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-EPILOG = """\
-example:
-  telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
-  telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
-
+NOTES = """\
 A recipe that is laid out for several devices (use_parallel: True, context.device_target: CPU) is
 trained by as many processes on this machine; each runs the graph that MindSpore compiles for its
 rank. A checkpoint holds whole tensors: --resume goes on from it in any other layout.
 
 Writes into the recipe's output_dir: metrics.jsonl, loss.png, tensorboard/, sample.txt,
 summary.json, recipe.json and checkpoints/.
-
-exit codes: 0 trained, 1 stopped (not finite, disk full, a process died), 2 usage, 3 bad recipe, data or checkpoint,
-130 interrupted (Ctrl-C or SIGTERM; the step is saved, go on with --resume)
+"""
+EXAMPLES = """\
+telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml
+telechat-moe train telechat3_moe/pretrain_tiny.yaml --set output_dir=output/first
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "train",
-        help="train the model of a recipe on this machine",
-        description="Train the model of a recipe on this machine, in MindSpore graph mode.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
-    add_overrides(parser, "override a value, for example optimizer.weight_decay=0.05")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
-    )
-    start.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="remove the checkpoints of output_dir and start anew",
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    add_start(parser)
     parser.add_argument(
         "--plain", action="store_true", help="print plain lines, also on a terminal"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write the summary as JSON ('-': standard output)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     from telechat_moe.files import keep_others_out
     from telechat_moe.recipe import load
 
@@ -86,3 +57,23 @@ def run(args: argparse.Namespace) -> int:
     if not stdout_is_taken:
         print(f"done: {recipe.output_dir}/loss.png, summary.json, sample.txt, checkpoints/")
     return 0
+
+
+VERB = Verb(
+    name="train",
+    help="train the model of a recipe on this machine",
+    description="Train the model of a recipe on this machine, in MindSpore graph mode.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "trained",
+        1: "stopped (not finite, disk full, a process died)",
+        3: "bad recipe, data or checkpoint",
+        130: "interrupted (Ctrl-C or SIGTERM; the step is saved, go on with --resume)",
+    },
+    json_keys="",
+    recipe=True,
+    overrides="override a value, for example optimizer.weight_decay=0.05",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,43 +1,27 @@
 """`telechat-moe upstream`: MindFormers' own TeleChat3-MoE class and our model, parameter by parameter."""
 
 import argparse
-from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-example:
-  telechat-moe upstream telechat3_moe/pretrain_105b_a4b_4k.yaml --one-device
-  telechat-moe upstream telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 255
-
+NOTES = """\
 Needs the extra `mindformers`. --one-device takes two layers and the MTP layer, 16 experts and 1024 words; overrides
 come after these.
-
-exit codes: 0 the same parameters, 1 not, 2 usage, 3 bad recipe or MindFormers refuses it
+"""
+EXAMPLES = """\
+telechat-moe upstream telechat3_moe/pretrain_105b_a4b_4k.yaml --one-device
+telechat-moe upstream telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 255
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the verb to the command line."""
-    parser = verbs.add_parser(
-        "upstream",
-        help="compare MindFormers' own TeleChat3-MoE class with our model: parameters, operators",
-        description="Compile a rank of MindFormers' own TeleChat3-MoE class and of our model from one recipe, and "
-        "compare their parameters and the operators of their forward passes. Nothing is run.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="global rank (default 0)")
     parser.add_argument(
         "--one-device",
         action="store_true",
         help="two layers and MTP on one device: operators without those of the layout",
     )
-    add_overrides(parser, "override a value")
-    parser.add_argument("--json", metavar="FILE", help="write the tables (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,3 +52,19 @@ def run(args: argparse.Namespace) -> int:
             f"{len(problems)} not as expected"
         )
     return 1 if problems else 0
+
+
+VERB = Verb(
+    name="upstream",
+    help="compare MindFormers' own TeleChat3-MoE class with our model: parameters, operators",
+    description="Compile a rank of MindFormers' own TeleChat3-MoE class and of our model from one recipe, and compare"
+    " their parameters and the operators of their forward passes. Nothing is run.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={0: "the same parameters", 1: "not", 3: "bad recipe or MindFormers refuses it"},
+    json_keys="",
+    recipe=True,
+    overrides="override a value",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,13 +1,13 @@
 """Dumps of several ranks merged into that of one device; what contradicts itself is named and left out."""
 
 import json
-from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from telechat_moe.cli.align import merge as verb
+from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
@@ -221,9 +221,7 @@ def test_layouts_may_be_said_in_a_file(tmp_path: Path) -> None:
 
 
 def run(*argv: str) -> int:
-    parser = ArgumentParser()
-    verb.register(parser.add_subparsers())
-    args = parser.parse_args(["merge", *argv])
+    args = VerbParser(verb.VERB).parse_args(argv)
     return args.run(args)
 
 

@@ -1,7 +1,6 @@
 """`align ckpt` on checkpoints that were cut for layouts and changed, and recipe layouts against what `reshard` cut."""
 
 import json
-from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import test_reshard as saved
 from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, reshard
 from telechat_moe.cli.align import ckpt
+from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError
 from telechat_moe.sharding.shards import Cuts
 from telechat_moe.tools.align.compare.checkpoints import compare_checkpoints, open_checkpoint
@@ -20,9 +20,7 @@ from telechat_moe.tools.align.dump.shard_values import Shard
 
 
 def run(*argv: str) -> int:
-    parser = ArgumentParser()
-    ckpt.register(parser.add_subparsers())
-    args = parser.parse_args(["ckpt", *argv])
+    args = VerbParser(ckpt.VERB).parse_args(argv)
     return args.run(args)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import yaml
 from yaml_edit import RECIPES, recipe_text
 
 from telechat_moe import __version__
-from telechat_moe.cli import main
+from telechat_moe.cli import COMMAND, main
 from telechat_moe.cli.recipes import describe
+from telechat_moe.cli.verb import Verb
 from telechat_moe.recipe import load, loads
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
@@ -38,12 +40,21 @@ def test_version_and_usage(capsys: Capture) -> None:
     assert "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "check", "cp", "data", "train", "convert"])
-def test_help_ends_with_example_and_exit_codes(verb: str, capsys: Capture) -> None:
-    assert main([verb, "--help"]) == 0
+def verbs(verb: Verb = COMMAND, *above: str) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every verb and sub-verb."""
+    for inner in verb.subverbs:
+        yield (*above, inner.name)
+        yield from verbs(inner, *above, inner.name)
+
+
+@pytest.mark.parametrize("words", list(verbs()), ids=" ".join)
+def test_help_ends_with_example_and_exit_codes(words: tuple[str, ...], capsys: Capture) -> None:
+    assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
-    assert "example:" in text
-    assert "exit codes" in text
+    example, codes = text.split("\nexample:\n  ")[-1].split("\nexit codes: 0 ")
+    assert "telechat-moe" in example or "msrun" in example
+    assert "; 2 " in codes
+    assert "; 3 " in codes
 
 
 def test_ls_lists_every_file(capsys: Capture) -> None:

@@ -5,43 +5,30 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-EPILOG = """\
+NOTES = """\
 Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings; integers must be equal,
 numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
 what all uses sent, collectives what the ranks of the group gave. What came out differently upstream does not matter.
 
-Where the runs were cut over other devices or come from other frameworks, their calls are not the same. Then each call of
-TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must have
-(gradients, weights and states by the name of their weight, or what --map names) is put together from all ranks and
-compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME input.grad",
-maybe several in a list, and "transposed"; `align map RECIPE` writes the one of our model and Hugging Face's.
-
-example:
-  telechat-moe align bisect gpu_dump npu_dump --html align.html
-  telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
-  telechat-moe align bisect tp2 dp2_ep2
-  telechat-moe align bisect hf ours --map hf_map.json
-
-exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 not comparable
-
---json keys: verdict (pass | diverged | not comparable), reason, ranks, first and findings (step, rank, phase, layer,
-operator, tensor, family, evidence, observed_over_bound, reason, element, wrong_elements, elements, source), judged
-(tensors by answer), not_judged (reasons, with their number), runs, sentence; of the first wrong call neighbours (in the
-order of the run), graph (nodes, edges: the data flow around it), picture (worst error over bound of each field)
+Where the runs were cut over other devices or come from other frameworks, their calls are not the same. Then each call
+of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
+have (gradients, weights and states by the name of their weight, or what --map names) is put together from all ranks
+and compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME
+input.grad", maybe several in a list, and "transposed"; `align map RECIPE` writes the one of our model and Hugging
+Face's.
+"""
+EXAMPLES = """\
+telechat-moe align bisect gpu_dump npu_dump --html align.html
+telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
+telechat-moe align bisect tp2 dp2_ep2
+telechat-moe align bisect hf ours --map hf_map.json
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bisect",
-        help="name the first wrong call of a run",
-        description="Name the first call of TARGET that is wrong, and what kind of fault it looks like.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is believed")
     parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
     parser.add_argument(
@@ -55,13 +42,11 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write one page with the first wrong call")
     parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
     parser.add_argument(
         "--reproducer",
         metavar="DIR",
         help="write the first wrong call as data and a script that fails while it is wrong",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,3 +102,20 @@ def run(args: argparse.Namespace) -> int:
     show_table(["tensors", "number "], counts)
     print(f"\n{outcome.verdict}: {page.sentence(outcome)}")
     return VERDICT_CODES[outcome.verdict]
+
+
+VERB = Verb(
+    name="bisect",
+    help="name the first wrong call of a run",
+    description="Name the first call of TARGET that is wrong, and what kind of fault it looks like.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={0: "pass", 1: "diverged", 4: "not comparable"},
+    json_keys="verdict (pass | diverged | not comparable), reason, ranks, first and findings (step, rank, phase, "
+    "layer, operator, tensor, family, evidence, observed_over_bound, reason, element, wrong_elements, "
+    "elements, source), judged (tensors by answer), not_judged (reasons, with their number), runs, "
+    "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
+    "data flow around it), picture (worst error over bound of each field)",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,45 +1,33 @@
 """`telechat-moe align capture`: dump what a recipe's training steps, or a torch script, compute."""
 
 import argparse
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 
 VALUES = ("tensor", "statistics", "fingerprint")
-EPILOG = """\
+NOTES = """\
 A recipe runs as `telechat-moe train` runs it (one device) or as `telechat-moe run-sharded` does (one process for each
 device of its layout). Every operator of the compiled graph is recorded: forward, backward, gradients before and after
 their reduction, updates with their states, routing decisions; of a sharded run with the layout of each tensor.
 
 With --torch a script runs unchanged in a process of its own; every torch function is recorded, forward and backward,
-and every update of a weight by an optimizer, which ends a step. With MSAdapter's folder on PYTHONPATH `import torch` is
-MSAdapter, and the same script records an Ascend run; that was not tested here.
+and every update of a weight by an optimizer, which ends a step. With MSAdapter's folder on PYTHONPATH `import torch`
+is MSAdapter, and the same script records an Ascend run; that was not tested here.
 
 OUT is a tree that msprobe reads, too.
-
-example:
-  telechat-moe align capture mine.yaml --out tp2 --steps 0-1 --set parallel_config.model_parallel=2
-  telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
-  telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
-
-exit codes: 0 ok, 1 a process died, 2 usage, 3 OUT exists, or no such script, recipe or data; else the script's own
+"""
+EXAMPLES = """\
+telechat-moe align capture mine.yaml --out tp2 --steps 0-1 --set parallel_config.model_parallel=2
+telechat-moe align capture mine.yaml --out router --only '*.router.*' --values fingerprint
+telechat-moe align capture --torch train.py --out golden --steps 0-1 -- --lr 0.1
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "capture",
-        help="run a recipe or a torch script and dump what it computes",
-        description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", metavar="SCRIPT", help="run this script")
     parser.add_argument("--out", required=True, metavar="OUT", help="folder to make")
     parser.add_argument(
@@ -63,14 +51,12 @@ def register(subparsers: Any) -> None:
         default=VALUES[0],
         help="of a recipe: whole tensors (default), statistics, or fingerprints of 2 KiB",
     )
-    add_overrides(parser)
     parser.add_argument(
         "arguments",
         nargs="*",
         metavar="RECIPE",
         help="the recipe; of a script its arguments, after --",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
 def _recipe(args: argparse.Namespace, steps: range) -> int:
     if len(args.arguments) != 1:
         raise UsageError(f"one recipe expected, or --torch SCRIPT; found {args.arguments}")
-    os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     from telechat_moe.recipe import load
 
     recipe = load(args.arguments[0], args.overrides)
@@ -135,3 +120,19 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
             raise UsageError(f"{option} {text}: expected numbers, such as 0,2-3")
         found += range(int(first), int(last or first) + 1)
     return found
+
+
+VERB = Verb(
+    name="capture",
+    help="run a recipe or a torch script and dump what it computes",
+    description="Run a recipe or a torch script and dump what it computes, forward, backward and updates.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        1: "a process died",
+        3: "OUT exists, or no such script, recipe or data; else the script's own",
+    },
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

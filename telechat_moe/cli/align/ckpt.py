@@ -8,32 +8,16 @@ from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
 from telechat_moe.cli.progress import tracked
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
+NOTES = """\
 A and B are checkpoints (step-00001000, whichever ranks wrote it) or folders that `ckpt reshard` wrote. All checksums
 are compared first. Without bounds every bit must be equal; a tensor passes a bound if all its elements are within
 --ulp ULPs of its type (0, 1, 2, 4, 16, 256, 65536), or its relative L2 distance is at most --rtol.
-
-example:
-  telechat-moe align ckpt run_tp2/checkpoints/step-00000100 run_dp2/checkpoints/step-00000100 --rtol 1e-5
-
---json keys: verdict (pass | diverged | not comparable), a, b (path, step, layout), tensors (name: bitwise, dtype,
-elements, different, max_abs, relative_l2, ulp_histogram, first), beyond (names), not_comparable (name: why).
-
-exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 not comparable (a tensor is missing in one, or of another shape
-or type, and all others pass)
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "ckpt",
-        help="compare two checkpoints of any layouts",
-        description="Compare two checkpoints of any layouts, tensor by tensor.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("a", metavar="A", help="checkpoint, or folder of pieces")
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--group", metavar="NAME", help="only this group: model, optimizer")
@@ -42,8 +26,6 @@ def register(subparsers: Any) -> None:
         "--rtol", type=float, default=0.0, metavar="X", help="relative L2 allowed (0)"
     )
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,3 +110,23 @@ def _plain(report: Any, verdict: str, beyond: list[str]) -> dict[str, Any]:
 def _finite(x: Any) -> Any:
     """Return a number that JSON has; others as text."""
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+VERB = Verb(
+    name="ckpt",
+    help="compare two checkpoints of any layouts",
+    description="Compare two checkpoints of any layouts, tensor by tensor.",
+    notes=NOTES,
+    examples="telechat-moe align ckpt run_tp2/checkpoints/step-00000100 run_dp2/checkpoints/step-00000100 --rtol "
+    "1e-5",
+    exits={
+        0: "pass",
+        1: "diverged",
+        4: "not comparable (a tensor is missing in one, or of another shape or type, and all others pass)",
+    },
+    json_keys="verdict (pass | diverged | not comparable), a, b (path, step, layout), tensors (name: bitwise, "
+    "dtype, elements, different, max_abs, relative_l2, ulp_histogram, first), beyond (names), "
+    "not_comparable (name: why).",
+    arguments=_arguments,
+    run=run,
+)

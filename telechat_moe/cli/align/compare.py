@@ -9,10 +9,11 @@ from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.progress import bar
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import size_text
 
-EPILOG = """\
+NOTES = """\
 Tensors are paired by step, rank, call and place, and judged one after another, worst first in the table. Profiles:
 
   ascend-l0 -l1 -l2  MARE, MERE and RMSE over those of a third run (--benchmark): 10, 2, 2; 5, 1.5, 1.5; 2, 1.2, 1.2
@@ -25,36 +26,21 @@ Tensors are paired by step, rank, call and place, and judged one after another, 
   ulp                at most --max (1) numbers of the target's type lie between
   bitwise            equal bytes
 
-A choice (top-k, arg-max, sort) that comes out differently is legal where the reference's scores nearly tie; then tokens
-that went the same way are compared, and where tokens mix, calls are replayed in isolation. Dumps without values are judged
-as far as fingerprints, checksums and statistics go. Runs of other layouts are merged first (--said as for `align merge`).
-Runs whose calls are not the same, of another layout's graph or another framework, need --map as for `align bisect`: what it
-names is put together from all ranks and compared. `--map weights`: gradients, weights and states of all updates.
-docs/align_compare.md has all numbers and their sources.
-
-example:
-  telechat-moe align compare gpu_dump npu_dump --profile ecosystem
-  telechat-moe align compare golden npu_dump --benchmark gpu_dump --profile ascend-l1 --json -
-  telechat-moe align compare hf ours --map hf_map.json --profile torch
-
-exit codes: 0 pass; 1 diverged; 2 usage; 3 bad input; 4 not comparable: nothing could be judged, or tensors lack a
-counterpart
-
---json keys: verdict, reason, profile, tensors (by status), basis (what judged ones were judged by), not_judged (reasons,
-with their number), flips (legal, illegal, not judged), notes, bytes (of values read), rows (step, rank, key, place, phase,
-dtype, shape, status, basis, metric, observed, limit, observed_over_limit, element, elements, checks, reason, note)
+A choice (top-k, arg-max, sort) that comes out differently is legal where the reference's scores nearly tie; then
+tokens that went the same way are compared, and where tokens mix, calls are replayed in isolation. Dumps without
+values are judged as far as fingerprints, checksums and statistics go. Runs of other layouts are merged first (--said
+as for `align merge`). Runs whose calls are not the same, of another layout's graph or another framework, need --map
+as for `align bisect`: what it names is put together from all ranks and compared. `--map weights`: gradients, weights
+and states of all updates. docs/align_compare.md has all numbers and their sources.
+"""
+EXAMPLES = """\
+telechat-moe align compare gpu_dump npu_dump --profile ecosystem
+telechat-moe align compare golden npu_dump --benchmark gpu_dump --profile ascend-l1 --json -
+telechat-moe align compare hf ours --map hf_map.json --profile torch
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "compare",
-        help="compare two dumps tensor by tensor by a published standard",
-        description="Compare the tensors of TARGET with those of REFERENCE by a published standard.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is believed")
     parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
     parser.add_argument(
@@ -89,8 +75,6 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--rows", type=int, default=20, metavar="N", help="lines of the table (20)")
     parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def _number(text: str) -> float:
@@ -230,3 +214,23 @@ def _junit(outcome: Any, target: str) -> str:
             cases.append(junit.Case(target, name, skipped=skipped))
     text: str = junit.suite("align compare", cases)
     return text
+
+
+VERB = Verb(
+    name="compare",
+    help="compare two dumps tensor by tensor by a published standard",
+    description="Compare the tensors of TARGET with those of REFERENCE by a published standard.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "pass",
+        1: "diverged",
+        4: "not comparable: nothing could be judged, or tensors lack a counterpart",
+    },
+    json_keys="verdict, reason, profile, tensors (by status), basis (what judged ones were judged by), not_judged "
+    "(reasons, with their number), flips (legal, illegal, not judged), notes, bytes (of values read), "
+    "rows (step, rank, key, place, phase, dtype, shape, status, basis, metric, observed, limit, "
+    "observed_over_limit, element, elements, checks, reason, note)",
+    arguments=_arguments,
+    run=run,
+)

@@ -2,37 +2,27 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-EPILOG = """\
+from telechat_moe.cli.verb import Verb
+
+NOTES = """\
 OUT ending in .csv is a table with a row for each tensor; anything else is a folder that msprobe reads. With
 --fingerprints the folder has no values but 2 KiB for each tensor, which tell whether tensors are equal and how far
 apart they are, whatever the layout.
-
-example:
-  telechat-moe align convert dump tensors.csv
-  telechat-moe align convert native_dump tree
-  telechat-moe align convert dump small --fingerprints
-
-exit codes: 0 ok, 2 usage, 3 missing, broken, or OUT exists
+"""
+EXAMPLES = """\
+telechat-moe align convert dump tensors.csv
+telechat-moe align convert native_dump tree
+telechat-moe align convert dump small --fingerprints
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "convert",
-        help="write a dump as a tree of msprobe, as fingerprints, or as a table",
-        description="Write a dump in another form, reading it piece by piece.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
     parser.add_argument("out", metavar="OUT", help="folder to make, or FILE.csv")
     parser.add_argument(
         "--fingerprints", action="store_true", help="fingerprints instead of values"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,3 +38,15 @@ def run(args: argparse.Namespace) -> int:
     msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
     print(f"{out}: {len(dump.ranks)} ranks of all steps")
     return 0
+
+
+VERB = Verb(
+    name="convert",
+    help="write a dump as a tree of msprobe, as fingerprints, or as a table",
+    description="Write a dump in another form, reading it piece by piece.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={3: "missing, broken, or OUT exists"},
+    arguments=_arguments,
+    run=run,
+)

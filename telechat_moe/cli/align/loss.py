@@ -4,35 +4,20 @@ import argparse
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-EPILOG = """\
+NOTES = """\
 A curve is our metrics.jsonl (or its folder), a log of MindFormers, values of Megatron-LM (JSON), or CSV with columns
 step, loss and maybe grad_norm. Give two base runs or more: what they differ from each other is noise by definition.
-
-example:
-  telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html
-  telechat-moe align loss gpu.csv msrun_log/worker_7.log
-
-exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 not judged (not enough steps, too much noise, no common steps)
-
---json keys: verdict (pass | diverged | not judged), sentence, reasons, findings (kind, first, last, size, low, high,
-p, text), gate (verdict, steps, first, average, norm, norm_ok, positive), bias (mean, error, low, high, margin,
-statistic, limit, p, effective_steps), power (seen_95, margin), noise (spread, correlation_time, inflation, wander),
-spikes (step, base, target, where), steps (compared, first, last), notes, inputs, settings. Differences are fractions.
+"""
+EXAMPLES = """\
+telechat-moe align loss base1/metrics.jsonl base2/metrics.jsonl run/metrics.jsonl --html loss.html
+telechat-moe align loss gpu.csv msrun_log/worker_7.log
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "loss",
-        help="judge a loss curve against those of base runs",
-        description="Judge a loss curve against those of base runs: the published standard, an equivalence test, "
-        "lasting differences with their onset, spikes; with the power that the verdict has.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "curves", nargs="+", metavar="CURVE", help="base runs, then the run to judge"
     )
@@ -59,8 +44,6 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--html", metavar="FILE", help="write one page with the curves")
     parser.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def _percent(text: str) -> float:
@@ -103,3 +86,25 @@ def run(args: argparse.Namespace) -> int:
     for note in report.notes:
         print(f"note: {note}")
     return code
+
+
+VERB = Verb(
+    name="loss",
+    help="judge a loss curve against those of base runs",
+    description="Judge a loss curve against those of base runs: the published standard, an equivalence test, lasting "
+    "differences with their onset, spikes; with the power that the verdict has.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "pass",
+        1: "diverged",
+        4: "not judged (not enough steps, too much noise, no common steps)",
+    },
+    json_keys="verdict (pass | diverged | not judged), sentence, reasons, findings (kind, first, last, size, low, "
+    "high, p, text), gate (verdict, steps, first, average, norm, norm_ok, positive), bias (mean, error, "
+    "low, high, margin, statistic, limit, p, effective_steps), power (seen_95, margin), noise (spread, "
+    "correlation_time, inflation, wander), spikes (step, base, target, where), steps (compared, first, "
+    "last), notes, inputs, settings. Differences are fractions.",
+    arguments=_arguments,
+    run=run,
+)

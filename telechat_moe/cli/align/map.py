@@ -3,36 +3,23 @@
 import argparse
 import json
 from importlib import import_module
-from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import write_text
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-FILE is JSON: a list of {"name", "reference" (Hugging Face's run), "target" (ours), "transposed", "sorted"}. Reference: a
-capture of transformers' DeepseekV3ForCausalLM with --modules; target: a capture of RECIPE in one process.
-
-example:
-  telechat-moe align map mine.yaml hf_map.json
-  telechat-moe align bisect hf ours --map hf_map.json
-
-exit codes: 0 ok, 2 usage, 3 bad recipe
+NOTES = """\
+FILE is JSON: a list of {"name", "reference" (Hugging Face's run), "target" (ours), "transposed", "sorted"}.
+Reference: a capture of transformers' DeepseekV3ForCausalLM with --modules; target: a capture of RECIPE in one
+process.
+"""
+EXAMPLES = """\
+telechat-moe align map mine.yaml hf_map.json
+telechat-moe align bisect hf ours --map hf_map.json
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "map",
-        help="write which tensors of ours are which of Hugging Face's",
-        description="Write which tensors of a run of RECIPE are which of a run of Hugging Face's model.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="file to write")
-    add_overrides(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,3 +32,17 @@ def run(args: argparse.Namespace) -> int:
     write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
     print(f"{args.file}: {len(entries)} tensors")
     return 0
+
+
+VERB = Verb(
+    name="map",
+    help="write which tensors of ours are which of Hugging Face's",
+    description="Write which tensors of a run of RECIPE are which of a run of Hugging Face's model.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={3: "bad recipe"},
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

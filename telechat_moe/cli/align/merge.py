@@ -10,42 +10,28 @@ from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
 from telechat_moe.cli.progress import tracked
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError
 
-EPILOG = """\
-OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A tensor's
-layout is what the dump says (`layout` of MindSpore, `hsdp_shard_size`), else what --said says. Where nothing is said,
-ranks whose values are equal to the last bit hold copies. What contradicts itself is not merged: it is named.
+NOTES = """\
+OUT is a dump of one rank in msprobe's format: each tensor whole, values that waited for a reduction reduced. A
+tensor's layout is what the dump says (`layout` of MindSpore, `hsdp_shard_size`), else what --said says. Where nothing
+is said, ranks whose values are equal to the last bit hold copies. What contradicts itself is not merged: it is named.
 
 FILE of --said is JSON: tensors: {pattern of "KEY PLACE": layout as in dump.json, with Shape where filler hides it},
 stages: {rank: stage}, layers: {"stage,chunk": [numbers of layers]} where stages count their own from 0,
 micro_batches: calls of a name on a rank that make one batch, batch_axes: [names], mesh: {axis: length}.
 
-With --reference every layout that fits the shapes is tried; the one whose copies agree counts. If several are left, the
-tensor is not merged: values of the reference never decide.
-
-example:
-  telechat-moe align merge dump merged
-  telechat-moe align merge megatron_dump merged --said layout.json --ulp 1
-
---json keys: verdict (pass | diverged | not comparable), out, steps, tensors, merged, copies (bitwise | within bound |
-differ: tensors), how (dump | said | inferred |
-copies | one rank: tensors), problems (step, key, place, ranks, how, copies, problem).
-
-exit codes: 0 all merged; 1 copies differ that the layout calls copies; 2 usage; 3 bad input; 4 some tensors were not
-merged
+With --reference every layout that fits the shapes is tried; the one whose copies agree counts. If several are left,
+the tensor is not merged: values of the reference never decide.
+"""
+EXAMPLES = """\
+telechat-moe align merge dump merged
+telechat-moe align merge megatron_dump merged --said layout.json --ulp 1
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "merge",
-        help="put the pieces of all ranks together",
-        description="Put the pieces of all ranks together, whatever the layout.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dump", metavar="DUMP", help="dump of all ranks")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
@@ -61,8 +47,6 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--keep", action="store_true", help="write the first copy where copies differ"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -136,3 +120,22 @@ def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int
         f"{verdict}: {report['merged']} of {len(outcomes)} tensors merged into {args.out} (layout from: {how})"
     )
     return code
+
+
+VERB = Verb(
+    name="merge",
+    help="put the pieces of all ranks together",
+    description="Put the pieces of all ranks together, whatever the layout.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "all merged",
+        1: "copies differ that the layout calls copies",
+        4: "some tensors were not merged",
+    },
+    json_keys="verdict (pass | diverged | not comparable), out, steps, tensors, merged, copies (bitwise | within "
+    "bound | differ: tensors), how (dump | said | inferred | copies | one rank: tensors), problems (step,"
+    " key, place, ranks, how, copies, problem).",
+    arguments=_arguments,
+    run=run,
+)

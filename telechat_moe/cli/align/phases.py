@@ -4,39 +4,22 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import VERDICT_CODES, write_json
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
+NOTES = """\
 1. operators alone: those of the recipe at its own widths, each implementation, forward and backward, against float64
    formulas with derived bounds
 2. one step with fixed inputs: captured from the recipe, or --target; every operator replayed, and, with --reference,
    bisected against that dump
 3. loss curve: --curve, or the recipe trained here, against --base
 
-A phase is not run again while nothing changed that it depends on. One that diverged ends the run. OUT has phases.json,
-phases.html, and the report of each verb. docs/align_phases.md tells it with an example.
-
-example:
-  telechat-moe align phases mine.yaml --out phases --reference golden --base gpu1.jsonl --base gpu2.jsonl
-
-exit codes: 0 pass; 1 diverged; 2 usage; 3 bad input; 4 a phase could not be judged
-
---json keys: verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by
-verb, not_judged)
+A phase is not run again while nothing changed that it depends on. One that diverged ends the run. OUT has
+phases.json, phases.html, and the report of each verb. docs/align_phases.md tells it with an example.
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "phases",
-        help="check operators, one step and the loss curve of a recipe",
-        description="Check a recipe in three phases before a production run; one verdict.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="name or file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the reports")
     parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is believed")
     parser.add_argument(
@@ -54,9 +37,6 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--again", action="store_true", help="run all phases again")
     parser.add_argument("--go-on", action="store_true", help="go on after a phase that diverged")
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,3 +74,20 @@ def _path(text: str | None) -> Path | None:
 
 def _nothing(text: str) -> None:
     pass
+
+
+VERB = Verb(
+    name="phases",
+    help="check operators, one step and the loss curve of a recipe",
+    description="Check a recipe in three phases before a production run; one verdict.",
+    notes=NOTES,
+    examples="telechat-moe align phases mine.yaml --out phases --reference golden --base gpu1.jsonl --base "
+    "gpu2.jsonl",
+    exits={0: "pass", 1: "diverged", 4: "a phase could not be judged"},
+    json_keys="verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by verb, "
+    "not_judged)",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

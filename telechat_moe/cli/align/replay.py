@@ -6,33 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-Each call is recomputed in float64 from its own inputs; no second run is needed. What only a second run can tell (wrong
-weights, other settings, a tensor changed on its way) is for `align bisect`.
-
-example:
-  telechat-moe align replay dump
-
-exit codes: 0 pass, 1 diverged, 2 usage, 3 bad input, 4 nothing could be judged
-
---json keys: verdict, tensors (by answer), not_judged (reasons, with their number), wrong (step, rank, call, tensor,
-observed_over_bound, reason), closest (the largest observed_over_bound that pass)
+NOTES = """\
+Each call is recomputed in float64 from its own inputs; no second run is needed. What only a second run can tell
+(wrong weights, other settings, a tensor changed on its way) is for `align bisect`.
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "replay",
-        help="recompute every operator of a dump from its own inputs",
-        description="Recompute every operator of a dump from its own inputs, and judge it by a derived bound.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dump", metavar="DUMP", help="folder of a dump")
-    parser.add_argument("--json", metavar="FILE", help="write the report as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,3 +73,17 @@ def run(args: argparse.Namespace) -> int:
     show_table(["tensors", "number "], table)
     print(f"\n{verdict}: {len(wrong)} of {sum(counts.values())} tensors are wrong")
     return code
+
+
+VERB = Verb(
+    name="replay",
+    help="recompute every operator of a dump from its own inputs",
+    description="Recompute every operator of a dump from its own inputs, and judge it by a derived bound.",
+    notes=NOTES,
+    examples="telechat-moe align replay dump",
+    exits={0: "pass", 1: "diverged", 4: "nothing could be judged"},
+    json_keys="verdict, tensors (by answer), not_judged (reasons, with their number), wrong (step, rank, call, "
+    "tensor, observed_over_bound, reason), closest (the largest observed_over_bound that pass)",
+    arguments=_arguments,
+    run=run,
+)

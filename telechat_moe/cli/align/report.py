@@ -5,33 +5,24 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_text
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-FILE is what bisect, replay, compare, merge, loss, ckpt or phases wrote with --json. The page needs nothing from elsewhere
-and no network. Curves of `align loss` are read again from where the report says they are.
-
-example:
-  telechat-moe align bisect golden npu --json bisect.json
-  telechat-moe align loss base.jsonl npu.jsonl --json loss.json
-  telechat-moe align report bisect.json loss.json --html alignment.html --junit alignment.xml
-
-exit codes: that of the worst report: 0 pass, 1 diverged, 4 not comparable or not judged; 2 usage; 3 bad input
+NOTES = """\
+FILE is what bisect, replay, compare, merge, loss, ckpt or phases wrote with --json. The page needs nothing from
+elsewhere and no network. Curves of `align loss` are read again from where the report says they are. The exit code is
+that of the worst report.
+"""
+EXAMPLES = """\
+telechat-moe align bisect golden npu --json bisect.json
+telechat-moe align loss base.jsonl npu.jsonl --json loss.json
+telechat-moe align report bisect.json loss.json --html alignment.html --junit alignment.xml
 """
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        help="one page from the reports of other verbs",
-        description="Make one page, or JUnit XML, from the JSON reports of other verbs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="JSON that a verb wrote")
     parser.add_argument("--html", metavar="OUT", help="write the page")
     parser.add_argument("--junit", metavar="OUT", help="write the answers as JUnit XML")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,3 +41,15 @@ def run(args: argparse.Namespace) -> int:
     word: str = report.verdict(documents)
     print(f"\n{word}")
     return VERDICT_CODES[word]
+
+
+VERB = Verb(
+    name="report",
+    help="one page from the reports of other verbs",
+    description="Make one page, or JUnit XML, from the JSON reports of other verbs.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={0: "pass", 1: "diverged", 4: "not comparable or not judged"},
+    arguments=_arguments,
+    run=run,
+)

@@ -5,43 +5,28 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
+from telechat_moe.cli.verb import Verb
 from telechat_moe.units import count_text
 
-EPILOG = """\
+NOTES = """\
 DUMP is a folder that msprobe wrote (of a run, a step or a rank; MindSpore or PyTorch), or a native dump of MindSpore
-(statistic.csv). Neither framework is needed. What has no values can be compared by statistics, checksum or fingerprint
-at most; what has nothing at all cannot be judged, and is counted.
-
-example:
-  telechat-moe align inspect dump
-  telechat-moe align inspect dump --calls --step 0 --rank 0
-  telechat-moe align inspect dump --verify --json -
-
-exit codes: 0 ok, 2 usage, 3 missing or broken
-
---json keys: path, source (msprobe | statistic.csv), ranks (step, rank, framework, task, level, calls, phases, tensors,
-values, statistics, checksums, fingerprints, nothing, layouts, elements, dtypes, verified), not_judged (reason: tensors),
-calls (with --calls: step, rank, key, kind, phase, parent, tensors (place, dtype, shape, max, min, mean, norm, has)).
+(statistic.csv). Neither framework is needed. What has no values can be compared by statistics, checksum or
+fingerprint at most; what has nothing at all cannot be judged, and is counted.
+"""
+EXAMPLES = """\
+telechat-moe align inspect dump
+telechat-moe align inspect dump --calls --step 0 --rank 0
+telechat-moe align inspect dump --verify --json -
 """
 _COUNTS = ("calls", "tensors", "values", "statistics", "checksums", "fingerprints")
 
 
-def register(subparsers: Any) -> None:
-    """Add the sub-verb."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "inspect",
-        help="show what a dump holds",
-        description="Show what a dump holds, and what of it cannot be judged.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dump", metavar="DUMP", help="folder of a dump, or a statistic.csv")
     parser.add_argument("--calls", action="store_true", help="list every tensor of every call")
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
     parser.add_argument("--verify", action="store_true", help="open every file of values")
-    parser.add_argument("--json", metavar="FILE", help="write the results as JSON ('-': stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,3 +67,19 @@ def _row(key: str, tensor: dict[str, Any]) -> list[str]:
     shown = ["-" if n is None else f"{n:.6g}" for n in numbers]
     has = ", ".join(tensor["has"]) or "nothing"
     return [key, tensor["place"], tensor["dtype"], str(tensor["shape"]), *shown, has]
+
+
+VERB = Verb(
+    name="inspect",
+    help="show what a dump holds",
+    description="Show what a dump holds, and what of it cannot be judged.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={3: "missing or broken"},
+    json_keys="path, source (msprobe | statistic.csv), ranks (step, rank, framework, task, level, calls, phases, "
+    "tensors, values, statistics, checksums, fingerprints, nothing, layouts, elements, dtypes, verified),"
+    " not_judged (reason: tensors), calls (with --calls: step, rank, key, kind, phase, parent, tensors "
+    "(place, dtype, shape, max, min, mean, norm, has)).",
+    arguments=_arguments,
+    run=run,
+)

@@ -5,29 +5,21 @@ from typing import Any
 
 from telechat_moe.cli.output import show_table, write_text
 from telechat_moe.cli.progress import bars
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training steps, one
-thread each (of plain operators in two processes at once), and fits the constants of the cost model to the steps. Times are processor seconds: on an idle machine those
-that pass. Less than a minute on an idle machine. Needs mindspore.
-
-example:
-  telechat-moe plan calibrate --out this-machine.yaml
-  telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml
-
-exit codes: 0 ok, 1 the measurement failed, 2 usage, 3 bad input
+NOTES = """\
+Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training
+steps, one thread each (of plain operators in two processes at once), and fits the constants of the cost model to the
+steps. Times are processor seconds: on an idle machine those that pass. Less than a minute on an idle machine. Needs
+mindspore.
+"""
+EXAMPLES = """\
+telechat-moe plan calibrate --out this-machine.yaml
+telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine.yaml
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "calibrate",
-        help="measure this machine and write its device description",
-        description="Write a device description of this machine for the other sub-verbs.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml"
     )
@@ -40,7 +32,6 @@ def register(verbs: Any) -> None:
         default="fused",
         help="of the steps: fused as `train` runs them in one process, plain as `run-sharded` does (default fused)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,3 +65,15 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"\nwrote {args.out}")
     return 0
+
+
+VERB = Verb(
+    name="calibrate",
+    help="measure this machine and write its device description",
+    description="Write a device description of this machine for the other sub-verbs.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={1: "the measurement failed"},
+    arguments=_arguments,
+    run=run,
+)

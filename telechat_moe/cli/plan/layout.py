@@ -5,40 +5,31 @@ import os
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_documents, add_overrides
+from telechat_moe.cli.arguments import add_documents
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import gib_text, parse_size
 
-EPILOG = """\
+NOTES = """\
 Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
-optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of the
-recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time limit
-gives the best found with its true gap. --fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp (false, true),
-zero, schedule (1f1b, interleaved, zb-v), recompute (none, full, norm+activation, swap) and ends (last, mtp-before); what stands
-last in these lists, and zero=2 and 3, needs --beyond-recipes, and --out refuses it. --certificate writes every configuration and why it is not faster, which
-python -m telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
-
-example:
-  telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GiB \\
-    --out my_recipe.yaml
-  telechat-moe check my_recipe.yaml --devices 256
-
-exit codes: 0 proven optimal, 1 no layout fits in memory, 2 usage, 3 bad input, 4 not proven within --limit: best found
+optimizer sharding, micro-batches, schedule, recomputation and the placement of every layer, with the global batch of
+the recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time
+limit gives the best found with its true gap. --fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp
+(false, true), zero, schedule (1f1b, interleaved, zb-v), recompute (none, full, norm+activation, swap) and ends (last,
+mtp-before); what stands last in these lists, and zero=2 and 3, needs --beyond-recipes, and --out refuses it.
+--certificate writes every configuration and why it is not faster, which python -m
+telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
+"""
+EXAMPLES = """\
+telechat-moe plan layout telechat3_moe/pretrain_105b_a4b_4k.yaml --devices 256 --device ascend-910b --memory 55GiB \\
+  --out my_recipe.yaml
+telechat-moe check my_recipe.yaml --devices 256
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "layout",
-        help="find the fastest layout on so many devices, with a proof",
-        description="Find the fastest layout of a recipe's model on so many devices, with a proof that none is faster.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--devices", type=int, required=True, metavar="N", help="devices that there are"
     )
@@ -87,9 +78,6 @@ def register(verbs: Any) -> None:
         "--certificate", metavar="FILE", help="write the proof, for every configuration"
     )
     add_documents(parser)
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -176,3 +164,22 @@ def _writable(file: str | None) -> None:
         raise UsageError(f"{file}: its folder does not exist")
     if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):
         raise UsageError(f"{file}: cannot be written")
+
+
+VERB = Verb(
+    name="layout",
+    help="find the fastest layout on so many devices, with a proof",
+    description="Find the fastest layout of a recipe's model on so many devices, with a proof that none is faster.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    exits={
+        0: "proven optimal",
+        1: "no layout fits in memory",
+        4: "not proven within --limit: best found",
+    },
+    json_keys="",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

@@ -7,45 +7,26 @@ from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
-from telechat_moe.cli.arguments import add_overrides
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.progress import counted
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import MIB, count_text
 
 MAX_PARAMETERS = 50_000_000
 WIDTH = 96
-EPILOG = """\
+NOTES = """\
 Every stage is a process with MindSpore's graphs of its chunks: forward, dX and dW apart. Activations and gradients go
-between the processes. The same micro-batches go through the whole model in one graph; gradients, losses and expert loads
-must be the same bytes. The step is run twice: the first one compiles, the second one is timed.
+between the processes. The same micro-batches go through the whole model in one graph; gradients, losses and expert
+loads must be the same bytes. The step is run twice: the first one compiles, the second one is timed.
 
-The simulated times are those of the program with the mean of each operation's measured times. Processes that share cores
-take turns, which the simulator knows nothing of; --pace makes every operation last at least so long (it sleeps for the
-rest), so that as many stages can run at once as there are.
-
---json keys: recipe, schedule, layout, stages, chunks, micro_batches, pace_ms, equal, differences, measured_ms,
-simulated_ms, measured_bubble, simulated_bubble, per_stage (list of operations, busy_ms, kept_bytes, sent_bytes,
-timeline: list of operation, start_ms, end_ms, simulated_start_ms, simulated_end_ms).
-
-example:
-  telechat-moe plan run-schedule telechat3_moe/pretrain_tiny.yaml --stages 2 --chunks 2 --schedule zb-v --micro-batches 4
-
-exit codes: 0 the gradients are the same bytes, 1 they are not, or a process died, or the program cannot go on, 2 usage,
-3 bad recipe, or a program that is incomplete or deadlocks
+The simulated times are those of the program with the mean of each operation's measured times. Processes that share
+cores take turns, which the simulator knows nothing of; --pace makes every operation last at least so long (it sleeps
+for the rest), so that as many stages can run at once as there are.
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "run-schedule",
-        help="run a pipeline schedule on CPU processes, compare gradients with the unpipelined run",
-        description="Run one step of a small model through a pipeline schedule, each stage a process.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
     parser.add_argument(
         "--chunks", type=int, default=1, metavar="V", help="chunks of a stage (default 1)"
@@ -65,14 +46,10 @@ def register(verbs: Any) -> None:
     parser.add_argument(
         "--operations", action="store_true", help="list every operation with its times"
     )
-    add_overrides(parser)
-    parser.add_argument("--json", metavar="FILE", help="write the report (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run, compare, print; return the exit code."""
-    os.environ.setdefault("GLOG_v", "3")
     from telechat_moe.pipeline import chunks
     from telechat_moe.pipeline.run import Pipeline, different
     from telechat_moe.pipeline.spec import Spec, random_batches
@@ -302,3 +279,25 @@ def _show(figures: dict[str, Any], operations: bool, weights: int) -> None:
         print(
             f"gradients of {weights} weights, losses and expert loads: the unpipelined run's, to the last bit"
         )
+
+
+VERB = Verb(
+    name="run-schedule",
+    help="run a pipeline schedule on CPU processes, compare gradients with the unpipelined run",
+    description="Run one step of a small model through a pipeline schedule, each stage a process.",
+    notes=NOTES,
+    examples="telechat-moe plan run-schedule telechat3_moe/pretrain_tiny.yaml --stages 2 --chunks 2 --schedule "
+    "zb-v --micro-batches 4",
+    exits={
+        0: "the gradients are the same bytes",
+        1: "they are not, or a process died, or the program cannot go on",
+        3: "bad recipe, or a program that is incomplete or deadlocks",
+    },
+    json_keys="recipe, schedule, layout, stages, chunks, micro_batches, pace_ms, equal, differences, measured_ms, "
+    "simulated_ms, measured_bubble, simulated_bubble, per_stage (list of operations, busy_ms, kept_bytes,"
+    " sent_bytes, timeline: list of operation, start_ms, end_ms, simulated_start_ms, simulated_end_ms).",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

@@ -4,30 +4,22 @@ import argparse
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
-EPILOG = """\
+NOTES = """\
 Bubble is the idle share of the makespan over all stages, start-up included. The bound is proven: no schedule on the
-allowed placements under the same memory and rules is shorter. Memory is in units of 1F1B's (P micro-batches of a stage's
-activations); times are of a whole stage, in any unit. (2x weights: the schedule holds every weight on two stages.)
-
-example:
-  telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
-  telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html
-
-exit codes: 0 ok, 2 usage, 3 bad input
+allowed placements under the same memory and rules is shorter. Memory is in units of 1F1B's (P micro-batches of a
+stage's activations); times are of a whole stage, in any unit. (2x weights: the schedule holds every weight on two
+stages.)
+"""
+EXAMPLES = """\
+telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
+telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "schedule",
-        help="find a pipeline schedule for given times and memory",
-        description="Search a pipeline schedule; print its bubble, a proven lower bound and the published schedules.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
     add("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of a step")
@@ -59,7 +51,6 @@ def register(verbs: Any) -> None:
     add("--seed", type=int, default=0, help="of the search (default 0)")
     add("--html", metavar="FILE", help="write a picture as a page")
     add("--json", metavar="FILE", help="write figures and the program (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,3 +103,14 @@ def _scales(texts: list[str]) -> dict[int, float]:
         except ValueError:
             raise UsageError(f"--scale {text}: expected CHUNK=FACTOR, such as 31=2.5") from None
     return result
+
+
+VERB = Verb(
+    name="schedule",
+    help="find a pipeline schedule for given times and memory",
+    description="Search a pipeline schedule; print its bubble, a proven lower bound and the published schedules.",
+    notes=NOTES,
+    examples=EXAMPLES,
+    arguments=_arguments,
+    run=run,
+)

@@ -5,41 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
-
-EPILOG = """\
-columns of TABLE (a CSV file with a header; any of them, in any order; an empty cell is a cell not given):
-{columns}
-
-example:
-  telechat-moe plan score steps.csv --device ascend-910b --rows
-
-exit codes: 0 ok, 2 usage, 3 bad input or no row that could be scored
-"""
+from telechat_moe.cli.verb import Verb
 
 
-class _HelpWithColumns(argparse.RawDescriptionHelpFormatter):
-    """Looks the columns up when the help is printed: parsing needs no numpy."""
+def _notes() -> str:
+    """Return what the columns of a table mean; parsing needs no numpy, this does."""
+    from telechat_moe.tools.plan.cost.measured_steps import describe_columns
 
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        from telechat_moe.tools.plan.cost.measured_steps import describe_columns
-
-        text = text.replace("{columns}", describe_columns())
-        return super()._fill_text(text, width, indent)
+    head = "columns of TABLE (a CSV file with a header; any of them, in any order; an empty cell is a cell not given):"
+    return f"{head}\n{describe_columns()}"
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "score",
-        help="predict steps that you measured and print the errors",
-        description="Predict every row of tables of measured steps and compare with what was measured. Rows that "
-        "cannot be predicted are listed with the reason.",
-        epilog=EPILOG,
-        formatter_class=_HelpWithColumns,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("tables", nargs="+", metavar="TABLE", help="CSV tables of measured steps")
     add_options(parser)
-    parser.set_defaults(run=run)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="a100", metavar="D", help="device of rows that name none (default a100)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the report (- for stdout)")
     parser.add_argument("--rows", action="store_true", help="print every row, not only the summary")
 
 
@@ -134,3 +112,17 @@ def _show_tables(result: dict[str, Any]) -> None:
         for name, s in [*tables.items(), ("all", everything)]
     ]
     show_table(heads, lines)
+
+
+VERB = Verb(
+    name="score",
+    help="predict steps that you measured and print the errors",
+    description="Predict every row of tables of measured steps and compare with what was measured. Rows that cannot "
+    "be predicted are listed with the reason.",
+    notes=_notes,
+    examples="telechat-moe plan score steps.csv --device ascend-910b --rows",
+    exits={3: "bad input or no row that could be scored"},
+    json_keys="",
+    arguments=_arguments,
+    run=run,
+)

@@ -5,9 +5,10 @@ from typing import Any
 
 from telechat_moe import html
 from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
 from telechat_moe.units import GIB, count_text
 
-EPILOG = """\
+NOTES = """\
 SPACE is YAML:
   recipe: telechat3_moe/pretrain_105b_a4b_4k.yaml    what is not chosen
   device: ascend-910b
@@ -18,26 +19,13 @@ SPACE is YAML:
   budget: {parameters: [90.e+9, 120.e+9], active_parameters: [4.e+9, 6.e+9]}
   align: {width: 256, block: 16}                     widths, and each device's part of them
 choices: hidden, layers, dense_layers, heads, ffn, experts, top_k, shared_experts, moe_ffn, q_lora_rank, kv_lora_rank.
-The front are the models that no other beats both in parameters and in tokens a second. All are scored with layers spread
-evenly, in closed form; then the models of the front that are printed are planned as plan layout does, every layer placed and
-the step simulated, in --place seconds together (gap: how far the step may be from the best one).
-
-example:
-  telechat-moe plan search space.yaml --html models.html
-
-exit codes: 0 ok, 1 no architecture is allowed and fits, 2 usage, 3 bad input
+The front are the models that no other beats both in parameters and in tokens a second. All are scored with layers
+spread evenly, in closed form; then the models of the front that are printed are planned as plan layout does, every
+layer placed and the step simulated, in --place seconds together (gap: how far the step may be from the best one).
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "search",
-        help="score architectures for a device and a budget",
-        description="Score every architecture of a space on a device and print those that train fastest.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("space", metavar="SPACE", help="YAML file with the choices")
     parser.add_argument(
         "--top", type=int, default=20, metavar="K", help="models to print (default 20)"
@@ -50,8 +38,6 @@ def register(verbs: Any) -> None:
         help="seconds in which models of the front are planned (default 60; 0: not)",
     )
     parser.add_argument("--html", metavar="FILE", help="write a page with the front")
-    parser.add_argument("--json", metavar="FILE", help="write the result (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,3 +108,16 @@ def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
         html.table(headers, list(map(row, result.front))),
     ]
     return html.page("Model search", parts)
+
+
+VERB = Verb(
+    name="search",
+    help="score architectures for a device and a budget",
+    description="Score every architecture of a space on a device and print those that train fastest.",
+    notes=NOTES,
+    examples="telechat-moe plan search space.yaml --html models.html",
+    exits={1: "no architecture is allowed and fits"},
+    json_keys="",
+    arguments=_arguments,
+    run=run,
+)

@@ -4,30 +4,17 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from telechat_moe.cli.arguments import add_documents, add_overrides
+from telechat_moe.cli.arguments import add_documents
 from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.verb import Verb
 
-EPILOG = """\
-The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions: see
-docs/plan_accuracy.md for how far they are from published measurements.
-
-example:
-  telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html --trace step.json
-
-exit codes: 0 ok, 1 a stage does not fit into the device's memory, 2 usage, 3 bad input
+NOTES = """\
+The cost model gives the time of each chunk, the recipe's schedule is simulated event by event. Times are predictions:
+see docs/plan_accuracy.md for how far they are from published measurements.
 """
 
 
-def register(verbs: Any) -> None:
-    """Add the sub-verb to the command line."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        "simulate",
-        help="predict one step: time, memory, bubble, timeline",
-        description="Predict time and memory of one training step of a recipe, stage by stage.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         required=True,
@@ -54,11 +41,8 @@ def register(verbs: Any) -> None:
         metavar="S",
         help="deviation of devices' speed, which lasts, as 0.01",
     )
-    add_overrides(parser)
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
-    parser.add_argument("--json", metavar="FILE", help="write the figures (- for stdout)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,3 +86,19 @@ def run(args: argparse.Namespace) -> int:
     if code:
         print("\na stage does not fit: recompute more, or spread it over more devices")
     return code
+
+
+VERB = Verb(
+    name="simulate",
+    help="predict one step: time, memory, bubble, timeline",
+    description="Predict time and memory of one training step of a recipe, stage by stage.",
+    notes=NOTES,
+    examples="telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html "
+    "--trace step.json",
+    exits={1: "a stage does not fit into the device's memory"},
+    json_keys="",
+    recipe=True,
+    overrides="override a value of the recipe",
+    arguments=_arguments,
+    run=run,
+)

@@ -1,0 +1,111 @@
+"""The frame of every verb: its name, what it takes, what its help says and what it runs."""
+
+import argparse
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from telechat_moe.cli.arguments import add_json, add_overrides
+
+WIDTH = 110
+EXITS = {0: "ok", 2: "wrong usage", 3: "bad input"}
+"""Exit codes that mean the same in every verb, unless it says more."""
+
+
+def no_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the verb takes only what the frame adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """One verb of the command line, or a group of sub-verbs."""
+
+    name: str
+
+    help: str
+    """Its line in the list of verbs."""
+
+    description: str = ""
+    """First sentence of its own help; empty: `help` as a sentence."""
+
+    notes: str | Callable[[], str] = ""
+    """What its help says after the options; a function is called when the help is printed."""
+
+    examples: str
+    """Command lines."""
+
+    exits: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Exit codes and their meaning, beside those of `EXITS`."""
+
+    json_keys: str | None = None
+    """What `--json` writes; None: the verb has no `--json`."""
+
+    recipe: bool = False
+    """It takes the name or file of a recipe first."""
+
+    overrides: str | None = None
+    """Help of `--set`; None: the verb has no `--set`."""
+
+    arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
+    """Adds its own arguments."""
+
+    run: Callable[[argparse.Namespace], int] | None = None
+    """Runs it and returns the exit code."""
+
+    subverbs: Sequence["Verb"] = ()
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add everything that it takes."""
+        if self.recipe:
+            parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
+        self.arguments(parser)
+        if self.overrides is not None:
+            add_overrides(parser, self.overrides)
+        if self.json_keys is not None:
+            add_json(parser)
+        if self.run is not None:
+            parser.set_defaults(run=self.run)
+            return
+        names = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)
+        for verb in self.subverbs:
+            names.add_parser(verb.name, help=verb.help, verb=verb)
+
+    def says(self) -> str:
+        """Return the first sentence of its help."""
+        return self.description or f"{self.help[0].upper()}{self.help[1:]}."
+
+    def epilog(self) -> str:
+        """Return what the help says after the options."""
+        notes = self.notes if isinstance(self.notes, str) else self.notes()
+        examples = "example:\n" + textwrap.indent(textwrap.dedent(self.examples).strip("\n"), "  ")
+        codes = "; ".join(
+            f"{code} {says}" for code, says in sorted({**EXITS, **self.exits}.items())
+        )
+        keys = f"--json keys: {self.json_keys}" if self.json_keys else ""
+        texts = [notes.strip("\n"), examples, _filled(keys), _filled(f"exit codes: {codes}")]
+        return "\n\n".join(filter(None, texts))
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), WIDTH, break_on_hyphens=False)
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb; it puts the end of its help together when the help is printed.
+
+    Args:
+        verb: The verb.
+        options: As argparse takes them.
+    """
+
+    def __init__(self, verb: Verb, **options: Any) -> None:
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=verb.says(), formatter_class=formatter, **options)
+        self.verb = verb
+        verb.add_arguments(self)
+
+    def format_help(self) -> str:
+        """Return the help."""
+        self.epilog = self.verb.epilog()
+        return super().format_help()
