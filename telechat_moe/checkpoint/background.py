@@ -1,4 +1,4 @@
-"""Saving while training goes on: the parameters are copied between two steps, a thread writes the copy.
+"""Save while training goes on: copy the parameters between two steps and let a thread write the copy.
 
 One save is in flight at a time; the next one waits for it. The thread has the lowest priority that the system gives.
 """
@@ -13,16 +13,16 @@ from telechat_moe.checkpoint.folder import CheckpointError
 from telechat_moe.checkpoint.snapshot import Groups, Snapshot, Source
 
 _LOWEST = 19  # nice value
-_LAST_WORDS_S = 60.0
+_LAST_SAVE_S = 60.0
 
 
 class Saver:
-    """Saves one after another.
+    """Runs one save after another in a thread.
 
     Args:
         sources: Parameters by group and name.
         background: Write while training goes on; False: :meth:`save` returns when all is written.
-        max_failed: Saves in a row that may fail; they are told to ``say``, the next one is raised.
+        max_failed: Saves in a row that may fail; each is reported to ``say``, the next one is raised.
         say: Shows a message to the user.
     """
 
@@ -39,7 +39,7 @@ class Saver:
         self.failed = 0
         self._todo: SimpleQueue[Callable[[Groups], object] | None] = SimpleQueue()
         self._done = threading.Event()
-        self._given = self._lives = False
+        self._given = self._alive = False
         self._failure: BaseException | None = None
         self._start()
 
@@ -87,9 +87,9 @@ class Saver:
         given, self._given = self._given, False
         if given:
             self._done.wait()
-        if last and self._lives:
+        if last and self._alive:
             self._todo.put(None)
-            self._lives = False
+            self._alive = False
         if not given:
             return
         failure, self._failure = self._failure, None
@@ -105,14 +105,14 @@ class Saver:
         )
 
     def abandon(self) -> None:
-        """Give the save in flight a moment to end, where training has failed; its own failure does not count."""
+        """Give the save in flight a moment to end after training has failed; ignore its own failure."""
         if self._given:
-            self._done.wait(_LAST_WORDS_S)
+            self._done.wait(_LAST_SAVE_S)
 
     def _start(self) -> None:
-        if not self._lives:
+        if not self._alive:
             threading.Thread(target=self._work, name="saver", daemon=True).start()
-            self._lives = True
+            self._alive = True
 
     def _work(self) -> None:
         if self.background:

@@ -131,11 +131,11 @@ def save(
         root.mkdir(parents=True, exist_ok=True)
         with folder.locked(root) as locked:
             if locked:
-                folder.sweep(root)
+                folder.remove_leftovers(root)
             refuse_full(root, needed)
             path = _write(root, step, planned, content)
             if keep_last is not None:
-                folder.retire(root, step, keep_last)
+                folder.remove_old(root, step, keep_last)
     except OSError as error:
         raise CheckpointError(explain(error, root, step, needed)) from error
     return path
@@ -182,7 +182,7 @@ def group_files(prefix: str, tensors: Mapping[str, Array], limit: int) -> list[T
 def _write(
     root: Path, step: int, planned: list[tuple[str, TensorFile]], content: dict[str, Any]
 ) -> Path:
-    path = folder.final(root, step)
+    path = folder.checkpoint_path(root, step)
     hidden = root / f".saving-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     hidden.mkdir()
     try:
@@ -357,7 +357,7 @@ def _tensors(
 def _tensor(
     name: str, want: dict[str, Any], in_file: dict[str, dict[str, Array]], problems: list[str]
 ) -> Array | None:
-    """Return a tensor, put together if it lies in pieces; None if something is wrong."""
+    """Return a tensor, merged from its shards; None if something is wrong."""
     pieces = manifest.pieces(want)
     before = len(problems)
     if not manifest.tiles(want["shape"], [region for _, region in pieces]):
@@ -392,7 +392,7 @@ def diff_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
     Returns:
         One line ``dotted.key: saved -> now`` for each value that differs, sorted; values are
-        written as JSON, ``(absent)`` stands for a key that is on one side only. 1 and 1.0 are the
+        written as JSON, ``(absent)`` marks a key that only one side has. 1 and 1.0 are the
         same setting, 1 and true are not.
     """
     before, now = _flat(saved), _flat(current)

@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: what is visible there, its lock, how a save is put into its place.
+"""The folder of a run's checkpoints: what it holds, its lock, and how a save becomes visible.
 
 ::
 
     step-00000123/                 a checkpoint, complete
-    .saving-step-00000123-*/       a save that goes on, or was killed
+    .saving-step-00000123-*/       a save in progress, or one that was killed
     .replaced-step-00000123/       the old one, while a checkpoint of the same step replaces it
     .removing-step-00000122/       one that is being removed
     .lock                          held by the process that saves
@@ -32,8 +32,8 @@ class CheckpointError(TelechatMoeError):
     """A checkpoint could not be written; earlier ones are untouched (exit code 1)."""
 
 
-def final(root: Path, step: int) -> Path:
-    """Return where the checkpoint of a step stands once it is complete."""
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Return the path of the complete checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
@@ -116,7 +116,7 @@ def only_run(output: Path) -> Iterator[None]:
         yield
 
 
-def sweep(root: Path) -> None:
+def remove_leftovers(root: Path) -> None:
     """Remove what killed saves left behind. Only the holder of the lock may call this."""
     for path in sorted(root.iterdir()):
         if path.name.startswith((".saving-step-", ".removing-step-")):
@@ -130,7 +130,7 @@ def sweep(root: Path) -> None:
                 sync_folder(root)
 
 
-def retire(root: Path, step: int, keep_last: int) -> None:
+def remove_old(root: Path, step: int, keep_last: int) -> None:
     """Remove older checkpoints, counting as kept only those whose files are all there."""
     kept = 0
     for path in list_checkpoints(root):

@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint consists of, and the checksums that prove it.
+"""checkpoint.json: what a checkpoint consists of, and the checksums of all of it.
 
 ::
 
@@ -12,9 +12,9 @@
      "tensors": {"model": {"norm.weight": {"dtype": "F32", "shape": [256], "file": "model-..."}}}
     }
 
-Version 2 is what several ranks wrote together: ``ranks`` and ``layout`` say which, and a tensor has, instead of
-``file``, ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``, the part of it that lies in each file
-as (begin, end) of every dimension. The pieces of a tensor are of one shape and tile it.
+Version 2 was written by several ranks together: ``ranks`` and ``layout`` say by which, and instead of ``file`` a tensor
+has ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``: its shards, each with its file and its (begin,
+end) in every dimension of the tensor. The shards of a tensor have one shape and tile it.
 """
 
 import math
@@ -56,7 +56,7 @@ class BrokenCheckpointError(BadInputError):
 def build(
     step: int, planned: list[tuple[str, TensorFile]], state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of checkpoint.json, with zeros where the checksums will stand.
+    """Return the content of checkpoint.json, with zeros in place of the checksums.
 
     Raises:
         BadInputError: If JSON would change or lose a part of ``state``; names the part.
@@ -97,7 +97,7 @@ def describe(
 
 
 def pieces(described: Mapping[str, Any]) -> list[tuple[str, Region]]:
-    """Return the files that a tensor lies in and which part of it lies in each."""
+    """Return the shards of a tensor: the file of each, and its region in the tensor."""
     if "pieces" not in described:
         return [(described["file"], tuple((0, n) for n in described["shape"]))]
     return [(p["file"], tuple((a, b) for a, b in p["region"])) for p in described["pieces"]]

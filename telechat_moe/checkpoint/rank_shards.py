@@ -1,6 +1,6 @@
-"""What each process holds of a model's tensors, who writes it, and whole tensors from the pieces, through files.
+"""Which shards each rank holds and writes, and whole tensors gathered from them through files.
 
-Of a piece that several ranks hold, one writes the values, all write its checksum, and rank 0 refuses copies that
+Of a shard that several ranks hold, one writes the values, all write its checksum, and rank 0 refuses copies that
 differ: a layout that lets replicas drift apart is wrong, however good the loss looks.
 """
 
@@ -14,8 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from telechat_moe.checkpoint.multi_rank import Piece
-from telechat_moe.errors import CheckFailedError
+from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
 from telechat_moe.graph.execute import Job, piece_of
 from telechat_moe.processes import Control
 
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 
 def region(job: Job, rank: int, name: str) -> Region | None:
-    """Return which part of a whole tensor a rank holds, as (begin, end); None if nothing."""
+    """Return the (begin, end) of a rank's shard in every dimension of a tensor; None if it holds none."""
     entry = job.ranks[rank].layouts.get(name)
     if entry is None:
         return None
@@ -34,11 +33,11 @@ def region(job: Job, rank: int, name: str) -> Region | None:
     return tuple((s.start, s.stop) for s in where)
 
 
-class Sharing:
-    """Who holds what, and who writes it: every piece is written once, the bytes are balanced over its holders.
+class ShardOwners:
+    """Which ranks hold each shard and which one writes it: each is written once, bytes are balanced over its holders.
 
     Args:
-        job: The job; its layouts say who holds what.
+        job: The job; its layouts say which rank holds what.
         keep: Whether a parameter of that name is written at all.
     """
 
@@ -57,24 +56,24 @@ class Sharing:
             self.regions.append(held)
         self.owner = balance({piece: (_size(piece[1]), r) for piece, r in self.holders.items()})
 
-    def piece(self, rank: int, name: str, data: np.ndarray) -> Piece:
-        """Return what a rank holds of a tensor as a part of a checkpoint."""
+    def shard(self, rank: int, name: str, data: np.ndarray) -> TensorShard:
+        """Return a rank's shard of a tensor for a checkpoint."""
         here = self.regions[rank][name]
         own = self.owner[name, here] == rank
-        return Piece(data, self.shapes[name], here, own, len(self.holders[name, here]) > 1)
+        return TensorShard(data, self.shapes[name], here, own, len(self.holders[name, here]) > 1)
 
 
 def balance(
     pieces: Mapping[tuple[str, Region], tuple[int, list[int]]],
 ) -> dict[tuple[str, Region], int]:
-    """Return which holder writes each piece, so that all write about as much; the same on every rank.
+    """Return which holder writes each shard, so that all write about as many bytes; equal on every rank.
 
     Args:
-        pieces: Size and holders of each piece.
+        pieces: Size and holders of each shard.
     """
     written: dict[int, int] = {}
     owner: dict[tuple[str, Region], int] = {}
-    # What only one rank holds first: the rest makes up for it.
+    # Shards with one holder first: those with several then even out what each rank writes.
     for piece, (size, holders) in sorted(
         pieces.items(), key=lambda p: (len(p[1][1]) > 1, -p[1][0], p[0])
     ):
@@ -87,29 +86,29 @@ def _size(region: Region) -> int:
     return math.prod(end - begin for begin, end in region)
 
 
-class Exchange:
-    """Brings pieces together on rank 0.
+class ShardExchange:
+    """Gathers shards on rank 0 through files.
 
     Args:
-        sharing: Who holds what.
+        sharing: Which rank holds what.
         rank: This process.
         folder: A folder that all processes see.
         control: For waiting.
     """
 
-    def __init__(self, sharing: Sharing, rank: int, folder: Path, control: Control) -> None:
+    def __init__(self, sharing: ShardOwners, rank: int, folder: Path, control: Control) -> None:
         self.sharing, self.rank, self.folder, self.control = sharing, rank, folder, control
         self.ranks = len(sharing.regions)
         self.count = 0
 
     def gather(self, pieces: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return whole tensors on rank 0, None elsewhere.
+        """Return whole tensors on rank 0, None on others.
 
         Args:
-            pieces: What this rank holds of the tensors that are wanted.
+            pieces: This rank's shards of the tensors that are wanted.
 
         Raises:
-            CheckFailedError: On rank 0, if copies of a piece differ.
+            CheckFailedError: On rank 0, if copies of a shard differ.
         """
         self.count += 1
         place = self.folder / f"{self.count}"
@@ -127,7 +126,7 @@ class Exchange:
         sums, own = {}, {}
         for name, piece in pieces.items():
             sums[name] = hashlib.blake2b(piece.tobytes()).hexdigest()
-            if self.sharing.piece(self.rank, name, piece).own:
+            if self.sharing.shard(self.rank, name, piece).own:
                 own[name] = piece
         with (place / f"rank_{self.rank}.npz").open("wb") as file:
             np.savez(file, **own)
@@ -151,14 +150,11 @@ class Exchange:
         here = self.sharing.regions[owner][name]
         for rank in self.sharing.holders[name, here]:
             if sums[rank][name] != sums[owner][name]:
-                raise CheckFailedError(
-                    f"ranks {owner} and {rank} hold the same part of {name}, and their values differ: "
-                    "the layout is wrong, or a process computed something else"
-                )
+                raise replicas_differ(owner, rank, name)
 
 
 def grouped(found: Mapping[str, T], optimizer_prefixes: Collection[str]) -> dict[str, dict[str, T]]:
-    """Return what belongs to tensors, by their names, in the groups of a checkpoint: model's and optimizer's."""
+    """Return values of tensors by the groups of a checkpoint (``model``, ``optimizer``), by the tensors' names."""
     groups: dict[str, dict[str, T]] = {"model": {}, "optimizer": {}}
     for name, value in found.items():
         is_state = name.split(".")[0] in optimizer_prefixes

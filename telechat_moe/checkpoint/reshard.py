@@ -1,11 +1,11 @@
-"""A checkpoint as the pieces that the ranks of a layout hold, and back, bit for bit.
+"""Shard a checkpoint for the ranks of a layout, and merge the shards, bit for bit.
 
 ``reshard`` writes a folder::
 
     pieces.json             layout, step, the run's state, size and SHA-256 of each file, shape of each tensor
-    rank_0.safetensors      the part of each weight and moment that rank 0 holds; its metadata says which part
+    rank_0.safetensors      rank 0's shard of each weight and moment; its metadata holds their regions
 
-Any layout can go on from a checkpoint as it is; pieces are what programs that load one file a rank want.
+Training resumes from a checkpoint under any layout without this; it is for programs that load one file for each rank.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ def rank_file(rank: int) -> str:
 
 
 def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
-    """Write a checkpoint as the pieces of a recipe's ranks.
+    """Write a checkpoint as the shards of a recipe's ranks.
 
     Args:
         source: Folder of a checkpoint.
         out: Folder to make.
-        recipe: Its model is the checkpoint's, its layout says who gets what.
+        recipe: Its model is the checkpoint's, its layout says how it is sharded.
 
     Returns:
         The content of ``pieces.json``.
@@ -83,7 +83,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def merge(source: Path, root: Path) -> Path:
-    """Put pieces together to a checkpoint with whole tensors; what :func:`reshard` cut comes back byte for byte.
+    """Merge shards into a checkpoint with whole tensors: the inverse of :func:`reshard`, byte for byte.
 
     Args:
         source: Folder that :func:`reshard` wrote, or a checkpoint that several ranks wrote.
@@ -164,7 +164,7 @@ def verify(folder: Path) -> dict[str, Any]:
 def _read(
     path: Path, wanted: Mapping[str, Any], step: int
 ) -> tuple[dict[str, tuple[Region, Array]], str | None]:
-    """Return a rank's pieces with their regions, or what is wrong with the file."""
+    """Return a rank's shards with their regions, or what is wrong with the file."""
     try:
         found = files.read(path, keep=True)
     except FileNotFoundError:
@@ -194,7 +194,7 @@ def _put(
     region: Region,
     piece: Array,
 ) -> str | None:
-    """Put a piece in its place; return what is wrong with it."""
+    """Copy a shard into its tensor; return what is wrong with it."""
     if described is None:
         return f"{name} is not in {FILE}"
     shape, lengths = described["shape"], [end - begin for begin, end in region]

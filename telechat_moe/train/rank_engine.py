@@ -12,8 +12,8 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from telechat_moe.checkpoint import checkpoint as checkpoints
-from telechat_moe.checkpoint.multi_rank import Together
-from telechat_moe.checkpoint.rank_shards import Exchange, Sharing, grouped
+from telechat_moe.checkpoint.joint_save import JointSave
+from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
 from telechat_moe.checkpoint.snapshot import Groups
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
@@ -54,9 +54,9 @@ class RankEngine:
             self.optimizer = optimizer.from_recipe(recipe, [])  # for the host's part of it
         self.evaluate_cell = Evaluate(self.model)
         self.names = [name for name in self.program.parameters if self._kept(name)]
-        self.sharing = Sharing(graphs, self._kept)
+        self.sharing = ShardOwners(graphs, self._kept)
         folder = Path(recipe.output_dir) / ".pieces"
-        self.exchange = Exchange(self.sharing, self.rank, folder, self.control)
+        self.exchange = ShardExchange(self.sharing, self.rank, folder, self.control)
 
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of the graph belongs into a checkpoint."""
@@ -124,11 +124,13 @@ class RankEngine:
         """Return what writes this rank's share of a copy; no rank waits for another one but in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
-        together = Together(root, step, save, self.rank, self.ranks, self.control, about, keep_last)
+        together = JointSave(
+            root, step, save, self.rank, self.ranks, self.control, about, keep_last
+        )
 
         def write(groups: Groups) -> None:
             pieces = {
-                group: {name: self.sharing.piece(self.rank, name, x) for name, x in found.items()}
+                group: {name: self.sharing.shard(self.rank, name, x) for name, x in found.items()}
                 for group, found in groups.items()
             }
             together.write(pieces, given)

@@ -1,14 +1,14 @@
-"""A checkpoint that several ranks write together: it exists for all or for none.
+"""Write one checkpoint from several ranks, atomically: it exists complete or not at all.
 
-Every rank writes its own files and then its part into one hidden folder; rank 0, which made the folder and holds the
-lock of the folder of checkpoints meanwhile, compares the parts and gives the folder its name::
+Every rank writes its own files and then their description into one hidden folder; rank 0, which made the folder and
+holds the lock of the folder of checkpoints meanwhile, compares the descriptions and gives the folder its name::
 
     .saving-step-00000123-SAVE/
-        model_rank00002-00001-of-00001.safetensors    what rank 2 writes: no other rank writes any of it
-        part-00002.json                               where that belongs; checksums of files and of shared pieces
+        model_rank00002-00001-of-00001.safetensors    the shards that rank 2 writes, and no other rank does
+        part-00002.json                               their regions; checksums of files and of replicated shards
 
-No rank waits for another one but in the thread that saves. A rank that dies leaves nothing visible; what is there is
-removed by the next save. A part counts only if it is of this very save (``SAVE``: the run and the number of its saves).
+Ranks wait for each other only in the thread that saves. A rank that dies leaves nothing visible; the next save removes
+its files. A description counts only if it is of the same save (``SAVE``: the run's nonce and the number of its saves).
 """
 
 import errno
@@ -37,15 +37,15 @@ POLL_S = 0.01
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of a tensor.
+class TensorShard:
+    """A shard of a tensor.
 
     Attributes:
         data: Its values.
         shape: Shape of the whole tensor.
-        region: Where it belongs, as (begin, end) of every dimension.
+        region: Its (begin, end) in every dimension of the tensor.
         own: This rank writes it; False: another holder of it does.
-        shared: Other ranks hold the same piece.
+        shared: Other ranks hold the same shard.
     """
 
     data: Array
@@ -55,11 +55,11 @@ class Piece:
     shared: bool = False
 
 
-Pieces = Mapping[str, Mapping[str, Piece]]
+TensorShards = Mapping[str, Mapping[str, TensorShard]]
 
 
 @dataclass(frozen=True)
-class Together:
+class JointSave:
     """One save of several ranks; every rank makes one with the same values but ``rank``.
 
     Attributes:
@@ -68,7 +68,7 @@ class Together:
         save: Name that no other save has.
         rank: This process.
         ranks: Number of processes.
-        control: Through which a rank says that it could not write.
+        control: Tells rank 0 that a rank could not write.
         about: What ``checkpoint.json`` says of the layout.
         keep_last: See :func:`checkpoint.save`.
     """
@@ -82,30 +82,32 @@ class Together:
     about: Mapping[str, Any] = field(default_factory=dict)
     keep_last: int | None = None
 
-    def write(self, pieces: Pieces, state: Mapping[str, Any]) -> Path | None:
-        """Write this rank's part; on rank 0 wait for the others and complete the checkpoint.
+    def write(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path | None:
+        """Write this rank's shards; on rank 0 wait for the others and complete the checkpoint.
 
         Args:
-            pieces: What this rank holds, by group and name.
+            pieces: The shards that this rank holds, by group and name.
             state: See :func:`checkpoint.save`; of rank 0.
 
         Returns:
-            The folder of the checkpoint on rank 0, None elsewhere.
+            The folder of the checkpoint on rank 0, None on others.
 
         Raises:
             CheckpointError: On rank 0, if any rank could not write: no checkpoint is made, earlier ones are untouched.
-            CheckFailedError: On rank 0, if ranks hold different values of one piece.
+            CheckFailedError: On rank 0, if ranks hold different values of one shard.
         """
         return self._lead(pieces, state) if self.rank == 0 else self._follow(pieces)
 
     @property
     def hidden(self) -> Path:
-        """The folder that all write into."""
-        return self.root / f".saving-{folder.final(self.root, self.step).name}-{self.save}"
+        """The hidden folder that all ranks write into."""
+        return (
+            self.root / f".saving-{folder.checkpoint_path(self.root, self.step).name}-{self.save}"
+        )
 
     # -------------------------------------------------------------------------- every rank
 
-    def _follow(self, pieces: Pieces) -> None:
+    def _follow(self, pieces: TensorShards) -> None:
         if not self._folder_is_there():
             return
         try:
@@ -127,7 +129,7 @@ class Together:
             time.sleep(POLL_S)
         return True
 
-    def _write_part(self, pieces: Pieces) -> None:
+    def _write_part(self, pieces: TensorShards) -> None:
         own = {
             group: {name: piece.data for name, piece in found.items() if piece.own}
             for group, found in pieces.items()
@@ -160,13 +162,13 @@ class Together:
 
     # -------------------------------------------------------------------------- rank 0
 
-    def _lead(self, pieces: Pieces, state: Mapping[str, Any]) -> Path:
+    def _lead(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path:
         needed = checkpoint.space([p.data.nbytes for g in pieces.values() for p in g.values()])
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with folder.locked(self.root) as locked:
                 if locked:
-                    folder.sweep(self.root)
+                    folder.remove_leftovers(self.root)
                 self.hidden.mkdir()
                 try:
                     path = self._complete(pieces, state)
@@ -174,7 +176,7 @@ class Together:
                     shutil.rmtree(self.hidden, ignore_errors=True)
                     raise
                 if self.keep_last is not None:
-                    folder.retire(self.root, self.step, self.keep_last)
+                    folder.remove_old(self.root, self.step, self.keep_last)
         except OSError as error:
             raise CheckpointError(
                 checkpoint.explain(error, self.root, self.step, needed)
@@ -183,7 +185,7 @@ class Together:
             self.control.write(f"{self.save}-over")
         return path
 
-    def _complete(self, pieces: Pieces, state: Mapping[str, Any]) -> Path:
+    def _complete(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path:
         self._write_part(pieces)
         parts = [self._wait_for(rank) for rank in range(self.ranks)]
         _compare_copies(parts)
@@ -193,12 +195,12 @@ class Together:
         for rank in range(self.ranks):
             (self.hidden / _part(rank)).unlink()
         checkpoint.write_manifest(self.hidden, content)
-        path = folder.final(self.root, self.step)
+        path = folder.checkpoint_path(self.root, self.step)
         folder.publish(self.hidden, path)
         return path
 
     def _wait_for(self, rank: int) -> dict[str, Any]:
-        """Return a rank's part, once it is there and its files are."""
+        """Return a rank's description, once it and the files that it names are there."""
         path = self.hidden / _part(rank)
         deadline = time.monotonic() + PATIENCE_S
         while not path.exists():
@@ -238,7 +240,7 @@ def _part(rank: int) -> str:
     return f"part-{rank:05d}.json"
 
 
-def _described(piece: Piece, file: str) -> dict[str, Any]:
+def _described(piece: TensorShard, file: str) -> dict[str, Any]:
     return {
         "dtype": dtype_name(piece.data.dtype),
         "shape": list(piece.shape),
@@ -250,22 +252,27 @@ def _digest(data: Array) -> str:
     return hashlib.sha256(data.reshape(-1).view("u1").data).hexdigest()
 
 
+def replicas_differ(one: int, other: int, name: str) -> CheckFailedError:
+    """Return the error for two ranks whose copies of a shard differ."""
+    return CheckFailedError(
+        f"ranks {one} and {other} hold the same shard of {name}, and their values differ: "
+        "the layout is wrong, or a process computed something else"
+    )
+
+
 def _compare_copies(parts: list[dict[str, Any]]) -> None:
-    """Refuse pieces that several ranks hold with different values: the layout is wrong."""
+    """Refuse shards that several ranks hold with different values: the layout is wrong."""
     first: dict[tuple[str, str, str], tuple[int, str]] = {}
     for rank, part in enumerate(parts):
         for group, copies in part["copies"].items():
             for name, (region, digest) in copies.items():
                 owner, expected = first.setdefault((group, name, str(region)), (rank, digest))
                 if digest != expected:
-                    raise CheckFailedError(
-                        f"ranks {owner} and {rank} hold the same part of {name}, and their values differ: "
-                        "the layout is wrong, or a process computed something else"
-                    )
+                    raise replicas_differ(owner, rank, name)
 
 
 def _tensors(parts: list[dict[str, Any]], root: Path) -> dict[str, dict[str, Any]]:
-    """Return what checkpoint.json says of the tensors; refuse parts that do not make them up."""
+    """Return what checkpoint.json says of the tensors; refuse shards that do not cover them."""
     tensors: dict[str, dict[str, Any]] = {group: {} for part in parts for group in part["tensors"]}
     problems = []
     for rank, part in enumerate(parts):

@@ -20,10 +20,9 @@ from running import PATIENCE_S
 from saved import assert_equal, names_in
 from test_checkpoint_crashes import mount  # noqa: F401
 
-from telechat_moe.checkpoint import checkpoint, manifest
-from telechat_moe.checkpoint import multi_rank as parts
+from telechat_moe.checkpoint import checkpoint, joint_save, manifest
 from telechat_moe.checkpoint.checkpoint import BrokenCheckpointError, CheckpointError
-from telechat_moe.checkpoint.multi_rank import Piece, Together
+from telechat_moe.checkpoint.joint_save import JointSave, TensorShard
 from telechat_moe.errors import CheckFailedError
 from telechat_moe.processes import Control
 
@@ -41,9 +40,9 @@ def whole(step: int) -> Groups:
     }
 
 
-def held(step: int, rank: int) -> dict[str, dict[str, Piece]]:
+def held(step: int, rank: int) -> dict[str, dict[str, TensorShard]]:
     """What a rank holds: `cut` by rows over four, `both` by columns over two (two copies), the rest by all."""
-    found: dict[str, dict[str, Piece]] = {}
+    found: dict[str, dict[str, TensorShard]] = {}
     for group, tensors in whole(step).items():
         found[group] = {}
         for number, (name, x) in enumerate(tensors.items()):
@@ -58,14 +57,14 @@ def held(step: int, rank: int) -> dict[str, dict[str, Piece]]:
                     continue
             data = x[tuple(slice(a, b) for a, b in region)].copy()
             own = owners[number % len(owners)] == rank
-            found[group][name] = Piece(data, x.shape, tuple(region), own, len(owners) > 1)
+            found[group][name] = TensorShard(data, x.shape, tuple(region), own, len(owners) > 1)
     return found
 
 
-def together(root: Path, step: int, rank: int, save: str = "run-1", **more: object) -> Together:
+def together(root: Path, step: int, rank: int, save: str = "run-1", **more: object) -> JointSave:
     control = root.parent / "control"
     control.mkdir(exist_ok=True, parents=True)
-    return Together(root, step, save, rank, RANKS, Control(control), {"layout": "dp2 tp2"}, **more)  # pyright: ignore
+    return JointSave(root, step, save, rank, RANKS, Control(control), {"layout": "dp2 tp2"}, **more)  # pyright: ignore
 
 
 def save(root: Path, step: int, save: str = "run-1", **more: object) -> BaseException | None:
@@ -204,7 +203,7 @@ def test_any_damage_to_the_file_of_any_rank_is_found(tmp_path: Path, rank: int) 
 def test_copies_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = held
 
-    def drifted(step: int, rank: int) -> dict[str, dict[str, Piece]]:
+    def drifted(step: int, rank: int) -> dict[str, dict[str, TensorShard]]:
         found = real(step, rank)
         if rank == 3:
             found["model"]["both"].data[0, 0] += 1e-3
@@ -213,28 +212,28 @@ def test_copies_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(globals(), "held", drifted)
     error = save(tmp_path / "root", 5)
     assert isinstance(error, CheckFailedError)
-    assert "ranks 1 and 3 hold the same part of both" in str(error)
+    assert "ranks 1 and 3 hold the same shard of both" in str(error)
     assert names_in(tmp_path / "root") == []
 
 
 def tamper(root: Path, monkeypatch: pytest.MonkeyPatch, change) -> BaseException | None:
     """Save step 2 over step 1 while something changes what rank 2 has written, before rank 0 reads it."""
     assert save(root, 1, "run-1") is None
-    real, changed = Together._write_part, threading.Event()
+    real, changed = JointSave._write_part, threading.Event()
 
-    def write(self: Together, pieces: parts.Pieces) -> None:
+    def write(self: JointSave, pieces: joint_save.TensorShards) -> None:
         real(self, pieces)
         if self.rank == 2:
             change(self.hidden)
             changed.set()
 
-    def wait(self: Together, rank: int) -> dict:
+    def wait(self: JointSave, rank: int) -> dict:
         assert rank != 2 or changed.wait(PATIENCE_S)
         return real_wait(self, rank)
 
-    real_wait = Together._wait_for
-    monkeypatch.setattr(Together, "_write_part", write)
-    monkeypatch.setattr(Together, "_wait_for", wait)
+    real_wait = JointSave._wait_for
+    monkeypatch.setattr(JointSave, "_write_part", write)
+    monkeypatch.setattr(JointSave, "_wait_for", wait)
     error = save(root, 2, "run-2")
     assert names_in(root) == ["step-00000001"]
     assert_saved(checkpoint.latest(root))
@@ -295,7 +294,7 @@ def test_parts_that_do_not_cover_a_tensor_are_refused(
 ) -> None:
     real = held
 
-    def lost(step: int, rank: int) -> dict[str, dict[str, Piece]]:
+    def lost(step: int, rank: int) -> dict[str, dict[str, TensorShard]]:
         found = real(step, rank)
         if rank == 1:
             del found["model"]["cut"]
@@ -335,7 +334,7 @@ def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.M
     real = checkpoint.write_files
 
     def write(hidden: Path, planned: list) -> dict[str, str]:
-        if any("rank00003" in shard.file for shard in planned):
+        if any("rank00003" in file.name for file in planned):
             raise OSError(28, os.strerror(28), str(hidden))
         return real(hidden, planned)
 
