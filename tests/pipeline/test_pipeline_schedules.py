@@ -32,8 +32,8 @@ from telechat_moe.processes import RankDiedError
 from telechat_moe.recipe import ModelConfig
 from telechat_moe.recipe.arithmetic import parameters
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.known import GENERATORS, generate
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
+from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
 from telechat_moe.tools.plan.schedules.synthesise import synthesise
 
 MICRO_BATCHES = 3

@@ -9,7 +9,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.simulate_step import simulate_step
 from telechat_moe.tools.plan.search.model_search import (
     architectures,
-    place,
+    plan_models,
     read_space,
     refusal,
     search_models,
@@ -61,7 +61,7 @@ def test_models_are_planned(tmp_path: Path) -> None:
     """Placed steps are the simulator's, in blocks of each device, and not slower than the same degrees spread evenly."""
     space = _space(tmp_path, SPACE.replace("top_k: [2, 4]", "top_k: [2]"))
     scored = search_models(space).front[:1]
-    (found,) = place(space, scored, 20.0)
+    (found,) = plan_models(space, scored, 20.0)
     assert found is not None
     a, layout = scored[0].architecture, found.layout
     assert simulate_step(a, layout, space.device).step_s == pytest.approx(found.step_s)
@@ -70,7 +70,7 @@ def test_models_are_planned(tmp_path: Path) -> None:
     assert a.hidden % (layout.tp * space.block) == a.vocab % (layout.tp * space.block) == 0
     even = simulate_step(a, scored[0].layout, space.device)
     assert found.step_s / (1 + found.gap) <= even.step_s * (1 + 1e-9)
-    assert place(space, scored, 1e-9) == [None]
+    assert plan_models(space, scored, 1e-9) == [None]
 
 
 def test_shared_width_follows(tmp_path: Path) -> None:

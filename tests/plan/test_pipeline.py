@@ -1,14 +1,12 @@
-"""Pipelines laid out in C++ against the simulator."""
+"""The orders that are laid out in C++ are those of the programs."""
 
-import numpy as np
 import pytest
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program
-from telechat_moe.tools.plan.schedules.program import Kind, Times
-from telechat_moe.tools.plan.schedules.simulate import simulate
-from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
+from telechat_moe.tools.plan.schedules.program import Kind
+from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram, pipeline
 
 SHAPES = [
     ("1f1b", 1, 5, 1),
@@ -21,7 +19,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_makespan_and_path_are_the_simulators(shape: tuple[str, int, int, int]) -> None:
+def test_orders_are_the_programs(shape: tuple[str, int, int, int]) -> None:
     schedule, stages, micro_batches, chunks = shape
     made = pipeline(*shape)
     layout = Layout(pp=stages, vpp=chunks, micro_batches=micro_batches, schedule=schedule)  # type: ignore[arg-type]
@@ -32,25 +30,8 @@ def test_makespan_and_path_are_the_simulators(shape: tuple[str, int, int, int]) 
         for own in program.ops
     ]
     assert [o.tolist() for o in made.orders] == listed
-    rng = np.random.default_rng(3)
-    for seed in range(5):
-        times = rng.integers(0, 50, (3, stages * chunks))
-        times[2] *= schedule == "zb-v"
-        expected = simulate(program, Times(*times.astype(float), comm=7)).makespan
-        makespan, path = made.path(times, 7, seed)
-        assert makespan == made.makespan(times, 7) == expected
-        assert (path.counts * times).sum() + 7 * path.sends == expected
-        assert path.counts.sum() == len(path.ops)
-
-
-def test_a_path_is_a_bound_for_all_times() -> None:
-    made, rng = pipeline("interleaved", 4, 8, 2), np.random.default_rng(4)
-    _, path = made.path(rng.integers(1, 50, (3, 8)), 3)
-    for _ in range(50):
-        times = rng.integers(1, 50, (3, 8))
-        assert (path.counts * times).sum() + 3 * path.sends <= made.makespan(times, 3)
 
 
 def test_interleaved_needs_whole_rounds() -> None:
     with pytest.raises(BadInputError, match="expected a multiple of 4"):
-        Pipeline("interleaved", 4, 6, 2)
+        PipelineProgram("interleaved", 4, 6, 2)

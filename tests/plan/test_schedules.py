@@ -18,8 +18,8 @@ from schedule_formulas import (
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.check import check, find_cycle
-from telechat_moe.tools.plan.schedules.known import GENERATORS, generate, known, merge
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
+from telechat_moe.tools.plan.schedules.published import GENERATORS, generate, known, merge
 from telechat_moe.tools.plan.schedules.simulate import simulate
 
 CHUNKS = {"zb-v": (2,), "dualpipev": (2,), "interleaved": (2, 3), "1f1b-overlap": (1, 2), "1f1b-overlap-full": (2,)}  # fmt: skip

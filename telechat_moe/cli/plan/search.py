@@ -48,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     space: Any = models.read_space(args.space)
     result: Any = models.search_models(space)
     shown = result.front[: args.top]
-    placed: Any = models.place(space, shown, args.place) if args.place > 0 else [None] * len(shown)
+    placed: Any = (
+        models.plan_models(space, shown, args.place) if args.place > 0 else [None] * len(shown)
+    )
 
     def row(c: Any) -> list[str]:
         a = c.architecture

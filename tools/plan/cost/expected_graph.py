@@ -17,8 +17,8 @@ from telechat_moe.tools.plan.cost.expected_calls import Call, Calls
 from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 from telechat_moe.tools.plan.cost.saved_activations import Saved, saved
 from telechat_moe.tools.plan.cost.weights import stage_elements
-from telechat_moe.tools.plan.schedules.known import generate
 from telechat_moe.tools.plan.schedules.program import Kind
+from telechat_moe.tools.plan.schedules.published import generate
 
 TOLERANCE = 0.05
 """Relative difference of peak activations that is called equal."""

@@ -18,8 +18,8 @@ from telechat_moe.tools.plan.cost.memory import memory as step_memory
 from telechat_moe.tools.plan.cost.roofline import Layer, Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
-from telechat_moe.tools.plan.schedules.interleaved import interleaved, overlapped
-from telechat_moe.tools.plan.schedules.one_f_one_b import gpipe, one_f_one_b
+from telechat_moe.tools.plan.schedules.gpipe import gpipe
+from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b, overlapped
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v

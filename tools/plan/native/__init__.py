@@ -18,7 +18,6 @@ _SEED = ctypes.c_uint64
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "telechat_pipeline_new": (_POINTER, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
     "telechat_pipeline_delete": (None, _POINTER),
-    "telechat_pipeline_path": (_LONG, _POINTER, _POINTER, _LONG, _SEED, _POINTER, _POINTER),
     "telechat_paths_new": (_POINTER,),
     "telechat_paths_delete": (None, _POINTER),
     "telechat_paths_at": (_INT, _POINTER, _INT, _POINTER),

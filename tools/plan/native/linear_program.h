@@ -1,8 +1,8 @@
 // A small linear program that grows row by row: minimise c x over rows a x <= b and lo <= x <= up, c >= 0.
 //
 // Dual simplex with bounded variables on a dense, condensed tableau. With c >= 0 the slack basis is dual feasible, and stays so
-// when a row is added, a bound is moved, or a row that does not bind is left out: each call goes on where the last one ended, and
-// a copy goes on from its original. What comes out is used as multipliers only, and these are checked; rounding can make a bound
+// when a row is added, a bound is moved, or a row that does not bind is left out: each call continues where the last one ended, and
+// a copy continues from its original. What comes out is used as multipliers only, and these are checked; rounding can make a bound
 // weaker, never wrong.
 #pragma once
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A pipeline program laid out once, and its longest paths (tools/plan/search/pipeline_paths.py).
+// A pipeline program laid out once, and its longest paths (tools/plan/search/pipeline_program.py).
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -1,7 +1,7 @@
-// The longest path through a pipeline program (tools/plan/search/pipeline_paths.py): the same recurrence as tools/plan/schedules/simulate.py,
+// The longest path through a pipeline program (tools/plan/search/pipeline_program.py): the same recurrence as tools/plan/schedules/simulate.py,
 // with the program laid out once and times in whole picoseconds, so that a step takes 1 to 2 ns an operation.
 //
-// An operation is the number (kind * chunks + chunk) * micro_batches + micro-batch; kind 0 is F, 1 is B (D where dW stands
+// An operation is the number (kind * chunks + chunk) * micro_batches + micro-batch; kind 0 is F, 1 is B (D where dW is
 // apart), 2 is W.
 #include <algorithm>
 
@@ -43,7 +43,7 @@ int64_t PipelineProgram::makespan(const int64_t* times, int64_t send, uint64_t s
 using telechat::PipelineProgram;
 
 // Lays out a program: `lengths` operations of each stage in `ops`, stage after stage; `route` is the stage of each chunk.
-// Returns null where operations wait for each other in a circle.
+// Returns null where operations wait for each other in a cycle.
 EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micros, const int32_t* route,
                                    const int32_t* lengths, const int32_t* ops) {
   auto* p = new PipelineProgram{chunks, micros, {route, route + chunks}, {}, {}};
@@ -78,15 +78,3 @@ EXPORT void* telechat_pipeline_new(int32_t stages, int32_t chunks, int32_t micro
 }
 
 EXPORT void telechat_pipeline_delete(void* pipeline) { delete static_cast<PipelineProgram*>(pipeline); }
-
-// Returns the makespan; where `path` is given, writes the operations of a longest path, first to last, and their number.
-EXPORT int64_t telechat_pipeline_path(void* pipeline, const int64_t* times, int64_t send, uint64_t seed, int32_t* path,
-                                      int32_t* length) {
-  auto& p = *static_cast<PipelineProgram*>(pipeline);
-  if (path == nullptr) return p.makespan(times, send);
-  std::vector<int32_t> found;
-  const int64_t makespan = p.makespan(times, send, seed, &found);
-  std::copy(found.begin(), found.end(), path);
-  *length = static_cast<int32_t>(found.size());
-  return makespan;
-}

@@ -250,7 +250,7 @@ bool Problem::improve(Ints counts, int patience, Clock::time_point until, uint64
       stall = 0;
     }
     if (moved) continue;
-    ++stall;  // from the best one on, a few layers elsewhere
+    ++stall;  // continue from the best one with a few layers moved at random
     counts = found.layers;
     for (uint64_t k = 1 + next(seed) % 3; k > 0; --k) {
       const int a = static_cast<int>(next(seed) % chunks);

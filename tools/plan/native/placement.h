@@ -17,7 +17,7 @@ using Ints = std::vector<int>;
 using Reals = std::vector<double>;
 using Clock = std::chrono::steady_clock;
 
-// Returns when so many seconds from now are over.
+// Returns the time that is `seconds` from now.
 inline Clock::time_point after(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::min(seconds, 1e6)));
 }

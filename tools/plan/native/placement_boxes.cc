@@ -56,7 +56,7 @@ Ints Search::most(const Box& box, double target) const {
   return found;
 }
 
-// Returns the memory that layers can use: of a stage whose numbers of layers stand, what whole recomputed ones leave of it.
+// Returns the memory that layers can use: of a stage whose numbers of layers are fixed, what whole recomputed ones leave of it.
 Reals Search::rooms(const Box& box, const Ints& most) const {
   Reals found = room;
   for (int s = 0; s < p.stages && p.choice && box.placed; ++s) {

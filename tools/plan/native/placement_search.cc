@@ -31,7 +31,7 @@ void Search::begin() {
   number = first - 1;
 }
 
-// Proves that no placement takes less than `target`, or finds those that do; goes on where it ended.
+// Proves that no placement takes less than `target`, or finds those that do; continues where it ended.
 void Search::solve(double target, int nodes, double limit_s) {
   until = after(limit_s);
   auto limit = [&] { return best.seconds > 0 ? std::min(target, best.seconds) : target; };
@@ -125,7 +125,7 @@ void Search::take(const Placed& one) {
   if (best.seconds == 0 || one.seconds < best.seconds) best = one;
 }
 
-// Says where to cut a box; returns false where all layers stand.
+// Chooses where to cut a box; returns false where all layers are placed.
 bool Search::where(const Box& box, const Relaxed& found, ProofNode& node) const {
   if (!box.placed) {
     node.cut = kStructure;
@@ -144,7 +144,7 @@ bool Search::where(const Box& box, const Relaxed& found, ProofNode& node) const 
     }
   }
   if (node.cut == kStage) return true;
-  // the last chunks stand beside MTP and head, which decide most: half the boxes of the most fractional one
+  // the last chunks are beside MTP and head, which decide most: half the boxes of the most fractional one
   int chunk = -1;
   for (int c = 0; c < n; ++c)
     if (box.low[c] < box.high[c] && (chunk < 0 || std::fabs(found.counts[c] - std::rint(found.counts[c])) > 1e-4)) chunk = c;
@@ -175,8 +175,8 @@ bool Search::fewest(int stage, const Ints& counts, Ints& recomputed) const {
   return found;
 }
 
-// Looks at the ways to recompute layers of a box whose layers all stand. Of those that recompute more than one that took too long
-// already, whatever more of them hides, none is looked at. Returns a step that none is below; 0 where there are too many.
+// Looks at the ways to recompute layers of a box whose layers are all placed. Of those that recompute more than one that took too long
+// already, whatever more of them hides, none is looked at. Returns a lower bound on the step time; 0 where there are too many.
 double Search::exact(const Box& box, double limit) {
   Ints counts(n), start(n, 0);
   for (int c = 0; c < n; ++c) counts[c] = box.low[c] + box.few[c];

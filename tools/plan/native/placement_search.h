@@ -1,5 +1,5 @@
 // Branch and bound over placements of layers (tools/plan/search/placement.py): boxes of layers of chunks and stages, each with a linear
-// program whose rows are paths through the schedule. A box goes on from the program of the one that it was cut from.
+// program whose rows are paths through the schedule. A box starts from the program of the one that it was cut from.
 #pragma once
 #include <limits>
 #include <memory>
@@ -20,9 +20,9 @@ enum Row : int64_t { kPath, kLine, kParameter, kMemory, kMost, kFewest, kTotal, 
 inline int64_t tag(Row row, int64_t at) { return row << 40 | at; }
 
 struct Box {
-  Ints low, high, few;  // layers of the larger kind of every chunk; of the smaller kind, where they stand
+  Ints low, high, few;  // layers of the larger kind of every chunk; of the smaller kind, where placed
   Ints fewest, most;    // layers of the larger kind of every stage
-  bool placed;          // the layers of the smaller kind stand
+  bool placed;          // the layers of the smaller kind are placed
   Reals room = {};      // bytes of every stage for its layers, as `Search::rooms`
 };
 

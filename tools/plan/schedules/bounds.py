@@ -146,7 +146,7 @@ def _edges_bound(
     cap: float,
     kept: float,
 ) -> float:
-    """Return a stage's work and what the memory makes it idle at both ends."""
+    """Return a stage's work and the idle time that its memory forces at start and end."""
     f, b, w, a = times.forward[own], ways.back[own], ways.weight[own], times.activation[own]
     saved = _savings(times, ways, own, np.ones(3 * len(own), bool)) if rules.pairs else 0.0
     work = micro_batches * (float((f + b + w).sum()) - saved)

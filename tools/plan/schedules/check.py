@@ -1,6 +1,6 @@
 """Whether a program can run at all: complete, each operation on its stage, and no cycle of waiting.
 
-Sends and receives are counted in: every transfer between stages is two operations of its own. A send is posted after
+Sends and receives count: every transfer between stages is two further operations. A send is posted after
 its producer and a receive before its consumer, each in the order of its stage's program. With `rendezvous` a send ends
 only when its receive has been posted and a stage waits for both, as blocking communication does.
 """
@@ -68,7 +68,7 @@ def complete(program: Program) -> list[str]:
 
 
 def find_cycle(program: Program, rendezvous: bool = False) -> list[str]:
-    """Return operations that wait for each other in a circle, as text; empty where there is none.
+    """Return operations that wait for each other in a cycle, as text; empty where there is none.
 
     Args:
         program: A complete program.

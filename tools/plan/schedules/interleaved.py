@@ -1,7 +1,20 @@
-"""Interleaved 1F1B (virtual pipeline, VPP), and its form that overlaps a forward with a backward."""
+"""1F1B and interleaved 1F1B (virtual pipeline, VPP), and the form that overlaps a forward with a backward."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_route
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Program:
+    """Return 1F1B: stage s runs P - 1 - s forwards ahead, then a forward and a backward in turn.
+
+    Source: PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503.
+    """
+    return _in_turn("1f1b", stages, micro_batches, 1, plain_warm_up(stages))
 
 
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Program:
@@ -17,19 +30,9 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Program:
     Raises:
         BadInputError: m is not a multiple of P.
     """
-    forward, backward = _orders(stages, micro_batches, chunks)
-    total = micro_batches * chunks
-    ops: list[tuple[Op, ...]] = []
-    for s in range(stages):
-        # Megatron-LM runs all forwards first where m = P; so does this for V > 1, the rest follows in turn
-        ahead = min(_ahead(stages, chunks, s), total)
-        own = [_op(Kind.F, s, stages, *forward[i]) for i in range(ahead)]
-        for i in range(ahead, total):
-            own.append(_op(Kind.F, s, stages, *forward[i]))
-            own.append(_op(Kind.B, s, stages, *backward[i - ahead]))
-        own += [_op(Kind.B, s, stages, *b) for b in backward[total - ahead :]]
-        ops.append(tuple(own))
-    return Program("interleaved", stages, micro_batches, (loop_route(stages, chunks),), tuple(ops))
+    _need_rounds(stages, micro_batches)
+    ahead = interleaved_warm_up(stages, chunks)
+    return _in_turn("interleaved", stages, micro_batches, chunks, ahead)
 
 
 def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True) -> Program:
@@ -48,50 +51,85 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
     Raises:
         BadInputError: m is not a multiple of P.
     """
-    forward, backward = _orders(stages, micro_batches, chunks)
-    total = micro_batches * chunks
+    _need_rounds(stages, micro_batches)
+    name, pair = ("1f1b-overlap", Kind.FD) if split else ("1f1b-overlap-full", Kind.FB)
+    ahead = [n + 1 for n in interleaved_warm_up(stages, chunks)]
+    plain = _in_turn(name, stages, micro_batches, chunks, ahead)
     ops: list[tuple[Op, ...]] = []
-    for s in range(stages):
-        ahead = min(_ahead(stages, chunks, s) + 1, total)
-        own = [_op(Kind.F, s, stages, *forward[i]) for i in range(ahead)]
-        for i in range(ahead, total):
-            f = _op(Kind.F, s, stages, *forward[i])
-            b = _op(Kind.B, s, stages, *backward[i - ahead])
-            pair = Kind.FD if split else Kind.FB
-            own.append(Op(pair, f.chunk, f.micro, b.chunk, b.micro))
-            if split:
-                own.append(Op(Kind.W, b.chunk, b.micro))
-        last = [_op(Kind.D, s, stages, *b) for b in backward[total - ahead :]]
+    for own, first in zip(plain.ops, ahead, strict=True):
+        first = min(first, len(own) // 2)
+        steady, last = own[first : len(own) - first], own[len(own) - first :]
+        new = list(own[:first])
+        for f, b in zip(steady[::2], steady[1::2], strict=True):
+            new.append(Op(pair, f.chunk, f.micro, b.chunk, b.micro))
+            new += [b._replace(kind=Kind.W)] * split
         for b in last:
-            own += [b, Op(Kind.W, b.chunk, b.micro)] if split else [b._replace(kind=Kind.B)]
-        ops.append(tuple(own))
-    return Program(
-        "1f1b-overlap" if split else "1f1b-overlap-full",
-        stages,
-        micro_batches,
-        (loop_route(stages, chunks),),
-        tuple(ops),
+            new += [b._replace(kind=Kind.D), b._replace(kind=Kind.W)] if split else [b]
+        ops.append(tuple(new))
+    return Program(name, stages, micro_batches, plain.routes, tuple(ops))
+
+
+def plain_warm_up(stages: int) -> list[int]:
+    """Return how many forwards each stage of 1F1B runs before it begins to take turns."""
+    return list(range(stages - 1, -1, -1))
+
+
+def interleaved_warm_up(stages: int, chunks: int) -> list[int]:
+    """Return how many chunk forwards each stage of interleaved 1F1B runs before it begins to take turns."""
+    return [2 * (stages - 1 - s) + (chunks - 1) * stages for s in range(stages)]
+
+
+def orders(
+    stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
+) -> list[NDArray[np.int32]]:
+    """Return the order of every stage: some forwards ahead, then a forward and a backward in turn.
+
+    Operations are numbers, ``(kind * P V + chunk) * m + micro-batch``, with kind 0 for F and 1 for B.
+
+    Args:
+        stages: P.
+        micro_batches: m; a multiple of P where V is above 1.
+        chunks: Chunks of a stage, V.
+        ahead: Forwards that each stage runs before it begins to take turns.
+
+    Raises:
+        BadInputError: m is not a multiple of P.
+    """
+    number, m, total = stages * chunks, micro_batches, micro_batches * chunks
+    turn, micro = np.zeros(m, dtype=np.int64), np.arange(m)  # chunk of the stage, micro-batch
+    if chunks > 1:
+        _need_rounds(stages, m)
+        rounds, each = m // stages, np.arange(stages)
+        turn = np.tile(np.repeat(np.arange(chunks), stages), rounds)
+        micro = np.tile(each, rounds * chunks) + np.repeat(np.arange(0, m, stages), number)
+    found: list[NDArray[np.int32]] = []
+    for s in range(stages):
+        forward = (turn * stages + s) * m + micro
+        backward = (number + (chunks - 1 - turn) * stages + s) * m + micro
+        first = min(
+            ahead[s], total
+        )  # Megatron-LM runs all forwards first where m = P; so does this
+        both = np.stack([forward[first:], backward[: total - first]], axis=1).ravel()
+        order = np.concatenate([forward[:first], both, backward[total - first :]])
+        found.append(order.astype(np.int32))
+    return found
+
+
+def _in_turn(
+    name: str, stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
+) -> Program:
+    """Return the program of `orders`."""
+    number, m, kinds = stages * chunks, micro_batches, (Kind.F, Kind.B)
+    ops = tuple(
+        tuple(Op(kinds[op // m // number], op // m % number, op % m) for op in own.tolist())
+        for own in orders(stages, m, chunks, ahead)
     )
+    return Program(name, stages, m, (loop_route(stages, chunks),), ops)
 
 
-def _ahead(stages: int, chunks: int, stage: int) -> int:
-    """Return how many chunk forwards a stage runs before it begins to take turns."""
-    return 2 * (stages - 1 - stage) + (chunks - 1) * stages
-
-
-def _orders(
-    stages: int, micro_batches: int, chunks: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return (chunk of the stage, micro-batch) in the order of forwards and of backwards."""
+def _need_rounds(stages: int, micro_batches: int) -> None:
     if micro_batches % stages:
         raise BadInputError(
             f"interleaved 1F1B: {micro_batches} micro-batches on {stages} stages; "
             f"expected a multiple of {stages}"
         )
-    groups = range(0, micro_batches, stages)
-    order = [(k, g + i) for g in groups for k in range(chunks) for i in range(stages)]
-    return order, [(chunks - 1 - k, i) for k, i in order]
-
-
-def _op(kind: Kind, stage: int, stages: int, chunk: int, micro: int) -> Op:
-    return Op(kind, chunk * stages + stage, micro)

@@ -31,10 +31,6 @@ class Kind(str, Enum):
     """A forward and a D of two micro-batches, overlapped."""
 
 
-FORWARDS = frozenset({Kind.F, Kind.FB, Kind.FD})
-"""Kinds that contain a forward."""
-BACKWARDS = frozenset({Kind.B, Kind.D, Kind.FB, Kind.FD})
-"""Kinds that contain the gradient of an input."""
 PAIRS = frozenset({Kind.FB, Kind.FD})
 """Kinds of two micro-batches."""
 

@@ -1,10 +1,11 @@
 """What `telechat-moe plan schedule` prints and writes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
@@ -80,34 +81,9 @@ def find(
             f"schedule: memory {memory}, effort {effort}, seed {seed}; expected memory above 0, the others "
             "finite and not negative"
         )
-    factor = np.ones(stages * chunks)
-    for chunk, value in (scale or {}).items():
-        if not 0 <= chunk < len(factor) or not value >= 0:
-            raise BadInputError(
-                f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {len(factor) - 1} "
-                "and a factor that is not negative"
-            )
-        factor[chunk] = value
-    if not 0 <= overlap < 1:
-        raise BadInputError(f"schedule: overlap {overlap}, expected from 0 to below 1")
-    if not max(*times, backward or 0.0) <= LONGEST:  # nan is none
-        raise BadInputError(
-            f"schedule: times {list(times)}, B {backward}; expected up to {LONGEST:g}"
-        )
-    forward, dx, dw = (factor * t / chunks for t in times)
-    given = Times(
-        forward,
-        dx,
-        dw,
-        comm,
-        backward=np.zeros(0) if backward is None else factor * backward / chunks,
-        forward_exposed=forward * overlap,
-        backward_exposed=dx * overlap,
-        activation=factor / chunks,
-        kept_for_w=kept_for_w,
-    )
+    given = _chunk_times(times, backward, _factors(stages * chunks, scale), chunks, overlap)
     synthesis = synthesise(
-        given,
+        replace(given, comm=comm, kept_for_w=kept_for_w),
         stages,
         micro_batches,
         memory * stages,
@@ -118,6 +94,45 @@ def find(
     )
     check(synthesis.program)
     return Found(synthesis, stages, micro_batches, chunks, memory)
+
+
+def _factors(chunks: int, scale: Mapping[int, float] | None) -> NDArray[np.float64]:
+    """Return the factor of every chunk's times and activations, [chunks]."""
+    found = np.ones(chunks)
+    for chunk, value in (scale or {}).items():
+        if not 0 <= chunk < chunks or not value >= 0:
+            raise BadInputError(
+                f"schedule: chunk {chunk} times {value}; expected a chunk from 0 to {chunks - 1} "
+                "and a factor that is not negative"
+            )
+        found[chunk] = value
+    return found
+
+
+def _chunk_times(
+    times: Sequence[float],
+    backward: float | None,
+    factor: NDArray[np.float64],
+    chunks: int,
+    overlap: float,
+) -> Times:
+    """Return the times of every chunk from those of a whole stage and the chunk's factor, [P V]."""
+    if not 0 <= overlap < 1:
+        raise BadInputError(f"schedule: overlap {overlap}, expected from 0 to below 1")
+    if not max(*times, backward or 0.0) <= LONGEST:  # nan is none
+        raise BadInputError(
+            f"schedule: times {list(times)}, B {backward}; expected up to {LONGEST:g}"
+        )
+    forward, dx, dw = (factor * t / chunks for t in times)
+    return Times(
+        forward,
+        dx,
+        dw,
+        backward=np.zeros(0) if backward is None else factor * backward / chunks,
+        forward_exposed=forward * overlap,
+        backward_exposed=dx * overlap,
+        activation=factor / chunks,
+    )
 
 
 def rows(found: Found) -> list[list[str]]:
@@ -155,15 +170,17 @@ def summary(found: Found) -> list[str]:
     """Return what to print below the table."""
     s = found.synthesis
     peak, least = s.result.peak.max() / found.stages, s.result.peak.min() / found.stages
-    place = "zigzag (v)" if s.program.routes[0] == _route("v", s, found) else "round-robin (loop)"
+    placement = (
+        "zigzag (v)" if s.program.routes[0] == _route("v", s, found) else "round-robin (loop)"
+    )
     if s.program.chunks == found.stages:
-        place = "one chunk a stage"
+        placement = "one chunk a stage"
     return [
         f"bubble {s.result.bubble:.2%} of the makespan, start-up included; makespan {s.result.makespan:.6g}",
         f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(found):.2%}",
         f"gap {s.gap:.2%} of the makespan" + (", proven optimal" if s.gap < 1e-9 else ""),
         f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {found.memory:.3f}",
-        f"placement: {place}; found by {s.source}, {s.tries:,} schedules tried",
+        f"placement: {placement}; found by {s.source}, {s.tries:,} schedules tried",
         "deadlock: none, by a search for cycles with all sends and receives",
     ]
 

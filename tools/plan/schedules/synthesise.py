@@ -2,7 +2,7 @@
 
 A schedule is made by list scheduling: each stage runs the operation that is due first among those that are ready and for
 which there is memory. Due dates come from a pattern that repeats for each micro-batch (how far the chunks' forwards and
-backwards stand apart, how late dW may be, a shorter period while the pipeline fills), or from a published schedule.
+backwards are apart, how late dW may be, a shorter period while the pipeline fills), or from a published schedule.
 Several patterns are tried on several placements; from the best the due dates of single operations are then moved while
 that does not make it worse. The scheduler is native (`tools/plan/native/pipeline_schedule.cc`); `simulate` checks what it returns.
 """
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.native import address, load
 from telechat_moe.tools.plan.schedules.bounds import Bound, Rules, lower_bound
-from telechat_moe.tools.plan.schedules.known import Known, allowed, known, merge
 from telechat_moe.tools.plan.schedules.program import (
     Kind,
     Op,
@@ -27,6 +26,7 @@ from telechat_moe.tools.plan.schedules.program import (
     loop_route,
     v_route,
 )
+from telechat_moe.tools.plan.schedules.published import Known, allowed, known, merge
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 
 EFFORT = 20_000_000

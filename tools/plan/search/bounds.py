@@ -17,7 +17,7 @@ from telechat_moe.tools.plan.cost.columns import Array, Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import local_parameters, memory
-from telechat_moe.tools.plan.cost.roofline import head_forward, layer, rates
+from telechat_moe.tools.plan.cost.roofline import Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.simulate_step import weight_gradient
 from telechat_moe.tools.plan.cost.step import hides_forward, reduction, send, stage_times, update
 from telechat_moe.tools.plan.search.placement import PS, Multipliers
@@ -30,7 +30,7 @@ from telechat_moe.tools.plan.search.placement_problem import (
 )
 
 PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
-"""Stages of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
+"""StageCapacity of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
 
 NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
 
@@ -49,7 +49,7 @@ class Costs:
     """F, B, W of the embedding, [n, 3]."""
 
     before: Array
-    """Of what stands in the chunk before the last one: MTP without its head, or nothing."""
+    """The same of MTP without its head, in the chunk before the last one; or of nothing."""
 
     last: Array
     """Of head and MTP."""
@@ -124,7 +124,7 @@ class Costs:
         return self._least
 
     def least_rest(self, a: Architecture, makespan: Array) -> Array:
-        """Return the least that follows a pipeline of at most so many seconds, [n]: some stage has the average of the layers."""
+        """Return a lower bound on what follows a pipeline of at most `makespan` seconds, [n]: some stage has the average number of layers."""
         largest = self.least_weights(a)
         whole = self.start + (self.reduce * largest).sum(axis=1)
         hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
@@ -163,29 +163,17 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     held = memory(seen, device)
     states = held.parameters + held.gradients + held.optimizer
     weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
-    split = x.order >= 2
     always = choice[:, None]  # else every layer is recomputed by its policy
     forward = s.forward[:, [DENSE, MOE]]
     backward = np.where(
         always, s.backward[:, [DENSE, MOE]], s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]]
     )
     recompute_time = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - s.backward[:, [DENSE, MOE]]
-    own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
-    own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
-    own = np.minimum(own, s.backward[:, [DENSE, MOE]])
-    head = np.broadcast_to(head_forward(seen, r).matmul * (1 + x.mtp), (n,))
-    head = np.minimum(head * split, s.backward[:, END])
+    own, head = _weight_gradients(x, seen, r, s.backward)
     zero = np.zeros(n)
     kept, entry, idle = _kept(x, device, choice)
-    largest = [np.full(n, v) for v in (0.0, 1e9)]
-    none, dense, experts = (
-        reduction(x, device, device.constants, largest[a], largest[b])
-        for a, b in ((0, 0), (1, 0), (0, 1))
-    )
-    updates = [update(x, device, device.constants, largest[a], largest[1 - a]) for a in (1, 0)]
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
-    start, *more = (np.where(often, f[1] * x.micro_batches, f[0]) for f in (none, dense, experts))
-    reduce = np.column_stack([(one - start) / 1e9 for one in more])
+    start, reduce, updates = _after(x, device, often)
     each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
     hides = np.column_stack([each * hides_forward(x) * often, each])
     return Costs(
@@ -208,7 +196,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
         base=np.full(n, device.constants.step_host_s),
         start=start,
         reduce=reduce,
-        update=np.column_stack(updates) / 1e9,
+        update=updates,
         exposed=device.constants.exposed,
         late=_late(x, hides, s.forward, s.backward),
         hides=hides,
@@ -216,6 +204,26 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
         micro_batches=x.micro_batches,
         choice=choice,
     )
+
+
+def _weight_gradients(x: Columns, seen: Columns, r: Rates, backward: Array) -> tuple[Array, Array]:
+    """Return W of a layer of each kind, [n, 2], and of the head, [n]; 0 where the schedule does not split it off."""
+    n, split = len(x), x.order >= 2
+    own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
+    own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
+    head = np.broadcast_to(head_forward(seen, r).matmul * (1 + x.mtp), (n,))
+    layers = np.minimum(own, backward[:, [DENSE, MOE]])
+    return layers, np.minimum(head * split, backward[:, END])
+
+
+def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Array, Array]:
+    """Return seconds of reducing no parameter, [n], and of reducing and updating one of each kind, [n, 2] each."""
+    few, many = np.zeros(len(x)), np.full(len(x), 1e9)
+    pairs = ((few, few), (many, few), (few, many))
+    each = [reduction(x, device, device.constants, *pair) for pair in pairs]
+    start, *more = (np.where(often, f[1] * x.micro_batches, f[0]) for f in each)
+    updates = [update(x, device, device.constants, *pair) for pair in pairs[1:]]
+    return start, np.column_stack([(m - start) / 1e9 for m in more]), np.column_stack(updates) / 1e9
 
 
 def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
@@ -247,7 +255,7 @@ def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Arra
 
 
 def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
-    """Return how much a layer hides at most of a second of its time, and by how much the ends exceed it, [n, 2]."""
+    """Return how much a layer hides at most of a second of its time, and by how much embedding and head exceed it, [n, 2]."""
     layers = [DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED]
     there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
     whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
@@ -306,7 +314,7 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
     )
 
 
-class Stages:
+class StageCapacity:
     """How many layers of the larger kind a stage can hold: by memory, by time, and by the time that saves memory."""
 
     def __init__(self, c: Costs, a: Architecture, room: float, some: NDArray[Any]) -> None:
@@ -326,10 +334,10 @@ class Stages:
         self.whole = c.states[some, g, None] + c.kept[some, g]
         recompute_time = np.where(c.choice[some], c.recompute_time[some, g], 0.0)[:, None]
         self.seconds_per_byte = np.where(saved > 0, recompute_time / np.maximum(saved, 1.0), 0.0)
-        """Seconds for each byte that layers need beyond `space`: so many are recomputed that they fit."""
+        """Recomputation time for each byte that layers need beyond `space`."""
 
     def most(self, makespan: Array) -> Array:
-        """Return the layers of each stage in pipelines of at most so many seconds, [n, P]."""
+        """Return the most layers of each stage in pipelines of at most `makespan` seconds, [n, P]."""
         left = makespan[:, None] / self.m - self.spent
         within = np.minimum(
             left / self.one,
@@ -339,7 +347,7 @@ class Stages:
         return np.minimum(self.fit, np.floor(within + 1e-9))
 
     def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
-        """Return a makespan in which the stages cannot hold so many layers, [n], and whether they ever can."""
+        """Return a makespan in which the stages cannot hold `number` layers, [n], and whether they can in any."""
 
         def holds(makespan: Array) -> NDArray[Any]:
             here = self.most(makespan)
@@ -363,7 +371,7 @@ def lower_bound(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, A
     must be held together. Infinity: they do not fit.
     """
     number = max(a.moe_layers, a.dense_layers)
-    s = Stages(c, a, room, np.arange(len(c.fixed)))
+    s = StageCapacity(c, a, room, np.arange(len(c.fixed)))
 
     low, possible = s.shortest(number)
     lacking = (s.each * (number / s.fit.shape[1]) - s.space).mean(axis=1)
@@ -391,7 +399,7 @@ def prove(
     room: float,
     target: float,
 ) -> Array:
-    """Return what multipliers prove for configurations with the same schedule, wherever their layers stand.
+    """Return what multipliers prove for configurations with the same schedule, for any placement of their layers.
 
     Args:
         c: Costs.
@@ -403,7 +411,7 @@ def prove(
         target: Only placements below it are of interest, s.
     """
     number, stages = max(a.moe_layers, a.dense_layers), c.fixed.shape[1]
-    held = Stages(c, a, room, some)
+    held = StageCapacity(c, a, room, some)
     exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
     least = c.least_weights(a)[some]
     rest = (exposed[:, None] * c.reduce[some] + c.update[some]) * least
@@ -436,17 +444,17 @@ def _proved(
     number, few = max(a.moe_layers, a.dense_layers), min(a.moe_layers, a.dense_layers)
     m, share = c.micro_batches[some], proof.share
     exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
-    part = share * exposed + (1 - share)
+    shown = share * exposed + (1 - share)
     k = share + (1 - share) * (1 - c.late[some, 0] / m)
-    constant = c.base[some] + part * c.start[some] - (1 - share) * c.late[some, 1]
-    u = part[:, None] * c.reduce[some] + c.update[some]
+    constant = c.base[some] + shown * c.start[some] - (1 - share) * c.late[some, 1]
+    u = shown[:, None] * c.reduce[some] + c.update[some]
     weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
     least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
     total = constant + k * proof.sends * c.send[some] + (least * least_weights).sum(axis=1)
-    ends = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
+    fixed = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
     if chunks > 1:
-        ends = ends + c.before[some] @ proof.counts[:, -2]
-    total = total + k * ends
+        fixed = fixed + c.before[some] @ proof.counts[:, -2]
+    total = total + k * fixed
     total = total + (weigh * c.fixed_weights[some]).sum(axis=(1, 2)) - space @ proof.memory
 
     def each(kind: int) -> Array:

@@ -82,7 +82,7 @@ class Writer:
         if key not in self._known:
             found = search.multipliers(proof)
             for number, _ in found.paths:
-                kind, micro = np.divmod(self.pools[p.key][number].ops, p.micro_batches)
+                kind, micro = np.divmod(self.pools[p.key][number], p.micro_batches)
                 passes = np.where(kind < p.number, kind, 3 * p.number - 1 - kind)
                 ops = passes * p.micro_batches + micro
                 self.paths[self._schedule(p)][number] = ops.tolist()
@@ -148,7 +148,7 @@ class Writer:
 
 
 def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int], left: int) -> Any:
-    """Return a tree that parts ways to place layers of a kind, chunk by chunk; `left` have no place yet."""
+    """Return a tree that divides placements of a kind chunk by chunk; `left` layers are in none of the chunks before."""
     if not left or not ways:
         return ways[0][1] if ways else None
     chunk, found = chunks[0], None

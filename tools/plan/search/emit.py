@@ -100,7 +100,7 @@ def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) 
         name: Recipe to start from.
         overrides: Settings of the user.
         layout: With its layers placed.
-        comment: What stands above it.
+        comment: Lines of comment at the top.
 
     Raises:
         RecipeError: The recipe with this layout breaks a rule.

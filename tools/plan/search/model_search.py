@@ -2,7 +2,7 @@
 
 Every combination of the choices is an architecture. Those that break an alignment rule or leave the budget are refused, with
 the reason counted; the others are scored under each of a few layouts, at once, and keep the fastest that fits in memory. The
-layouts are those that `search` finds best for the first architecture that is allowed. `place` then searches all layouts and
+layouts are those that `search` finds best for the first architecture that is allowed. `plan_models` then searches all layouts and
 placements of a few of them.
 """
 
@@ -62,7 +62,7 @@ class Choices:
     """Widths and ranks are multiples of it."""
 
     block: int = 16
-    """Each device's part of a width is a multiple of it: the matrix unit is 16 x 16."""
+    """Each device's shard of a width is a multiple of it: the matrix unit is 16 x 16."""
 
     layouts: int = 12
     """Layouts that are tried with every architecture."""
@@ -189,13 +189,13 @@ def refusal(s: Choices, a: Architecture) -> str | None:
 
 
 def _whole_blocks(s: Choices, a: Architecture, tp: int, etp: int) -> bool:
-    """Return whether each device's part of every width is whole blocks."""
-    parts = [(w, tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, etp)]
-    return all(w % (p * s.block) == 0 for w, p in parts)
+    """Return whether each device's shard of every width is whole blocks."""
+    shards = [(w, tp) for w in (a.hidden, a.ffn, a.shared_width, a.vocab)] + [(a.moe_ffn, etp)]
+    return all(w % (p * s.block) == 0 for w, p in shards)
 
 
 def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
-    """Return whether a layout divides an architecture, each device's part in whole blocks."""
+    """Return whether a layout divides an architecture, each device's shards in whole blocks."""
     return (
         _whole_blocks(s, a, x.tp, x.etp)
         and a.heads % x.tp == 0
@@ -242,7 +242,7 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlannedModel:
     """An architecture with the layout that the planner finds, its layers placed."""
 
     layout: Layout
@@ -254,11 +254,11 @@ class Placed:
     """Relative distance to the proven bound."""
 
 
-def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]:
+def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[PlannedModel | None]:
     """Plan architectures one by one; see `search`.
 
     Args:
-        s: The space; each device's part of a width stays in whole blocks.
+        s: The space; each device's shard of a width stays in whole blocks.
         some: Scored ones.
         limit_s: Seconds for all of them together; what one leaves, the next ones have.
 
@@ -266,7 +266,7 @@ def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]
         One for each; None: nothing was found in its time.
     """
     until = time.perf_counter() + limit_s
-    found: list[Placed | None] = []
+    found: list[PlannedModel | None] = []
     for i, c in enumerate(some):
         degrees = range(1, Space.most_tp + 1)
         fixed = {
@@ -278,7 +278,9 @@ def place(s: Choices, some: list[Scored], limit_s: float) -> list[Placed | None]
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
         best = plan.best[0] if plan.best else None
         tokens = s.global_batch * s.base.seq / s.devices
-        found.append(best and Placed(best.layout, best.step_s, tokens / best.step_s, plan.gap))
+        found.append(
+            best and PlannedModel(best.layout, best.step_s, tokens / best.step_s, plan.gap)
+        )
     return found
 
 

@@ -3,7 +3,7 @@
 The makespan is the largest of the lengths of all paths through the schedule. A path's length is linear in the layers of the
 chunks, so any few paths give a linear program that is a lower bound; the longest path at its solution is the next row, until
 there is none that is longer (Kelley 1960). Its multipliers are the proof. Where the solution is not whole, layers of a stage or
-of a chunk are bounded from above and below, and each of these boxes goes on from that program. Good placements come from
+of a chunk are bounded from above and below, and each of these boxes starts from that program. Good placements come from
 rounding these solutions and from moving single layers off the longest path.
 
 Multipliers weigh paths through the schedule, stages' memory and parameters into one number for a layer in each chunk, and the
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.native import address, load
-from telechat_moe.tools.plan.search.pipeline_paths import Path, Pipeline
+from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram
 from telechat_moe.tools.plan.search.placement_problem import Placed, Problem
 
 PS = 1e-12
@@ -34,7 +34,7 @@ CLOSE = 1e-7
 CUTS = ("", "longest", "structure", "stage", "chunk")
 """What the boxes that a box is cut into differ in, by its number in `ProofTree.boxes`: nothing; `longest` (each stage in turn
 has more layers than `ProofTree.longest` says); `structure` (where the layers of the smaller kind are); `stage` or `chunk` (at
-most so many layers of the larger kind, or more)."""
+most a number of layers of the larger kind, or more)."""
 
 EMPTY, EXHAUSTED = -1, -2
 """Proofs of a box without multipliers: it does not hold that many layers at all; all layers are placed, and each of the few
@@ -62,10 +62,10 @@ class Multipliers:
     """Seconds for a byte of each stage."""
 
     most: NDArray[np.float64]
-    """Seconds for a layer of each stage, where so many at most fit or are fast enough."""
+    """Seconds for a layer of each stage, for the rows that say how many at most fit and are fast enough."""
 
     fewest: NDArray[np.float64]
-    """Seconds for a layer of each stage, where so many at least are asked for."""
+    """Seconds for a layer of each stage, for the rows that say how many there are at least."""
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,19 @@ class ProofTree:
 
 
 class PathPool:
-    """Paths of one schedule, shared by the configurations that have it; `pool[number]` is a path."""
+    """Paths of one schedule, shared by the configurations that have it; `pool[number]` is the operations of one."""
 
     def __init__(self) -> None:
         self.at = load().telechat_paths_new()
         weakref.finalize(self, load().telechat_paths_delete, self.at)
-        self.pipeline: Pipeline | None = None
+        self.pipeline: PipelineProgram | None = None
 
-    def __getitem__(self, number: int) -> Path:
+    def __getitem__(self, number: int) -> NDArray[np.int32]:
         if self.pipeline is None:
             raise IndexError(number)
         ops = np.empty(self.pipeline.operations, dtype=np.int32)
         length = load().telechat_paths_at(self.at, number, address(ops))
-        return self.pipeline.as_path(ops[:length])
+        return ops[:length]
 
 
 @dataclass
@@ -139,7 +139,7 @@ class PlacementSearch:
         """Layers of every stage that are too few together: some stage has more. Empty: nothing is known."""
 
     def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> Answer:
-        """Prove that no placement takes less than `target`, or find those that do; goes on where the last call ended.
+        """Prove that no placement takes less than `target`, or find those that do; continues where the last call ended.
 
         Args:
             target: Only placements below it are wanted, s; not above that of the last call.
@@ -201,7 +201,7 @@ class PlacementSearch:
 
         Args:
             counts: Layers of every chunk to begin with.
-            patience: Times that it goes on from a few layers moved by chance after nothing helps.
+            patience: How often it continues from a few layers moved at random after no move helps.
             until: `time.perf_counter()` after which it ends with what it has.
         """
         return self._best(np.ascontiguousarray(counts, dtype=np.int32), patience, until)

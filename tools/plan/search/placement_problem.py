@@ -1,6 +1,6 @@
 """The inner problem: layers into pipeline chunks, and which of them are recomputed, for one configuration.
 
-Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds a contiguous piece. Wanted
+Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds consecutive layers. Wanted
 is the least step
 
     makespan(times of the chunks)  +  rest(largest stage)
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.search.pipeline_paths import Pipeline, pipeline
+from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram, pipeline
 
 ScheduleKey = tuple[str, int, int, int]
 """Schedule, stages, micro-batches, chunks of a stage: problems that have it in common share paths."""
@@ -95,13 +95,13 @@ class Problem:
 
     layers: tuple[Layers, ...]
     first: Times = (0, 0, 0)
-    """What stands in the first chunk besides layers: the embedding."""
+    """Times of the first chunk besides its layers: the embedding."""
 
     before: Times = (0, 0, 0)
-    """In the one before the last: MTP without its head."""
+    """Of the chunk before the last: MTP without its head."""
 
     last: Times = (0, 0, 0)
-    """In the last one: MTP and head, or heads only."""
+    """Of the last chunk: MTP and head, or heads only."""
 
     send: int = 0
     """From one stage to another, ps."""
@@ -147,7 +147,7 @@ class Problem:
         return self.schedule, self.stages, self.micro_batches, self.chunks
 
     @property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> PipelineProgram:
         """The order of operations."""
         return pipeline(*self.key)
 
@@ -194,7 +194,7 @@ class Problem:
         return _least_largest(own, bulk.weights, bulk.count)
 
     def kinds(self, counts: NDArray[Any]) -> NDArray[Any]:
-        """Return the layers of every kind, [kinds, chunks], of chunks with so many in all."""
+        """Return the layers of every kind, [kinds, chunks], of chunks with `counts` layers in all, [chunks]."""
         if len(self.layers) == 1:
             return counts[None, :]
         before = np.cumsum(counts) - counts
@@ -203,7 +203,7 @@ class Problem:
 
 
 def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArray[Any]:
-    """Return the least that the largest stage can have when so many equal layers are divided among the stages.
+    """Return a lower bound on what the largest stage has when equal layers are divided among the stages.
 
     Args:
         fixed: What stages have without them, [n, any, stages].

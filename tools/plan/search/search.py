@@ -273,7 +273,7 @@ class _Search:
 
     def _keep(self, row: int, placed: Placed | None) -> None:
         if placed and not any(placed.recomputed) and (twin := self._twin(row)) != row:
-            self._keep(twin, placed)  # it recomputes nothing: a layout of its own
+            self._keep(twin, placed)  # it recomputes nothing: that is the other configuration
         if placed and (row not in self.placed or placed.seconds < self.placed[row].seconds):
             self.placed[row] = placed
             self.best = min(self.best, placed.seconds)

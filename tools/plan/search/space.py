@@ -192,7 +192,7 @@ def _inner(
 
 
 def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, int]]:
-    """Yield ep and etp: whole experts fill tp, then cp, then dp; cut experts stand over dp only."""
+    """Yield ep and etp: whole experts fill tp, then cp, then dp; sharded experts are spread over dp only."""
     if not a.moe_layers:
         yield 1, 1
         return

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
-from telechat_moe.tools.plan.schedules.interleaved import interleaved, overlapped
-from telechat_moe.tools.plan.schedules.one_f_one_b import gpipe, one_f_one_b
-from telechat_moe.tools.plan.schedules.program import PAIRS, Kind, Program, Times
+from telechat_moe.tools.plan.schedules.gpipe import gpipe
+from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b, overlapped
+from telechat_moe.tools.plan.schedules.program import Kind, Program, Times
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -79,16 +79,16 @@ class Known:
         return len(self.program.routes)
 
 
-def merge(times: Times, parts: int) -> Times:
+def merge(times: Times, chunks: int) -> Times:
     """Return fewer, larger chunks: neighbours added up.
 
     Args:
         times: Filled in (`Times.full`).
-        parts: Chunks afterwards, a divisor of those before.
+        chunks: Chunks afterwards, a divisor of those before.
     """
 
     def total(a: NDArray[Any]) -> NDArray[Any]:
-        return a.reshape(parts, -1).sum(1)
+        return a.reshape(chunks, -1).sum(1)
 
     return replace(
         times,
@@ -143,8 +143,3 @@ def known(
 def uses_split(program: Program) -> bool:
     """Whether dX and dW are apart somewhere."""
     return any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)
-
-
-def uses_pairs(program: Program) -> bool:
-    """Whether a forward and a backward overlap somewhere."""
-    return any(op.kind in PAIRS for ops in program.ops for op in ops)
