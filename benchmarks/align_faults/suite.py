@@ -252,15 +252,14 @@ def run_suite(
         UsageError: No class or layout fits.
     """
     begin = time.perf_counter()
-    kinds = chosen(classes)
+    kinds, report = chosen(classes), Report()
     kinds = [kinds[i] for i in np.random.default_rng(seed).permutation(len(kinds))]
     names = [n for n in LAYOUTS if fnmatch(n, layouts)]
     if not kinds or not names:
         what = f"classes {classes!r}" if not kinds else f"layouts {layouts!r}"
         raise UsageError(f"no {what}; there are {', '.join(CLASSES if not kinds else LAYOUTS)}")
-    report = Report()
     planted: dict[Base, list[tuple[str, int]]] = {}
-    for i in range(first, first + faults):
+    for done, i in enumerate(range(first, first + faults), 1):
         kind = kinds[i % len(kinds)]
         number = seed * 1_000_003 + i // len(kinds)
         found = plant(kind, names, number)
@@ -268,20 +267,18 @@ def run_suite(
             report.nowhere.append(kind.name)
         else:
             planted.setdefault(found[0], []).append((kind.name, number))
-        if i % 100 == 99:
-            progress("planted", i + 1 - first, faults)
+        progress("planted", done, faults)
     work: list[tuple[Any, ...]] = [(_faults, b, some, names) for b, some in planted.items()]
-    step = 8
     last = first + clean
-    work += [(_pairs, names, seed, range(i, min(i + step, last))) for i in range(first, last, step)]
+    work += [(_pairs, names, seed, range(i, min(i + 8, last))) for i in range(first, last, 8)]
     total = faults - len(report.nowhere) + clean
-    for done in _mapped(work, jobs):
-        for item in done:
-            into: dict[type, list[Any]] = {
-                Result: report.faults,
-                Stopped: report.stopped,
-                Pair: report.pairs,
-            }
+    into: dict[type, list[Any]] = {
+        Result: report.faults,
+        Stopped: report.stopped,
+        Pair: report.pairs,
+    }
+    for found in _mapped(work, jobs):
+        for item in found:
             into[type(item)].append(item)
         judged = len(report.faults) + len(report.stopped) + len(report.pairs)
         progress("judged", judged, total)

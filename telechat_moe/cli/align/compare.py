@@ -208,10 +208,10 @@ def _junit(outcome: Any, target: str) -> str:
         numbers = f"{worst.metric} {worst.observed:.6g}, limit {worst.limit:.6g}" if worst else ""
         said = "; ".join(text for text in (numbers, row.reason, row.note) if text)
         if row.status == "diverged":
-            cases.append(junit.Case(target, name, failure=said, text=said))
+            cases.append(junit.JunitCase(target, name, failure=said, text=said))
         else:
             skipped = None if row.status == "pass" else f"{row.status}: {row.reason}"
-            cases.append(junit.Case(target, name, skipped=skipped))
+            cases.append(junit.JunitCase(target, name, skipped=skipped))
     text: str = junit.suite("align compare", cases)
     return text
 

@@ -86,7 +86,7 @@ class Spike:
 
 
 @dataclass
-class Case:
+class LossComparison:
     """Curves on common steps, and what has been found about them."""
 
     steps: NDArray[np.int64]
@@ -128,15 +128,17 @@ class Evidence:
     envelope: Floats
 
 
-def examine(case: Case, finite: NDArray[np.bool_], gate: gates.Gate) -> Evidence | None:
-    """Test the differences; adds findings, reasons and notes to the case. None: too few steps."""
-    settings = case.settings
+def examine(
+    compared: LossComparison, finite: NDArray[np.bool_], gate: gates.Gate
+) -> Evidence | None:
+    """Test the differences; add findings, reasons and notes to the comparison. None: too few steps."""
+    settings = compared.settings
     kept = np.flatnonzero(finite)
-    logs = [np.log(x[kept]) for x in case.bases]
-    d = np.log(case.target[kept]) - np.mean(logs, axis=0)
-    steps = case.steps[kept]
+    logs = [np.log(x[kept]) for x in compared.bases]
+    d = np.log(compared.target[kept]) - np.mean(logs, axis=0)
+    steps = compared.steps[kept]
     if len(d) < 5 * stats.MIN_BLOCKS:
-        case.reasons.append(
+        compared.reasons.append(
             f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
         )
         return None
@@ -145,15 +147,15 @@ def examine(case: Case, finite: NDArray[np.bool_], gate: gates.Gate) -> Evidence
     share = settings.alpha / 5
     spread = stats.spread(tamed - stats.levels(tamed))
     chaos = _chaos(d, spread)
-    factor, margin, apart = _base_noise(case, logs, share, chaos)
+    factor, margin, apart = _base_noise(compared, logs, share, chaos)
     if len(d) / white.time < stats.MIN_BLOCKS:
-        case.reasons.append(
+        compared.reasons.append(
             f"the difference is correlated over {white.time:.0f} values; at least "
-            f"{int(stats.MIN_BLOCKS * white.time) * case.every:,} steps are needed"
+            f"{int(stats.MIN_BLOCKS * white.time) * compared.every:,} steps are needed"
         )
         factor *= 2  # the noise is known badly: only what is far outside of it counts
     blocks = stats.Blocks.of(white).inflated(factor)
-    early = chaos and _early(case, d, steps, spread, white.time)
+    early = chaos and _early(compared, d, steps, spread, white.time)
     wander, freedom = _wander(d, logs, spread) if chaos else (0.0, np.inf)
     drift = _Drift(0.0, 0.0)
     if chaos and not early:
@@ -161,10 +163,10 @@ def examine(case: Case, finite: NDArray[np.bool_], gate: gates.Gate) -> Evidence
     error = blocks.error if early else float(np.hypot(blocks.error, wander))
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)
-    _single_steps(case, d, steps, stats.outliers(d, share, settings.spike), share, kept)
-    _first_loss(case, d, steps, gate)
+    _single_steps(compared, d, steps, stats.outliers(d, share, settings.spike), share, kept)
+    _first_loss(compared, d, steps, gate)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
-    _lasting(case, tamed, white, steps, blocks, scanned, drift)
+    _lasting(compared, tamed, white, steps, blocks, scanned, drift)
     return Evidence(
         _fill(d, finite),
         blocks,
@@ -195,14 +197,16 @@ def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, fl
     return float(np.sqrt(variance * ratio)), freedom
 
 
-def _early(case: Case, d: Floats, steps: NDArray[np.int64], spread: float, time: float) -> bool:
+def _early(
+    compared: LossComparison, d: Floats, steps: NDArray[np.int64], spread: float, time: float
+) -> bool:
     """Look for a systematic difference before rounding errors have grown.
 
     Grown rounding errors have the sign of the moment. A target that computes something else departs smoothly: many
     steps in a row on one side, far above the rounding of the first losses. Such steps are evidence however small they
     are, and a finding if they are not negligible.
     """
-    floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(case))
+    floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(compared))
     grown = np.flatnonzero(np.abs(d) > 0.5 * spread)
     end = int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)
     side = np.where(np.abs(d[:end]) > floor, np.sign(d[:end]), 0.0)
@@ -218,16 +222,16 @@ def _early(case: Case, d: Floats, steps: NDArray[np.int64], spread: float, time:
         f"equal computations would agree within {100 * floor:.0e} %"
     )
     p = min(1.0, 2.0 ** (1 - (last - first) / time) * end)
-    if abs(most) > case.settings.negligible:
-        case.findings.append(Finding("early departure", a, b, most, a, a, p, text))
+    if abs(most) > compared.settings.negligible:
+        compared.findings.append(Finding("early departure", a, b, most, a, a, p, text))
     else:
-        case.notes.append(text)
+        compared.notes.append(text)
     return True
 
 
-def _resolution(case: Case) -> float:
+def _resolution(compared: LossComparison) -> float:
     """Return the relative size of the last digit that the files give."""
-    values = np.concatenate([case.target[:64], *(b[:64] for b in case.bases)])
+    values = np.concatenate([compared.target[:64], *(b[:64] for b in compared.bases)])
     values = values[np.isfinite(values)]
     for digits in range(2, 8):
         if np.allclose(values, np.round(values, digits), rtol=0, atol=1e-9):
@@ -243,13 +247,13 @@ class _Drift(NamedTuple):
 
 
 def _base_noise(
-    case: Case, logs: list[Floats], share: float, chaos: bool
+    compared: LossComparison, logs: list[Floats], share: float, chaos: bool
 ) -> tuple[float, float, float]:
     """Return by how much base runs exceed noise among themselves, the margin they leave, and how far they are apart.
 
     Where they part through rounding alone, their lasting differences are drift and not badly estimated noise.
     """
-    factor, margin, apart = 1.0, case.settings.margin, 0.0
+    factor, margin, apart = 1.0, compared.settings.margin, 0.0
     for one, other in combinations(logs, 2):
         e = stats.tame(other - one)
         apart = max(apart, abs(float(e[len(e) // 3 :].mean())))
@@ -262,26 +266,26 @@ def _base_noise(
             # One pair shows such an excess only roughly: what is seen once is allowed twice.
             factor = max(factor, 2 * excess if excess > 1 else 1.0)
     if factor > 1:
-        case.notes.append(
+        compared.notes.append(
             f"base runs differ from each other more than noise explains: errors are taken {factor:.1f} times larger"
         )
-    if margin > case.settings.margin:
-        case.notes.append(
+    if margin > compared.settings.margin:
+        compared.notes.append(
             f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
         )
     return factor, margin, apart
 
 
 def _single_steps(
-    case: Case,
+    compared: LossComparison,
     d: Floats,
     steps: NDArray[np.int64],
     singles: list[tuple[int, float]],
     share: float,
     kept: NDArray[np.int64],
 ) -> None:
-    base = np.mean([np.log(x[kept]) for x in case.bases], axis=0)
-    target = np.log(case.target[kept])
+    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
+    target = np.log(compared.target[kept])
     jumps = [curve - stats.rolling_median(curve, 51) for curve in (base, target)]
     runs: list[list[tuple[int, float]]] = []
     for single in singles:  # neighbours are one event
@@ -295,28 +299,32 @@ def _single_steps(
         first, last = int(steps[run[0][0]]), int(steps[run[-1][0]])
         where = f"step {first}" if first == last else f"steps {first} to {last}"
         text = f"{where}: the {who} alone jumps by {np.expm1(jumps[who == 'target'][at]):+.1%}, a difference of {np.expm1(size):+.1%}"
-        case.findings.append(Finding("single step", first, last, size, first, last, share, text))
+        compared.findings.append(
+            Finding("single step", first, last, size, first, last, share, text)
+        )
 
 
-def _first_loss(case: Case, d: Floats, steps: NDArray[np.int64], gate: gates.Gate) -> None:
+def _first_loss(
+    compared: LossComparison, d: Floats, steps: NDArray[np.int64], gate: gates.Gate
+) -> None:
     """The first loss is before any update: noise that grows later is no excuse for it."""
     rest = d[1:31]
     first = int(steps[0])
-    known = any(f.first == first for f in case.findings)
-    if gate.first.ok or known or first != case.steps[0]:
+    known = any(f.first == first for f in compared.findings)
+    if gate.first.ok or known or first != compared.steps[0]:
         return
     if abs(d[0]) > 10 * float(np.sqrt(np.mean(np.square(rest)))):
         text = (
             f"first loss (step {first}) off by {np.expm1(d[0]):+.2%}, allowed {gate.first.relative_limit:.2%}; the next "
             f"{len(rest)} are off by {float(np.sqrt(np.mean(np.square(rest)))):.2%}"
         )
-        case.findings.append(
+        compared.findings.append(
             Finding("first loss", first, first, float(d[0]), first, first, None, text)
         )
 
 
 def _lasting(
-    case: Case,
+    compared: LossComparison,
     tamed: Floats,
     white: stats.Whitened,
     steps: NDArray[np.int64],
@@ -325,13 +333,13 @@ def _lasting(
     drift: _Drift,
 ) -> None:
     """Look for a mean other than 0, over the run or a stretch of it, that runs alike do not show."""
-    limit = case.settings.negligible
-    test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, case.settings.alpha / 5)
+    limit = compared.settings.negligible
+    test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, compared.settings.alpha / 5)
     certain = abs(test.statistic) > test.limit
     part = abs(scanned.statistic) > scanned.limit
     if not part and not (certain and abs(blocks.mean) > limit):
         if certain:
-            case.notes.append(
+            compared.notes.append(
                 f"a mean difference of {blocks.mean:+.4%} is certain, and negligible (below {limit:.2%})"
             )
         return
@@ -351,14 +359,14 @@ def _lasting(
     )
     if abs(size) < drift.allowed:
         text += "; these runs part through rounding alone, and then runs alike may differ for good by up to"
-        if abs(size) <= max(drift.shown, case.settings.margin):
-            case.notes.append(f"{text} {drift.allowed:.2%}")
+        if abs(size) <= max(drift.shown, compared.settings.margin):
+            compared.notes.append(f"{text} {drift.allowed:.2%}")
         else:
-            case.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would tell")
+            compared.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would tell")
         return
     text += f"; noise of single steps does this with a probability of {p:.0e}"
     kind = "lasting difference" if lasting else "passing difference"
-    case.findings.append(Finding(kind, at, end, size, low, high, p, text))
+    compared.findings.append(Finding(kind, at, end, size, low, high, p, text))
 
 
 def _when(
@@ -398,14 +406,14 @@ def _shape(d: Floats) -> str:
     return ", growing" if change * blocks.mean > 0 else ", fading"
 
 
-def find_spikes(case: Case, finite: NDArray[np.bool_]) -> list[Spike]:
+def find_spikes(compared: LossComparison, finite: NDArray[np.bool_]) -> list[Spike]:
     """List jumps of either curve, matched within two values."""
     kept = np.flatnonzero(finite)
     if len(kept) < 30:
         return []
-    base = np.mean([np.log(x[kept]) for x in case.bases], axis=0)
+    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
     jumps = []
-    for curve in (base, np.log(case.target[kept])):
+    for curve in (base, np.log(compared.target[kept])):
         over = curve - stats.rolling_median(curve, 51)
         jumps.append((over, over > np.maximum(6 * stats.local_spread(over), 0.03)))
     any_of = np.flatnonzero(jumps[0][1] | jumps[1][1])
@@ -417,7 +425,7 @@ def find_spikes(case: Case, finite: NDArray[np.bool_]) -> list[Spike]:
             where = "both" if mine and its else "target" if mine else "base"
             heights = [float(np.expm1(jump[group].max())) for jump, _ in jumps]
             top = group[int(np.argmax(jumps[1 if mine else 0][0][group]))]
-            found.append(Spike(int(case.steps[kept[top]]), heights[0], heights[1], where))
+            found.append(Spike(int(compared.steps[kept[top]]), heights[0], heights[1], where))
     return found
 
 

@@ -9,7 +9,7 @@ from telechat_moe import html
 from telechat_moe.html import Axes, Html
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS, Report
-from telechat_moe.tools.align.report.junit import Case, suite
+from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 Floats = NDArray[np.float64]
 
@@ -203,68 +203,56 @@ def _marks(report: Report, axes: Axes) -> list[str]:
 
 def checks(report: Report) -> list[tuple[str, str, str, str]]:
     """Return what was checked: name, found, allowed, and ``pass``, ``fail``, ``not judged`` or ``monitored``."""
-    rows = []
-    gate = report.gate
-    if gate is not None:
-        few = gate.steps < report.settings.steps
-        for name, check in (("first loss", gate.first), ("average error", gate.average)):
-            found = f"{check.absolute:.5f} or {check.relative:.3%}"
-            relaxed = " (relaxed to the base runs' own)" if check.relaxed else ""
-            allowed = f"{check.absolute_limit:.3g} or {check.relative_limit:.2%}{relaxed}"
-            answer = "fail" if not check.ok else "not judged" if few else "pass"
-            rows.append((f"standard: {name}", found, allowed, answer))
-        if gate.norm is not None:
-            rows.append(("standard: gradient norm", f"{gate.norm:.2%}", "10.00%", "monitored"))
-        rows.append(
-            (
-                "standard: steps",
-                f"{gate.steps:,}",
-                f"{report.settings.steps:,} at least",
-                "not judged" if few else "pass",
-            )
-        )
     kinds = {f.kind for f in report.findings}
-    rows.append(
-        (
-            "finite",
-            "",
-            "NaN and Inf where the base has them",
-            "fail" if "not finite" in kinds else "pass",
-        )
-    )
+    finite = "fail" if "not finite" in kinds else "pass"
+    rows = [*_standard(report), ("finite", "", "NaN and Inf where the base has them", finite)]
     if report.bias is None:
         return [*rows, ("lasting difference", "", "", "not judged")]
     bias = report.bias
     whole = kinds & {"lasting difference", "passing difference", "early departure"}
-    found = f"mean {bias['mean']:+.3%}, {abs(bias['statistic']):.1f} standard errors"
-    rows.append(
-        (
-            "noise explains the difference",
-            found,
-            f"{bias['limit']:.1f} for the whole run",
-            "fail" if whole else "pass",
-        )
-    )
     alone = kinds & {"single step", "first loss"}
     spikes = sum(s.where == "both" for s in report.spikes)
-    rows.append(
+    inside = -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]
+    return [
+        *rows,
+        (
+            "noise explains the difference",
+            f"mean {bias['mean']:+.3%}, {abs(bias['statistic']):.1f} standard errors",
+            f"{bias['limit']:.1f} for the whole run",
+            "fail" if whole else "pass",
+        ),
         (
             "spikes are common",
             f"{spikes} in both",
             "none in one run only",
             "fail" if alone else "pass",
-        )
-    )
-    inside = -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]
-    answer = "pass" if inside else "fail" if whole else "not judged"
-    rows.append(
+        ),
         (
             "equivalence",
             f"{bias['low']:+.3%} to {bias['high']:+.3%} (90 %)",
             f"±{bias['margin']:.2%}",
-            answer,
-        )
-    )
+            "pass" if inside else "fail" if whole else "not judged",
+        ),
+    ]
+
+
+def _standard(report: Report) -> list[tuple[str, str, str, str]]:
+    """Return the rows of the standard's own limits."""
+    rows: list[tuple[str, str, str, str]] = []
+    gate = report.gate
+    if gate is None:
+        return rows
+    few = gate.steps < report.settings.steps
+    for name, check in (("first loss", gate.first), ("average error", gate.average)):
+        found = f"{check.absolute:.5f} or {check.relative:.3%}"
+        relaxed = " (relaxed to the base runs' own)" if check.relaxed else ""
+        allowed = f"{check.absolute_limit:.3g} or {check.relative_limit:.2%}{relaxed}"
+        answer = "fail" if not check.ok else "not judged" if few else "pass"
+        rows.append((f"standard: {name}", found, allowed, answer))
+    if gate.norm is not None:
+        rows.append(("standard: gradient norm", f"{gate.norm:.2%}", "10.00%", "monitored"))
+    least = f"{report.settings.steps:,} at least"
+    rows.append(("standard: steps", f"{gate.steps:,}", least, "not judged" if few else "pass"))
     return rows
 
 
@@ -305,14 +293,14 @@ def _inputs(report: Report) -> str:
 
 def junit(report: Report) -> str:
     """Return the checks as JUnit XML: what is not judged is skipped, with the reason."""
-    cases: list[Case] = []
+    cases: list[JunitCase] = []
     reason = "; ".join(report.reasons) or "not judged"
     verdict = {PASS: "pass", DIVERGED: "fail"}.get(report.verdict, "not judged")
     rows = [*checks(report), ("verdict", report.sentence, "", verdict)]
     for name, found, allowed, answer in rows:
         failed = f"{found}; allowed {allowed}" if allowed else found
         cases.append(
-            Case(
+            JunitCase(
                 "align.loss",
                 name,
                 failure=failed if answer == "fail" else None,

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from telechat_moe.tools.align.loss import migration_standard as gates
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.evidence import (
-    Case,
     Evidence,
     Finding,
+    LossComparison,
     Settings,
     Spike,
     examine,
@@ -144,80 +144,80 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
     losses = [c.loss[np.isin(c.steps, steps)] for c in curves]
     norms = [c.norm[np.isin(c.steps, steps)] for c in curves]
     every = int(np.median(np.diff(steps))) if len(steps) > 1 else 1
-    case = Case(steps, losses[:-1], losses[-1], every, chosen)
-    case.notes += [f"{c.path}: {note}" for c in curves for note in c.notes]
-    _check_inputs(case, curves)
+    compared = LossComparison(steps, losses[:-1], losses[-1], every, chosen)
+    compared.notes += [f"{c.path}: {note}" for c in curves for note in c.notes]
+    _check_inputs(compared, curves)
     if len(bases) == 1:
-        case.notes.append(
+        compared.notes.append(
             "one base run: how much the base differs from itself is unknown; give a second one"
         )
     if len(steps) == 0:
-        return _report(case, inputs, None, None, [])
+        return _report(compared, inputs, None, None, [])
     finite = np.isfinite(losses).all(axis=0)
     judged = np.isfinite(losses).any(axis=0)  # where none is finite there is nothing to judge
     if not judged.any():
-        case.reasons.append("no step has a finite loss")
-        return _report(case, inputs, None, None, [])
+        compared.reasons.append("no step has a finite loss")
+        return _report(compared, inputs, None, None, [])
     on = [x[judged] for x in (*losses, *norms)]
     gate = gates.gate(
         on[: len(bases)], on[len(bases)], on[len(curves) : -1], on[-1], every, chosen.steps
     )
-    _not_finite(case)
+    _not_finite(compared)
     positive = (~(np.array(losses) <= 0)).all(axis=0)
     if not positive.all():
         at = int(steps[np.argmin(positive)])
-        case.reasons.append(
+        compared.reasons.append(
             f"a loss of 0 or less at step {at}: relative differences need positive losses"
         )
-        return _report(case, inputs, gate, None, [])
-    spikes = find_spikes(case, finite)
-    return _report(case, inputs, gate, examine(case, finite, gate), spikes)
+        return _report(compared, inputs, gate, None, [])
+    spikes = find_spikes(compared, finite)
+    return _report(compared, inputs, gate, examine(compared, finite, gate), spikes)
 
 
-def _check_inputs(case: Case, curves: Sequence[Curve]) -> None:
+def _check_inputs(compared: LossComparison, curves: Sequence[Curve]) -> None:
     names = {c.metric.replace("-", "_").replace(" ", "_") for c in curves}
     if len(names) > 1:
-        case.notes.append(f"the curves are called differently: {', '.join(sorted(names))}")
+        compared.notes.append(f"the curves are called differently: {', '.join(sorted(names))}")
     shortest = min(len(c.steps) for c in curves)
-    if len(case.steps) < shortest / 2:
+    if len(compared.steps) < shortest / 2:
         spans = "; ".join(f"{c.path}: {c.steps[0]} to {c.steps[-1]}" for c in curves)
-        case.reasons.append(f"only {len(case.steps)} common steps ({spans})")
+        compared.reasons.append(f"only {len(compared.steps)} common steps ({spans})")
 
 
-def _not_finite(case: Case) -> None:
-    base = np.all([np.isfinite(x) for x in case.bases], axis=0)
-    target = np.isfinite(case.target)
+def _not_finite(compared: LossComparison) -> None:
+    base = np.all([np.isfinite(x) for x in compared.bases], axis=0)
+    target = np.isfinite(compared.target)
     alone = np.flatnonzero(base & ~target)
     if len(alone):
-        first, last = (int(case.steps[alone[i]]) for i in (0, -1))
-        value = case.target[alone[0]]
+        first, last = (int(compared.steps[alone[i]]) for i in (0, -1))
+        value = compared.target[alone[0]]
         text = f"loss {value} at step {first}, finite in the base" + (
             f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
         )
-        case.findings.append(
+        compared.findings.append(
             Finding("not finite", first, last, float("nan"), first, first, None, text)
         )
     lost = np.flatnonzero(~base & target)
     if len(lost):
-        case.reasons.append(
-            f"a base run has no finite loss at step {case.steps[lost[0]]}"
+        compared.reasons.append(
+            f"a base run has no finite loss at step {compared.steps[lost[0]]}"
             + (f" and {len(lost) - 1} others" if len(lost) > 1 else "")
             + ": it is no reference there"
         )
     both = int((~base & ~target).sum())
     if both:
-        case.notes.append(f"{both} steps are left out: not finite in base and target alike")
+        compared.notes.append(f"{both} steps are left out: not finite in base and target alike")
 
 
 def _report(
-    case: Case,
+    compared: LossComparison,
     inputs: list[dict[str, Any]],
     gate: gates.Gate | None,
     found: Evidence | None,
     spikes: list[Spike],
 ) -> Report:
-    settings = case.settings
-    findings = sorted(case.findings, key=lambda f: f.first)
+    settings = compared.settings
+    findings = sorted(compared.findings, key=lambda f: f.first)
     bias = power = noise = None
     if found is not None:
         limit = found.mean.limit
@@ -236,36 +236,36 @@ def _report(
             "statistic": found.mean.statistic,
             "limit": limit,
             "p": found.mean.p,
-            "effective_steps": len(case.steps) / found.time,
+            "effective_steps": len(compared.steps) / found.time,
         }
         power = {
             "seen_95": stats.detectable(found.error, 0.95, limit),
             "margin": stats.power(found.error, found.margin, limit),
         }
         if not -found.margin < found.interval.low <= found.interval.high < found.margin:
-            case.reasons.append(_too_noisy(case, found))
+            compared.reasons.append(_too_noisy(compared, found))
     if gate is not None:
-        case.reasons += _gate_reasons(gate, settings, noise)
-    verdict = DIVERGED if findings else NOT_JUDGED if case.reasons else PASS
+        compared.reasons += _gate_reasons(gate, settings, noise)
+    verdict = DIVERGED if findings else NOT_JUDGED if compared.reasons else PASS
     return Report(
         verdict,
-        _sentence(verdict, case, findings, bias, power),
-        [] if verdict == PASS else case.reasons,
+        _sentence(verdict, compared, findings, bias, power),
+        [] if verdict == PASS else compared.reasons,
         findings,
         gate,
         bias,
         power,
         noise,
         spikes,
-        case.notes,
+        compared.notes,
         inputs,
         settings,
-        case.steps,
-        np.mean(case.bases, axis=0),
-        case.target,
-        found.difference if found else np.full(len(case.steps), np.nan),
-        found.envelope if found else np.full(len(case.steps), np.nan),
-        case.bases,
+        compared.steps,
+        np.mean(compared.bases, axis=0),
+        compared.target,
+        found.difference if found else np.full(len(compared.steps), np.nan),
+        found.envelope if found else np.full(len(compared.steps), np.nan),
+        compared.bases,
     )
 
 
@@ -287,20 +287,20 @@ def _gate_reasons(
     return reasons
 
 
-def _too_noisy(case: Case, found: Evidence) -> str:
+def _too_noisy(compared: LossComparison, found: Evidence) -> str:
     low, high, mean = found.interval.low, found.interval.high, found.blocks.mean
     room = found.margin - abs(mean)
     text = f"the mean difference lies between {low:+.2%} and {high:+.2%}, the margin is ±{found.margin:.2%}"
     if room > 0.2 * found.margin:
         factor = (max(high - mean, mean - low) / room) ** 2
-        steps = int(np.ceil(len(case.steps) * case.every * factor * 1.2 / 100) * 100)
+        steps = int(np.ceil(len(compared.steps) * compared.every * factor * 1.2 / 100) * 100)
         text += f"; about {steps:,} steps would do"
     return text
 
 
 def _sentence(
     verdict: str,
-    case: Case,
+    compared: LossComparison,
     findings: list[Finding],
     bias: dict[str, float] | None,
     power: dict[str, float] | None,
@@ -309,14 +309,14 @@ def _sentence(
     if power is not None:
         said = (
             f" A lasting difference of {power['seen_95']:.2g} would have been seen with a probability of 95 % in "
-            f"{len(case.steps) * case.every:,} steps."
+            f"{len(compared.steps) * compared.every:,} steps."
         ).replace(f"{power['seen_95']:.2g}", f"{power['seen_95'] * 100:.2g} %")
     if verdict == DIVERGED:
         texts = [f.text for f in findings[:3]]
         more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
         return "Diverged: " + "; ".join(texts) + more + "."
     if verdict == NOT_JUDGED:
-        return "Not judged: " + "; ".join(case.reasons) + "." + said
+        return "Not judged: " + "; ".join(compared.reasons) + "." + said
     assert bias is not None
     return (
         f"Pass: the mean difference is {bias['mean']:+.3%}, between {bias['low']:+.3%} and {bias['high']:+.3%} (90 %), within "

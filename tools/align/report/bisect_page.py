@@ -10,7 +10,7 @@ from telechat_moe import html
 from telechat_moe.html import Html, code
 from telechat_moe.tools.align.judge.bisect import Outcome
 from telechat_moe.tools.align.operators.approx import Array
-from telechat_moe.tools.align.report.junit import Case, suite
+from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 NEIGHBOURS = 8
 _CELLS, _SIDE = 48, 12  # of the picture
@@ -96,11 +96,11 @@ def junit(outcome: Outcome, target: str) -> str:
     """Return the outcome as JUnit XML: a case for each step and rank."""
     places = sorted({(step, rank) for step, rank, *_ in outcome.calls})
     first = {(f.step, f.rank): f.verdict for f in reversed(outcome.findings)}
-    cases: list[Case] = []
+    cases: list[JunitCase] = []
     for step, rank in places:
         wrong, name = first.get((step, rank)), f"step {step} rank {rank}"
         said = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
-        cases.append(Case(target, name, **said))
+        cases.append(JunitCase(target, name, **said))
     return suite("align", cases)
 
 

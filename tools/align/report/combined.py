@@ -15,7 +15,7 @@ from telechat_moe import html
 from telechat_moe.errors import BadInputError
 from telechat_moe.html import Html
 from telechat_moe.tools.align.report import bisect_page as bisect_page
-from telechat_moe.tools.align.report.junit import Case, suite
+from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 VERDICTS = ("diverged", "not comparable", "not judged", "pass")
 """Of a report, the worst first; the last two mean that nothing is wrong as far as could be judged."""
@@ -135,10 +135,12 @@ def body(one: Document) -> str:
 
 def junit(documents: Sequence[Document]) -> str:
     """Return a case for each report: failed where it diverged, skipped where nothing could be judged."""
-    cases: list[Case] = []
+    cases: list[JunitCase] = []
     for one in documents:
         how = {"pass": None, "diverged": "failure"}.get(one.verdict, "skipped")
-        cases.append(Case(f"align.{one.verb}", one.name, **({how: summary(one)} if how else {})))
+        cases.append(
+            JunitCase(f"align.{one.verb}", one.name, **({how: summary(one)} if how else {}))
+        )
     return suite("align", cases)
 
 

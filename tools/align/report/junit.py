@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 
 @dataclass(frozen=True)
-class Case:
+class JunitCase:
     """One thing that was judged.
 
     Attributes:
@@ -33,7 +33,7 @@ class Case:
         return f"  <testcase classname={quoteattr(self.group)} name={quoteattr(self.name)}>{inner}</testcase>\n"
 
 
-def suite(name: str, cases: Sequence[Case]) -> str:
+def suite(name: str, cases: Sequence[JunitCase]) -> str:
     """Return a suite of cases as JUnit XML."""
     failures = sum(case.failure is not None for case in cases)
     skipped = sum(case.failure is None and case.skipped is not None for case in cases)
