@@ -266,7 +266,7 @@ class _Rank:
             arrays.append(pair.bench.load())
         self.nbytes += sum(a.nbytes for a in arrays)
         integers = not is_float(pair.target.dtype)
-        if integers and row.place.startswith("output") and not np.array_equal(*arrays[:2]):
+        if integers and row.place.startswith("output") and not np.array_equal(arrays[0], arrays[1]):
             decided = pinned.decide(pair.key, (arrays[1], arrays[0]))
             if decided is not None:
                 status, said = decided

@@ -8,12 +8,10 @@ frameworks' routers cannot be pinned to each other, so whole tensors after it ar
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from telechat_moe.tools.align.compare.compare import chunks, measured, outcome_of
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
-from telechat_moe.tools.align.dump.records import Dump
+from telechat_moe.tools.align.dump.records import Array, Dump
 from telechat_moe.tools.align.judge.points import STATES, Link, Point, linked, weight_of
 from telechat_moe.tools.align.numerics import is_float
 
@@ -129,7 +127,7 @@ class _Map:
             return replace(found, status="not comparable", checks=[], reason=_FOLLOWS)
         return found
 
-    def _choice(self, row: Row, golden: np.ndarray, target: np.ndarray) -> Row:
+    def _choice(self, row: Row, golden: Array, target: Array) -> Row:
         width = target.shape[-1] if target.ndim else 1
         same = (golden == target).reshape(-1, width).all(-1)
         row = replace(row, basis="decision", elements=target.size)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.tools.align.compare.ulp import ulp_steps
-from telechat_moe.tools.align.numerics import FLOATS, round_to, spacing, widened
+from telechat_moe.tools.align.numerics import FLOATS, dot, round_to, spacing, widened
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -257,7 +257,7 @@ class RelativeErrors:
             self.mare, self.at = float(relative[at]), chunk.begin + at
         self._sum += float(relative.sum())
         with np.errstate(over="ignore"):
-            self._squares += float(np.einsum("i,i->", error, error))
+            self._squares += dot(error, error)
 
     @property
     def mere(self) -> float:

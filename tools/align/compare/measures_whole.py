@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
+from telechat_moe.tools.align.numerics import dot
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -32,14 +33,14 @@ class Cosine(Measure):
         """See :class:`Measure`."""
         a, g = chunk.target, chunk.golden
         with np.errstate(invalid="ignore", over="ignore"):
-            self._dots += [np.einsum("i,i->", x, y) for x, y in ((a, g), (a, a), (g, g))]
+            self._dots += [dot(x, y) for x, y in ((a, g), (a, a), (g, g))]
             room = np.abs(a)
             self._sums[0] += room.sum()
             self._sums[1] += np.abs(g, out=room).sum()
             own, golden = self._softmax
             own.add(a, room)
             scale = golden.add(g, room)
-            self._cross = self._cross * scale + float(np.einsum("i,i->", room, g - a))
+            self._cross = self._cross * scale + dot(room, g - a)
 
     def checks(self) -> list[Check]:
         """See :class:`Measure`."""
@@ -119,7 +120,7 @@ class Thousandths(Measure):
         a, g = chunk.target, chunk.golden
         self._count += a.size
         with np.errstate(invalid="ignore", over="ignore"):
-            dots = [float(np.einsum("i,i->", x, y)) for x, y in ((a, g), (a, a), (g, g))]
+            dots = [dot(x, y) for x, y in ((a, g), (a, a), (g, g))]
             self._dots += dots
             highest = _high(a, dots[1]), _high(g, dots[2])
             self._highest = np.maximum(self._highest, highest)

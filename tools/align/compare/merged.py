@@ -5,7 +5,7 @@ from pathlib import Path
 
 from telechat_moe.tools.align.compare.rows import Row
 from telechat_moe.tools.align.dump.merge import Outcome, Said, into, merge_ranks
-from telechat_moe.tools.align.dump.records import Dump
+from telechat_moe.tools.align.dump.records import Dump, RankDump
 
 _SURE = (
     "dump",
@@ -26,7 +26,8 @@ def merged(dump: Dump, said: Said, folder: Path, steps: Sequence[int]) -> tuple[
     Raises:
         BadInputError: The dump is broken.
     """
-    ranks, rows = {}, []
+    ranks: dict[tuple[int, int], RankDump] = {}
+    rows: list[Row] = []
     for step in steps:
         one, outcomes = merge_ranks(dump.at(step), said, into(folder / str(step)))
         ranks[step, 0] = one

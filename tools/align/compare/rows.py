@@ -40,7 +40,7 @@ class Row:
     shape: tuple[int, ...]
     status: str
     basis: str = ""
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list[Check])
     reason: str = ""
     note: str = ""
     element: tuple[int, ...] | None = None

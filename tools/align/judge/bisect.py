@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import (
     Exchange,
     explain,
@@ -104,11 +104,11 @@ class Outcome:
     """
 
     verdict: str
-    findings: list[Finding] = field(default_factory=list)
-    judged: Mapping[str, int] = field(default_factory=dict)
-    unknown: Mapping[str, int] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list[Finding])
+    judged: Mapping[str, int] = field(default_factory=dict[str, int])
+    unknown: Mapping[str, int] = field(default_factory=dict[str, int])
     reason: str = ""
-    calls: list[Seen] = field(default_factory=list, repr=False)
+    calls: list[Seen] = field(default_factory=list[Seen], repr=False)
 
     @property
     def ranks(self) -> list[int]:
@@ -138,8 +138,10 @@ class Outcome:
 class Known:
     """What comparisons with one reference may share: its data flow, and verdicts on calls with equal contents."""
 
-    flows: dict[tuple[int, tuple[str, ...]], DataFlow] = field(default_factory=dict)
-    verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict)
+    flows: dict[tuple[int, tuple[str, ...]], DataFlow] = field(
+        default_factory=dict[tuple[int, tuple[str, ...]], DataFlow]
+    )
+    verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict[bytes, list[Verdict]])
 
     def flow(self, reference: RankDump) -> DataFlow:
         """Return the data flow of a rank of the reference."""
@@ -430,10 +432,10 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
     """
     key = forward_key(call) if call.phase is Phase.BACKWARD else call.key
     for forward in (run.calls.get(key) for run in runs):
-        sides = [[], []]
+        given: list[TensorRecord] = []
+        made: list[TensorRecord] = []
         for place, tensor in forward.tensors() if forward is not None else ():
-            sides[place.startswith("output")].append(tensor)
-        given, made = sides
+            (made if place.startswith("output") else given).append(tensor)
         if not given or len(made) != 1 or given[0].read is None or made[0].read is None:
             continue
         if given[0].dtype == made[0].dtype and digest(given[0].load()) == digest(made[0].load()):

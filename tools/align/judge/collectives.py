@@ -5,7 +5,7 @@ where there is one: a group that is wrong in the program is wrong in its dump, t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -298,7 +298,8 @@ def group_of(call: Call) -> list[int] | None:
     """Return the global ranks of a collective's group, None where the dump does not say."""
     for value in (*call.kwargs.values(), *call.inputs):
         if isinstance(value, Scalar) and isinstance(value.value, dict):
-            ranks = value.value.get("group_ranks")
+            group: dict[str, Any] = cast("Any", value).value
+            ranks = group.get("group_ranks")
             if ranks:
                 return [int(r) for r in ranks]
     return None
@@ -440,9 +441,10 @@ def _weighed(
         size[size == 0] = 1.0
         if not np.all(np.isfinite(size)):
             return None
-        weight = np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0] / size
+        share = cast("Array", np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0])
+        weight = share / size
         n = len(group)
-        weight = np.array([_simple(w, n) for w in weight])
+        weight = np.array([_simple(w, n) for w in weight.tolist()])
         exact = Approx(columns, dtype, dtype) * weight
         total = exact.sum(1).reshape(*x.shape)
         if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):

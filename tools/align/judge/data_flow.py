@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -40,9 +40,9 @@ class DataFlow:
     dump: RankDump
     tensors: dict[Place, TensorRecord] = field(init=False)
     order: dict[str, int] = field(init=False)
-    _summed: dict[Place, list[Place]] = field(init=False, default_factory=dict)
-    _kept: dict[Place, bool] = field(init=False, default_factory=dict)
-    _sent: dict[Place, list[Place]] = field(init=False, default_factory=dict)
+    _summed: dict[Place, list[Place]] = field(init=False, default_factory=dict[Place, list[Place]])
+    _kept: dict[Place, bool] = field(init=False, default_factory=dict[Place, bool])
+    _sent: dict[Place, list[Place]] = field(init=False, default_factory=dict[Place, list[Place]])
     _noise: dict[str, float] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -343,7 +343,7 @@ def _of_few(x: Array, terms: list[Array]) -> list[int]:
         return []
     some = slice(None, None, max(1, x.size // _SAMPLE))
     columns = np.stack([t.reshape(-1)[some].astype(np.float64) for t in terms], 1)
-    choices = np.array(np.unravel_index(np.arange(2 ** len(terms)), (2,) * len(terms)), np.float64)
+    choices = np.indices((2,) * len(terms), np.float64).reshape(len(terms), -1)
     with np.errstate(invalid="ignore"):
         rest = np.linalg.norm(columns @ choices - x.reshape(-1, 1)[some], axis=0)
     best = choices[:, int(np.nanargmin(rest))] if np.any(np.isfinite(rest)) else choices[:, 0]
@@ -358,8 +358,9 @@ def _of_many(x: Array, terms: list[Array]) -> list[int]:
     size = np.linalg.norm(columns, axis=0)
     if not np.all(np.isfinite(size)):
         return []
-    share = np.linalg.lstsq(columns / size, x.reshape(-1).astype(np.float64), rcond=None)[0]
-    return [i for i, c in enumerate(share / size) if c > 0.5]
+    wanted = x.reshape(-1).astype(np.float64)
+    share = cast("Array", np.linalg.lstsq(columns / size, wanted, rcond=None)[0])
+    return [int(i) for i in np.flatnonzero(share / size > 0.5)]
 
 
 def digest(values: Array) -> bytes:

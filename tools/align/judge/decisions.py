@@ -401,8 +401,9 @@ class _Scores:
         return self._leaf(record, before), False
 
     def _fits(self, record: Value) -> bool:
-        known = isinstance(record, TensorRecord) and len(record.shape) > 1
-        return known and math.prod(record.shape[:-1]) == self._count
+        if not isinstance(record, TensorRecord) or len(record.shape) < 2:
+            return False
+        return math.prod(record.shape[:-1]) == self._count
 
     def _cut(self, values: Array) -> Array:
         return values.reshape(-1, values.shape[-1])[self._rows]

@@ -33,7 +33,7 @@ class Wrong:
     call: Call
     reference: DataFlow
     target: DataFlow
-    others: Mapping[int, RankDump] = field(default_factory=dict)
+    others: Mapping[int, RankDump] = field(default_factory=dict[int, RankDump])
     wrong_outputs: int = 1
 
     @property

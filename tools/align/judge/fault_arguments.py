@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -75,8 +75,9 @@ def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:
     if left is None or finding.call.phase is Phase.BACKWARD or len(finding.call.outputs) < 2:
         return left
     for record, value in zip(finding.call.outputs, finding.all_expected(changed), strict=False):
-        known = isinstance(record, TensorRecord) and record.read is not None
-        if known and _unexplained(record.load(), value, record.dtype, None) is None:
+        if not isinstance(record, TensorRecord) or record.read is None:
+            continue
+        if _unexplained(record.load(), value, record.dtype, None) is None:
             return None
     return left
 
@@ -157,7 +158,8 @@ def _with(call: Call, *changes: tuple[Path, Value]) -> Call:
         if not path:
             return new
         if isinstance(old, dict):
-            return {**old, path[0]: put(old[path[0]], path[1:], new)}
+            named = cast("dict[int | str, Any]", old)
+            return {**named, path[0]: put(named[path[0]], path[1:], new)}
         return [put(v, path[1:], new) if i == path[0] else v for i, v in enumerate(old)]
 
     for path, value in changes:

@@ -5,7 +5,7 @@ does is the answer; a kind that merely comes close is none.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -141,9 +141,10 @@ def _scalars(prefix: str, value: Any) -> set[tuple[str, str]]:
     if isinstance(value, TensorRecord):
         return set()
     if isinstance(value, list):
-        return set().union(*(_scalars(f"{prefix}.{i}", v) for i, v in enumerate(value)), set())
+        value = dict(enumerate(cast("list[Any]", value)))
     if isinstance(value, dict):
-        return set().union(*(_scalars(f"{prefix}.{k}", v) for k, v in value.items()), set())
+        items = cast("dict[int | str, Any]", value).items()
+        return {found for name, item in items for found in _scalars(f"{prefix}.{name}", item)}
     return {(prefix.lstrip("."), repr(value.value) if isinstance(value, Scalar) else repr(value))}
 
 

@@ -7,11 +7,10 @@ from the target's own tensors is computed, with its bound; what the target's nex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
 from telechat_moe.tools.align.judge.replay import arguments_of
@@ -122,7 +121,7 @@ class Replaced:
         if not self.lost and not self.new:
             return frozenset()
         used = {c.key for c in self.lost if self._made.get(c.key) is not None}
-        good = used - self._wrong - self._unknown if not self._wrong else set()
+        good: set[str] = set() if self._wrong else used - self._unknown
         if not good:
             return frozenset()
         # New calls are judged by themselves; what they lead to is what the lost ones would have given.
@@ -210,7 +209,7 @@ def _plain(x: Approx | Array) -> Array:
 def _with(call: Call, given: dict[str, Approx | Array], dtype: str) -> Call:
     """Return a call with other values in its tensors, floating-point ones of a type."""
 
-    def changed(place: str, value: Any) -> Any:
+    def changed(place: str, value: Value) -> Value:
         if isinstance(value, TensorRecord):
             array = _plain(given[place])
             kind = dtype if is_float(value.dtype) else value.dtype

@@ -1,10 +1,10 @@
 """Which calls of two runs belong together, by name, order and content."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -107,7 +107,7 @@ def add_to(mark: Any, value: Any, tensors: bool) -> None:
         if tensors and value.read is not None:
             mark.update(np.ascontiguousarray(value.load()))
     elif isinstance(value, list | tuple):
-        for item in value:
+        for item in cast("Iterable[Any]", value):
             add_to(mark, item, tensors)
     else:
         mark.update(repr(value).encode())

@@ -6,7 +6,7 @@ expert changes nothing for the operators after. What is recomputed is the formul
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -153,8 +153,8 @@ def _argument(value: Value, setting: Value, tensors: list[Approx], stores: bool)
 
 def _is_extreme(value: Value) -> bool:
     """Return whether a number is the smallest or largest of a floating-point type."""
-    known = isinstance(value, Scalar) and isinstance(value.value, float)
-    return known and abs(value.value) in _LARGEST
+    number = value.value if isinstance(value, Scalar) else None
+    return isinstance(number, float) and abs(number) in _LARGEST
 
 
 _LARGEST = {kind.largest for kind in FLOATS.values()} | {float("inf")}
@@ -225,7 +225,7 @@ def _flat(values: Any) -> Iterable[TensorRecord]:
     if isinstance(values, TensorRecord):
         yield values
     elif isinstance(values, list | tuple):
-        for value in values:
+        for value in cast("Iterable[Any]", values):
             yield from _flat(value)
 
 

@@ -94,9 +94,9 @@ class LossComparison:
     target: Floats
     every: int
     settings: Settings
-    findings: list[Finding] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list[Finding])
+    reasons: list[str] = field(default_factory=list[str])
+    notes: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -412,7 +412,7 @@ def find_spikes(compared: LossComparison, finite: NDArray[np.bool_]) -> list[Spi
     if len(kept) < 30:
         return []
     base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
-    jumps = []
+    jumps: list[tuple[Floats, NDArray[np.bool_]]] = []
     for curve in (base, np.log(compared.target[kept])):
         over = curve - stats.rolling_median(curve, 51)
         jumps.append((over, over > np.maximum(6 * stats.local_spread(over), 0.03)))
@@ -441,4 +441,4 @@ def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) ->
     each = len(blocks.means) / 25
     width = 1.96 * np.hypot(blocks.errors / np.sqrt(max(1.0, each)), wander)
     at = np.cumsum(finite) - 1
-    return np.interp(at, middle, width)
+    return np.asarray(np.interp(at, middle, width), np.float64)

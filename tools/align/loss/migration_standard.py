@@ -90,7 +90,7 @@ def gate(
         norm = float(np.mean(np.abs(target_norm[known] - norms[0][known]) / norms[0][known]))
     steps = len(target) * every
     verdict = "not judged" if steps < least else "pass" if first.ok and average.ok else "fail"
-    positive = float(np.mean(target > bases[0]) + np.mean(target == bases[0]) / 2)
+    positive = float((target > bases[0]).mean() + (target == bases[0]).mean() / 2)
     return Gate(
         verdict, steps, first, average, norm, None if norm is None else norm <= NORM, positive
     )

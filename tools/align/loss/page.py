@@ -188,7 +188,7 @@ def _log(values: Floats) -> Floats:
 
 
 def _marks(report: Report, axes: Axes) -> list[str]:
-    parts = []
+    parts: list[str] = []
     shown = [f for f in report.findings if f.kind not in ("not finite", "early departure")]
     for finding in shown[:6]:
         at = axes.x(finding.first)

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,14 +112,13 @@ def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
 def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
     lines = text.splitlines()
     name = metric or "loss"
-    rows = []
+    rows: list[_Row] = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-            good = isinstance(record, dict) and _is_int(record.get("step")) and "event" in record
+            record = _object(json.loads(line))
         except (ValueError, RecursionError):
-            record, good = {}, False
-        if not good:
+            record = {}
+        if not _is_int(record.get("step")) or "event" not in record:
             if number == len(lines) and not text.endswith("\n"):
                 continue  # torn by a kill
             raise BadInputError(f"{path}:{number}: expected a JSON object with event and step")
@@ -132,6 +131,11 @@ def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
     return _curve(path, "metrics.jsonl", name, rows)
 
 
+def _object(value: Any) -> dict[str, Any]:
+    """Return a JSON object; an empty one in place of anything else."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
 
@@ -139,8 +143,7 @@ def _is_int(value: Any) -> bool:
 def _from_json(path: Path, line: int, record: dict[str, Any], name: str) -> float:
     value = record.get(name)
     if value is None:
-        notes = record.get("not_finite")
-        value = notes.get(name) if isinstance(notes, dict) else None
+        value = _object(record.get("not_finite")).get(name)
         if value is None:
             raise BadInputError(f"{path}:{line}: no {name} in this step; expected a number")
     return _number(path, line, name, value)
@@ -157,7 +160,7 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
 
 def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
     rows: list[_Row] = []
-    notes = set()
+    notes: set[str] = set()
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         if _START.search(line) is None:
@@ -192,14 +195,15 @@ def _part(path: Path, number: int, line: str, name: str) -> str:
 
 def _golden(path: Path, text: str, metric: str | None) -> Curve:
     try:
-        content = json.loads(text)
+        parsed: Any = json.loads(text)
     except RecursionError:
         raise BadInputError(f"{path}: no JSON that can be read: nested too deeply") from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         raise BadInputError(f"{path}:{line}: no JSON: {getattr(error, 'msg', error)}") from None
-    if not isinstance(content, dict):
+    if not isinstance(parsed, dict):
         raise BadInputError(f"{path}:1: expected an object of metrics as Megatron-LM writes it")
+    content = _object(parsed)
     names = {_plain(name): name for name in content}
     name = (
         metric
@@ -220,17 +224,18 @@ def _golden(path: Path, text: str, metric: str | None) -> Curve:
 
 def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, float]:
     line = text[: max(0, text.find(json.dumps(name)))].count("\n") + 1
-    values = content.get("values") if isinstance(content, dict) else None
+    described = _object(content)
+    values = described.get("values")
     if not isinstance(values, dict):
         raise BadInputError(f"{path}:{line}: {name!r} has no object `values`")
-    found = {}
-    for step, value in values.items():
+    found: dict[int, float] = {}
+    for step, value in _object(values).items():
         if not re.fullmatch(r"-?\d{1,15}", step):
             raise BadInputError(
                 f"{path}:{line}: {name!r} has the step {step!r}; expected a whole number"
             )
         found[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
-    start, end, every = (content.get(key) for key in ("start_step", "end_step", "step_interval"))
+    start, end, every = (described.get(key) for key in ("start_step", "end_step", "step_interval"))
     if isinstance(start, int) and isinstance(end, int) and isinstance(every, int) and every > 0:
         lost = next((step for step in range(start, end + 1, every) if step not in found), None)
         if lost is not None:
@@ -261,7 +266,7 @@ def _csv(path: Path, text: str, metric: str | None) -> Curve:
     else:
         columns, name = _columns(path, start + 1, titles, metric)
         first = start + 1
-    rows = []
+    rows: list[_Row] = []
     for number, line in enumerate(lines[first:], start=first + 1):
         if not line.strip():
             continue

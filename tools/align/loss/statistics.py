@@ -15,7 +15,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -124,7 +124,7 @@ def whiten(d: Floats, most: int = 6) -> Whitened:
     best: tuple[float, Floats] = (n * 0.0, np.zeros(0))
     for order in range(1, most + 1):
         matrix = rho[np.abs(np.subtract.outer(np.arange(order), np.arange(order)))]
-        a = np.linalg.solve(matrix, rho[1 : order + 1])
+        a = cast("Floats", np.linalg.solve(matrix, rho[1 : order + 1]))
         error = max(1e-12, float(1 - a @ rho[1 : order + 1]))
         score = n * np.log(error) + order * np.log(n)
         if score < best[0]:
@@ -364,11 +364,11 @@ def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> Interval:
     """
     generator = np.random.default_rng(seed)
     count = len(blocks.means)
-    picks = generator.integers(0, count, size=(draws, count))
+    picks = generator.integers(0, count, size=(draws, count))  # pyright: ignore[reportUnknownMemberType]
     # Resampling repeats each block's deviation; count / (count - 1) undoes its loss of variance.
     deviation = (blocks.means[picks].mean(axis=1) - blocks.mean) * np.sqrt(count / (count - 1))
-    low, high = np.quantile(deviation * blocks.inflation, [0.05, 0.95])
-    return Interval(blocks.mean - float(high), blocks.mean - float(low))
+    ends = cast("Floats", np.quantile(deviation * blocks.inflation, [0.05, 0.95]))
+    return Interval(blocks.mean - float(ends[1]), blocks.mean - float(ends[0]))
 
 
 def power(error: float, bias: float, limit: float) -> float:

@@ -13,7 +13,7 @@ With two base runs or more, what they differ from each other is noise by definit
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,9 +117,10 @@ class Report:
 
 def _json_safe(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _json_safe(item) for key, item in value.items()}
+        named = cast("dict[str, Any]", value)
+        return {key: _json_safe(item) for key, item in named.items()}
     if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in value]
+        return [_json_safe(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value
@@ -272,7 +273,7 @@ def _report(
 def _gate_reasons(
     gate: gates.Gate, settings: Settings, noise: dict[str, float] | None
 ) -> list[str]:
-    reasons = []
+    reasons: list[str] = []
     # Where differences are of this size all the time, the first is no sign of a wrong forward pass.
     common = noise is not None and gate.first.relative < 3 * noise["spread"]
     if gate.steps < settings.steps:

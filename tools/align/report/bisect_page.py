@@ -54,7 +54,7 @@ def plain(
 
 def body(report: Mapping[str, Any]) -> str:
     """Return the HTML of a bisection's report, as :func:`plain` makes it."""
-    runs = report.get("runs") or {}
+    runs: Mapping[str, str] = report.get("runs") or {}
     parts: list[str] = []
     if runs:
         parts.append(
@@ -131,8 +131,9 @@ def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> s
     levels: dict[int, list[Mapping[str, Any]]] = {}
     for node in graph["nodes"]:
         levels.setdefault(node["distance"], []).append(node)
-    answers = {
-        n["key"]: (n["status"], n["observed_over_bound"]) for n in report.get("neighbours") or []
+    near: Sequence[Mapping[str, Any]] = report.get("neighbours") or []
+    answers: dict[str, tuple[str, float | None]] = {
+        n["key"]: (n["status"], n["observed_over_bound"]) for n in near
     }
     answers |= {f["operator"]: ("diverged", f["observed_over_bound"]) for f in report["findings"]}
     widest = max(map(len, levels.values()))
@@ -276,7 +277,7 @@ def _map(picture: Mapping[str, Any], fields: Sequence[Sequence[float | None]]) -
 
 def _bars(line: Sequence[float | None]) -> str:
     wide = max(8, 620 // len(line))
-    drawn = []
+    drawn: list[str] = []
     for j, value in enumerate(line):
         high = (
             120

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from telechat_moe import html
 from telechat_moe.errors import BadInputError
@@ -75,10 +75,12 @@ def document(name: str, data: Any) -> Document:
     Raises:
         BadInputError: Its keys are those of no verb.
     """
+    content: Mapping[str, Any] = {}
     if isinstance(data, Mapping):
-        for verb, keys in _KEYS.items():
-            if all(key in data for key in keys) and data.get("verdict") in VERDICTS:
-                return _checked(Document(name, verb, data))
+        content = cast("Mapping[str, Any]", data)
+    for verb, keys in _KEYS.items():
+        if all(key in content for key in keys) and content.get("verdict") in VERDICTS:
+            return _checked(Document(name, verb, content))
     known = ", ".join(_KEYS)
     raise BadInputError(
         f"{name}: no report of `align {known}`; expected what one of these wrote with --json"
@@ -218,7 +220,7 @@ def _said(documents: Sequence[Document]) -> str:
 
 
 def _cards(documents: Sequence[Document]) -> str:
-    cards = []
+    cards: list[str] = []
     for number, one in enumerate(documents):
         yes, no = judged(one)
         unit = {"loss": "steps", "phases": "phases"}.get(one.verb, "tensors")
@@ -245,7 +247,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _cell(value: Any) -> Any:
     if isinstance(value, list):
-        return Html(", ".join(html.html(_cell(one)) for one in value))
+        return Html(", ".join(html.html(_cell(one)) for one in cast("list[Any]", value)))
     if value in VERDICTS:
         return html.verdict(value)
     named = isinstance(value, str) and "." in value and " " not in value
@@ -377,7 +379,8 @@ def _phases(data: Mapping[str, Any]) -> str:
         parts.append(f"<h2>{number}. {escape(part['title'])}</h2>")
         if part.get("operators"):
             parts.append(_operators(part["operators"]))
-        for name, found in (part.get("reports") or {}).items():
+        reports: Mapping[str, Any] = part.get("reports") or {}
+        for name, found in reports.items():
             inner = document(name, found)
             parts.append(f"<h3>{escape(name)}: {html.verdict(inner.verdict)}</h3>{body(inner)}")
         if part.get("not_judged"):

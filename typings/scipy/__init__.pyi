@@ -1,0 +1,1 @@
+"""The names of SciPy that the package uses."""
