@@ -16,13 +16,13 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.errors import BadInputError
     from telechat_moe.recipe import load
     from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
-    from telechat_moe.sharding.recipe import mesh_of, places_of
+    from telechat_moe.sharding.recipe import layer_stages, mesh_of
 
     recipe = load(args.recipe, args.set)
     mesh = mesh_of(recipe)
     if not 0 <= args.rank < mesh.devices:
         raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
-    places = places_of(recipe)
+    places = layer_stages(recipe)
     stage = mesh.stage(args.rank)
     words = {
         word: {

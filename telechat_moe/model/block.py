@@ -28,16 +28,12 @@ class MoE(nn.Cell):
 
     Args:
         config: Model section of the recipe.
-        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
-        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(
-        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.router = Router(config)
-        self.dispatch = build_dispatch(config, block_rows, capacity_tokens)
+        self.dispatch = build_dispatch(config)
         self.experts = Experts(config)
         self.has_shared = config.shared_width > 0
         if self.has_shared:
@@ -61,17 +57,9 @@ class Block(nn.Cell):
     Args:
         config: Model section of the recipe.
         is_moe: Mixture of experts, or dense MLP.
-        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
-        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        is_moe: bool,
-        block_rows: int | None = None,
-        capacity_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, is_moe: bool) -> None:
         super().__init__()
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
         self.is_moe = is_moe
@@ -79,7 +67,7 @@ class Block(nn.Cell):
         self.attention = MultiLatentAttention(config)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, norm_dtype)
         if is_moe:
-            self.moe = MoE(config, block_rows, capacity_tokens)
+            self.moe = MoE(config)
         else:
             self.ffn = _mlp(config, config.intermediate_size)
         self.to_residual = ops.Cast()

@@ -4,6 +4,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.model.block import Block
+from telechat_moe.model.dispatch import set_rows
 from telechat_moe.model.linear import DTYPES, Linear, weight
 from telechat_moe.model.mtp import MTPLayer, ShiftLeft
 from telechat_moe.model.support import check_supported
@@ -94,7 +95,7 @@ class CausalLM(nn.Cell):
         self.mask = AttentionMask(config.num_attention_heads, DTYPES[config.compute_dtype])
         self.layers = nn.CellList(
             [
-                Block(config, i >= config.first_k_dense_replace, block_rows, capacity_tokens)
+                Block(config, i >= config.first_k_dense_replace)
                 for i in range(config.num_hidden_layers)
             ]
         )
@@ -117,9 +118,7 @@ class CausalLM(nn.Cell):
         self.loss: nn.Cell = CrossEntropy()
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
-            self.mtp = nn.CellList(
-                [MTPLayer(config, block_rows, capacity_tokens) for _ in range(self.mtp_depth)]
-            )
+            self.mtp = nn.CellList([MTPLayer(config) for _ in range(self.mtp_depth)])
             self.mtp_loss: nn.Cell = CrossEntropy()
             self.shift: nn.Cell = ShiftLeft()
             self.mtp_scale = Tensor([(config.mtp_loss_factor or 0.0) / self.mtp_depth], ms.float32)
@@ -127,6 +126,7 @@ class CausalLM(nn.Cell):
         self.add_mtp = ops.Add()
         self.scale_mtp = ops.Mul()
         self.zero = Tensor([0.0], ms.float32)
+        set_rows(self, block_rows, capacity_tokens)
 
     def hidden(
         self, id_BS: Tensor, position_BS: Tensor, mask_B1SS: Tensor | None

@@ -72,15 +72,18 @@ class DroplessDispatch(nn.Cell):
 
     Args:
         num_experts: ``E``.
+
+    Attributes:
         block_rows: Rows of a block; None = three eighths of the mean load, a multiple of 8 from 8 to
             256. Half a block an expert is padding on average, but each block costs a copy of its
             expert's weights: with 16 experts of 512 rows, 192 gives the fastest step, 64 takes 12 %
             longer.
     """
 
-    def __init__(self, num_experts: int, block_rows: int | None = None) -> None:
+    def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.num_experts, self.block_rows = num_experts, block_rows
+        self.num_experts = num_experts
+        self.block_rows: int | None = None
         self.plan = BlockPlan(num_experts)
         self.permute = Permute()
         self.reshape = ops.Reshape()
@@ -120,27 +123,17 @@ class CapacityDispatch(nn.Cell):
         factor: Capacity factor.
         policy: ``probs`` or ``position``, see :class:`telechat_moe.ops.permute.CapacityPlan`.
         fused: Rows sorted by native operators.
+
+    Attributes:
         capacity_tokens: Tokens that share a capacity; None = those of the batch. Plain backend only.
 
     Source: Switch Transformer, section 2.2; Pangu Ultra MoE compares it with dropless.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        factor: float,
-        policy: str,
-        fused: bool,
-        capacity_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, num_experts: int, factor: float, policy: str, fused: bool) -> None:
         super().__init__()
-        if fused and capacity_tokens is not None:
-            raise BadInputError(
-                f"telechat_moe.moe_capacity_tokens is {capacity_tokens}: the fused backend gives one capacity to "
-                "all tokens; set telechat_moe.operators.permute and grouped_matmul to plain"
-            )
         self.num_experts, self.factor, self.fused = num_experts, factor, fused
-        self.capacity_tokens = capacity_tokens
+        self.capacity_tokens: int | None = None
         if self.fused:
             self.sort_plan = SortCapacityPlan(num_experts, factor, policy)
             self.fused_permute = FusedPermute()
@@ -223,15 +216,8 @@ def drops(config: ModelConfig) -> bool:
     return bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
 
 
-def build_dispatch(
-    config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
-) -> nn.Cell:
+def build_dispatch(config: ModelConfig) -> nn.Cell:
     """Return the dispatch that the recipe asks for.
-
-    Args:
-        config: Model section of the recipe.
-        block_rows: See :class:`DroplessDispatch`.
-        capacity_tokens: See :class:`CapacityDispatch`.
 
     Raises:
         BadInputError: See :func:`expert_backend`.
@@ -239,9 +225,32 @@ def build_dispatch(
     experts, chosen = config.n_routed_experts, expert_backend(config)
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
     if factor is not None and policy:
-        return CapacityDispatch(experts, factor, policy, chosen == "fused", capacity_tokens)
+        return CapacityDispatch(experts, factor, policy, chosen == "fused")
     if chosen == "fused":
         return SortedDispatch(experts)
     if chosen == "ascend":
         return AscendDispatch(experts)
-    return DroplessDispatch(experts, block_rows)
+    return DroplessDispatch(experts)
+
+
+def set_rows(model: nn.Cell, block_rows: int | None, capacity_tokens: int | None) -> None:
+    """Set what a recipe says about rows on every dispatch of a model, before it is compiled.
+
+    Args:
+        model: Built model.
+        block_rows: See :class:`DroplessDispatch`.
+        capacity_tokens: See :class:`CapacityDispatch`.
+
+    Raises:
+        BadInputError: The backend gives one capacity to all tokens.
+    """
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, DroplessDispatch):
+            cell.block_rows = block_rows
+        elif isinstance(cell, CapacityDispatch):
+            if cell.fused and capacity_tokens is not None:
+                raise BadInputError(
+                    f"telechat_moe.moe_capacity_tokens is {capacity_tokens}: the fused backend gives one capacity to "
+                    "all tokens; set telechat_moe.operators.permute and grouped_matmul to plain"
+                )
+            cell.capacity_tokens = capacity_tokens

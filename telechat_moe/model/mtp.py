@@ -17,13 +17,9 @@ class MTPLayer(nn.Cell):
 
     Args:
         config: Model section of the recipe.
-        block_rows: See :class:`telechat_moe.model.dispatch.DroplessDispatch`.
-        capacity_tokens: See :class:`telechat_moe.model.dispatch.CapacityDispatch`.
     """
 
-    def __init__(
-        self, config: ModelConfig, block_rows: int | None = None, capacity_tokens: int | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         H, eps = config.hidden_size, config.rms_norm_eps
         norm_dtype = DTYPES[config.layernorm_compute_dtype]
@@ -43,7 +39,7 @@ class MTPLayer(nn.Cell):
         )
         self.to_residual = ops.Cast()
         is_moe = config.num_hidden_layers > config.first_k_dense_replace
-        self.block = Block(config, is_moe, block_rows, capacity_tokens)
+        self.block = Block(config, is_moe)
         self.norm = RMSNorm(H, eps, norm_dtype)
 
     def construct(

@@ -1,10 +1,11 @@
 """Put layouts on the primitives of a built model, before it is compiled.
 
 Nothing is computed here. What a layout cannot say (collectives in the middle of a module) is a cell of
-``telechat_moe.sharding.cells.collective*`` that takes the place of the model's.
+``telechat_moe.sharding.cells`` that replaces one of the model's.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
@@ -27,41 +28,33 @@ from telechat_moe.sharding.cells.dispatch import (
     AllGatherDispatch,
     AllToAllDispatch,
     AllToAllVDispatch,
+    DispatchSpec,
 )
 from telechat_moe.sharding.layouts import Rule
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.placement import Placement, unplaced
-from telechat_moe.sharding.stages import Place
+from telechat_moe.sharding.stages import StageChunk
 
 COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AlltoAllV", "ReduceScatter")
 
 
+@dataclass(frozen=True)
 class Options:
     """What a recipe chooses beyond the mesh.
 
     Args:
         dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
-        capacity_tokens: See :class:`telechat_moe.sharding.cells.dispatch.CapacityExchange`.
         sequences: ``B`` of a micro-batch, over all devices.
         layers: Stage and chunk of each layer; None without a pipeline.
         mask: The batch brings an attention mask.
-        stand_ins: Leave no cell of another stage; where micro-batches share one graph.
+        stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
     """
 
-    def __init__(
-        self,
-        dispatcher: str,
-        capacity_tokens: int | None,
-        sequences: int,
-        layers: Sequence[Place] | None = None,
-        mask: bool = False,
-        stand_ins: bool = False,
-    ) -> None:
-        self.dispatcher, self.capacity_tokens = dispatcher, capacity_tokens
-        self.sequences = sequences
-        self.layers = layers
-        self.mask = mask
-        self.stand_ins = stand_ins
+    dispatcher: str
+    sequences: int
+    layers: Sequence[StageChunk] | None = None
+    mask: bool = False
+    stubs: bool = False
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -80,7 +73,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     p = Placement(mesh, rank)
     vocabulary = p.group(mesh.axes("tp"))
     p.cell(model.embedding, "Embedding")
-    if mesh.pp > 1 and not options.stand_ins:
+    if mesh.pp > 1 and not options.stubs:
         # The first stage's passes begin where a primitive reads a parameter; MindSpore sees none in a Morph
         # ("backward_node's size: 0") unless micro-batches share one graph.
         p.cell(model.embedding.rows, "TableRows")
@@ -105,7 +98,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
             _mtp(p, layer, options)
     _name_collectives(model)
     if options.layers is not None:
-        _stages(p, model, options.layers, options.stand_ins)
+        _stages(p, model, options.layers, options.stubs)
     forgotten = unplaced(model, p) if mesh.stage_devices > 1 else []
     if forgotten:
         raise BadInputError(
@@ -116,7 +109,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
 
 
 def _name_collectives(model: CausalLM) -> None:
-    """Write the module's name on each collective of a Morph cell, whose place in the graph MindSpore forgets."""
+    """Write the module's name on each collective of a Morph cell, whose position in the graph MindSpore forgets."""
     for name, cell in model.cells_and_names():
         for primitive in getattr(cell, "_primitives", {}).values():
             if primitive is not None and primitive.name in COLLECTIVES:
@@ -142,10 +135,10 @@ def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
         )
 
 
-def _stages(p: Placement, model: CausalLM, layers: Sequence[Place], stand_ins: bool) -> None:
-    """Give every cell its pipeline stage: embedding first, head, losses and MTP last.
+def _stages(p: Placement, model: CausalLM, layers: Sequence[StageChunk], stubs: bool) -> None:
+    """Assign every cell to its pipeline stage: embedding first, head, losses and MTP last.
 
-    With stand-ins, no cell of another stage is left. MindSpore takes that only where micro-batches share one
+    With stubs, no cell of another stage is left. MindSpore takes that only where micro-batches share one
     graph; else it wants a parameter of every stage in each ("Stage 0 should has at least 1 parameter").
 
     MTP's tokens are embedded and normalised on the first stage and sent to the last one, ``T * H`` values a
@@ -155,38 +148,38 @@ def _stages(p: Placement, model: CausalLM, layers: Sequence[Place], stand_ins: b
     """
     here = p.mesh.stage(p.rank)
 
-    def away(place: Place) -> bool:
-        return stand_ins and place.stage != here
+    def away(at: StageChunk) -> bool:
+        return stubs and at.stage != here
 
-    last = Place(p.mesh.pp - 1, max(place.chunk for place in layers))
+    last = StageChunk(p.mesh.pp - 1, max(at.chunk for at in layers))
     if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
         # MindSpore 2.9.0 cannot add up the gradients of a stage that hands MTP's embeddings and the last layer's output to the
         # same chunk, unless something passes the output on before MTP.
-        model.layers.append(p.elsewhere(model.layers[-1], last))
-    p.stand(model.embedding, Place(0, 0))
-    if away(Place(0, 0)):
-        model.embedding = p.elsewhere(model.embedding, Place(0, 0))
-    for i, place in enumerate(layers):
-        p.stand(model.layers[i], place)
-        if away(place):
-            model.layers[i] = p.elsewhere(model.layers[i], place)
+        model.layers.append(p.stub(model.layers[-1], last))
+    p.assign_stage(model.embedding, StageChunk(0, 0))
+    if away(StageChunk(0, 0)):
+        model.embedding = p.stub(model.embedding, StageChunk(0, 0))
+    for i, at in enumerate(layers):
+        p.assign_stage(model.layers[i], at)
+        if away(at):
+            model.layers[i] = p.stub(model.layers[i], at)
     names = ["norm", "loss"] if model.tied else ["norm", "loss", "head"]
     names += ["mtp_loss"] if model.mtp_depth else []
     for name in names:
-        p.stand(getattr(model, name), last)
+        p.assign_stage(getattr(model, name), last)
         if away(last):
-            setattr(model, name, p.elsewhere(getattr(model, name), last))
+            setattr(model, name, p.stub(getattr(model, name), last))
     if model.mtp_depth:
-        p.stand(model.shift, last)
+        p.assign_stage(model.shift, last)
         for i in range(model.mtp_depth):
             norm = model.mtp[i].embed_norm
-            p.stand(norm, Place(0, 0))
-            p.stand(model.mtp[i], last)
+            p.assign_stage(norm, StageChunk(0, 0))
+            p.assign_stage(model.mtp[i], last)
             if away(last):
-                model.mtp[i] = p.elsewhere(model.mtp[i], last)
+                model.mtp[i] = p.stub(model.mtp[i], last)
                 model.mtp[i].embed_norm = norm
-            if away(Place(0, 0)):
-                model.mtp[i].embed_norm = p.elsewhere(norm, Place(0, 0))
+            if away(StageChunk(0, 0)):
+                model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
 
 
 def _loss(p: Placement, vocabulary: Group) -> ParallelCrossEntropy:
@@ -286,12 +279,14 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     }
     tensor = p.group(mesh.axes("tp")) if mesh.expert_tp else None
     moe.dispatch = kinds[options.dispatcher](
-        router.config,
-        options.capacity_tokens,
-        moe.experts.products,
-        p.group(mesh.axes("ep")),
-        tensor,
-        mesh.sp,
+        DispatchSpec(
+            router.config,
+            moe.experts.products,
+            p.group(mesh.axes("ep")),
+            tensor,
+            mesh.sp,
+            getattr(moe.dispatch, "capacity_tokens", None),
+        )
     )
     p.morphed(moe.dispatch.run, "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch")
 

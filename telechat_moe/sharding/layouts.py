@@ -13,7 +13,6 @@ whole         dp                              rows ``T``, with all positions of 
 stream        dp, cp, and tp with sp          rows ``T`` of the residual stream
 device        dp, cp, tp                      rows ``T`` in the router and among experts
 tp            tp                              heads, widths, vocabulary
-                                              has no others, and MindSpore wants one layout of all users
 expert        inner parts (ep)                experts
 width         tp with ``expert_tp``, else -   width of an expert
 ============  ==============================  ============================================================
@@ -157,7 +156,7 @@ TABLE: dict[str, dict[str, Rule]] = {
     },
 }
 
-# Weights that are cut; all others are whole on every device of their stage.
+# Sharded weights; every device of a stage holds all others whole.
 WEIGHTS: dict[str, dict[str, str]] = {
     "Embedding": {"weight": "tp ."},
     "Linear.column": {"weight": "tp ."},
@@ -178,12 +177,12 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Routing": (("device .", "."), ("device .", "device .", "device .", "device .", ".")),
     "RouterLosses": (("device .", "device .", "device ."), (".",)),
     "TokenCrossEntropy": (("token tp", "token"), ("token",)),
-    # Stand-ins for what other pipeline stages compute.
-    "EmbeddingElsewhere": (("stream",), ("stream .",)),
-    "BlockElsewhere": (("stream .", "."), ("stream .", ".")),
-    "MTPElsewhere": (("stream .", "stream .", "."), ("stream .", ".")),
-    "HiddenElsewhere": (("stream .",), ("stream .",)),
-    "LossElsewhere": (("stream .",), (".",)),
+    # Shape-only stubs of the cells of other pipeline stages.
+    "EmbeddingStub": (("stream",), ("stream .",)),
+    "BlockStub": (("stream .", "."), ("stream .", ".")),
+    "MTPStub": (("stream .", "stream .", "."), ("stream .", ".")),
+    "HiddenStub": (("stream .",), ("stream .",)),
+    "LossStub": (("stream .",), (".",)),
     "Dispatch": (
         ("device .", "device .", "device .", "expert . width", "expert . width", "expert width ."),
         ("device .",),

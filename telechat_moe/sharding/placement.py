@@ -24,15 +24,15 @@ from telechat_moe.model.causal_lm import Embedding
 from telechat_moe.model.mtp import MTPLayer
 from telechat_moe.sharding.cells.collective import Group, Morphed, ParallelCrossEntropy
 from telechat_moe.sharding.cells.shape_only import (
-    BlockElsewhere,
-    EmbeddingElsewhere,
-    HiddenElsewhere,
-    LossElsewhere,
-    MTPElsewhere,
+    BlockStub,
+    EmbeddingStub,
+    HiddenStub,
+    LossStub,
+    MTPStub,
 )
 from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, Rule, dimensions
 from telechat_moe.sharding.mesh import AXES, Mesh
-from telechat_moe.sharding.stages import Place
+from telechat_moe.sharding.stages import StageChunk
 
 ONLY_TUPLE = {"Gather"}
 # Where ``self_define_shard`` may be used: the axis along which the primitive computes; None = its own attribute.
@@ -82,7 +82,7 @@ class Placement:
         other = self._rules.setdefault(id(primitive), rule)
         if other != rule:
             raise BadInputError(
-                f"{primitive.name} stands in two places, as {other.inputs} and as {rule.inputs}; MindSpore has one "
+                f"{primitive.name} is used twice, as {other.inputs} and as {rule.inputs}; MindSpore has one "
                 "layout a primitive, so it needs two of them"
             )
         self.placed[id(primitive)] = primitive
@@ -147,33 +147,33 @@ class Placement:
         """Return whether the parameter lives on this rank's pipeline stage."""
         return self._stages.get(id(parameter), 0) == self.mesh.stage(self.rank)
 
-    def stand(self, cell: nn.Cell, place: Place) -> None:
-        """Give a cell its pipeline stage and chunk."""
-        cell.pipeline_stage = place.stage
+    def assign_stage(self, cell: nn.Cell, at: StageChunk) -> None:
+        """Assign a cell to a pipeline stage; the chunk follows from the order of the cells."""
+        cell.pipeline_stage = at.stage
         for parameter in cell.get_parameters():
-            self._stages.setdefault(id(parameter), place.stage)
+            self._stages.setdefault(id(parameter), at.stage)
 
-    def elsewhere(self, cell: nn.Cell, place: Place) -> nn.Cell:
-        """Return a cell without parameters that stands for one of another stage, placed."""
+    def stub(self, cell: nn.Cell, at: StageChunk) -> nn.Cell:
+        """Return a placed shape-only stub of a cell of another stage."""
         if isinstance(cell, Embedding):
-            other, row = EmbeddingElsewhere(cell.weight.shape[1], cell.dtype), "EmbeddingElsewhere"
+            other, row = EmbeddingStub(cell.weight.shape[1], cell.dtype), "EmbeddingStub"
         elif isinstance(cell, ParallelCrossEntropy):
-            other, row = LossElsewhere(), "LossElsewhere"
+            other, row = LossStub(), "LossStub"
         elif isinstance(cell, Block):
             name = f"elsewhere_{len(self.placed)}"
-            other, row = BlockElsewhere(name, cell.is_moe), "BlockElsewhere"
+            other, row = BlockStub(name, cell.is_moe), "BlockStub"
             self.put(other.add_aux, TABLE["Block"]["add_aux"])
         elif isinstance(cell, MTPLayer):
-            other, row = MTPElsewhere(), "MTPElsewhere"
+            other, row = MTPStub(), "MTPStub"
         else:
-            other = HiddenElsewhere(getattr(cell, "out_dtype", None))
-            row = "HiddenElsewhere"
+            other = HiddenStub(getattr(cell, "out_dtype", None))
+            row = "HiddenStub"
         self.morphed(other.run, row)
-        self.stand(other, place)
+        self.assign_stage(other, at)
         return other
 
-    def parts(self, parameter: Parameter, shard_threshold: int | None = None) -> int:
-        """Return in how many different parts a gradient is cut within its stage.
+    def shards(self, parameter: Parameter, shard_threshold: int | None = None) -> int:
+        """Return the number of different shards of a gradient within its stage.
 
         Args:
             parameter: Its weight.
@@ -181,13 +181,13 @@ class Placement:
                 devices that hold copies (ZeRO-1); None = it does not.
         """
         cuts = [self.mesh.size(axes) for axes in dimensions(self.weight(parameter), self.mesh)]
-        parts = math.prod(cuts)
-        copies = self.mesh.stage_devices // parts
+        shards = math.prod(cuts)
+        copies = self.mesh.stage_devices // shards
         if shard_threshold is None or not getattr(parameter, "parallel_optimizer", True):
-            return parts
+            return shards
         rows = parameter.shape[0] // cuts[0]
-        size = math.prod(parameter.shape) // parts * parameter.itemsize
-        return parts * copies if rows % copies == 0 and size >= shard_threshold else parts
+        size = math.prod(parameter.shape) // shards * parameter.itemsize
+        return shards * copies if rows % copies == 0 and size >= shard_threshold else shards
 
     def morphed(self, cell: Morphed, row: str) -> None:
         """Place a cell that runs on slices."""
@@ -216,20 +216,19 @@ class Placement:
         from mindspore.communication import create_group
 
         ranks = self.mesh.group(self.rank, axes)
-        place = ranks.index(self.rank)
         if len(ranks) == 1:
             return Group("", 1, 0)
         key = tuple(ranks)
         if key not in self._groups:
             self._groups[key] = "-".join([*_degrees(axes), *map(str, _short(ranks))])
             create_group(self._groups[key], ranks)
-        return Group(self._groups[key], len(ranks), place)
+        return Group(self._groups[key], len(ranks), ranks.index(self.rank))
 
 
 def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
     """Refuse ``self_define_shard`` where a primitive computes along a dimension that is cut.
 
-    MindSpore believes the rule and adds no collective: each device would compute along its own part.
+    MindSpore believes the rule and adds no collective: each device would compute along its own shard.
 
     Raises:
         BadInputError: The dimension is cut, or it is not known.
@@ -245,12 +244,12 @@ def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
     axes = axis if isinstance(axis, tuple) else (axis,)
     for layout in rule.inputs:
         cut = dimensions(layout, mesh)
-        for place in axes:
-            parts = mesh.size(cut[place])
-            if parts > 1:
+        for dimension in axes:
+            shards = mesh.size(cut[dimension])
+            if shards > 1:
                 raise BadInputError(
-                    f"{name} computes along dimension {place} of {layout!r}, which is cut in {parts} over "
-                    f"{cut[place]}; each device would see its own part, and MindSpore adds no collective"
+                    f"{name} computes along dimension {dimension} of {layout!r}, which is cut in {shards} over "
+                    f"{cut[dimension]}; each device would see its own shard only, and MindSpore adds no collective"
                 )
 
 

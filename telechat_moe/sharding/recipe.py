@@ -4,7 +4,7 @@ from typing import Any
 
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.stages import Place, layer_places
+from telechat_moe.sharding.stages import StageChunk, assign_layers
 
 
 def mesh_of(recipe: Recipe) -> Mesh:
@@ -34,7 +34,7 @@ def micro_batches(recipe: Recipe) -> int:
     return recipe.runner_config.gradient_accumulation_steps
 
 
-def places_of(recipe: Recipe) -> list[Place] | None:
+def layer_stages(recipe: Recipe) -> list[StageChunk] | None:
     """Return stage and chunk of each layer; None without a pipeline.
 
     Raises:
@@ -45,7 +45,7 @@ def places_of(recipe: Recipe) -> list[Place] | None:
         return None
     given = recipe.parallel.pipeline_config
     chunks = config.pp_interleave_num if given is not None and given.pipeline_interleave else 1
-    return layer_places(config.num_hidden_layers, stages, chunks, config.offset)
+    return assign_layers(config.num_hidden_layers, stages, chunks, config.offset)
 
 
 def recomputed_layers(recipe: Recipe) -> set[int]:
@@ -53,17 +53,17 @@ def recomputed_layers(recipe: Recipe) -> set[int]:
     asked, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
     if isinstance(asked, bool):
         return set(range(layers)) if asked else set()
-    places = places_of(recipe) or [Place(0, 0)] * layers
+    places = layer_stages(recipe) or [StageChunk(0, 0)] * layers
     rows: list[Any] = asked if asked and isinstance(asked[0], list) else [asked]
     left = {
-        Place(stage, chunk): layers if count is True else int(count)
+        StageChunk(stage, chunk): layers if count is True else int(count)
         for chunk, row in enumerate(rows)
         for stage, count in enumerate(row)
     }
     chosen: set[int] = set()
-    for i, place in enumerate(places):
-        if left.get(place, 0):
-            left[place] -= 1
+    for i, at in enumerate(places):
+        if left.get(at, 0):
+            left[at] -= 1
             chosen.add(i)
     return chosen
 

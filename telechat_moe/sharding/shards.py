@@ -14,7 +14,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.weights import Weight, weights
 from telechat_moe.sharding.layouts import WEIGHTS, dimensions
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.recipe import mesh_of, places_of, shard_threshold
+from telechat_moe.sharding.recipe import layer_stages, mesh_of, shard_threshold
 
 MOMENTS = ("adam_m", "adam_v")
 Region = tuple[tuple[int, int], ...]
@@ -55,7 +55,7 @@ class Cuts:
                 f"{recipe.source}: parallel_optimizer_config.optimizer_weight_shard_size is "
                 f"{given.optimizer_weight_shard_size}; pieces are cut over all copies of a weight only, leave it out"
             )
-        config, places = recipe.model_config, places_of(recipe)
+        config, places = recipe.model_config, layer_stages(recipe)
         stages = [p.stage for p in places] if places else [0] * config.num_hidden_layers
         named = {weight.name: weight for weight in weights(config)}
         cuts = Cuts(mesh_of(recipe), named, stages, shard_threshold(recipe))

@@ -1,12 +1,12 @@
-"""Which layer stands on which pipeline stage and, with interleaving, in which chunk."""
+"""Assign layers to pipeline stages and, with interleaving, to chunks of a stage."""
 
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
 
 
-class Place(NamedTuple):
-    """Where a layer stands.
+class StageChunk(NamedTuple):
+    """A pipeline stage and one of its chunks.
 
     Attributes:
         stage: Pipeline stage.
@@ -17,10 +17,10 @@ class Place(NamedTuple):
     chunk: int
 
 
-def layer_places(
+def assign_layers(
     layers: int, stages: int, chunks: int = 1, offset: int | list[int] | list[list[int]] = 0
-) -> list[Place]:
-    """Return the place of each layer.
+) -> list[StageChunk]:
+    """Return stage and chunk of each layer.
 
     Each chunk of each stage has ``layers // (stages * chunks)`` layers and as many more as ``offset`` says
     (MindFormers' meaning). A chunk may be left without layers where the offset is negative: then the stage
@@ -52,7 +52,7 @@ def layer_places(
     if min(map(min, counts)) < 0:
         raise BadInputError(f"offset {offset} gives a chunk {min(map(min, counts))} layers")
     return [
-        Place(stage, chunk)
+        StageChunk(stage, chunk)
         for chunk in range(chunks)
         for stage in range(stages)
         for _ in range(counts[chunk][stage])

@@ -16,10 +16,10 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.recipe import (
     dispatcher,
+    layer_stages,
     mesh_of,
     micro_batches,
     parallel_context,
-    places_of,
     recomputed_layers,
     shard_threshold,
 )
@@ -47,9 +47,8 @@ def placed_model(
     model.set_train()
     options = Options(
         dispatcher(recipe, target),
-        own.moe_capacity_tokens,
         recipe.runner_config.batch_size * mesh.dp,
-        places_of(recipe),
+        layer_stages(recipe),
         _has_mask(recipe),
         shared_graph,
     )
@@ -100,7 +99,7 @@ def build_step(
         step = RankStep(
             model,
             make(params),
-            [placement.parts(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
+            [placement.shards(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
             1.0 / mesh.stage_devices if mesh.stage(rank) == mesh.pp - 1 else 0.0,
             [(i, r) for i, r in enumerate(routers) if placement.is_here(r.weight)],
             len(routers),
@@ -108,7 +107,7 @@ def build_step(
             micro_batches=micro,
             pipeline=mesh.pp > 1,
             optimizer_sharding=recipe.parallel.enable_parallel_optimizer,
-            alone=[placement.parts(p) == mesh.stage_devices for p in params],
+            alone=[placement.shards(p) == mesh.stage_devices for p in params],
             max_grad_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
             bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
             shared_graph=shared_graph,

@@ -17,6 +17,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.model import CausalLM, Logits
 from telechat_moe.model.balance import BiasUpdate
 from telechat_moe.model.block import MoE
+from telechat_moe.model.dispatch import set_rows
 from telechat_moe.ops.select import using
 
 pytestmark = pytest.mark.mindspore
@@ -29,7 +30,8 @@ class Layer:
 
     def __init__(self, block_rows=None, **changes):
         self.config = tiny_config(**changes)
-        self.cell = MoE(self.config, block_rows).set_train()
+        self.cell = MoE(self.config).set_train()
+        set_rows(self.cell, block_rows, None)
         self.weights = {f"moe.{n}": w for n, w in random_weights(self.cell, seed=1).items()}
         self.x = np.random.default_rng(2).standard_normal((B, S, 48)).astype(np.float32)
 

@@ -23,7 +23,7 @@ from telechat_moe.sharding.placement import Placement, refuse_cut_axis
 from telechat_moe.sharding.recipe import parallel_context
 
 DP2_TP2 = Mesh(dp=2, tp=2, sp=True)
-OPTIONS = Options("alltoall", None, 4)
+OPTIONS = Options("alltoall", 4)
 
 
 def own(layout):
@@ -92,7 +92,7 @@ def test_a_compiled_model_is_refused():
 
 def test_rows_spread_evenly():
     with pytest.raises(BadInputError, match=r"1 sequences x seq_length 16 = 16 rows .* 32 devices"):
-        place(model(), Mesh(dp=32), 0, Options("alltoall", None, 1))
+        place(model(), Mesh(dp=32), 0, Options("alltoall", 1))
 
 
 def test_state_that_is_not_trained_is_not_cut():

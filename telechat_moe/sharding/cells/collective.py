@@ -1,7 +1,7 @@
-"""Cells that hold collectives: what replaces a cell of the model when it runs on more than one device.
+"""Cells that hold collectives: they replace cells of the model on more than one device.
 
 ``telechat_moe.sharding`` chooses them and puts them in. Their bodies see the shapes of one device, because each is the
-function of a ``Morph`` primitive, which MindSpore expands after it has cut the tensors and before it differentiates.
+function of a ``Morph`` primitive, which MindSpore expands after it has sliced the tensors and before it differentiates.
 
 Gradients follow MindSpore's convention: where a tensor has copies, their gradients add up to the true one. So the
 backward of an ``AllReduce`` is an ``AllReduce``, and copies of a result are never differentiated twice.
@@ -26,12 +26,12 @@ class Group(NamedTuple):
     Attributes:
         name: Name under which it was created.
         size: Members.
-        place: Place of this device among them.
+        member: Index of this rank among them.
     """
 
     name: str
     size: int
-    place: int
+    member: int
 
 
 def _first(*shapes: Any) -> Any:
@@ -94,7 +94,7 @@ class RouterLosses(nn.Cell):
         z_loss: Likewise.
         sequences: ``B`` of the micro-batch, over all devices.
         replicas: Groups of devices that hold different sequences.
-        first_row: Place of the device's first token among the tokens of its group's sequences.
+        first_row: Row of the device's first token among the tokens of its group's sequences.
         within: Devices that share the same sequences, or None.
         across: Devices that hold different sequences, or None.
 
@@ -169,50 +169,50 @@ class RouterLosses(nn.Cell):
         return self.run(logits_TE, score_TE, chosen_TE)
 
 
-class PartOfVocabulary(nn.Cell):
-    """Where tokens lie in this device's part of the vocabulary.
+class VocabularyShard(nn.Cell):
+    """Find the rows of tokens in this device's shard of the vocabulary.
 
     Args:
-        place: Which part it is.
+        index: Number of the shard.
     """
 
-    def __init__(self, place: int) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
-        self.place = place
+        self.index = index
         self.sub_first, self.at_most, self.at_least = ops.Sub(), ops.Minimum(), ops.Maximum()
         self.equal, self.cast = ops.Equal(), ops.Cast()
 
     def construct(self, id_t: Tensor, v: int, dtype: Any) -> tuple[Tensor, Tensor]:
-        """Return each token's row among ``v``, any row for those elsewhere, and 1 where it is here, else 0."""
-        own_t = self.sub_first(id_t, Tensor(self.place * v, ms.int32))
+        """Return each token's row among ``v``, any row for those of other shards, and 1 where it is in this shard, else 0."""
+        own_t = self.sub_first(id_t, Tensor(self.index * v, ms.int32))
         row_t = self.at_least(self.at_most(own_t, Tensor(v - 1, ms.int32)), Tensor(0, ms.int32))
         return row_t, self.cast(self.equal(own_t, row_t), dtype)
 
 
 class VocabularyRows(nn.Cell):
-    """Rows of an embedding table that is cut along the vocabulary.
+    """Rows of an embedding table that is sharded along the vocabulary.
 
-    Every device looks up the tokens that are in its part and finds zeros for the others; the sum over the group is
+    Every device looks up the tokens of its shard and has zeros for the others; the sum over the group is
     the embedding. With sequence parallel it is scattered: each device needs its own rows only.
 
     Args:
-        group: Devices that hold the parts.
+        group: Devices that hold the shards.
         scatter: Rows of the result are spread over the group, instead of repeated.
     """
 
     def __init__(self, group: Group, scatter: bool) -> None:
         super().__init__()
         self.many = group.size > 1
-        self.part = PartOfVocabulary(group.place)
+        self.shard = VocabularyShard(group.member)
         self.gather, self.reshape, self.keep = ops.Gather(), ops.Reshape(), ops.Mul()
         self.sum = sum_over(group, scatter)
         self.run = Morphed(self.body, _rows_of_table, _first)
 
     def body(self, table_vH: Tensor, id_t: Tensor) -> Tensor:
-        """Return ``[t, H]``, or with ``scatter`` this device's part of its rows."""
+        """Return ``[t, H]``, or with ``scatter`` this device's shard of its rows."""
         if not self.many:
             return self.gather(table_vH, id_t, 0)
-        row_t, here_t = self.part(id_t, table_vH.shape[0], table_vH.dtype)
+        row_t, here_t = self.shard(id_t, table_vH.shape[0], table_vH.dtype)
         rows_tH = self.keep(self.gather(table_vH, row_t, 0), self.reshape(here_t, (-1, 1)))
         return self.sum(rows_tH)
 
@@ -222,16 +222,16 @@ class VocabularyRows(nn.Cell):
 
 
 class TokenCrossEntropy(nn.Cell):
-    """Negative log-likelihood of each token, logits cut along the vocabulary.
+    """Negative log-likelihood of each token, logits sharded along the vocabulary.
 
     Args:
-        group: Devices that hold the parts of a row.
+        group: Devices that hold the shards of a row.
     """
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.many = group.size > 1
-        self.part = PartOfVocabulary(group.place)
+        self.shard = VocabularyShard(group.member)
         self.max = ops.ReduceMax(keep_dims=True)
         self.sub = ops.Sub()
         self.exp = ops.Exp()
@@ -254,7 +254,7 @@ class TokenCrossEntropy(nn.Cell):
             top_t1 = ops.stop_gradient(self.max_all(top_t1))
         shifted_tv = self.sub(logits_tv, top_t1)
         total_t1 = self.sum(self.exp(shifted_tv), 1)
-        row_t1, here_t1 = self.part(self.reshape(label_t, (t, 1)), v, ms.float32)
+        row_t1, here_t1 = self.shard(self.reshape(label_t, (t, 1)), v, ms.float32)
         picked_t1 = self.keep(self.pick(shifted_tv, 1, row_t1), here_t1)
         if self.many:
             total_t1, picked_t1 = self.sum_all(total_t1), self.pick_all(picked_t1)
@@ -266,7 +266,7 @@ class TokenCrossEntropy(nn.Cell):
 
 
 class ParallelCrossEntropy(nn.Cell):
-    """:class:`telechat_moe.ops.cross_entropy.CrossEntropy` of logits cut along the vocabulary."""
+    """:class:`telechat_moe.ops.cross_entropy.CrossEntropy` of logits sharded along the vocabulary."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(auto_prefix=False)

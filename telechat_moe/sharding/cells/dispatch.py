@@ -5,6 +5,7 @@ F an expert's width, C rows of an expert's buffer, g groups of tokens that share
 """
 
 import math
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -29,38 +30,39 @@ from telechat_moe.recipe import ModelConfig
 from telechat_moe.sharding.cells.collective import Group, Morphed, sum_over
 
 
-class ParallelDispatch(nn.Cell):
-    """Bring rows to their experts and back; subclasses say how, in :meth:`exchange`.
+class DispatchSpec(NamedTuple):
+    """What a dispatch is built from.
 
-    Args:
+    Attributes:
+        config: Model section of the recipe.
         products: Products of the experts on this device.
         group: Expert-parallel group.
-        tensor: Tensor-parallel group if each expert's width is cut over it, else None.
-        scatter: The result is cut over ``tensor`` by rows (sequence parallel) instead of repeated.
+        tensor: Tensor-parallel group if each expert's width is sharded over it, else None.
+        scatter: The result is sharded over ``tensor`` by rows (sequence parallel) instead of repeated.
+        capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` drops none.
     """
 
-    def __init__(
-        self,
-        products: ExpertProducts,
-        group: Group,
-        tensor: Group | None,
-        scatter: bool,
-    ) -> None:
+    config: ModelConfig
+    products: ExpertProducts
+    group: Group
+    tensor: Group | None = None
+    scatter: bool = False
+    capacity_tokens: int | None = None
+
+
+class ParallelDispatch(nn.Cell):
+    """Bring rows to their experts and back; subclasses say how, in :meth:`exchange`."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
-        self.products, self.group, self.many = products, group, group.size > 1
+        self.products, self.group, self.many = spec.products, spec.group, spec.group.size > 1
         self.run = Morphed(self.body)
-        self.sum_widths = sum_over(tensor, scatter)
+        self.sum_widths = sum_over(spec.tensor, spec.scatter)
 
     def exchange(
-        self,
-        x_tH: Tensor,
-        index_tK: Tensor,
-        weight_tK: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> Tensor:
-        """Return ``[t, H]``; shapes of one device, weights of its experts."""
+        """Return ``[t, H]``; ``experts`` are the weights ``gate_eHF``, ``up_eHF`` and ``down_eFH``."""
         raise NotImplementedError
 
     def body(
@@ -68,12 +70,12 @@ class ParallelDispatch(nn.Cell):
         x_tH: Tensor,
         index_tK: Tensor,
         weight_tK: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        gate_eHF: Tensor,
+        up_eHF: Tensor,
+        down_eFH: Tensor,
     ) -> Tensor:
-        """Return the exchange's result, summed over an expert's parts."""
-        y_tH = self.exchange(x_tH, index_tK, weight_tK, gate, up, down)
+        """Return the exchange's result, summed over the shards of an expert's width."""
+        y_tH = self.exchange(x_tH, index_tK, weight_tK, (gate_eHF, up_eHF, down_eFH))
         return y_tH if self.sum_widths is None else self.sum_widths(y_tH)
 
     def construct(
@@ -92,27 +94,15 @@ class CapacityExchange(ParallelDispatch):
     exchange: the same rows travel between the same devices, padded.
 
     Args:
-        config: Model section of the recipe.
-        capacity_tokens: Tokens that share a capacity; None = those of the device.
-        products: See :class:`ParallelDispatch`, as for the others.
-        group: There.
-        tensor: There.
-        scatter: There.
+        spec: What it is built from.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        capacity_tokens: int | None,
-        products: ExpertProducts,
-        group: Group,
-        tensor: Group | None = None,
-        scatter: bool = False,
-    ) -> None:
-        super().__init__(products, group, tensor, scatter)
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        config = spec.config
         self.num_experts = config.n_routed_experts
         self.factor = config.moe_expert_capacity_factor if drops(config) else None
-        self.capacity_tokens = capacity_tokens
+        self.capacity_tokens = spec.capacity_tokens
         policy = config.moe_token_drop_policy if drops(config) else None
         self.plan = CapacityPlan(1, policy or "position")
         self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
@@ -132,7 +122,7 @@ class CapacityExchange(ParallelDispatch):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the buffers ``[experts, g * C, H]``, the row of each pair and the weights of those kept.
 
-        Pairs whose index is ``experts`` belong elsewhere and get no row.
+        Pairs whose index is ``experts`` belong to another device and get no row.
         """
         t, K = index_tK.shape
         H = x_tH.shape[1]
@@ -168,42 +158,24 @@ class AllToAllDispatch(CapacityExchange):
     """Experts spread over ``group``: rows travel to the device of their expert and back.
 
     Args:
-        config: Model section of the recipe.
-        capacity_tokens: See :class:`CapacityExchange`.
-        products: See :class:`ParallelDispatch`, as for the others.
-        group: There.
-        tensor: There.
-        scatter: There.
+        spec: What it is built from.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        capacity_tokens: int | None,
-        products: ExpertProducts,
-        group: Group,
-        tensor: Group | None = None,
-        scatter: bool = False,
-    ) -> None:
-        super().__init__(config, capacity_tokens, products, group, tensor, scatter)
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        group = spec.group
         if self.many:
             self.send = ops.AlltoAll(group.size, 0, 1, group.name)
             self.bring_back = ops.AlltoAll(group.size, 1, 0, group.name)
 
     def exchange(
-        self,
-        x_tH: Tensor,
-        index_tK: Tensor,
-        weight_tK: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> Tensor:
         """See :meth:`ParallelDispatch.exchange`."""
         buffer, row_N, weight_tK = self.fill(x_tH, index_tK, weight_tK, self.num_experts)
         if self.many:
             buffer = self.send(buffer)
-        buffer = self.products(buffer, gate, up, down)
+        buffer = self.products(buffer, *experts)
         if self.many:
             buffer = self.bring_back(buffer)
         return self.empty(buffer, row_N, weight_tK, self.num_experts)
@@ -213,27 +185,15 @@ class AllGatherDispatch(CapacityExchange):
     """Experts spread over ``group``: every device sees all tokens of the group, and results are summed.
 
     Args:
-        config: Model section of the recipe.
-        capacity_tokens: See :class:`CapacityExchange`.
-        products: See :class:`ParallelDispatch`, as for the others.
-        group: There.
-        tensor: There.
-        scatter: There.
+        spec: What it is built from.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        capacity_tokens: int | None,
-        products: ExpertProducts,
-        group: Group,
-        tensor: Group | None = None,
-        scatter: bool = False,
-    ) -> None:
-        super().__init__(config, capacity_tokens, products, group, tensor, scatter)
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        group = spec.group
         self.local = self.num_experts // group.size
-        self.first = Tensor(group.place * self.local, ms.int32)
-        self.elsewhere = Tensor(self.local, ms.int32)
+        self.first = Tensor(group.member * self.local, ms.int32)
+        self.no_expert = Tensor(self.local, ms.int32)
         if self.many:
             self.gather = ops.AllGather(group.name)
             self.gather_index = ops.AllGather(group.name)
@@ -244,13 +204,7 @@ class AllGatherDispatch(CapacityExchange):
         self.zeros_like = ops.ZerosLike()
 
     def exchange(
-        self,
-        x_tH: Tensor,
-        index_tK: Tensor,
-        weight_tK: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> Tensor:
         """See :meth:`ParallelDispatch.exchange`."""
         if self.many:
@@ -258,12 +212,12 @@ class AllGatherDispatch(CapacityExchange):
             weight_tK = self.gather_weight(weight_tK)
         local_tK = self.sub(index_tK, self.first)
         below_tK = self.less(local_tK, self.zero)
-        local_tK = self.at_most(local_tK, self.elsewhere)
+        local_tK = self.at_most(local_tK, self.no_expert)
         local_tK = self.select(
-            below_tK, self.add(self.zeros_like(local_tK), self.elsewhere), local_tK
+            below_tK, self.add(self.zeros_like(local_tK), self.no_expert), local_tK
         )
         buffer, row_N, weight_tK = self.fill(x_tH, local_tK, weight_tK, self.local)
-        buffer = self.products(buffer, gate, up, down)
+        buffer = self.products(buffer, *experts)
         y_tH = self.empty(buffer, row_N, weight_tK, self.local)
         return self.scatter_sum(y_tH) if self.many else y_tH
 
@@ -271,28 +225,16 @@ class AllGatherDispatch(CapacityExchange):
 class AllToAllVDispatch(ParallelDispatch):
     """Experts spread over ``group``: exactly the rows that were routed travel (Ascend; dropless).
 
-    Rows leave sorted by expert, so those for a device lie together; how many there are is exchanged first. They
-    arrive by sender and are sorted by expert once more. Expert numbers do not travel: they follow from the counts.
+    Rows leave sorted by expert, so those for one device are adjacent; how many there are is exchanged first. They
+    arrive by sender and are sorted by expert a second time. Expert numbers do not travel: they follow from the counts.
 
     Args:
-        config: Model section of the recipe.
-        capacity_tokens: Has no meaning here.
-        products: See :class:`ParallelDispatch`, as for the others; Ascend backend.
-        group: There.
-        tensor: There.
-        scatter: There.
+        spec: What it is built from.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        capacity_tokens: int | None,
-        products: ExpertProducts,
-        group: Group,
-        tensor: Group | None = None,
-        scatter: bool = False,
-    ) -> None:
-        super().__init__(products, group, tensor, scatter)
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        config, group = spec.config, spec.group
         self.local = config.n_routed_experts // group.size
         self.permute, self.unpermute = AscendPermute(config.n_routed_experts), AscendUnpermute()
         self.sort_rows, self.restore_rows = MoeTokenPermute(), MoeTokenUnpermute()
@@ -309,18 +251,12 @@ class AllToAllVDispatch(ParallelDispatch):
         self.expert_of_block = Tensor(experts)
 
     def exchange(
-        self,
-        x_tH: Tensor,
-        index_tK: Tensor,
-        weight_tK: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        down: Tensor,
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> Tensor:
         """See :meth:`ParallelDispatch.exchange`."""
         x_PH, row_N, size_E = self.permute(x_tH, index_tK)
         if not self.many:
-            return self.unpermute(self.products(x_PH, gate, up, down, size_E), row_N, weight_tK)
+            return self.unpermute(self.products(x_PH, *experts, size_E), row_N, weight_tK)
         P, H = x_PH.shape
         size_Re = self.to_float(self.reshape(size_E, (self.group.size, self.local)), ms.float32)
         got_Re = self.exchange_sizes(size_Re)
@@ -331,7 +267,7 @@ class AllToAllVDispatch(ParallelDispatch):
         expert_Q = self.repeat(self.expert_of_block, blocks, 0, None)
         x_QH, row_Q = self.sort_rows(x_QH, expert_Q, None, False)
         size_e = self.to_int32(self.sum(got_Re, 0), ms.int32)
-        y_QH = self.products(x_QH, gate, up, down, size_e)
+        y_QH = self.products(x_QH, *experts, size_e)
         y_QH = self.restore_rows(y_QH, row_Q, None, False, None)
         y_PH = self.reshape(self.bring_back(self.reshape(y_QH, (-1,)), got_R, sent_R), (P, H))
         return self.unpermute(y_PH, row_N, weight_tK)

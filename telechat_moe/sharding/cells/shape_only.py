@@ -1,7 +1,7 @@
-"""Stand-ins for what other pipeline stages compute.
+"""Shape-only stubs of the cells of other pipeline stages.
 
-A rank's graph keeps only its own stage; the rest is parsed, differentiated in part and thrown away. A stand-in has
-the inputs, outputs and layouts of what it replaces, so that the same tensors cross the stages' borders, and no
+A rank's graph keeps only its own stage; MindSpore parses the rest, differentiates it in part and throws it away. A stub
+has the inputs, outputs and layouts of the cell that it replaces, so that the same tensors cross between stages, and no
 weights. What it computes is never part of a graph.
 """
 
@@ -44,8 +44,8 @@ class _Sum(nn.Cell):
         return self.reshape(self.sum(self.to_float(x, ms.float32)), (1,))
 
 
-class EmbeddingElsewhere(nn.Cell):
-    """Of :class:`telechat_moe.model.causal_lm.Embedding`: ``[B, S]`` ids to ``[T, H]``."""
+class EmbeddingStub(nn.Cell):
+    """Shape-only stub of :class:`telechat_moe.model.causal_lm.Embedding`: ``[B, S]`` ids to ``[T, H]``."""
 
     def __init__(self, width: int, dtype: ms.Type) -> None:
         super().__init__(auto_prefix=False)
@@ -69,15 +69,15 @@ class EmbeddingElsewhere(nn.Cell):
         return self.run(self.reshape(id_BS, (-1,)))
 
 
-class BlockElsewhere(nn.Cell):
-    """Of :class:`telechat_moe.model.block.Block`.
+class BlockStub(nn.Cell):
+    """Shape-only stub of :class:`telechat_moe.model.block.Block`.
 
     Args:
         name: Name of its parameter.
         is_moe: It adds to the balance losses; a dense block hands them on, and nothing is sent before the first.
 
-    It reads a parameter, as what it stands for does: MindSpore cuts the order of side effects where the stage
-    changes, and without this one it would tie a stage's chunks to each other.
+    It reads a parameter, as a block does: MindSpore orders side effects within a stage, and without this read
+    it would make the chunks of a stage wait for each other.
     """
 
     def __init__(self, name: str, is_moe: bool) -> None:
@@ -100,8 +100,8 @@ class BlockElsewhere(nn.Cell):
         return y, self.add_aux(aux, own) if self.is_moe else aux
 
 
-class MTPElsewhere(nn.Cell):
-    """Of :class:`telechat_moe.model.mtp.MTPLayer`."""
+class MTPStub(nn.Cell):
+    """Shape-only stub of :class:`telechat_moe.model.mtp.MTPLayer`."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
@@ -117,8 +117,8 @@ class MTPElsewhere(nn.Cell):
         return self.run(embedding_TH, x_TH, aux)
 
 
-class HiddenElsewhere(nn.Cell):
-    """Of a norm, or of the head: ``[T, H]`` to ``[T, H]``, which its loss is content with.
+class HiddenStub(nn.Cell):
+    """Shape-only stub of a norm or of the head: ``[T, H]`` to ``[T, H]``, which the loss stub accepts.
 
     Args:
         dtype: Of the result; None = the input's.
@@ -144,8 +144,8 @@ class HiddenElsewhere(nn.Cell):
         return self.run(x_TH)
 
 
-class LossElsewhere(nn.Cell):
-    """Of :class:`telechat_moe.sharding.cells.collective.ParallelCrossEntropy`: ``(1,)`` fp32."""
+class LossStub(nn.Cell):
+    """Shape-only stub of :class:`telechat_moe.sharding.cells.collective.ParallelCrossEntropy`: ``(1,)`` fp32."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
