@@ -120,13 +120,13 @@ def _compile(
     args: argparse.Namespace, name: str, mindformers: bool, other: bool = False
 ) -> tuple[dict[str, Any], Any, list[Any], Any]:
     """Return report, mesh, the graph of each stage asked for, and the one to check."""
-    from telechat_moe.graph.report import first_ranks, report
+    from telechat_moe.graph.report import report
 
     devices = None if other else args.devices
     find = _mindformers if mindformers else _ours
     subject, compile_ = find(name, args.overrides, devices, args.target)
     mesh = subject.mesh
-    ranks = first_ranks(mesh) if args.stage else [args.rank or 0]
+    ranks = mesh.first_ranks() if args.stage else [args.rank or 0]
     check = None if other else args.check_rank
     for option, rank in (("--rank", ranks[0]), ("--check-rank", check)):
         if rank is not None and not 0 <= rank < mesh.devices:
@@ -156,11 +156,13 @@ def _ours(
     name: str, overrides: Sequence[str], devices: int | None, target: str
 ) -> tuple[Any, Compile]:
     """Return what the report is about, and what compiles ranks of our model."""
-    from telechat_moe.graph.report import subject_of
+    from telechat_moe.graph.read import Expected
+    from telechat_moe.graph.report import Subject
     from telechat_moe.recipe import load
+    from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
     recipe = load(name, overrides, devices=devices)
-    subject = subject_of(recipe)
+    subject = Subject(str(recipe.source), mesh_of(recipe), Expected(*even_exchange(recipe)))
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types

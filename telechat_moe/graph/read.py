@@ -7,7 +7,7 @@ attributed to a module without guessing from its scope, which MindSpore often gi
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.liveness import Alive, alive
@@ -23,17 +23,50 @@ from telechat_moe.graph.nodes import (
     size_of,
 )
 from telechat_moe.graph.schedule import Event, Transfer, events, micro_of
-from telechat_moe.sharding.mesh import Mesh
 
 POINT_TO_POINT = ("Send", "Receive")
 INTEGERS = (6, 7)  # MindIR's int32 and int64
+
+
+class Devices(Protocol):
+    """What the reader of a graph asks about devices; ``telechat_moe.sharding.mesh.Mesh`` answers."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        ...
+
+    @property
+    def stage_devices(self) -> int:
+        """Devices of a pipeline stage; their ranks follow each other."""
+        ...
+
+    def degrees(self) -> dict[str, int | bool]:
+        """Return the parallel degrees by name."""
+        ...
+
+    def describe(self) -> str:
+        """Return the degrees in a few words."""
+        ...
+
+    def stage(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
+        ...
+
+    def group_name(self, ranks: Sequence[int], rank: int) -> str:
+        """Return a name for a group that ``rank`` is in."""
+        ...
+
+    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
+        """Return the group of rank ``new`` that corresponds to a group of rank ``old``."""
+        ...
 
 
 class Expected(NamedTuple):
     """What sizes of dynamic exchanges follow from, with tokens spread evenly over experts.
 
     Attributes:
-        elements: Elements of a device's part of an AlltoAllV: tokens x top-k x hidden size.
+        elements: Elements of a device's shard of an AlltoAllV: tokens x top-k x hidden size.
         rows: Its rows, tokens x top-k.
     """
 
@@ -42,7 +75,7 @@ class Expected(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective as it stands in the graph, and how often a step runs it.
+    """A collective of the graph, and how often a step runs it.
 
     Attributes:
         kind: Primitive.
@@ -126,31 +159,6 @@ class Reading:
         return self.operators["recompute"]
 
 
-def group_name(ranks: Sequence[int], rank: int, mesh: Mesh) -> str:
-    """Return the axes of the mesh along which a group lies, e.g. ``dp``, ``dp x tp = ep``, ``all``."""
-    wanted = sorted(ranks)
-    if len({mesh.stage(r) for r in wanted}) > 1:
-        return "all" if len(wanted) == mesh.devices else "pp"
-    names = []
-    degrees = [d for d in ("dp", "cp", "tp") if getattr(mesh, d) > 1]
-    subsets = [
-        [d for i, d in enumerate(degrees) if chosen >> i & 1]
-        for chosen in range(1, 1 << len(degrees))
-    ]
-    for subset in sorted(subsets, key=len):
-        if mesh.group(rank, mesh.axes(*subset)) == wanted:
-            names.append(" x ".join(subset))
-            break
-    if mesh.ep > 1:
-        inner = mesh.axes("ep")
-        outer = [a for a in mesh.axes("dp", "cp", "tp") if a not in inner]
-        if mesh.group(rank, inner) == wanted:
-            names.append("ep")
-        elif not names and mesh.group(rank, outer) == wanted:
-            names.append("dp x cp x tp / ep" if not mesh.expert_tp else "dp / ep")
-    return " = ".join(names) or ",".join(map(str, wanted))
-
-
 def sent_bytes(kind: str, size: int, number: int) -> int:
     """Return what a device sends in a call, by the usual algorithms.
 
@@ -167,12 +175,12 @@ def sent_bytes(kind: str, size: int, number: int) -> int:
     return rounds * size * (number - 1) // number
 
 
-def read(graph: RankGraph, mesh: Mesh, expected: Expected) -> Reading:
+def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
     """Read the graph of a rank.
 
     Args:
         graph: Compiled.
-        mesh: Of its recipe.
+        devices: Devices that it was compiled for.
         expected: Sizes of dynamic exchanges.
     """
     model = Model(graph.mindir)
@@ -191,7 +199,7 @@ def read(graph: RankGraph, mesh: Mesh, expected: Expected) -> Reading:
                 continue
             operators[function.phases[node.name]][node.kind] += times[name]
             if node.kind in COLLECTIVES:
-                site = _Site(graph, mesh, expected, links, function, node)
+                site = _Site(graph, devices, expected, links, function, node)
                 collectives.append(site.collective(times[name], micro.get(node.name)))
                 if node.kind in POINT_TO_POINT:
                     transfers[node.name] = site.transfer()
@@ -282,13 +290,13 @@ class _Site:
     def __init__(
         self,
         graph: RankGraph,
-        mesh: Mesh,
+        devices: Devices,
         expected: Expected,
         links: _Links,
         function: Graph,
         node: Node,
     ) -> None:
-        self.graph, self.mesh, self.expected, self.links = graph, mesh, expected, links
+        self.graph, self.devices, self.expected, self.links = graph, devices, expected, links
         self.function, self.node = function, node
         self.primitive = function.model.primitive(node.proto)
 
@@ -321,14 +329,14 @@ class _Site:
         )
 
     def collective(self, times: int, micro: int | None) -> Collective:
-        """Return what stands here."""
+        """Return the collective."""
         kind, ranks = self.node.kind, self.ranks()
         size, floor = self._bytes(len(ranks))
         phase = self.function.phases[self.node.name]
         pair = kind in POINT_TO_POINT
         return Collective(
             kind=kind,
-            group="pp" if pair else group_name(ranks, self.graph.rank, self.mesh),
+            group="pp" if pair else self.devices.group_name(ranks, self.graph.rank),
             ranks=tuple(ranks),
             phase=self._pipeline_phase(phase),
             module="boundary" if pair else self.module(),
@@ -404,22 +412,6 @@ def _parameter_module(name: str | None) -> str:
     return name.removesuffix(".weight").removesuffix(".bias") if name else "unknown"
 
 
-def substitute(ranks: Sequence[int], mesh: Mesh, old: int, new: int) -> list[int]:
-    """Return the group of rank ``new`` that a group of rank ``old`` of the same stage corresponds to.
-
-    Groups along axes of the mesh are :meth:`Mesh.group` of the new rank; others, and pairs between stages, move
-    by the same steps along each axis.
-    """
-    here, there = mesh.coordinates(old), mesh.coordinates(new)
-    moved = []
-    for rank in ranks:
-        place, at = 0, mesh.coordinates(rank)
-        for axis, size in mesh.sizes.items():
-            place = place * size + (at[axis] + there[axis] - here[axis]) % size
-        moved.append(mesh.stage(rank) * mesh.stage_devices + place)
-    return sorted(moved)
-
-
 class Step(NamedTuple):
     """An operation as two ranks of a stage must have it in common."""
 
@@ -443,14 +435,14 @@ def sequence(graph: RankGraph) -> list[Step]:
     return found
 
 
-def differences(graph: RankGraph, other: RankGraph, mesh: Mesh) -> list[str]:
+def differences(graph: RankGraph, other: RankGraph, devices: Devices) -> list[str]:
     """Return where a rank's graph is not the one derived from another rank of its stage, at most five.
 
-    Compared: kinds, output shapes and types, and groups mapped through the mesh, node by node. Constants, such
-    as the first row of a rank's part of the vocabulary, differ by design and are not compared.
+    Compared: kinds, output shapes and types, and groups moved to the other rank, node by node. Constants, such
+    as the first row of a rank's shard of the vocabulary, differ by design and are not compared.
     """
     derived = [
-        step._replace(ranks=tuple(substitute(step.ranks, mesh, graph.rank, other.rank)))
+        step._replace(ranks=tuple(devices.substitute(step.ranks, graph.rank, other.rank)))
         for step in sequence(graph)
     ]
     compiled = [step._replace(ranks=tuple(sorted(step.ranks))) for step in sequence(other)]

@@ -11,11 +11,8 @@ from typing import Any, NamedTuple
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.nodes import PHASES
-from telechat_moe.graph.read import Collective, Expected, Reading, differences, read
+from telechat_moe.graph.read import Collective, Devices, Expected, Reading, differences, read
 from telechat_moe.graph.schedule import Event, in_flight, unmatched
-from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.units import size_text
 
 LIMITS = (
@@ -38,15 +35,6 @@ ALL_KINDS = "together"
 Table = tuple[str, list[str], list[list[str]]]
 
 
-def expected_sizes(recipe: Recipe, mesh: Mesh) -> Expected:
-    """Return the sizes of exchanges whose shapes are dynamic, with tokens spread evenly."""
-    config = recipe.model_config
-    tokens = recipe.runner_config.batch_size * mesh.dp * config.seq_length
-    spread = mesh.dp * mesh.cp if mesh.expert_tp else mesh.stage_devices
-    rows = tokens // spread * config.num_experts_per_tok
-    return Expected(rows * config.hidden_size, rows)
-
-
 class Subject(NamedTuple):
     """What a report is about.
 
@@ -58,20 +46,9 @@ class Subject(NamedTuple):
     """
 
     name: str
-    mesh: Mesh
+    mesh: Devices
     expected: Expected
     model: str = "telechat-moe"
-
-
-def subject_of(recipe: Recipe) -> Subject:
-    """Return what a report on our own model says of itself."""
-    mesh = mesh_of(recipe)
-    return Subject(str(recipe.source), mesh, expected_sizes(recipe, mesh))
-
-
-def first_ranks(mesh: Mesh) -> list[int]:
-    """Return the first rank of each pipeline stage."""
-    return [stage * mesh.stage_devices for stage in range(mesh.pp)]
 
 
 def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[str, Any]:
@@ -89,11 +66,7 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
         "recipe": subject.name,
         "model": subject.model,
         "layout": mesh.describe(),
-        "mesh": {
-            **{name: getattr(mesh, name) for name in ("dp", "cp", "tp", "pp", "ep")},
-            "sequence_parallel": mesh.sp,
-            "expert_tensor_parallel": mesh.expert_tp,
-        },
+        "mesh": mesh.degrees(),
         "devices": mesh.devices,
         "target": target,
         "mindspore": version("mindspore"),
@@ -105,7 +78,7 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
     }
 
 
-def _stage(reading: Reading, graph: RankGraph, mesh: Mesh) -> dict[str, Any]:
+def _stage(reading: Reading, graph: RankGraph, mesh: Devices) -> dict[str, Any]:
     stage = mesh.stage(reading.rank)
     first = stage * mesh.stage_devices
     others = [r for r in range(first, first + mesh.stage_devices) if r != reading.rank]
@@ -199,7 +172,7 @@ def _event(event: Event) -> dict[str, Any]:
 
 
 def check_derived(
-    result: dict[str, Any], mesh: Mesh, graphs: Sequence[RankGraph], other: RankGraph
+    result: dict[str, Any], mesh: Devices, graphs: Sequence[RankGraph], other: RankGraph
 ) -> bool:
     """Compare a compiled rank with the one derived for it, and put the answer into the report.
 

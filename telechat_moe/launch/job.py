@@ -117,10 +117,9 @@ def _compile_job(recipe: Recipe, folder: Path) -> None:
 def ascend_operators(recipe: Recipe) -> dict[str, int]:
     """Return the primitives of the first rank of each stage in the graphs for Ascend, and how many."""
     from telechat_moe.graph.mindir import kinds
-    from telechat_moe.graph.report import first_ranks
     from telechat_moe.train.rank_graph import compile_recipe
 
-    graphs = compile_recipe(recipe, first_ranks(mesh_of(recipe)), full_batch=True)
+    graphs = compile_recipe(recipe, mesh_of(recipe).first_ranks(), full_batch=True)
     return dict(sum((kinds(graph.mindir) for graph in graphs), Counter()))
 
 

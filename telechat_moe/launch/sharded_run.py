@@ -152,12 +152,11 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.mindir import COLLECTIVES
-    from telechat_moe.graph.report import first_ranks
     from telechat_moe.graph.rewrite import FORMS
 
     job, mesh = Job.read(folder), mesh_of(recipe)
     there: Counter[str] = Counter(ascend_operators(recipe))
-    here: Counter[str] = sum((Counter(job.operators[r]) for r in first_ranks(mesh)), Counter())
+    here: Counter[str] = sum((Counter(job.operators[r]) for r in mesh.first_ranks()), Counter())
     rewritten: Counter[str] = sum((Counter(counts) for counts in job.rewritten), Counter())
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")

@@ -7,9 +7,10 @@ is therefore cut in an outer and an inner part, the inner ones being the expert-
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, combinations, islice
 
 from telechat_moe.errors import BadInputError
 
@@ -96,7 +97,7 @@ class Mesh:
         return math.prod(self.sizes[axis] for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return where a rank stands within its stage."""
+        """Return the position of a rank within its stage, along each axis."""
         rest = rank % self.stage_devices
         place: dict[str, int] = {}
         for axis in reversed(AXES):
@@ -127,6 +128,48 @@ class Mesh:
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""
         return rank // self.stage_devices
+
+    def first_ranks(self) -> list[int]:
+        """Return the first rank of each pipeline stage."""
+        return [stage * self.stage_devices for stage in range(self.pp)]
+
+    def group_name(self, ranks: Sequence[int], rank: int) -> str:
+        """Return the axes that a group of ``rank`` spans, e.g. ``dp``, ``dp x tp = ep``, ``all``."""
+        wanted = sorted(ranks)
+        if len({self.stage(r) for r in wanted}) > 1:
+            return "all" if len(wanted) == self.devices else "pp"
+        degrees = [d for d in ("dp", "cp", "tp") if getattr(self, d) > 1]
+        subsets = chain.from_iterable(combinations(degrees, n + 1) for n in range(len(degrees)))
+        matching = (s for s in subsets if self.group(rank, self.axes(*s)) == wanted)
+        names = [" x ".join(subset) for subset in islice(matching, 1)]
+        if self.ep > 1:
+            inner = self.axes("ep")
+            outer = [a for a in self.axes("dp", "cp", "tp") if a not in inner]
+            if self.group(rank, inner) == wanted:
+                names.append("ep")
+            elif not names and self.group(rank, outer) == wanted:
+                names.append("dp x cp x tp / ep" if not self.expert_tp else "dp / ep")
+        return " = ".join(names) or ",".join(map(str, wanted))
+
+    def substitute(self, ranks: Sequence[int], old: int, new: int) -> list[int]:
+        """Return the group of rank ``new`` that corresponds to a group of rank ``old`` of the same stage.
+
+        Groups along axes of the mesh are :meth:`group` of the new rank; others, and pairs between stages, move
+        by the same steps along each axis.
+        """
+        here, there = self.coordinates(old), self.coordinates(new)
+        moved: list[int] = []
+        for rank in ranks:
+            position, at = 0, self.coordinates(rank)
+            for axis, size in self.sizes.items():
+                position = position * size + (at[axis] + there[axis] - here[axis]) % size
+            moved.append(self.stage(rank) * self.stage_devices + position)
+        return sorted(moved)
+
+    def degrees(self) -> dict[str, int | bool]:
+        """Return the parallel degrees by name."""
+        sizes = {name: getattr(self, name) for name in ("dp", "cp", "tp", "pp", "ep")}
+        return {**sizes, "sequence_parallel": self.sp, "expert_tensor_parallel": self.expert_tp}
 
     def describe(self) -> str:
         """Return the degrees in a few words: ``dp2 tp2 sp ep4``."""

@@ -78,6 +78,15 @@ def dispatcher(recipe: Recipe, target: str) -> str:
     return asked
 
 
+def even_exchange(recipe: Recipe) -> tuple[int, int]:
+    """Return elements and rows that a device sends in an AlltoAllV, with tokens spread evenly over experts."""
+    mesh, config = mesh_of(recipe), recipe.model_config
+    tokens = recipe.runner_config.batch_size * mesh.dp * config.seq_length
+    spread = mesh.dp * mesh.cp if mesh.expert_tp else mesh.stage_devices
+    rows = tokens // spread * config.num_experts_per_tok
+    return rows * config.hidden_size, rows
+
+
 def shard_threshold(recipe: Recipe) -> int | None:
     """Return from which size on, bytes, MindSpore shards optimizer states; None: it does not."""
     if not recipe.parallel.enable_parallel_optimizer:

@@ -8,11 +8,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from telechat_moe.graph.read import read
-from telechat_moe.graph.report import check_derived, expected_sizes, report, subject_of
+from telechat_moe.graph.read import Expected, read
+from telechat_moe.graph.report import Subject, check_derived, report
 from telechat_moe.processes import in_children
 from telechat_moe.recipe import load
-from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
 LENGTH, SEQUENCES, MICRO = 16, 4, 2
 SHARED = {"dp": 2, "tp": 2, "sp": True, "pp": 2, "target": "Ascend"}
@@ -131,7 +131,7 @@ def readings(name):
     r = recipe(layout)
     mesh = mesh_of(r)
     graphs = compiled(layout, [s * mesh.stage_devices for s in range(mesh.pp)])
-    return [read(graph, mesh, expected_sizes(r, mesh)) for graph in graphs]
+    return [read(graph, mesh, Expected(*even_exchange(r))) for graph in graphs]
 
 
 def broken():
@@ -144,14 +144,15 @@ def broken():
     layout = LAYOUTS["dp2tp2sp"]
     r = recipe(layout)
     mesh = mesh_of(r)
-    return read(compiled(layout, [0], change)[0], mesh, expected_sizes(r, mesh))
+    return read(compiled(layout, [0], change)[0], mesh, Expected(*even_exchange(r)))
 
 
 def checks(layout=LAYOUTS["ep2tp2"], ranks=(0, 3)):
     """Return the report of two ranks of a stage, and one where a group was exchanged."""
     r = recipe(layout)
     first, other = compiled(layout, ranks)
-    good, bad = report(subject_of(r), [first], "CPU"), report(subject_of(r), [first], "CPU")
+    subject = Subject(str(r.source), mesh_of(r), Expected(*even_exchange(r)))
+    good, bad = report(subject, [first], "CPU"), report(subject, [first], "CPU")
     a = ranks[0]
     tensor = next(n for n, found in first.groups.items() if found == [a, a + 1])
     data = next(n for n, found in first.groups.items() if found == [a, a + 2])

@@ -15,7 +15,7 @@ from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.mindir import Model
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
 from telechat_moe.graph.page import page
-from telechat_moe.graph.read import Expected, group_name, read, sent_bytes, substitute
+from telechat_moe.graph.read import Expected, read, sent_bytes
 from telechat_moe.graph.report import NOTES, Subject, difference
 from telechat_moe.graph.schedule import Event, in_flight, timeline, unmatched
 from telechat_moe.sharding.mesh import Mesh
@@ -30,12 +30,12 @@ def test_module_of_a_scope():
 
 def test_group_names():
     mesh = Mesh(dp=2, tp=2, pp=2, sp=True, ep=4)
-    assert group_name([4, 5], 5, mesh) == "tp"
-    assert group_name([5, 7], 5, mesh) == "dp"
-    assert group_name([4, 5, 6, 7], 5, mesh) == "dp x tp = ep"
-    assert group_name(range(8), 5, mesh) == "all"
-    assert group_name([1, 5], 5, mesh) == "pp"
-    assert group_name([4, 7], 7, mesh) == "4,7"
+    assert mesh.group_name([4, 5], 5) == "tp"
+    assert mesh.group_name([5, 7], 5) == "dp"
+    assert mesh.group_name([4, 5, 6, 7], 5) == "dp x tp = ep"
+    assert mesh.group_name(range(8), 5) == "all"
+    assert mesh.group_name([1, 5], 5) == "pp"
+    assert mesh.group_name([4, 7], 7) == "4,7"
 
 
 @pytest.mark.parametrize("new", range(8, 16))
@@ -43,8 +43,8 @@ def test_substituted_groups_are_the_mesh_s(new):
     mesh = Mesh(dp=2, cp=2, tp=2, pp=2, ep=2)
     for axes in (("dp",), ("cp",), ("tp",), ("dp", "cp"), ("dp", "tp"), ("ep",)):
         given = mesh.group(8, mesh.axes(*axes))
-        assert substitute(given, mesh, 8, new) == mesh.group(new, mesh.axes(*axes))
-    assert substitute([0, 8], mesh, 8, new) == [new - 8, new]
+        assert mesh.substitute(given, 8, new) == mesh.group(new, mesh.axes(*axes))
+    assert mesh.substitute([0, 8], 8, new) == [new - 8, new]
 
 
 def test_bytes_that_a_device_sends():

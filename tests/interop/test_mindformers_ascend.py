@@ -23,10 +23,9 @@ ONE_CHUNK = [f"{CONFIG}.pipeline_interleave=False", f"{CONFIG}.pipeline_schedule
 
 def readings(overrides: list[str], rank: int):
     """Compile a rank both ways; return what is in MindFormers' step and in ours."""
-    from telechat_moe.graph.read import read
-    from telechat_moe.graph.report import expected_sizes
+    from telechat_moe.graph.read import Expected, read
     from telechat_moe.interop.mindformers_dryrun import compile_mindformers
-    from telechat_moe.sharding.recipe import mesh_of
+    from telechat_moe.sharding.recipe import even_exchange, mesh_of
     from telechat_moe.train.rank_graph import compile_recipe
 
     overrides = [*SMALL, SHARED, *overrides]
@@ -35,7 +34,7 @@ def readings(overrides: list[str], rank: int):
     (ours,) = compile_recipe(recipe, [rank])
     assert weights(theirs) == weights(ours)
     mesh = mesh_of(recipe)
-    return [read(graph, mesh, expected_sizes(recipe, mesh)) for graph in (theirs, ours)]
+    return [read(graph, mesh, Expected(*even_exchange(recipe))) for graph in (theirs, ours)]
 
 
 def weights(graph) -> dict[str, list]:

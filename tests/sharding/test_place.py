@@ -73,7 +73,7 @@ def test_a_primitive_stands_in_one_place():
     placement, cast = Placement(DP2_TP2, 0), ops.Cast()
     placement.put(cast, Rule(("stream .",)))
     placement.put(cast, Rule(("stream .",)))
-    with pytest.raises(BadInputError, match=r"Cast stands in two places.*stream.*token"):
+    with pytest.raises(BadInputError, match=r"Cast is used twice.*stream.*token"):
         placement.put(cast, Rule(("token .",)))
 
 
