@@ -203,7 +203,7 @@ class VocabularyRows(nn.Cell):
     def __init__(self, group: Group, scatter: bool) -> None:
         super().__init__()
         self.many = group.size > 1
-        self.shard = VocabularyShard(group.member)
+        self.vocabulary = VocabularyShard(group.member)
         self.gather, self.reshape, self.keep = ops.Gather(), ops.Reshape(), ops.Mul()
         self.sum = sum_over(group, scatter)
         self.run = Morphed(self.body, _rows_of_table, _first)
@@ -212,7 +212,7 @@ class VocabularyRows(nn.Cell):
         """Return ``[t, H]``, or with ``scatter`` this device's shard of its rows."""
         if not self.many:
             return self.gather(table_vH, id_t, 0)
-        row_t, here_t = self.shard(id_t, table_vH.shape[0], table_vH.dtype)
+        row_t, here_t = self.vocabulary(id_t, table_vH.shape[0], table_vH.dtype)
         rows_tH = self.keep(self.gather(table_vH, row_t, 0), self.reshape(here_t, (-1, 1)))
         return self.sum(rows_tH)
 
@@ -231,7 +231,7 @@ class TokenCrossEntropy(nn.Cell):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.many = group.size > 1
-        self.shard = VocabularyShard(group.member)
+        self.vocabulary = VocabularyShard(group.member)
         self.max = ops.ReduceMax(keep_dims=True)
         self.sub = ops.Sub()
         self.exp = ops.Exp()
@@ -254,7 +254,7 @@ class TokenCrossEntropy(nn.Cell):
             top_t1 = ops.stop_gradient(self.max_all(top_t1))
         shifted_tv = self.sub(logits_tv, top_t1)
         total_t1 = self.sum(self.exp(shifted_tv), 1)
-        row_t1, here_t1 = self.shard(self.reshape(label_t, (t, 1)), v, ms.float32)
+        row_t1, here_t1 = self.vocabulary(self.reshape(label_t, (t, 1)), v, ms.float32)
         picked_t1 = self.keep(self.pick(shifted_tv, 1, row_t1), here_t1)
         if self.many:
             total_t1, picked_t1 = self.sum_all(total_t1), self.pick_all(picked_t1)
