@@ -1,17 +1,9 @@
-"""Operators of the model: one file an operator, with its cell of named primitives and its reference.
+"""Operators: one file each, with a cell of named primitives, so that each can get a layout, and a NumPy reference.
 
-Shape suffixes, used by every file here and in ``telechat_moe.model``:
+May import recipe and what is below it. Begin with ``select.py``, which chooses backends, then ``swiglu.py``.
 
-==  =======================================  ==  =======================================
-B   sequences in the (micro-)batch           E   routed experts
-S   tokens in a sequence                     K   experts per token
-T   tokens, ``B * S``                        F   width of an expert or MLP
-H   hidden size                              C   rows an expert can take (capacity)
-N   attention heads                          G   blocks of rows (static block padding)
-D   width of a head                          R   rows in a block, or rotary width in rope.py
-V   vocabulary                               L   MoE layers
-==  =======================================  ==  =======================================
-
-A cell holds every primitive that it runs as a named attribute, so that a layout can be put on each
-after building. The reference beside a cell is NumPy and defines the operator.
+Shape suffixes, here and in ``telechat_moe.model``: B sequences of a micro-batch, S tokens of a sequence, T tokens
+(``B * S``), H hidden size, N attention heads, D width of a head, V vocabulary, E routed experts, K experts of a token,
+P pairs of token and expert, F width of an expert or MLP, C rows that an expert can take, G blocks of rows, R rows of a
+block or rotary width, r half of it, L MoE layers; O and I outputs and inputs of a linear layer.
 """

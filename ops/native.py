@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,15 +50,12 @@ class NativeError(TelechatMoeError):
 
 @functools.cache
 def path() -> Path:
-    """Return the library's file: the installed one, or the one ``TELECHAT_OPS_LIBRARY`` names.
+    """Return the library's file.
 
     Raises:
         NativeError: There is none; says what to do.
     """
-    chosen = Path(
-        os.environ.get("TELECHAT_OPS_LIBRARY") or LIBRARY
-    )  # tests point at checked builds
-    return built(chosen, "the native operators are")
+    return built(LIBRARY, "the native operators are")
 
 
 def built(library: Path, what: str) -> Path:

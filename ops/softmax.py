@@ -1,7 +1,6 @@
 """Softmax over the last dimension."""
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 
 from telechat_moe.ops import dvm
@@ -57,9 +56,3 @@ class FusedSoftmax(nn.Cell):
     def bprop(self, x_TH: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:
         """Return the gradient of x."""
         return (self.backward(out, dout),)
-
-
-def softmax_reference(x_TH: np.ndarray) -> np.ndarray:
-    """Define :class:`Softmax` in float64."""
-    e = np.exp(x_TH.astype(np.float64) - x_TH.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)

@@ -1,19 +1,22 @@
-"""Building programs in Python, with the names of the upstream DVM API.
+"""Build programs in Python, with the names of the upstream DVM API.
 
-@dvm.kernel(x=("T", "H"), w=("H",))
-def rms_norm(k, x, w):
-    mean = k.sum(x * x, -1) / k.extent(x, -1)
-    k.store(x * k.rsqrt(mean + 1e-6) * w)
+>>> from telechat_moe.ops import dvm
+>>> def rms_norm(k, x, w):
+...     mean = k.sum(x * x, -1) / k.extent(x, -1)
+...     k.store(x * k.rsqrt(mean + 1e-6) * w)
+>>> program = dvm.build(rms_norm, ("T", 1024), (1024,))
+>>> program.symbols
+['T']
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
+from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
 
 Shape = Sequence[int | str]
 Operand = "Value | float | int"
@@ -41,7 +44,64 @@ _BINARY = {
 }
 
 
-class Value:
+T = TypeVar("T")
+
+
+class Arithmetic(Generic[T]):
+    """Arithmetic and comparison operators of what records operations by name."""
+
+    __slots__ = ()
+
+    def _unary(self, name: str) -> T:
+        raise NotImplementedError
+
+    def _binary(self, name: str, x: Any, y: Any) -> T:
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> T:
+        return self._binary("add", self, other)
+
+    def __radd__(self, other: Any) -> T:
+        return self._binary("add", other, self)
+
+    def __sub__(self, other: Any) -> T:
+        return self._binary("sub", self, other)
+
+    def __rsub__(self, other: Any) -> T:
+        return self._binary("sub", other, self)
+
+    def __mul__(self, other: Any) -> T:
+        return self._binary("mul", self, other)
+
+    def __rmul__(self, other: Any) -> T:
+        return self._binary("mul", other, self)
+
+    def __truediv__(self, other: Any) -> T:
+        return self._binary("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> T:
+        return self._binary("div", other, self)
+
+    def __pow__(self, other: Any) -> T:
+        return self._binary("pow", self, other)
+
+    def __neg__(self) -> T:
+        return self._unary("neg")
+
+    def __lt__(self, other: Any) -> T:
+        return self._binary("less", self, other)
+
+    def __le__(self, other: Any) -> T:
+        return self._binary("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> T:
+        return self._binary("greater", self, other)
+
+    def __ge__(self, other: Any) -> T:
+        return self._binary("greater_equal", self, other)
+
+
+class Value(Arithmetic["Value"]):
     """A node of a program being built; supports arithmetic and comparison operators."""
 
     __slots__ = ("builder", "dims", "dtype", "index")
@@ -49,47 +109,11 @@ class Value:
     def __init__(self, builder: Builder, index: int, dtype: str, dims: tuple[int, ...]) -> None:
         self.builder, self.index, self.dtype, self.dims = builder, index, dtype, dims
 
-    def __add__(self, other: Any) -> Value:
-        return self.builder._binary("add", self, other)
+    def _unary(self, name: str) -> Value:
+        return self.builder._unary(name, self)
 
-    def __radd__(self, other: Any) -> Value:
-        return self.builder._binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Value:
-        return self.builder._binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self.builder._binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Value:
-        return self.builder._binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self.builder._binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self.builder._binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return self.builder._binary("div", other, self)
-
-    def __pow__(self, other: Any) -> Value:
-        return self.builder._binary("pow", self, other)
-
-    def __neg__(self) -> Value:
-        return self.builder._unary("neg", self)
-
-    def __lt__(self, other: Any) -> Value:
-        return self.builder._binary("less", self, other)
-
-    def __le__(self, other: Any) -> Value:
-        return self.builder._binary("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Value:
-        return self.builder._binary("greater", self, other)
-
-    def __ge__(self, other: Any) -> Value:
-        return self.builder._binary("greater_equal", self, other)
+    def _binary(self, name: str, x: Any, y: Any) -> Value:
+        return self.builder._binary(name, x, y)
 
     def __bool__(self) -> bool:
         raise ProgramError("a value of a program has no truth while it is built; use k.select")
@@ -103,7 +127,7 @@ class Builder:
         def __getattr__(self, name: str) -> Callable[..., Value]: ...
 
     def __init__(self, file: str = "?") -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[ProgramNode] = []
         self.symbols: dict[str, int] = {}
         self.inputs = self.outputs = 0
         self.file = file
@@ -298,7 +322,7 @@ class Builder:
         line: int,
     ) -> Value:
         nodes = self.nodes
-        nodes.append(_new(Node, (op, dtype, args, dims, attrs, line)))
+        nodes.append(_new(ProgramNode, (op, dtype, args, dims, attrs, line)))
         return Value(self, len(nodes) - 1, dtype, dims)
 
     def _value(self, x: Any, dtype: str) -> Value:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
+from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
 
 DIRECT = {
     "sqrt": "sqrt",
@@ -53,7 +53,7 @@ def emit_dvm_source(program: Program, name: str = "kernel") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(program: Program, i: int, node: Node) -> str:
+def _line(program: Program, i: int, node: ProgramNode) -> str:
     name = ir.NAMES[node.op]
     args = [f"v{a}" for a in node.args]
     dims = [d if d >= 0 else f"'{program.symbols[-1 - d]}'" for d in node.dims]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.builder import Builder, Value
-from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
+from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
 
 
 class _Backward(Builder):
@@ -79,7 +79,7 @@ def _is_float(dtype: str) -> bool:
     return ir.value_type(dtype) == "float32"
 
 
-def _input(k: Builder, like: Node, dtype: str) -> Value:
+def _input(k: Builder, like: ProgramNode, dtype: str) -> Value:
     k.inputs += 1
     return k._node(ir.LOAD, dtype, (), like.dims, (k.inputs - 1,), like.line)
 
@@ -117,7 +117,7 @@ UNARY: dict[str, Rule] = {
 def _propagate(
     k: Builder,
     program: Program,
-    node: Node,
+    node: ProgramNode,
     y: Value,
     args: list[Value],
     g: Value,
@@ -152,7 +152,7 @@ def _propagate(
 def _binary(
     k: Builder,
     name: str,
-    node: Node,
+    node: ProgramNode,
     y: Value,
     args: list[Value],
     g: Value,

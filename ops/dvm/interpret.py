@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.ir import Node, Program, ProgramError
+from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
 
 
 def _erf(x: np.ndarray) -> np.ndarray:
@@ -125,7 +125,7 @@ def bind(program: Program, inputs: Sequence[np.ndarray]) -> dict[int, int]:
 
 def _run(
     program: Program,
-    node: Node,
+    node: ProgramNode,
     values: list[Any],
     inputs: Sequence[np.ndarray],
     symbols: dict[int, int],

@@ -87,7 +87,7 @@ class ProgramError(BadInputError):
     """An operation that cannot be built: says which, where, what it found and what it expected."""
 
 
-class Node(NamedTuple):
+class ProgramNode(NamedTuple):
     """One operation.
 
     Attributes:
@@ -122,7 +122,7 @@ class Program:
 
     def __init__(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[ProgramNode],
         inputs: int,
         outputs: int,
         symbols: Sequence[str],
@@ -167,14 +167,14 @@ class Program:
             arguments = take(args)
             dims = take(take(1)[0])
             attrs = take(take(1)[0])
-            nodes.append(Node(op, DTYPES[dtype], arguments, dims, attrs, take(1)[0]))
+            nodes.append(ProgramNode(op, DTYPES[dtype], arguments, dims, attrs, take(1)[0]))
         return cls(nodes, inputs, outputs, [f"s{k}" for k in range(symbols)])
 
-    def load_of(self, number: int) -> Node:
+    def load_of(self, number: int) -> ProgramNode:
         """Return the node that loads an input."""
         return next(n for n in self.nodes if n.op == LOAD and n.attrs[0] == number)
 
-    def store_of(self, number: int) -> Node:
+    def store_of(self, number: int) -> ProgramNode:
         """Return the node that stores an output."""
         return next(n for n in self.nodes if n.op == STORE and n.attrs[0] == number)
 

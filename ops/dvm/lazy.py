@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.ops.dvm import ir
-from telechat_moe.ops.dvm.builder import Builder, Value
+from telechat_moe.ops.dvm.builder import Arithmetic, Builder, Value
 from telechat_moe.ops.dvm.runtime import Compiled
 
 _KEPT = 256
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 _HALF = np.dtype(np.float16)
 
 
-class LazyArray:
+class LazyArray(Arithmetic["LazyArray"]):
     """An array, or what will become one.
 
     Attributes:
@@ -97,47 +97,11 @@ class LazyArray:
 
     # ------------------------------------------------------------------ operators
 
-    def __add__(self, other: Any) -> LazyArray:
-        return _binary("add", self, other)
+    def _unary(self, name: str) -> LazyArray:
+        return _unary(name, self)
 
-    def __radd__(self, other: Any) -> LazyArray:
-        return _binary("add", other, self)
-
-    def __sub__(self, other: Any) -> LazyArray:
-        return _binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> LazyArray:
-        return _binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> LazyArray:
-        return _binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> LazyArray:
-        return _binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> LazyArray:
-        return _binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> LazyArray:
-        return _binary("div", other, self)
-
-    def __pow__(self, other: Any) -> LazyArray:
-        return _binary("pow", self, other)
-
-    def __neg__(self) -> LazyArray:
-        return _unary("neg", self)
-
-    def __lt__(self, other: Any) -> LazyArray:
-        return _binary("less", self, other)
-
-    def __le__(self, other: Any) -> LazyArray:
-        return _binary("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> LazyArray:
-        return _binary("greater", self, other)
-
-    def __ge__(self, other: Any) -> LazyArray:
-        return _binary("greater_equal", self, other)
+    def _binary(self, name: str, x: Any, y: Any) -> LazyArray:
+        return _binary(name, x, y)
 
     def reshape(self, *shape: Any) -> LazyArray:
         """Return another shape; the values are made first, and not copied."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
-from telechat_moe.graph.execute import Job, piece_of
+from telechat_moe.graph.execute import Job, shard_slices
 from telechat_moe.processes import Control
 
 Region = tuple[tuple[int, int], ...]
@@ -28,7 +28,7 @@ def region(job: Job, rank: int, name: str) -> Region | None:
     if entry is None:
         return None
     shape = entry[6]
-    where = piece_of(shape, job.ranks[rank], name)
+    where = shard_slices(shape, job.ranks[rank], name)
     assert where is not None
     return tuple((s.start, s.stop) for s in where)
 

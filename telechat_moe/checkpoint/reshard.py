@@ -22,7 +22,7 @@ from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import UNSEALED, unseal
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.shards import Cuts, Region
+from telechat_moe.sharding.shards import Region, WeightShards
 from telechat_moe.tensor_files import Array, dtype_name, file_of, parse
 
 FILE = "pieces.json"
@@ -50,7 +50,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
         BadInputError: The checkpoint is broken or not of this model, the layout does not fit, or ``out`` exists.
     """
     _refuse_existing(out)
-    cuts = Cuts.of(recipe)
+    cuts = WeightShards.of(recipe)
     saved = checkpoint.load(source)
     _check_model(saved, cuts, recipe)
     flat = {name: (group, x) for group, found in saved.tensors.items() for name, x in found.items()}
@@ -72,7 +72,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
         for rank in range(cuts.mesh.devices):
             regions: dict[str, Region] = {}
             for name, (_, x) in flat.items():
-                if (region := cuts.region(rank, name, x.dtype.itemsize)) is not None:
+                if (region := cuts.shard(rank, name, x.dtype.itemsize)) is not None:
                     regions[name] = region
             pieces = {name: flat[name][1][_slices(r)] for name, r in regions.items()}
             metadata = {"step": str(saved.step), "rank": str(rank), "regions": json.dumps(regions)}
@@ -227,7 +227,7 @@ def _refuse_existing(path: Path) -> None:
         raise BadInputError(f"{path} exists; name a folder that does not")
 
 
-def _check_model(saved: checkpoint.Checkpoint, cuts: Cuts, recipe: Recipe) -> None:
+def _check_model(saved: checkpoint.Checkpoint, cuts: WeightShards, recipe: Recipe) -> None:
     """Refuse a checkpoint of another model than the recipe's."""
     found = {name: x.shape for group in saved.tensors.values() for name, x in group.items()}
     problems = []

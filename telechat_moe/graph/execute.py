@@ -1,4 +1,4 @@
-"""Run rewritten rank graphs on CPU processes: load one, cut its parameters, call it."""
+"""Run rewritten rank graphs on CPU processes: load one, shard its parameters, call it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class Job:
 
 
 class RankProgram:
-    """This process's part of a job; MindSpore's communication must be initialised.
+    """One rank of a job; MindSpore's communication must be initialised.
 
     Args:
         job: The job; its groups are created here, all processes in the same order.
@@ -89,10 +89,10 @@ class RankProgram:
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
 
     def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
-        """Cut whole tensors for this rank and put them in; after the first call ``in_place``.
+        """Put this rank's shards of whole tensors in; after the first call ``in_place``.
 
         Raises:
-            BadInputError: A parameter has no value, or its piece another shape.
+            BadInputError: A parameter has no value, or its shard another shape.
         """
         from mindspore import Tensor, ops
 
@@ -105,16 +105,16 @@ class RankProgram:
                 continue
             if name not in values:
                 raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
-            piece = cut(values[name], self.graph, name)
-            if tuple(piece.shape) != tuple(parameter.shape):
+            shard = shard_of(values[name], self.graph, name)
+            if tuple(shard.shape) != tuple(parameter.shape):
                 raise BadInputError(
-                    f"rank {self.rank}: {name} is {tuple(piece.shape)} after cutting, "
+                    f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "
                     f"the graph has {tuple(parameter.shape)}"
                 )
             if in_place:
-                ops.assign(parameter, Tensor(piece))
+                ops.assign(parameter, Tensor(shard))
             else:
-                parameter.set_data(Tensor(piece))
+                parameter.set_data(Tensor(shard))
 
     def set_limits(self, norm: float, loss: float) -> None:
         """Let the next steps be applied only where gradient norm and loss are below these."""
@@ -124,7 +124,7 @@ class RankProgram:
             if name in self.parameters:
                 ops.assign(self.parameters[name], Tensor(np.float32(value)))
 
-    def pieces(self) -> dict[str, np.ndarray]:
+    def shards(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's parameters."""
         return {name: p.asnumpy().copy() for name, p in self.parameters.items()}
 
@@ -140,28 +140,27 @@ class RankProgram:
         return self.cell(*batch)
 
 
-def piece_of(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[slice, ...] | None:
-    """Return which part of a whole tensor a rank holds; None if it holds all of it."""
+def shard_slices(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[slice, ...] | None:
+    """Return the slices of a whole tensor that are a rank's shard; None: the rank holds all of it."""
     entry = graph.layouts.get(name)
     if entry is None:
         return None
-    matrix, tensor_map, shard_group = entry[0], entry[1], entry[5]
+    matrix, shard_group = entry[0], entry[5]
     coordinates = np.unravel_index(graph.rank % int(np.prod(matrix)), matrix)
     per_dimension = _by_dimension(shape, entry)
     slices = []
     for length, axes in zip(shape, per_dimension, strict=True):
         start = 0
         for axis in axes:
-            place = len(matrix) - 1 - axis
-            length //= matrix[place]
-            start += int(coordinates[place]) * length
+            i = len(matrix) - 1 - axis
+            length //= matrix[i]
+            start += int(coordinates[i]) * length
         slices.append([start, start + length])
     if shard_group:
         members = graph.groups[shard_group]
         rows = (slices[0][1] - slices[0][0]) // len(members)
         start = slices[0][0] + members.index(graph.rank) * rows
         slices[0] = [start, start + rows]
-    del tensor_map
     return tuple(slice(a, b) for a, b in slices)
 
 
@@ -193,7 +192,7 @@ def _by_dimension(shape: Sequence[int], entry: Sequence[Any]) -> list[list[int]]
     return result
 
 
-def cut(whole: np.ndarray, graph: RankGraph, name: str) -> np.ndarray:
-    """Return the part of a whole tensor that a rank holds."""
-    where = piece_of(whole.shape, graph, name)
+def shard_of(whole: np.ndarray, graph: RankGraph, name: str) -> np.ndarray:
+    """Return a rank's shard of a whole tensor."""
+    where = shard_slices(whole.shape, graph, name)
     return whole if where is None else np.ascontiguousarray(whole[where])

@@ -19,7 +19,7 @@ from telechat_moe.graph.nodes import (
     SAME_MEMORY,
     STRUCTURE,
     Graph,
-    Node,
+    GraphNode,
     Shape,
     integer_of,
     module_of,
@@ -47,7 +47,7 @@ class Tensor:
 
     size: int = 0
     phase: str = ""
-    node: Node | None = None
+    node: GraphNode | None = None
     shape: Shape = ((), 0)
     weights: bool = False
     born: int = -1
@@ -120,7 +120,7 @@ class _Walk:
             return values[name]
         return Closure(name) if name in self.functions else Tensor()
 
-    def _value(self, function: Graph, node: Node, values: Mapping[str, Any], call: int) -> Any:
+    def _value(self, function: Graph, node: GraphNode, values: Mapping[str, Any], call: int) -> Any:
         kind = node.kind
         if kind == "Constant":
             return Tensor(node=node)
@@ -145,7 +145,7 @@ class _Walk:
             return None
         return self._operator(function, node, inputs, call)
 
-    def _operator(self, function: Graph, node: Node, inputs: Sequence[Any], call: int) -> Any:
+    def _operator(self, function: Graph, node: GraphNode, inputs: Sequence[Any], call: int) -> Any:
         now, phase = len(self.phases), function.phases[node.name]
         update = phase == "optimizer" and node.kind != "Send"
         self.phases.append(phase)
@@ -164,7 +164,7 @@ class _Walk:
         self.tensors += made
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _call(self, function: Graph, node: Node, values: Mapping[str, Any]) -> Any:
+    def _call(self, function: Graph, node: GraphNode, values: Mapping[str, Any]) -> Any:
         target = self._read(node.proto.op_type[5:], values)
         if not isinstance(target, Closure):
             return None

@@ -43,7 +43,7 @@ SAME_MEMORY = {
 Shape = tuple[tuple[int, ...], int]
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """A node of a graph, with what is needed of it."""
 
     proto: Any
@@ -82,13 +82,13 @@ class Graph:
 
     def __init__(self, model: Model, proto: Any) -> None:
         self.model, self.name = model, proto.name
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, GraphNode] = {}
         for node in proto.node:
             primitive = model.primitive(node)
             kind = primitive.op_type if primitive is not None else ""
             if node.op_type == "Constant":
                 kind = "Constant"
-            self.nodes[node.name] = Node(
+            self.nodes[node.name] = GraphNode(
                 node, kind, data_inputs(kind, node.input), output_shapes(node)
             )
         self.result = proto.output[0].name if proto.output else ""
@@ -105,9 +105,9 @@ class Graph:
         return "forward" if "▸" in self.name else "backward" if "◂" in self.name else None
 
     @cached_property
-    def calls(self) -> dict[str, Node]:
+    def calls(self) -> dict[str, GraphNode]:
         """Calls of a shared network by name, with the forward call that each belongs to (its own of a forward)."""
-        found: dict[str, Node] = {}
+        found: dict[str, GraphNode] = {}
         for name, node in self.nodes.items():
             if (
                 not node.kind
@@ -155,7 +155,7 @@ class Graph:
         }
 
 
-def _fixed_phase(node: Node) -> str | None:
+def _fixed_phase(node: GraphNode) -> str | None:
     """Return the phase that a node's marks say, None if they say none."""
     scope = node.scope
     if node.mark("duplicated"):
@@ -186,15 +186,6 @@ def size_of(shape: Shape) -> int | None:
     return math.prod(dims) * ITEM_BYTES.get(element, 4)
 
 
-def owner_of(function: Graph, name: str) -> tuple[Node | None, int | None]:
-    """Return the node whose memory a value stands in, and which of its outputs."""
-    name, item = root_of(function, name)
-    node = function.nodes.get(name)
-    if node is None or node.kind in ("Constant", "", *STRUCTURE):
-        return None, None
-    return node, item
-
-
 def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     """Return the name of the value whose memory a value stands in, and which item of it, if it is a tuple."""
     item = None
@@ -213,7 +204,7 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     return name, item
 
 
-def integer_of(constant: Node) -> int | None:
+def integer_of(constant: GraphNode) -> int | None:
     """Return the value of an integer constant, None if it is none."""
     for attribute in constant.proto.attribute:
         if attribute.name == "value":

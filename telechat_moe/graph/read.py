@@ -16,7 +16,7 @@ from telechat_moe.graph.nodes import (
     PHASES,
     STRUCTURE,
     Graph,
-    Node,
+    GraphNode,
     Shape,
     call_counts,
     module_of,
@@ -270,7 +270,7 @@ class _Links:
     """Finds the forward node of a backward one."""
 
     def __init__(self, functions: Iterable[Graph]) -> None:
-        self.forward: dict[str, tuple[Graph, Node]] = {}
+        self.forward: dict[str, tuple[Graph, GraphNode]] = {}
         for function in functions:
             for node in function.nodes.values():
                 if node.kind in COLLECTIVES and not node.scope.startswith("Gradients"):
@@ -278,7 +278,7 @@ class _Links:
                     if mark:  # the first: copies to be run again stand behind it
                         self.forward.setdefault(mark, (function, node))
 
-    def of(self, node: Node) -> Node | None:
+    def of(self, node: GraphNode) -> GraphNode | None:
         """Return the forward collective that a backward one is the derivative of."""
         found = self.forward.get(node.mark("forward_unique_id") or "")
         return found[1] if found else None
@@ -294,7 +294,7 @@ class _Site:
         expected: Expected,
         links: _Links,
         function: Graph,
-        node: Node,
+        node: GraphNode,
     ) -> None:
         self.graph, self.devices, self.expected, self.links = graph, devices, expected, links
         self.function, self.node = function, node

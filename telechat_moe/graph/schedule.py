@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from telechat_moe.graph.nodes import SAME_MEMORY, Graph, Node
+from telechat_moe.graph.nodes import SAME_MEMORY, Graph, GraphNode
 
 PRODUCTS = (
     "MatMul",
@@ -86,7 +86,7 @@ def micro_of(graph: Graph) -> dict[str, int]:
     return _spread(graph, seeds)
 
 
-def _of_batch(graph: Graph, node: Node) -> bool:
+def _of_batch(graph: Graph, node: GraphNode) -> bool:
     """Return whether a slice is cut from an input of the step."""
     source = node.inputs[0]
     while (producer := graph.nodes.get(source)) is not None:
@@ -165,7 +165,7 @@ def _transfer(t: Transfer) -> Event:
     return Event(kind, t.micro, t.chunk, t.peer, t.tag, t.bytes)
 
 
-def _pass(graph: Graph, node: Node) -> str | None:
+def _pass(graph: Graph, node: GraphNode) -> str | None:
     if node.mark("is_bp"):
         return "B"
     return {"forward": "F", "backward": "B"}.get(graph.phases[node.name])

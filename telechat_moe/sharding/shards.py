@@ -1,6 +1,6 @@
-"""Which part of each tensor of a checkpoint a rank holds, from the recipe alone; nothing is compiled.
+"""Find the shard of each tensor of a checkpoint that a rank holds, from the recipe alone; nothing is compiled.
 
-What MindSpore says of a compiled rank is :func:`telechat_moe.graph.execute.piece_of`; tests hold the two equal.
+What MindSpore says of a compiled rank is :func:`telechat_moe.graph.execute.shard_slices`; tests hold the two equal.
 """
 
 import math
@@ -23,14 +23,14 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """How a recipe cuts the weights of its model and AdamW's moments.
+class WeightShards:
+    """Shards of a model's weights and of AdamW's moments.
 
     Args:
         mesh: Devices.
         weights: Each weight of the whole model by name.
         stages: Pipeline stage of each decoder layer.
-        threshold: Bytes from which copies share a weight among them (ZeRO-1); None: they do not.
+        threshold: Bytes from which copies of a weight split it among them (ZeRO-1); None: they do not.
     """
 
     mesh: Mesh
@@ -39,8 +39,8 @@ class Cuts:
     threshold: int | None = None
 
     @staticmethod
-    def of(recipe: Recipe) -> "Cuts":
-        """Return the cuts of a recipe.
+    def of(recipe: Recipe) -> "WeightShards":
+        """Return the shards of a recipe.
 
         Raises:
             BadInputError: The degrees do not fit together or do not divide a weight.
@@ -53,20 +53,20 @@ class Cuts:
         ):
             raise BadInputError(
                 f"{recipe.source}: parallel_optimizer_config.optimizer_weight_shard_size is "
-                f"{given.optimizer_weight_shard_size}; pieces are cut over all copies of a weight only, leave it out"
+                f"{given.optimizer_weight_shard_size}; a weight is sharded over all of its copies only, leave it out"
             )
         config, places = recipe.model_config, layer_stages(recipe)
         stages = [p.stage for p in places] if places else [0] * config.num_hidden_layers
         named = {weight.name: weight for weight in weights(config)}
-        cuts = Cuts(mesh_of(recipe), named, stages, shard_threshold(recipe))
-        for name, shape in cuts.shapes.items():
-            for length, axes in zip(shape, cuts.axes(name), strict=True):
-                if length % cuts.mesh.size(axes):
+        shards = WeightShards(mesh_of(recipe), named, stages, shard_threshold(recipe))
+        for name, shape in shards.shapes.items():
+            for length, axes in zip(shape, shards.axes(name), strict=True):
+                if length % shards.mesh.size(axes):
                     raise BadInputError(
-                        f"{recipe.source}: {name} {list(shape)} cannot be cut in {cuts.mesh.size(axes)} along "
+                        f"{recipe.source}: {name} {list(shape)} cannot be cut in {shards.mesh.size(axes)} along "
                         f"{length}"
                     )
-        return cuts
+        return shards
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,12 +88,12 @@ class Cuts:
         layer = _LAYER.match(name)
         return self.stages[int(layer[1])] if layer else self.mesh.pp - 1
 
-    def region(self, rank: int, name: str, itemsize: int = 4) -> Region | None:
-        """Return the part of a weight or moment that a rank holds, as (begin, end); None if another stage has it.
+    def shard(self, rank: int, name: str, itemsize: int = 4) -> Region | None:
+        """Return the shard of a weight or moment that a rank holds, as (begin, end) of each dimension; None: another stage has it.
 
         Args:
             rank: Global rank.
-            name: Of a weight, or ``adam_m.`` or ``adam_v.`` and a weight's.
+            name: Name of a weight, or ``adam_m.`` or ``adam_v.`` before one.
             itemsize: Bytes of an element.
         """
         prefix, _, rest = name.partition(".")
@@ -103,22 +103,22 @@ class Cuts:
         shape, axes = self.shapes[name], self.axes(name)
         found: list[tuple[int, int]] = []
         for length, cut in zip(shape, axes, strict=True):
-            part = length // self.mesh.size(cut)
-            start = self.mesh.index(rank, cut) * part
-            found.append((start, start + part))
+            rows = length // self.mesh.size(cut)
+            start = self.mesh.index(rank, cut) * rows
+            found.append((start, start + rows))
         used = {axis for cut in axes for axis in cut}
         copies = self.mesh.group(rank, [a for a in self.mesh.sizes if a not in used])
-        if self._shared(name, found, itemsize, len(copies)):
+        if self._split(name, found, itemsize, len(copies)):
             rows = (found[0][1] - found[0][0]) // len(copies)
             start = found[0][0] + copies.index(rank) * rows
             found[0] = (start, start + rows)
         return tuple(found)
 
-    def _shared(self, name: str, part: Sequence[tuple[int, int]], itemsize: int, by: int) -> bool:
-        """Return whether the copies of a weight share it among them."""
+    def _split(self, name: str, shard: Sequence[tuple[int, int]], itemsize: int, by: int) -> bool:
+        """Return whether the copies of a weight split it among them."""
         if self.threshold is None or by == 1 or not self.weights[name].trained:
             return False
-        lengths = [end - begin for begin, end in part]
+        lengths = [end - begin for begin, end in shard]
         return lengths[0] % by == 0 and math.prod(lengths) * itemsize >= self.threshold
 
     @cached_property

@@ -12,7 +12,7 @@ from telechat_moe.checkpoint import checkpoint, reshard
 from telechat_moe.cli.align import ckpt
 from telechat_moe.cli.verb import VerbParser
 from telechat_moe.errors import BadInputError
-from telechat_moe.sharding.shards import Cuts
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.align.compare.checkpoints import compare_checkpoints, open_checkpoint
 from telechat_moe.tools.align.dump import recipe_layout
 from telechat_moe.tools.align.dump.logical import logical, merge
@@ -62,7 +62,7 @@ def test_the_recipe_says_how_pieces_merge(whole, layout, tmp_path) -> None:
 
 def test_activations_and_gradients_of_a_recipe(whole) -> None:
     del whole
-    cuts = Cuts.of(saved.recipe(dp=2, tp=2, pp=2, sp=True, ep=4))
+    cuts = WeightShards.of(saved.recipe(dp=2, tp=2, pp=2, sp=True, ep=4))
     x = np.random.default_rng(0).standard_normal((8, 6)).astype(np.float32)
     stream = recipe_layout.activation(cuts.mesh, "stream .", stage=1)
     assert stream.ranks == (4, 5, 6, 7)

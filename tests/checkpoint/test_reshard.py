@@ -16,7 +16,7 @@ from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, reshard
 from telechat_moe.cli import main
 from telechat_moe.recipe import Recipe, load
-from telechat_moe.sharding.shards import Cuts
+from telechat_moe.sharding.shards import WeightShards
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 
@@ -76,7 +76,7 @@ LAYOUTS = {
 
 def tensors(of: Recipe, seed: int = 0) -> dict[str, dict[str, np.ndarray]]:
     """Return weights and moments with random bits, NaN and -0.0 among them."""
-    random, cuts = np.random.default_rng(seed), Cuts.of(of)
+    random, cuts = np.random.default_rng(seed), WeightShards.of(of)
     groups: dict[str, dict[str, np.ndarray]] = {"model": {}, "optimizer": {}}
     for name in cuts.names:
         group = "optimizer" if name.startswith("adam_") else "model"
@@ -122,11 +122,11 @@ def test_the_parts_of_any_layout_tile_every_tensor(
 ) -> None:
     if dp * tp * pp == 1 or ep > dp * tp:
         return
-    cuts = Cuts.of(recipe(dp=dp, tp=tp, pp=pp, ep=ep, zero=zero, threshold=threshold))
+    cuts = WeightShards.of(recipe(dp=dp, tp=tp, pp=pp, ep=ep, zero=zero, threshold=threshold))
     for name in cuts.names:
         shape = cuts.shapes[name.split(".", 1)[1] if name.startswith("adam_") else name]
         count = np.zeros(shape, np.int32)
-        found = [cuts.region(rank, name) for rank in range(cuts.mesh.devices)]
+        found = [cuts.shard(rank, name) for rank in range(cuts.mesh.devices)]
         for region in {r for r in found if r is not None}:
             count[tuple(slice(a, b) for a, b in region)] += 1
         assert (count == 1).all(), name
@@ -134,7 +134,7 @@ def test_the_parts_of_any_layout_tile_every_tensor(
 
 def test_each_piece_is_what_the_region_says(saved: Path, tmp_path: Path) -> None:
     whole = checkpoint.load(saved).tensors
-    cuts = Cuts.of(recipe(**LAYOUTS["dp2-tp2-sp-ep4"]))
+    cuts = WeightShards.of(recipe(**LAYOUTS["dp2-tp2-sp-ep4"]))
     reshard.reshard(saved, tmp_path / "pieces", recipe(**LAYOUTS["dp2-tp2-sp-ep4"]))
     from safetensors import safe_open
 
@@ -142,7 +142,7 @@ def test_each_piece_is_what_the_region_says(saved: Path, tmp_path: Path) -> None
         assert file.metadata()["step"] == "12"
         piece = file.get_tensor("layers.1.moe.experts.up")
         query = file.get_tensor("adam_m.layers.0.attention.q_up.weight")
-    assert cuts.region(3, "layers.1.moe.experts.up") == ((6, 8), (0, 32), (0, 16))
+    assert cuts.shard(3, "layers.1.moe.experts.up") == ((6, 8), (0, 32), (0, 16))
     assert piece.tobytes() == whole["model"]["layers.1.moe.experts.up"][6:8].tobytes()
     wanted = whole["optimizer"]["adam_m.layers.0.attention.q_up.weight"]
     assert query.tobytes() == wanted[len(wanted) // 2 :].tobytes()
@@ -264,19 +264,19 @@ def test_the_verbs(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_parts_are_those_of_the_compiled_graphs(layout: str) -> None:
     pytest.importorskip("mindspore")
-    from telechat_moe.graph.execute import piece_of
+    from telechat_moe.graph.execute import shard_slices
     from telechat_moe.train.rank_graph import compile_recipe
 
     of = recipe(**LAYOUTS[layout])
-    cuts, seen = Cuts.of(of), set()
+    cuts, seen = WeightShards.of(of), set()
     for graph in compile_recipe(of, target="CPU", full_batch=True):
         for name in cuts.names:
-            entry, region = graph.layouts.get(name), cuts.region(graph.rank, name)
+            entry, region = graph.layouts.get(name), cuts.shard(graph.rank, name)
             if entry is None:
                 assert region is None, name
                 continue
             assert region is not None, name
-            where = piece_of(entry[6], graph, name)
+            where = shard_slices(entry[6], graph, name)
             assert where is not None
             assert region == tuple((s.start, s.stop) for s in where), name
             seen.add(name)

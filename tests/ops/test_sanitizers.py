@@ -26,9 +26,21 @@ def run_sanitized(library: Path, tests: list[str]) -> subprocess.CompletedProces
         "LD_PRELOAD": ":".join(r.stdout.strip() for r in runtime),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-        "TELECHAT_OPS_LIBRARY": str(library),
+        "OTHER_LIBRARY": str(library),
+        "PYTHONPATH": str(HERE.parent / "support"),  # of the plugin other_library
     }
-    command = [sys.executable, "-m", "pytest", "-qsx", "-p", "no:cacheprovider", "-m", CHOICE]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-qsx",
+        "-p",
+        "other_library",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        CHOICE,
+    ]
     command += ["-k", "not instruction_set and not no_scores_in_memory", "--ignore", __file__]
     return subprocess.run(
         [*command, *[str((HERE / t).resolve()) for t in tests]],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import sharded_run as run
 
-from telechat_moe.graph.execute import Job, piece_of
+from telechat_moe.graph.execute import Job, shard_slices
 
 TIMEOUT = 7200
 LOSSES, NORM, LOADS, APPLIED = range(4)
@@ -97,7 +97,7 @@ def whole(found: Found, state: str, names: Iterable[str]) -> dict[str, np.ndarra
             if name not in held[state]:
                 continue
             piece = held[state][name]
-            where = piece_of(shape, found.job.ranks[rank], name)
+            where = shard_slices(shape, found.job.ranks[rank], name)
             where = where or tuple(slice(0, n) for n in shape)
             key = tuple((s.start, s.stop) for s in where)
             first, copy = seen.setdefault(key, (rank, piece))

@@ -374,9 +374,9 @@ def work(folder: Path, cases: list[Case]) -> None:
             if s == 0:
                 prefix = MOMENTS[case.optimizer][0]
                 found["first"] = {
-                    name: x for name, x in program.pieces().items() if name.split(".")[0] == prefix
+                    name: x for name, x in program.shards().items() if name.split(".")[0] == prefix
                 }
-        found["last"] = program.pieces()
+        found["last"] = program.shards()
         (folder / case.folder / f"out_{rank}.pickle").write_bytes(pickle.dumps(found))
 
 

@@ -11,18 +11,18 @@ from telechat_moe.tools.align.dump.records import TensorLayout
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
     from telechat_moe.sharding.mesh import Mesh
-    from telechat_moe.sharding.shards import Cuts
+    from telechat_moe.sharding.shards import WeightShards
 
 
-def cuts_of(recipe: "Recipe") -> "Cuts":
+def cuts_of(recipe: "Recipe") -> "WeightShards":
     """Return how a recipe cuts its weights."""
-    from telechat_moe.sharding.shards import Cuts
+    from telechat_moe.sharding.shards import WeightShards
 
-    return Cuts.of(recipe)
+    return WeightShards.of(recipe)
 
 
 def weight(
-    cuts: "Cuts", name: str, itemsize: int = 4, reduce: str | None = None
+    cuts: "WeightShards", name: str, itemsize: int = 4, reduce: str | None = None
 ) -> tuple[TensorLayout, tuple[int, ...]]:
     """Return the layout of a weight, or of what has its shape, and the shape of the whole.
 
@@ -46,7 +46,7 @@ def weight(
     first = cuts.stage(plain) * cuts.mesh.stage_devices
     free = tuple(a for a in AXES if all(a not in axes for axes in dims))
     if reduce is None:
-        region = cuts.region(first, plain, itemsize)
+        region = cuts.shard(first, plain, itemsize)
         assert region is not None  # the stage of `first` is the weight's
         if shape and region[0][1] - region[0][0] < shape[0] // cuts.mesh.size(dims[0]):
             dims[0] = (*dims[0], *free)

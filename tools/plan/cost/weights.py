@@ -8,7 +8,7 @@ import math
 
 from telechat_moe.recipe.weights import Weight, weights
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.shards import Cuts
+from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import stage_of_chunk
 from telechat_moe.tools.plan.cost.layout import Layout
@@ -20,14 +20,14 @@ def mesh_of(x: Layout) -> Mesh:
     return Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
 
 
-def cuts_of(a: Architecture, x: Layout) -> Cuts:
+def cuts_of(a: Architecture, x: Layout) -> WeightShards:
     """Return how a layout shards the trained weights of a model that a recipe can have."""
     counts, stages = x.chunk_layers(len(a.layers)), stage_of_chunk(x)
     layers = [stage for stage, count in zip(stages, counts, strict=True) for _ in range(count)]
-    return Cuts(mesh_of(x), {w.name: w for w in weights(a.to_model()) if w.trained}, layers)
+    return WeightShards(mesh_of(x), {w.name: w for w in weights(a.to_model()) if w.trained}, layers)
 
 
-def shard_shape(cuts: Cuts, weight: Weight) -> tuple[int, ...]:
+def shard_shape(cuts: WeightShards, weight: Weight) -> tuple[int, ...]:
     """Return the shape of a weight's shard on one device."""
     axes = cuts.axes(weight.name)
     return tuple(n // cuts.mesh.size(cut) for n, cut in zip(weight.shape, axes, strict=True))
