@@ -118,18 +118,18 @@ class FusedRMSNorm(nn.Cell):
         self.backward = dvm.custom_op(dvm.grad(program))
         self.reshape = ops.Reshape()
 
-    def construct(self, x: Tensor, weight_H: Tensor) -> Tensor:
-        """Return the normalised rows, in the shape of ``x``."""
-        y_TH = self.forward(self.reshape(x, (-1, self.width)), weight_H)
-        return self.reshape(y_TH, x.shape)
+    def construct(self, x_H: Tensor, weight_H: Tensor) -> Tensor:
+        """Return the normalised rows, in the shape of ``x_H``."""
+        y_TH = self.forward(self.reshape(x_H, (-1, self.width)), weight_H)
+        return self.reshape(y_TH, x_H.shape)
 
     def bprop(
-        self, x: Tensor, weight_H: Tensor, out: Tensor, dout: Tensor
+        self, x_H: Tensor, weight_H: Tensor, out: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and the weight."""
+        """Return the gradients of x_H and the weight."""
         rows = (-1, self.width)
-        dx, dweight = self.backward(self.reshape(x, rows), weight_H, self.reshape(dout, rows))
-        return self.reshape(dx, x.shape), dweight
+        dx, dweight = self.backward(self.reshape(x_H, rows), weight_H, self.reshape(dout, rows))
+        return self.reshape(dx, x_H.shape), dweight
 
 
 class FusedAddRMSNorm(nn.Cell):

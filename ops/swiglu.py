@@ -55,18 +55,20 @@ class FusedSwiGLU(nn.Cell):
         self.backward = dvm.custom_op(dvm.grad(swiglu_program()))
         self.reshape = ops.Reshape()
 
-    def rows(self, x: Tensor) -> Tensor:
+    def rows(self, x_F: Tensor) -> Tensor:
         """Return ``[T, F]`` of any leading dimensions."""
-        return self.reshape(x, (-1, x.shape[-1]))
+        return self.reshape(x_F, (-1, x_F.shape[-1]))
 
-    def construct(self, gate: Tensor, up: Tensor) -> Tensor:
+    def construct(self, gate_F: Tensor, up_F: Tensor) -> Tensor:
         """Return the activation, in the shape of the inputs."""
-        return self.reshape(self.forward(self.rows(gate), self.rows(up)), gate.shape)
+        return self.reshape(self.forward(self.rows(gate_F), self.rows(up_F)), gate_F.shape)
 
-    def bprop(self, gate: Tensor, up: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+    def bprop(
+        self, gate_F: Tensor, up_F: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return both gradients."""
-        dgate, dup = self.backward(self.rows(gate), self.rows(up), self.rows(dout))
-        return self.reshape(dgate, gate.shape), self.reshape(dup, gate.shape)
+        dgate, dup = self.backward(self.rows(gate_F), self.rows(up_F), self.rows(dout))
+        return self.reshape(dgate, gate_F.shape), self.reshape(dup, gate_F.shape)
 
 
 def swiglu_reference(gate_TF: np.ndarray, up_TF: np.ndarray) -> np.ndarray:

@@ -32,11 +32,18 @@ class ExpertProducts(nn.Cell):
         self.act = SwiGLU()
 
     def construct(
-        self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: Tensor | None = None
+        self,
+        x_PH: Tensor,
+        gate_EHF: Tensor,
+        up_EHF: Tensor,
+        down_EFH: Tensor,
+        group: Tensor | None = None,
     ) -> Tensor:
-        """Return the results in the shape of ``x``; see :class:`Experts`."""
-        y = self.act(self.gate_matmul(x, gate, group), self.up_matmul(x, up, group))
-        return self.down_matmul(y, down, group)
+        """Return the results in the shape of ``x_PH``, which may be blocks; see :class:`Experts`."""
+        y_PF = self.act(
+            self.gate_matmul(x_PH, gate_EHF, group), self.up_matmul(x_PH, up_EHF, group)
+        )
+        return self.down_matmul(y_PF, down_EFH, group)
 
 
 class Experts(nn.Cell):
@@ -82,26 +89,28 @@ class Experts(nn.Cell):
         return [w.name for w in (self.gate, self.up, self.down)]
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, up and down as the products take them."""
+        """Return ``gate_EHF``, ``up_EHF`` and ``down_EFH`` in the data type of the products."""
         return (
             self.cast_gate(self.gate, self.carried),
             self.cast_up(self.up, self.carried),
             self.cast_down(self.down, self.carried),
         )
 
-    def construct(self, rows: Tensor, group: Tensor | None = None) -> Tensor:
-        """Return the results in the shape of ``rows``.
+    def construct(self, x_PH: Tensor, group: Tensor | None = None) -> Tensor:
+        """Return the results in the shape of ``x_PH``.
 
         Args:
-            rows: ``[P, H]`` sorted by expert, or blocks ``[G, R, H]``.
+            x_PH: Rows sorted by expert, or blocks ``[G, R, H]``.
             group: Rows of each expert ``[E]``, or the expert of each block ``[G]`` (None: ``g``).
         """
-        x = self.cast(rows, self.carried)
-        gate, up, down = self.weights()
+        x_PH = self.cast(x_PH, self.carried)
+        gate_EHF, up_EHF, down_EFH = self.weights()
         if self.into_main_grads:
-            y, _, _ = self.gate_up_into(x, gate, up, group, self.gate_main, self.up_main)
-            return self.down_into(y, down, group, self.down_main)
+            y_PF, _, _ = self.gate_up_into(
+                x_PH, gate_EHF, up_EHF, group, self.gate_main, self.up_main
+            )
+            return self.down_into(y_PF, down_EFH, group, self.down_main)
         if self.fused:
-            y, _, _ = self.gate_up(x, gate, up, group)
-            return self.down_matmul(y, down, group)
-        return self.products(x, gate, up, down, group)
+            y_PF, _, _ = self.gate_up(x_PH, gate_EHF, up_EHF, group)
+            return self.down_matmul(y_PF, down_EFH, group)
+        return self.products(x_PH, gate_EHF, up_EHF, down_EFH, group)
