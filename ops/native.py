@@ -125,11 +125,11 @@ def set_threads(count: int) -> None:
 def copy_memory(
     to: np.ndarray, start: np.ndarray, nbytes: np.ndarray, *, all_threads: bool
 ) -> None:
-    """Copy many pieces of memory at once, past the caches: what is copied is not read soon.
+    """Copy many ranges of memory at once, past the caches, because the copies are not read soon.
 
     Args:
         to: Addresses, uint64.
-        start: Addresses of what is copied, uint64; no piece overlaps another.
+        start: Addresses to copy from, uint64; no range overlaps another.
         nbytes: Bytes of each, int64.
         all_threads: Share the work; else this thread does it.
     """

@@ -93,7 +93,7 @@ def add_rms_norm_program(width: int, eps: float) -> dvm.Program:
 
 
 def add_rms_norm_backward(width: int, eps: float) -> dvm.Program:
-    """Return ``(x + y, weight, d norm, d sum) -> (d x = d y, d weight)``: the sum is not made again."""
+    """Return ``(x + y, weight, d norm, d sum) -> (d x = d y, d weight)``: the sum is not recomputed."""
 
     def backward(
         k: dvm.Builder, h: dvm.Value, weight: dvm.Value, d: dvm.Value, dh: dvm.Value

@@ -250,7 +250,7 @@ def _trace(cell: nn.Cell) -> tuple[dvm.Program, list[Parameter]]:
 
 
 class FusedRegion(nn.Cell):
-    """What stands in for a cell: its program, with its parameters as further inputs.
+    """Replacement of a cell: its program, with its parameters as further inputs.
 
     Args:
         cell: The cell; it keeps its parameters and their names.

@@ -27,7 +27,7 @@ def grad(program: Program, wrt: Sequence[int] | None = None) -> Program:
 
     Its inputs are those of ``program``, then a cotangent for each float output, shaped like it; its outputs are
     the gradients of the sum of outputs times cotangents, one for each input in ``wrt``, in the input's type.
-    Intermediate values are computed again: that costs less than reading them from memory.
+    Intermediate values are recomputed, which costs less than reading them from memory.
 
     Args:
         program: The forward program.

@@ -1,9 +1,9 @@
-"""Which tensors of a compiled step are alive at once: activations from their operator to their last reader.
+"""Find the activations of a compiled step that are alive at once, each from its operator to its last reader.
 
-The graph is walked in its own order, which is MindSpore's topological one, through the calls of networks that micro-batches
-share. Counted is what forward, recomputed and backward operators make. Not counted:
+The graph is walked in MindSpore's topological order, through the calls of networks that micro-batches share. Counted are
+the outputs of forward, recomputed and backward operators. Not counted:
 
-* parameters and states, and what is made of weights alone (gathered or cast), which :attr:`Alive.copies` has;
+* parameters and states, and copies of weights (gathered or cast), which are in :attr:`Alive.copies`;
 * gradients that only the update reads, which are as large as the accumulators (:attr:`.read.Memory.gradients`);
 * constants, views, results in place, and what the update itself needs while no activation is alive.
 
@@ -172,7 +172,7 @@ class _Walk:
         number = self.calls
         callee = self.functions[target.name]
         given = [*target.values, *(self._read(name, values) for name in node.inputs)]
-        # What only orders effects stands last and may be left out.
+        # An input that only orders effects is the last and may be left out.
         given = (given + [None] * len(callee.given))[: len(callee.given)]
         result = self.run(callee, given, number)
         if callee.part == "forward":

@@ -1,13 +1,13 @@
 """The functions of a compiled graph: which node uses which value, in which phase of a step, how often.
 
-Phases come from where a node stands: MindSpore marks backward nodes (scope ``Gradients/``) and copies for
-recomputation (``duplicated``); what is left belongs to the forward pass if its value reaches the network or the
+Phases follow from the position of a node: MindSpore marks backward nodes (scope ``Gradients/``) and copies for
+recomputation (``duplicated``); any other node belongs to the forward pass if its value reaches the network or the
 backward pass, else to the step itself (norm, optimizer).
 
 Where micro-batches share one network ("lazy inline"), it is a pair of functions that the main one calls for each
 micro-batch: forward, whose name has ``▸``, and backward, ``◂``. Forward returns its outputs and a ``Partial``: the
-backward function with the values that it keeps for it. A forward operator that stands in the backward function was
-copied there to run again, marked or not.
+backward function with the values that it keeps for it. A forward operator in the backward function is a
+recomputed copy, marked or not.
 """
 
 import math
@@ -129,13 +129,13 @@ class Graph:
         if self.part == "forward":
             return dict.fromkeys(fixed, "forward")
         if self.part == "backward":
-            again = ("forward", "recompute")
-            return {n: "recompute" if p in again else "backward" for n, p in fixed.items()}
+            repeated = ("forward", "recompute")
+            return {n: "recompute" if p in repeated else "backward" for n, p in fixed.items()}
         for name, call in self.calls.items():
             fixed[name] = "forward" if name == call.name else "backward"
         from_gradients: set[str] = set()
         to_network: set[str] = set()
-        for name, node in self.nodes.items():  # nodes stand after what they use
+        for name, node in self.nodes.items():  # a node follows the nodes that it uses
             if fixed[name] == "backward" or any(i in from_gradients for i in node.inputs):
                 from_gradients.add(name)
         for name in reversed(self.nodes):
@@ -187,7 +187,7 @@ def size_of(shape: Shape) -> int | None:
 
 
 def root_of(function: Graph, name: str) -> tuple[str, int | None]:
-    """Return the name of the value whose memory a value stands in, and which item of it, if it is a tuple."""
+    """Return the name of the value whose memory a value shares, and which item of it, if it is a tuple."""
     item = None
     while (node := function.nodes.get(name)) is not None:
         if node.kind == "TupleGetItem":
@@ -247,7 +247,7 @@ def resolve(
     """Return the name of the function that a value is.
 
     Args:
-        function: Where the value stands.
+        function: Function that holds the value.
         functions: All of them.
         name: Value.
         item: Which item of it, if it is a tuple.

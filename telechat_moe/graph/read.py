@@ -112,7 +112,7 @@ class Memory:
     """Bytes that a rank holds, from the shapes in its graph.
 
     Attributes:
-        parameters: Weights and biases, own part.
+        parameters: Shapes of this rank's shards of weights and biases.
         optimizer: Moments.
         gradients: Accumulators where there are some; else one gradient for each trained parameter, which
             are all alive when the global norm is taken.
@@ -155,7 +155,7 @@ class Reading:
 
     @property
     def recomputed(self) -> Counter[str]:
-        """Kind to forward operators that run again."""
+        """Kind to number of recomputed forward operators."""
         return self.operators["recompute"]
 
 
@@ -275,7 +275,7 @@ class _Links:
             for node in function.nodes.values():
                 if node.kind in COLLECTIVES and not node.scope.startswith("Gradients"):
                     mark = node.mark("unique_id")
-                    if mark:  # the first: copies to be run again stand behind it
+                    if mark:  # the first: recomputed copies follow it
                         self.forward.setdefault(mark, (function, node))
 
     def of(self, node: GraphNode) -> GraphNode | None:

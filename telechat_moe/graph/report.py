@@ -131,12 +131,12 @@ def _row(c: Collective, same: Sequence[Collective]) -> dict[str, Any]:
 
 
 def _recomputation(reading: Reading) -> dict[str, Any]:
-    again = [c for c in reading.collectives if c.phase == "recompute"]
+    repeated = [c for c in reading.collectives if c.phase == "recompute"]
     return {
         "operators": sum(reading.recomputed.values()),
         "by_kind": dict(sorted(reading.recomputed.items())),
-        "collectives": sum(c.times for c in again),
-        "sent": sum(c.sent * c.times for c in again),
+        "collectives": sum(c.times for c in repeated),
+        "sent": sum(c.sent * c.times for c in repeated),
     }
 
 

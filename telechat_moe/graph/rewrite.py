@@ -5,14 +5,14 @@ Ascend           CPU
 ===============  =====================================================================
 AllReduce sum    itself
 AllReduce max    gather, then Maximum of the parts (min likewise)
-AllGather        AllReduce of a concatenation that is zero except for the own part
-ReduceScatter    AllReduce, then the own slice
-AlltoAll         gather, then the own slices of all parts
+AllGather        AllReduce of a concatenation that is zero except for this rank's shard
+ReduceScatter    AllReduce, then this rank's slice
+AlltoAll         gather, then this rank's slices of all shards
 Send, Receive    AllReduce of ``x`` and of zeros on the group of the two
 ===============  =====================================================================
 
 Every value is exact: zeros are added, or the same terms in AllReduce's own order. All collectives of a graph are
-chained in the order in which they stand, so that no two ranks wait for each other.
+chained in the order of the graph, so that no two ranks wait for each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -156,12 +156,12 @@ def _send_receive(site: _Site) -> None:
     site.editor.node(primitive, [source], site.shape, site.element, site.scope, site.name)
 
 
-# What stands for what, in words.
+# Collective -> its form on CPU, in words.
 FORMS = {
     "AllReduce": "max or min: gathered by AllReduce, then Maximum or Minimum of the parts",
-    "AllGather": "AllReduce of a concatenation that is zero except for the own part",
-    "ReduceScatter": "AllReduce, then the own slice",
-    "AlltoAll": "gathered by AllReduce, then the own slices of all parts",
+    "AllGather": "AllReduce of a concatenation that is zero except for this rank's shard",
+    "ReduceScatter": "AllReduce, then this rank's slice",
+    "AlltoAll": "gathered by AllReduce, then this rank's slices of all parts",
     "Send": "AllReduce with zeros on the group of the two",
     "Receive": "AllReduce with zeros on the group of the two",
 }
@@ -205,7 +205,7 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
             if ranks is None:
                 raise BadInputError(
                     f"rank {rank}: {operation.kind} in {operation.scope} uses the group "
-                    f"{operation.attribute('group')!r}, which nobody made"
+                    f"{operation.attribute('group')!r}, which was not created"
                 )
             site = _Site(editor, operation, ranks, rank)
             if before is not None:
@@ -228,7 +228,7 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
 
 
 def _input_shape(site: _Site) -> tuple[list[int], int]:
-    """Return shape and type of what a collective takes."""
+    """Return shape and type of a collective's input."""
     shape = list(site.shape)
     kind = site.operation.kind
     if kind == "AllGather":

@@ -1,9 +1,9 @@
-"""The order in which a rank works on its micro-batches, read from its graph.
+"""Read from a rank's graph the order in which it works on its micro-batches.
 
 Legend: ``F3`` forward of micro-batch 3, ``B3`` its backward, ``.1`` a second chunk of layers; ``sf`` / ``rf`` send and
 receive of an activation, ``sb`` / ``rb`` of a gradient, ``>5`` the other rank. MindSpore pins the order of sends and
-receives; a pass stands where the network that micro-batches share is called, else where the middle one of its matrix
-products stands.
+receives; the position of a pass is the call of the network that micro-batches share, else the middle one of its
+matrix products.
 """
 
 from collections import Counter, defaultdict
@@ -150,7 +150,8 @@ def _of_calls(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
 def pass_of(graph: Graph, name: str) -> Event:
     """Return which pass a call of a shared network is.
 
-    Marks of a backward call get lost, so its forward's count. Without a pipeline there are none: calls stand in order.
+    Marks of a backward call get lost, so those of its forward call count. Without a pipeline there are none, and calls
+    are in order.
     """
     forward = graph.calls[name]
     micro = forward.mark("micro")
@@ -188,7 +189,7 @@ def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
     """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
 
     Compared by micro-batch and size. Not by MindSpore's numbers of the pairs: it numbers what it finds in a rank's
-    graph, and where other stages are stand-ins that is another order.
+    graph, and where other stages are stubs that order is another.
 
     Args:
         orders: Rank to its order.

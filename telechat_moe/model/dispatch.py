@@ -112,8 +112,8 @@ class CapacityDispatch(nn.Cell):
     """Drop and pad: each expert takes at most ``C = ceil(factor * T * K / E)`` pairs.
 
     A dropped pair adds nothing to its token; the weights of the others stay as they are. With
-    ``capacity_tokens`` each run of so many tokens has a capacity of its own, so that a device that holds some
-    of the runs drops what one device with all of them drops.
+    ``capacity_tokens`` each group of that many tokens has its own capacity, so that a device that holds some
+    of the groups drops what one device with all of them drops.
 
     State:
         dropped: ``[1]`` fp32, pairs dropped since it was last cleared (training only).

@@ -26,7 +26,7 @@ class Mesh:
         cp: Context parallel.
         tp: Tensor parallel.
         pp: Pipeline stages.
-        ep: Expert parallel; its groups lie within a stage.
+        ep: Expert parallel; its groups are within a stage.
         sp: Sequence parallel: between the matrices, rows are spread over ``tp`` too.
         expert_tp: Cut each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
             whole experts over all devices.

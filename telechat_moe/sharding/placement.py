@@ -65,7 +65,7 @@ class Placement:
         self.layout = Layout(tuple(mesh.sizes[a] for a in AXES), AXES)
         # The same devices in the same order, for primitives that take one axis a dimension.
         self.coarse = Layout((mesh.dp, mesh.cp, mesh.tp), ("dp", "cp", "tp"))
-        self.placed: dict[int, ops.Primitive] = {}  # kept alive: a number would be given again
+        self.placed: dict[int, ops.Primitive] = {}  # kept alive: Python would reuse the id
         self._rules: dict[int, Rule] = {}
         self._groups: dict[tuple[int, ...], str] = {}
         self._weights: dict[int, str] = {}
@@ -193,7 +193,7 @@ class Placement:
         """Place a cell that runs on slices."""
         inputs, outputs = LOCAL[row]
         self.placed[id(cell.morph)] = cell.morph
-        # What runs on slices has no layout of its own.
+        # Primitives that run on slices have no layout.
         owner = getattr(cell.morph.__morph_fn__, "__self__", None)
         if isinstance(owner, nn.Cell):
             self.placed |= {id(p): p for _, _, p in primitives(owner)}
@@ -237,7 +237,7 @@ def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
     if name not in COMPUTED_AXIS:
         known = ", ".join(COMPUTED_AXIS)
         raise BadInputError(
-            f"{name} was given an output layout of its own, which MindSpore does not check; known to be right: {known}"
+            f"{name} was given its own output layout, which MindSpore does not check; known to be right: {known}"
         )
     given = COMPUTED_AXIS[name]
     axis: int | tuple[int, ...] = primitive.axis if given is None else given

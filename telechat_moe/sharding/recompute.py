@@ -1,4 +1,4 @@
-"""What is computed again in the backward pass, by recipe: whole layers, or modules of all layers."""
+"""Mark what the backward pass recomputes, by recipe: whole layers, or modules of all layers."""
 
 from collections.abc import Callable, Iterator, Set
 
@@ -14,7 +14,7 @@ def _up(block: Block) -> Iterator[object]:
     attention = block.attention
     yield attention.q_up if attention.compress_query else attention.q_proj
     yield attention.kv_up
-    # and what makes queries, keys and values of them, which attention would keep
+    # and the primitives that make queries, keys and values, which attention would keep
     yield from (attention.reshape, attention.split_query, attention.split_key_value)
     yield from (attention.rope_query, attention.share_key)
     yield from (attention.concat_query, attention.concat_key)
@@ -72,8 +72,8 @@ def recompute(
     """Mark cells of a placed model for recomputation.
 
     Args:
-        model: Its cells of other stages may be stand-ins, which are left alone.
-        layers: Places of the layers that are recomputed as a whole.
+        model: Shape-only stubs of other stages are left alone.
+        layers: Numbers of the layers that are recomputed as a whole.
         mtp: The MTP layers too.
         modules: Names of :data:`MODULES`, in the layers that are not.
         communication: Collectives within them are repeated as well.
@@ -85,7 +85,7 @@ def recompute(
         if not isinstance(cell, Block | MTPLayer):
             continue
         block = cell if isinstance(cell, Block) else cell.block
-        if block.is_moe:  # counted once, not once more in the backward pass
+        if block.is_moe:  # counted in the forward pass only
             block.moe.router.accumulate_load.recompute(False)
         if whole:
             cell.recompute(mp_comm_recompute=communication)
