@@ -44,7 +44,7 @@ data or checkpoint, 130 interrupted
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    # No option may be the beginning of two of msrun's, which would refuse it though it stands behind the program.
+    # No option may be the beginning of two of msrun's, which would refuse it even after the program.
     parser = argparse.ArgumentParser(
         prog="python -m telechat_moe.run",
         description="Train a recipe as one of the processes that msrun starts, or as the only one.",

@@ -1,4 +1,4 @@
-"""Which cores the processes of a machine run on: near their NPU, apart from each other.
+"""Which cores the processes of a machine run on: near their NPU, on different cores.
 
 ``msrun --bind_core`` would do this, too, but it reads the cores from ``/sys/fs/cgroup/cpuset/cpuset.cpus``, which machines with
 cgroup 2 do not have; there it binds nothing, with a warning that nobody sees. So each process binds itself.
@@ -59,16 +59,16 @@ class Topology:
             wanted = [known[i * len(known) // processes] for i in range(processes)]
         shares: list[list[int]] = []
         for i, node in enumerate(wanted):
-            here, place = wanted.count(node), wanted[:i].count(node)
-            shares.append(_share(self.nodes[node], here, place))
+            here, index = wanted.count(node), wanted[:i].count(node)
+            shares.append(_share(self.nodes[node], here, index))
         return shares
 
 
-def _share(cores: Sequence[int], parts: int, part: int) -> list[int]:
-    """Return one of several parts of the cores, as equal as can be, none empty."""
-    if len(cores) < parts:
-        return [cores[part % len(cores)]]
-    return list(cores[part * len(cores) // parts : (part + 1) * len(cores) // parts])
+def _share(cores: Sequence[int], shares: int, index: int) -> list[int]:
+    """Return one of several shares of the cores, as equal as can be, none empty."""
+    if len(cores) < shares:
+        return [cores[index % len(cores)]]
+    return list(cores[index * len(cores) // shares : (index + 1) * len(cores) // shares])
 
 
 def _npus(sys: Path) -> list[int]:

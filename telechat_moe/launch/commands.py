@@ -116,8 +116,8 @@ def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
     """Return the command that runs another one on a host.
 
     Args:
-        shell: A command that takes a host and one line for a shell there, as ssh does; ``{host}`` stands where the
-            host goes, else it comes last.
+        shell: A command that takes a host and one line for a shell there, as ssh does; ``{host}`` is replaced by the
+            host; without it the host comes last.
         host: The host.
         argv: What to run there, in the folder where we are.
     """
@@ -149,7 +149,7 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def check_port(address: str, port: int) -> None:
-    """Refuse a port of this machine that is in use, or an address that is not one of its own.
+    """Refuse a port of this machine that is in use, or an address that this machine does not have.
 
     Raises:
         UsageError: Says by which process, if that can be seen.

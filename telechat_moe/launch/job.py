@@ -65,7 +65,7 @@ def source_key(what: Mapping[str, Any]) -> str:
 
 
 def _graph_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the part of a recipe that a graph may depend on."""
+    """Return the settings of a recipe that a graph may depend on."""
     settings = {k: v for k, v in recipe.to_dict().items() if k not in _NOT_IN_GRAPH}
     own = recipe.telechat_moe
     settings["telechat_moe"] = [
@@ -324,17 +324,17 @@ def _start(
 
 
 def set_aside(logs: Path, attempt: int | None) -> None:
-    """Move the logs of an attempt into a folder of their own; None: remove all that earlier launches left."""
+    """Move the logs of an attempt into their own folder; None: remove all that earlier launches left."""
     mine = ("worker_*.log", "msrun*.log", "agent_*.log", "scheduler.log")
     if attempt is None:
         for pattern in mine:
             for path in (*logs.glob(pattern), *logs.glob(f"attempt_*/{pattern}")):
                 path.unlink()
         return
-    place = logs / f"attempt_{attempt}"
-    place.mkdir(exist_ok=True)
+    folder = logs / f"attempt_{attempt}"
+    folder.mkdir(exist_ok=True)
     for path in [path for pattern in mine for path in logs.glob(pattern)]:
-        path.rename(place / path.name)
+        path.rename(folder / path.name)
 
 
 def newest(recipe: Recipe, plan: LaunchPlan) -> str | None:

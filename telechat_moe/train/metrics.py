@@ -3,7 +3,7 @@
 Every line has ``event`` and ``step``. Events and their other keys:
 
 ``step``
-    ``loss`` (total), ``lm_loss``, ``mtp_loss``, ``aux_loss`` (the parts of the total, in nats),
+    ``loss`` (total), ``lm_loss``, ``mtp_loss``, ``aux_loss`` (the terms of the total, in nats),
     ``grad_norm``, ``learning_rate``, ``seconds``, ``tokens`` (of this step), ``tokens_per_second``,
     ``skipped`` (true: the weights were left as they are, because of a NaN, an Inf or a spike), and if given
     ``data_seconds`` (waiting for data), ``expert_load_max_over_mean`` (1.0 is perfect balance),

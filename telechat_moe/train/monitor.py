@@ -1,6 +1,6 @@
 """What the user sees of a run: a progress line, metrics.jsonl, TensorBoard events and loss.png.
 
-On a terminal, one line that is redrawn in place; elsewhere (a pipe, a log file, msrun) one line of
+On a terminal, one line that is redrawn; otherwise (a pipe, a log file, msrun) one line of
 ``key=value`` for every few steps, without escape codes, fit for grep. All of it goes to stderr.
 """
 
@@ -38,7 +38,7 @@ class Monitor:
         tokens_per_step: Tokens that one optimizer step learns from (global batch x sequence length).
         resume_step: Finished steps of the checkpoint that the run goes on from; later lines are
             removed from metrics.jsonl, so that no step appears twice. 0 begins a new file.
-        quiet: None: live line on a terminal, plain lines elsewhere. True: plain lines always.
+        quiet: None: live line on a terminal, otherwise plain lines. True: plain lines always.
             False: live line always.
         log_every: Steps between two plain lines; the first and the last step are always printed.
         tensorboard: Write TensorBoard events (if tensorboardX is installed).
@@ -257,7 +257,7 @@ class Monitor:
         )
 
     def _segments(self) -> list[tuple[int, str, str]]:
-        """Return (rank, text, style) of the live line's parts; low ranks come first if it is short."""
+        """Return (rank, text, style) of the live line's segments; low ranks come first if it is short."""
         v = self._last
         tokens_per_s, eta_s = self._speed()
         done = v["step"] / self.total_steps if self.total_steps else 1.0
@@ -289,7 +289,7 @@ class Monitor:
         if not force and now - self._drawn_at < 1 / _REDRAWS_PER_S:
             return
         self._drawn_at = now
-        room = self._live.console.width + 1  # a part takes two columns more than its text
+        room = self._live.console.width + 1  # a segment takes two columns more than its text
         segments = self._segments()
         shown = set[str]()
         for _, text, _ in sorted(segments):

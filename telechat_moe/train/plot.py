@@ -87,8 +87,8 @@ def plot(source: str | Path, target: str | Path) -> Path | None:
         below.set_xlim(0, max(r["step"] for r in steps) * 1.015 + 0.5)
         title = _finding(steps, evaluations)
         above.set_title(title, loc="left", fontweight="bold", fontsize=15, pad=24)
-        place = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
-        above.annotate(_summary(steps), (0, 1), color=_GREY, **place)
+        where = {"xycoords": "axes fraction", "xytext": (0, 8), "textcoords": "offset points"}
+        above.annotate(_summary(steps), (0, 1), color=_GREY, **where)
     return Path(target)
 
 
@@ -156,9 +156,9 @@ def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Flo
             below.plot(x, seen, "o-", markersize=3, linewidth=1.0, color=colours[i % 4], label=name)
         eps = float(np.finfo(np.float32).eps)
         below.axhline(eps, color=_GREY, linestyle="--", linewidth=1.0)
-        place = {"xycoords": ("axes fraction", "data"), "xytext": (0, -4), "ha": "right"}
-        place |= {"textcoords": "offset points", "va": "top", "color": _GREY, "fontsize": 9}
-        below.annotate("float32 epsilon", (1, eps), **place)
+        where = {"xycoords": ("axes fraction", "data"), "xytext": (0, -4), "ha": "right"}
+        where |= {"textcoords": "offset points", "va": "top", "color": _GREY, "fontsize": 9}
+        below.annotate("float32 epsilon", (1, eps), **where)
         below.set_yscale("log")
         below.set_ylabel(f"relative distance\nfrom {first}")
         above.set_ylabel("training loss (nats)")

@@ -51,7 +51,7 @@ class RankEngine:
         graphs = Job.read(job)
         self.program = RankProgram(graphs, self.rank)
         with select.using("plain"):
-            self.optimizer = optimizer.from_recipe(recipe, [])  # for the host's part of it
+            self.optimizer = optimizer.from_recipe(recipe, [])  # computes its scalars on the host
         self.evaluate_cell = Evaluate(self.model)
         self.names = [name for name in self.program.parameters if self._kept(name)]
         self.sharing = ShardOwners(graphs, self._kept)
@@ -65,8 +65,8 @@ class RankEngine:
 
     def read(self, columns: Columns) -> list[Batch]:
         """Return the whole batch; the graph cuts micro-batches and this rank's rows out of it."""
-        parts = [next(columns) for _ in range(self.micro_batches)]
-        return [tensors({name: np.concatenate([p[name] for p in parts]) for name in parts[0]})]
+        read = [next(columns) for _ in range(self.micro_batches)]
+        return [tensors({name: np.concatenate([r[name] for r in read]) for name in read[0]})]
 
     def update(
         self, batches: list[Batch], number: int, rate: float, limits: tuple[float, float]

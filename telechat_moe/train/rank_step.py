@@ -44,8 +44,8 @@ class RankStep(UpdateStep):
     Args:
         model: Placed model (:func:`telechat_moe.sharding.apply`).
         optimizer: Updates the model's parameters.
-        shares: For each of its parameters, one over the number of devices that hold the same part of the
-            gradient; so square sums over all devices count each part once.
+        shares: For each of its parameters, one over the number of devices that hold the same shard of the
+            gradient; so square sums over all devices count each shard once.
         loss_share: Likewise for the losses; 0 on a stage that has none.
         routers: Routers of this stage with their places among all.
         router_count: Routers of the whole model.
@@ -53,7 +53,7 @@ class RankStep(UpdateStep):
         micro_batches: Micro-batches of a step.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
-        alone: For each parameter, whether no other device holds the same part.
+        alone: For each parameter, whether no other device holds the same shard.
         max_grad_norm: Clip the global gradient norm to this; None = no clipping.
         bias_rate: Rate of the expert bias; 0 = no update.
     """

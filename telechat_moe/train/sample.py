@@ -25,7 +25,7 @@ def continue_prompts(
     """Return a continuation of each prompt.
 
     All prompts go through the model together in a window of fixed length, so one graph is compiled;
-    what lies behind a prompt's last token is hidden from it by the causal mask.
+    what follows a prompt's last token is hidden from it by the causal mask.
 
     Args:
         model: Its training flag is cleared for the run and put back.

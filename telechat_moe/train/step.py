@@ -24,7 +24,7 @@ class StepOutput(NamedTuple):
         losses: ``[3]`` fp32: next-token, MTP, balance and z-loss; means over micro-batches.
         norm: Global norm of the gradient before clipping.
         square_sums: ``[parameters]``, to name the one that is not finite; None where a process has
-            a part of the gradient only.
+            a shard of the gradient only.
         applied: False when the step was skipped because loss or gradient norm is not finite or too high.
         load_LE: Tokens each expert of each MoE layer got.
         dropped: Pairs dropped, all layers (capacity dispatch; else 0); None if not counted.
