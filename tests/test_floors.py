@@ -16,7 +16,7 @@ EXEMPT: dict[str, str] = {}
 
 # From the ground up. What stands in one line may not import one another, but for the ground floor.
 FLOORS = (
-    ("errors", "units", "files", "html", "processes"),
+    ("errors", "units", "files", "tensor_files", "html", "processes"),
     ("recipes",),
     ("recipe",),
     ("ops",),
