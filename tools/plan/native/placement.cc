@@ -27,18 +27,15 @@ int PathPool::add(const PipelineProgram& p, const std::vector<int32_t>& ops) {
     path.sends += before >= 0 && stage != before;
     before = stage;
   }
-  uint64_t key = static_cast<uint64_t>(path.sends);
-  for (int n : path.counts) key = (key ^ static_cast<uint64_t>(n)) * 1099511628211ull;
+  Ints key = path.counts;
+  key.push_back(path.sends);
   std::lock_guard<std::mutex> held(lock_);
-  for (auto [at, end] = seen_.equal_range(key); at != end; ++at) {
-    const Path& one = paths_[at->second];
-    if (one.sends == path.sends && one.counts == path.counts) return at->second;
+  const auto [at, added] = numbers_.try_emplace(std::move(key), static_cast<int>(paths_.size()));
+  if (added) {
+    path.ops = ops;
+    paths_.push_back(std::move(path));
   }
-  path.ops = ops;
-  paths_.push_back(std::move(path));
-  const int number = static_cast<int>(paths_.size()) - 1;
-  seen_.emplace(key, number);
-  return number;
+  return at->second;
 }
 
 const Path& PathPool::at(int number) {

@@ -5,8 +5,8 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "pipeline.h"
@@ -39,7 +39,7 @@ class PathPool {
  private:
   std::mutex lock_;
   std::deque<Path> paths_;
-  std::unordered_multimap<uint64_t, int> seen_;
+  std::map<Ints, int> numbers_;  // by counts and sends
 };
 
 struct Placed {
