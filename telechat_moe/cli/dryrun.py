@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -14,7 +13,6 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import size_text
 
-PREDICT = "telechat_moe.tools.plan.cost.expected_graph"
 NOTES = """\
 MindSpore's front end compiles the training step (forward, backward, optimizer) of a rank for Ascend on
 this machine; nothing is run. One rank stands for its pipeline stage: the others have the same graph with
@@ -107,10 +105,10 @@ def run(args: argparse.Namespace) -> int:
 def _confirms(args: argparse.Namespace) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
     """Return what holds a report against the planner's prediction; refuses before anything is compiled."""
     from telechat_moe.recipe import load
+    from telechat_moe.tools.plan.cost import expected_graph as planner
 
     if args.mindformers or args.target != "Ascend":
         raise UsageError("--confirm: the planner predicts our own model's graph for target Ascend")
-    planner = import_module(PREDICT)
     recipe = load(args.recipe, args.overrides, devices=args.devices)
     planner.refuse(recipe)
     return lambda report: planner.differences(recipe, report)

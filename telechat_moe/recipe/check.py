@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from telechat_moe.recipe.fields import Form, Length, Range
-from telechat_moe.recipe.tree import Entry, Kind, Node
+from telechat_moe.recipe.tree import Entry, Kind, YamlNode
 
 INVALID: Any = object()
 """Returned instead of a value that has a problem."""
@@ -138,7 +138,7 @@ class Checker:
 
     def section(self, entry: Entry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
-        plan = _plan(cls)
+        plan = _section_keys(cls)
         built = cast(Any, object.__new__)(cls)
         given: dict[str, Entry] = {}
         for child in entry.node.entries:
@@ -167,7 +167,7 @@ class Checker:
         self.report(entry, path, "is missing", f"expected {describe(field.type)}", "")
         return INVALID
 
-    def _unknown(self, child: Entry, plan: "_Plan", path: str, below: str) -> None:
+    def _unknown(self, child: Entry, plan: "_SectionKeys", path: str, below: str) -> None:
         where = f"the section {path}" if path else "a recipe"
         near = plan.elsewhere.get(child.key) or "".join(
             difflib.get_close_matches(child.key, plan.names, 1, 0.6)
@@ -186,7 +186,7 @@ class _Trial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
+class _SectionKeys:
     fields: dict[str, dataclasses.Field[Any]]
     names: dict[str, str]
     """Every key that may be written, and the field that it sets."""
@@ -195,11 +195,11 @@ class _Plan:
     """Names that other programs use for a field."""
 
 
-_PLANS: dict[type, _Plan] = {}
+_KEYS: dict[type, _SectionKeys] = {}
 
 
-def _plan(cls: type) -> _Plan:
-    if cls not in _PLANS:
+def _section_keys(cls: type) -> _SectionKeys:
+    if cls not in _KEYS:
         fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
         names = {name: name for name in fields}
         for field in fields.values():
@@ -216,23 +216,23 @@ def _plan(cls: type) -> _Plan:
             for field in fields.values()
             for name in cast("tuple[str, ...]", field.metadata.get("instead_of", ()))
         }
-        _PLANS[cls] = _Plan(fields, names, required, elsewhere)
-    return _PLANS[cls]
+        _KEYS[cls] = _SectionKeys(fields, names, required, elsewhere)
+    return _KEYS[cls]
 
 
 def keys_of(cls: type) -> Iterable[str]:
     """Return every key that may be written in the section ``cls``."""
-    return _plan(cls).names
+    return _section_keys(cls).names
 
 
 def required_of(cls: type) -> frozenset[str]:
     """Return the keys that must be written in the section ``cls``."""
-    return _plan(cls).required
+    return _section_keys(cls).required
 
 
 def canonical(cls: type, key: str) -> str:
     """Return the field that a written key of the section ``cls`` sets."""
-    return _plan(cls).names[key]
+    return _section_keys(cls).names[key]
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -244,7 +244,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def type_names(cls: Any) -> tuple[str, ...]:
     """Return the values that the ``type`` key of a section may have."""
-    return get_args(_plan(cls).fields["type"].type)
+    return get_args(_section_keys(cls).fields["type"].type)
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:
@@ -335,7 +335,7 @@ def describe(kind: Any) -> str:
     return f"{_WORDS[base]} {said}".rstrip()
 
 
-def nearest_word(node: Node, kind: Any) -> str:
+def nearest_word(node: YamlNode, kind: Any) -> str:
     """Return the allowed word that is nearest to a misspelt one; empty if none is near."""
     if node.kind != "str":
         return ""

@@ -20,7 +20,7 @@ from telechat_moe.recipe.check import Checker, keys_of, required_of
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
-from telechat_moe.recipe.tree import Entry, Kind, Node, read
+from telechat_moe.recipe.tree import Entry, Kind, YamlNode, read
 
 
 def shipped_dir() -> Path:
@@ -141,7 +141,7 @@ class _Loader:
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
         return self._resolve(self.tree(text, overrides), devices)
 
-    def tree(self, text: str, overrides: Sequence[str]) -> Node:
+    def tree(self, text: str, overrides: Sequence[str]) -> YamlNode:
         def in_file(line: int, key: str, found: str, expected: str) -> None:
             self.report(self.file, line, key, found, expected)
 
@@ -155,7 +155,7 @@ class _Loader:
             self._override(root, override)
         return root
 
-    def _resolve(self, root: Node, devices: int | None) -> Recipe:
+    def _resolve(self, root: YamlNode, devices: int | None) -> Recipe:
         model_class = _complete_model(root)
         top = Entry("", 1, root)
 
@@ -177,7 +177,7 @@ class _Loader:
             raise RecipeError(list(self.problems.values()))
         return recipe
 
-    def _override(self, root: Node, text: str) -> None:
+    def _override(self, root: YamlNode, text: str) -> None:
         origin = f"--set {text}"
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
@@ -205,13 +205,13 @@ def _label(path: Path) -> str:
         return str(path)
 
 
-def _mark(node: Node, origin: str) -> None:
+def _mark(node: YamlNode, origin: str) -> None:
     node.origin = origin
     for entry in node.entries:
         _mark(entry.node, origin)
 
 
-def _put(node: Node, parts: list[str], new: Node, origin: str) -> tuple[str, str] | None:
+def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[str, str] | None:
     """Put a value into the tree; return (found, expected) if that is not possible."""
     shared = False  # past an alias everything must be copied before it is changed
     for depth, part in enumerate(parts):
@@ -223,7 +223,7 @@ def _put(node: Node, parts: list[str], new: Node, origin: str) -> tuple[str, str
         if node.kind not in ("map", "list"):
             return f"{'.'.join(parts[:depth])} is {node.show()}", "a key of a section"
         if entry is None:
-            fresh = new if last else Node("map", 0, origin=origin)
+            fresh = new if last else YamlNode("map", 0, origin=origin)
             node.entries.append(Entry(part, 0, fresh))
             node = fresh
             continue
@@ -236,9 +236,9 @@ def _put(node: Node, parts: list[str], new: Node, origin: str) -> tuple[str, str
     return None
 
 
-def _copy(node: Node) -> Node:
+def _copy(node: YamlNode) -> YamlNode:
     entries = [Entry(e.key, e.line, e.node, e.alias) for e in node.entries]
-    return Node(
+    return YamlNode(
         node.kind, node.line, node.value, node.text, node.trap, entries, node.size, node.origin
     )
 
@@ -254,15 +254,15 @@ def _locate(top: Entry, key: str) -> Entry:
     return entry
 
 
-def _scalar_text(root: Node, *keys: str) -> str:
-    node: Node | None = root
+def _scalar_text(root: YamlNode, *keys: str) -> str:
+    node: YamlNode | None = root
     for key in keys:
         entry = node.get(key) if node else None
         node = entry.node if entry else None
     return node.value if node and node.kind == "str" else ""
 
 
-def _complete_model(root: Node) -> type:
+def _complete_model(root: YamlNode) -> type:
     """Fill in model keys that stand elsewhere; return the class that checks the section."""
     section = _locate(Entry("", 1, root), "model.model_config")
     kind = _scalar_text(root, "model", "model_config", "model_type")
@@ -293,21 +293,21 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
     return {k: v for k, v in pairs if k in known}, str(path)
 
 
-def _fill(section: Node, values: dict[str, object], origin: str) -> None:
+def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:
     have = {e.key for e in section.entries}
     for key, value in values.items():
         if key not in have:
             section.entries.append(Entry(key, 0, _node(value, origin)))
 
 
-def _node(value: object, origin: str) -> Node:
+def _node(value: object, origin: str) -> YamlNode:
     if isinstance(value, dict):
         pairs = cast("dict[str, object]", value).items()
         entries = [Entry(str(k), 0, _node(v, origin)) for k, v in pairs]
-        return Node("map", 0, entries=entries, origin=origin)
+        return YamlNode("map", 0, entries=entries, origin=origin)
     if isinstance(value, list):
         items = cast("list[object]", value)
         entries = [Entry(str(i), 0, _node(v, origin)) for i, v in enumerate(items)]
-        return Node("list", 0, entries=entries, origin=origin)
+        return YamlNode("list", 0, entries=entries, origin=origin)
     kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "str"}
-    return Node(kinds.get(type(value), "null"), 0, value, str(value), origin=origin)
+    return YamlNode(kinds.get(type(value), "null"), 0, value, str(value), origin=origin)

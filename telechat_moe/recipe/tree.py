@@ -3,7 +3,7 @@
 PyYAML's constructors lose lines, let the last of two equal keys win and turn ``no``, ``010`` and
 ``1:30`` into something else. This module builds its own tree from the parser's events: every key
 keeps its line, duplicate keys, odd anchors and tags are problems, and a scalar whose YAML 1.1
-meaning surprises keeps the reason in ``Node.trap``. What a plain scalar means is decided by
+meaning surprises keeps the reason in ``YamlNode.trap``. What a plain scalar means is decided by
 PyYAML's own resolver, because MindFormers reads the same file with ``yaml.safe_load``.
 """
 
@@ -34,13 +34,13 @@ class Entry:
 
     key: str
     line: int
-    node: "Node"
+    node: "YamlNode"
     alias: bool = False
     """The value was written elsewhere and is only named here (``*name`` or ``<<``)."""
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class YamlNode:
     """One value."""
 
     kind: Kind
@@ -61,7 +61,7 @@ class Node:
         """Return the entry with this key, or None."""
         return next((e for e in self.entries if e.key == key), None)
 
-    def become(self, other: "Node") -> None:
+    def become(self, other: "YamlNode") -> None:
         """Take over another value, in every place that shares this node."""
         self.kind, self.line, self.value, self.text = (
             other.kind,
@@ -119,39 +119,39 @@ def _tag_of(text: str) -> str:
     return "str"
 
 
-def scalar(text: str, line: int) -> Node:
+def scalar(text: str, line: int) -> YamlNode:
     """Return the node of a plain (unquoted) scalar, as YAML 1.1 reads it."""
     tag = _tag_of(text)
     if tag == "null":
-        return Node("null", line, None, text)
+        return YamlNode("null", line, None, text)
     if tag == "bool":
         if text in _TRUE or text in _FALSE:
-            return Node("bool", line, text in _TRUE, text)
+            return YamlNode("bool", line, text in _TRUE, text)
         value = text in _ON
         trap = f"YAML reads {text} as {value}; write {value}, or quote it if text is meant"
-        return Node("bool", line, value, text, trap)
+        return YamlNode("bool", line, value, text, trap)
     if tag == "int":
         return _integer(text, line)
     if tag == "float":
         if _FLOAT.fullmatch(text):
-            return Node("float", line, float(text), text)
+            return YamlNode("float", line, float(text), text)
         trap = f"YAML reads {text} as a special or base-60 number; write a plain decimal number"
-        return Node("float", line, float("nan"), text, trap)
+        return YamlNode("float", line, float("nan"), text, trap)
     if tag != "str":
-        return Node("str", line, text, text, f"YAML reads {text} as a {tag}; quote it")
-    return Node("str", line, text, text, _text_trap(text))
+        return YamlNode("str", line, text, text, f"YAML reads {text} as a {tag}; quote it")
+    return YamlNode("str", line, text, text, _text_trap(text))
 
 
-def _integer(text: str, line: int) -> Node:
+def _integer(text: str, line: int) -> YamlNode:
     if _DECIMAL.fullmatch(text) and len(text) <= 30:
-        return Node("int", line, int(text), text)
+        return YamlNode("int", line, int(text), text)
     value = 0
     trap = f"{_short(text)} is too long for a number"
     if len(text) <= 30:
         value = int(cast(Any, yaml.SafeLoader("")).construct_yaml_int(yaml.ScalarNode("", text)))
         how = "base 60" if ":" in text else "octal, hexadecimal, binary or with underscores"
         trap = f"YAML reads {text} as {value} ({how}); write a plain decimal number"
-    return Node("int", line, value, text, trap)
+    return YamlNode("int", line, value, text, trap)
 
 
 def _text_trap(text: str) -> str:
@@ -182,9 +182,9 @@ class _Builder:
     def __init__(self, events: Iterator[Any], report: Report) -> None:
         self.events = events
         self.report = report
-        self.anchors: dict[str, Node | None] = {}
+        self.anchors: dict[str, YamlNode | None] = {}
 
-    def node(self, event: Any, depth: int, path: str) -> Node:
+    def node(self, event: Any, depth: int, path: str) -> YamlNode:
         """Read one value and everything inside it."""
         line = event.start_mark.line + 1
         if depth > MAX_DEPTH:
@@ -202,14 +202,14 @@ class _Builder:
             self.anchors[anchor] = built
         return built
 
-    def _content(self, event: Any, line: int, depth: int, path: str) -> Node:
+    def _content(self, event: Any, line: int, depth: int, path: str) -> YamlNode:
         tag = cast("str | None", event.tag)
         if tag is not None:
             self.report(line, path, f"the tag {tag}", "tags are not used in recipes; remove it")
         if isinstance(event, yaml.ScalarEvent):
             text = cast(str, cast(Any, event).value)
             plain = cast(Any, event).implicit[0] and tag is None
-            return scalar(text, line) if plain else Node("str", line, text, text)
+            return scalar(text, line) if plain else YamlNode("str", line, text, text)
         if isinstance(event, yaml.SequenceStartEvent):
             return self._list(line, depth, path)
         return self._map(line, depth, path)
@@ -220,18 +220,18 @@ class _Builder:
             return Entry(key, line, self._alias(event, path), alias=True)
         return Entry(key, line, self.node(event, depth + 1, path))
 
-    def _alias(self, event: Any, path: str) -> Node:
+    def _alias(self, event: Any, path: str) -> YamlNode:
         line, name = event.start_mark.line + 1, cast(str, event.anchor)
         target = self.anchors.get(name)
         if target is None:
             known = [a for a, n in self.anchors.items() if n is not None]
             what = f"*{name} lies inside &{name}" if name in self.anchors else f"no anchor &{name}"
             self.report(line, path, what, f"use one defined above: {', '.join(known) or 'none'}")
-            return Node("broken", line)
+            return YamlNode("broken", line)
         return target
 
-    def _list(self, line: int, depth: int, path: str) -> Node:
-        node = Node("list", line)
+    def _list(self, line: int, depth: int, path: str) -> YamlNode:
+        node = YamlNode("list", line)
         for event in self.events:
             if isinstance(event, yaml.SequenceEndEvent):
                 break
@@ -242,8 +242,8 @@ class _Builder:
             node.size += entry.node.size
         return node
 
-    def _map(self, line: int, depth: int, path: str) -> Node:
-        node, seen, merged = Node("map", line), dict[str, int](), list[Entry]()
+    def _map(self, line: int, depth: int, path: str) -> YamlNode:
+        node, seen, merged = YamlNode("map", line), dict[str, int](), list[Entry]()
         for event in self.events:
             if isinstance(event, yaml.MappingEndEvent):
                 break
@@ -302,7 +302,7 @@ class _TooDeepError(Exception):
         self.line = line
 
 
-def read(text: str, report: Report) -> Node | None:
+def read(text: str, report: Report) -> YamlNode | None:
     """Parse YAML text.
 
     Args:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain, combinations, islice
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.experts import expert_shares
 
 AXES = ("dp_outer", "dp_inner", "cp_outer", "cp_inner", "tp_outer", "tp_inner")
 
@@ -62,20 +63,15 @@ class Mesh:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Size of each axis of a stage, in the order of the device matrix."""
-        left = self.ep
-        inner: dict[str, int] = {}
-        for axis in ("dp",) if self.expert_tp else ("tp", "cp", "dp"):
-            degree = getattr(self, axis)
-            inner[axis] = math.gcd(left, degree)
-            left //= inner[axis]
-            if left > 1 and inner[axis] != degree:
-                break
-        if left > 1:
+        names = ("dp",) if self.expert_tp else ("tp", "cp", "dp")
+        shares = expert_shares(self.ep, [getattr(self, name) for name in names])
+        if shares is None:
             over = "data_parallel" if self.expert_tp else "tp x cp x dp, the innermost first"
             raise BadInputError(
                 f"mesh: expert_parallel {self.ep} does not fit dp {self.dp} x cp {self.cp} x tp {self.tp}; "
                 f"experts spread over {over}: each of these must be used up before the next"
             )
+        inner = dict(zip(names, shares, strict=True))
         sizes: dict[str, int] = {}
         for axis in ("dp", "cp", "tp"):
             part = inner.get(axis, 1)

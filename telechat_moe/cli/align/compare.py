@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, chosen: Any) -> Any:
-    from telechat_moe.tools.align.compare import compare as comparer
     from telechat_moe.tools.align.compare import merged as merger
+    from telechat_moe.tools.align.compare.compare import compare
     from telechat_moe.tools.align.dump import summary
 
     paths = [args.reference, args.target, *([args.benchmark] if args.benchmark else [])]
@@ -131,7 +131,7 @@ def _compare(args: argparse.Namespace, chosen: Any) -> Any:
                 problems += rows
         with bar("comparing") as progress:
             third = dumps[2] if len(dumps) > 2 else None
-            return comparer.compare(
+            return compare(
                 dumps[0], dumps[1], chosen, third, steps, args.common, progress, problems
             )
     finally:
@@ -146,7 +146,9 @@ def _linked(args: argparse.Namespace, chosen: Any, dumps: list[Any], steps: Any)
     given = args.map == "weights"
     links: list[Any] = mapped.weight_links(dumps[1]) if given else points.read_map(Path(args.map))
     with bar("comparing") as progress:
-        return mapped.compare_linked(*dumps, chosen, links, steps, args.common, progress)
+        return mapped.compare_linked(
+            dumps[0], dumps[1], chosen, links, steps, args.common, progress
+        )
 
 
 def _show(outcome: Any, most: int) -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from importlib import import_module
 
 from telechat_moe.cli.output import write_text
 from telechat_moe.cli.verb import Verb
@@ -25,10 +24,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the map; return the exit code."""
     from telechat_moe.recipe import load
+    from telechat_moe.tools.align.judge.hf_map import hf_map
 
     recipe = load(args.recipe, args.overrides)
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
-    entries = import_module("telechat_moe.tools.align.judge.hf_map").hf_map(recipe.model_config)
+    entries = hf_map(recipe.model_config)
     write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
     print(f"{args.file}: {len(entries)} tensors")
     return 0

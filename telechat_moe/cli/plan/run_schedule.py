@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 from collections import defaultdict
-from importlib import import_module
 from typing import Any
 
 from telechat_moe.cli.output import show_table, write_json
@@ -55,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.pipeline.spec import Spec, random_batches
     from telechat_moe.recipe import load
     from telechat_moe.recipe.arithmetic import parameters
+    from telechat_moe.tools.plan.schedules.check import check
 
     recipe = load(args.recipe, args.overrides)
     spec = Spec.of(recipe)
     units = chunks.even(1, spec.config)
     _check_arguments(args, parameters(recipe.model_config).total, units)
     program = _program(args)
-    import_module("telechat_moe.tools.plan.schedules.check").check(program)
+    check(program)
     schedule = plain(program)
     layout = args.layout or chunks.even(schedule.chunks, spec.config)
     if len(chunks.parse(layout, spec.config)) != schedule.chunks:
@@ -111,14 +111,14 @@ def _check_arguments(args: argparse.Namespace, parameters: int, units: str) -> N
 
 def _program(args: argparse.Namespace) -> Any:
     """Return the schedule asked for; a synthesised one for equal F, dX and dW."""
-    folder = "telechat_moe.tools.plan.schedules"
+    from telechat_moe.tools.plan.schedules.known import generate
+    from telechat_moe.tools.plan.schedules.program import Times
+    from telechat_moe.tools.plan.schedules.synthesise import synthesise
+
     if args.schedule != "synthesised":
-        return import_module(f"{folder}.known").generate(
-            args.schedule, args.stages, args.micro_batches, args.chunks
-        )
-    times = import_module(f"{folder}.program").Times.even(args.stages, args.chunks)
-    made = import_module(f"{folder}.synthesise").synthesise(times, args.stages, args.micro_batches)
-    return made.result.program
+        return generate(args.schedule, args.stages, args.micro_batches, args.chunks)
+    times = Times.even(args.stages, args.chunks)
+    return synthesise(times, args.stages, args.micro_batches).result.program
 
 
 def plain(program: Any) -> Any:
@@ -142,24 +142,26 @@ def measured_times(program: Any, step: Any) -> Any:
     """Return the mean time of each chunk's F, dX, dW and B in a step, seconds; what never ran apart is the other's sum."""
     import numpy as np  # not for every start of the program
 
+    from telechat_moe.tools.plan.schedules.program import Times
+
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for events in step.events:
         for event in events:
             found[event.part[:2]].append(event.end_s - event.start_s)
-    times = import_module("telechat_moe.tools.plan.schedules.program").Times
     each = {
         kind: np.array([np.mean(found.get((kind, c), [0.0])) for c in range(program.chunks)])
         for kind in "FDWB"
     }
     both = np.where(each["B"] > 0, each["B"], each["D"] + each["W"])
-    return times(each["F"], each["D"], each["W"], 0.0, both)
+    return Times(each["F"], each["D"], each["W"], 0.0, both)
 
 
 def report(
     program: Any, schedule: Any, layout: str, step: Any, problems: list[str], args: Any
 ) -> dict[str, Any]:
     """Return what `--json` writes."""
-    simulate = import_module("telechat_moe.tools.plan.schedules.simulate").simulate
+    from telechat_moe.tools.plan.schedules.simulate import simulate
+
     result = simulate(program, measured_times(program, step))
     zero = min(events[0].start_s for events in step.events if events)
     last = max(events[-1].end_s for events in step.events if events)

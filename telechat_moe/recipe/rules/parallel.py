@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from telechat_moe.recipe.experts import expert_degrees
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 from telechat_moe.recipe.schema.train import TrainDataset
@@ -156,11 +157,9 @@ def expert_mesh(r: Recipe) -> Iterator[Broken]:
             key = "telechat_moe.sharding.expert_tensor_parallel"
             yield key, f"True with moe_intermediate_size {width}", f"a multiple of {tp}, or False"
         return
-    fits = {d for d in range(1, tp + 1) if tp % d == 0}
-    fits |= {tp * d for d in range(1, cp + 1) if cp % d == 0}
-    fits |= {tp * cp * d for d in range(1, dp + 1) if dp % d == 0}
+    fits = expert_degrees((tp, cp, dp))
     if ep not in fits:
-        known = ", ".join(map(str, sorted(fits)))
+        known = ", ".join(map(str, fits))
         yield EP, said, f"one of {known}: each degree is used up before the next, tensor first"
 
 

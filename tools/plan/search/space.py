@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import UsageError
+from telechat_moe.recipe.experts import expert_degrees
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import Columns, columns
 from telechat_moe.tools.plan.cost.layout import Ends, Layout
@@ -196,15 +197,12 @@ def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, 
     if not a.moe_layers:
         yield 1, 1
         return
-    fits = {d for d in range(1, tp + 1) if tp % d == 0}
-    fits |= {tp * d for d in range(1, cp + 1) if cp % d == 0}
-    fits |= {tp * cp * d for d in range(1, dp + 1) if dp % d == 0}
-    for ep in sorted(fits):
+    for ep in expert_degrees((tp, cp, dp)):
         if a.experts % ep == 0:
             yield ep, 1
     if tp > 1 and a.moe_ffn % tp == 0:
-        for ep in range(1, dp + 1):
-            if dp % ep == 0 and a.experts % ep == 0:
+        for ep in expert_degrees((dp,)):
+            if a.experts % ep == 0:
                 yield ep, tp
 
 
