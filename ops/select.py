@@ -171,7 +171,7 @@ def main() -> None:
         if args.recipe:
             recipe = load(args.recipe)
             own = recipe.telechat_moe.operators
-            choices = using(own.default, own.faces(), recipe.context.device_target)
+            choices = using(own.default, own.backends(), recipe.context.device_target)
         with choices:
             grid = Table(box=None)
             for name in ("operator", "backend", "what it is", "why"):

@@ -75,8 +75,8 @@ class TelechatMoeForCausalLM(PreTrainedModel):
 
     def _build(self, recipe: Recipe) -> None:
         own, target = recipe.telechat_moe, recipe.context.device_target
-        faces = own.operators
-        with select.using(faces.default, faces.faces(), target):
+        backends = own.operators
+        with select.using(backends.default, backends.backends(), target):
             if is_split(recipe):
                 rank, shared = (
                     ms.get_auto_parallel_context("global_rank"),
@@ -94,7 +94,7 @@ class TelechatMoeForCausalLM(PreTrainedModel):
                 )
                 routers = [c for _, c in self.model.cells_and_names() if isinstance(c, Router)]
                 here = [True] * len(routers)
-                if faces.fuse_plain:
+                if backends.fuse_plain:
                     fuse_cells(self.model)
         # A tuple, not a CellList: some belong to other stages.
         self.routers = tuple(

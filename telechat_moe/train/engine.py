@@ -89,7 +89,7 @@ def tensors(columns: Mapping[str, np.ndarray]) -> Batch:
 def backends(recipe: Recipe) -> AbstractContextManager[None]:
     """Return a context in which cells are built with the operators that the recipe chooses."""
     chosen = recipe.telechat_moe.operators
-    return select.using(chosen.default, chosen.faces(), recipe.context.device_target)
+    return select.using(chosen.default, chosen.backends(), recipe.context.device_target)
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:

@@ -73,9 +73,9 @@ def cpu(r: Recipe) -> Iterator[Broken]:
     if m.compute_dtype in ("float16", "fp16"):
         yield AT + "compute_dtype", f"{m.compute_dtype} on CPU", "float32 or bfloat16"
     elif m.compute_dtype in ("bfloat16", "bf16"):
-        faces = r.telechat_moe.operators
+        backends = r.telechat_moe.operators
         for name in ("matmul", "grouped_matmul", "attention"):
-            if (getattr(faces, name) or faces.default) == "plain":
+            if (getattr(backends, name) or backends.default) == "plain":
                 found = f"{m.compute_dtype} with plain {name} on CPU"
                 yield (
                     AT + "compute_dtype",

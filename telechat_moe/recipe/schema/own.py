@@ -53,7 +53,7 @@ class Sample:
     """Most probable tokens to draw from."""
 
 
-Face = Literal["auto", "fused", "plain"]
+Backend = Literal["auto", "fused", "plain"]
 
 
 @section
@@ -64,49 +64,49 @@ class Operators:
     own primitive, on CPU fused where the native library is there, else plain.
     """
 
-    default: Face = "auto"
+    default: Backend = "auto"
     """For all operators that are not named below."""
 
     fuse_plain: bool = False
     """Let the fuser replace regions of plain operators by programs of the virtual machine."""
 
-    adamw: Face | None = None
+    adamw: Backend | None = None
     """AdamW, clipping and the gradient norm."""
 
-    attention: Face | None = None
+    attention: Backend | None = None
     """Attention; plain holds the scores in memory."""
 
-    cross_entropy: Face | None = None
+    cross_entropy: Backend | None = None
     """Cross-entropy from logits."""
 
-    grouped_matmul: Face | None = None
+    grouped_matmul: Backend | None = None
     """Products of the routed experts."""
 
-    matmul: Face | None = None
+    matmul: Backend | None = None
     """Linear layers; `compute_dtype: bfloat16` on CPU needs fused."""
 
-    permute: Face | None = None
+    permute: Backend | None = None
     """Bringing tokens to their experts and back."""
 
-    rms_norm: Face | None = None
+    rms_norm: Backend | None = None
     """RMSNorm."""
 
-    rope: Face | None = None
+    rope: Backend | None = None
     """Rotary positions."""
 
-    routing: Face | None = None
+    routing: Backend | None = None
     """Scores, top-k and weights of the router."""
 
-    softmax: Face | None = None
+    softmax: Backend | None = None
     """Softmax outside attention."""
 
-    swiglu: Face | None = None
+    swiglu: Backend | None = None
     """SwiGLU of dense layers and shared experts."""
 
-    def faces(self) -> dict[str, str]:
-        """Return the operators that are named, and their faces."""
+    def backends(self) -> dict[str, str]:
+        """Return the operators that are named, and their backends."""
         named = {f.name: getattr(self, f.name) for f in fields(self)[2:]}
-        return {name: face for name, face in named.items() if face is not None}
+        return {name: backend for name, backend in named.items() if backend is not None}
 
 
 Recomputed = Literal["mla_up", "norms", "swiglu", "permute", "moe"]

@@ -76,10 +76,10 @@ class TrainingStep:
 
         ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
         self.recipe = recipe
-        faces = recipe.telechat_moe.operators
-        with select.using(faces.default, faces.faces()):
+        backends = recipe.telechat_moe.operators
+        with select.using(backends.default, backends.backends()):
             self.model = CausalLM(recipe.model_config)
-            if faces.fuse_plain:
+            if backends.fuse_plain:
                 from telechat_moe.ops.rewrite import fuse_cells
 
                 fuse_cells(self.model)
