@@ -128,10 +128,7 @@ def run_streams(
     start, end = np.full(count, np.inf), np.full(count, np.inf)
     streams = by_stream(kernels)
     main = kernels[order.main[0]].stream
-    queues = [
-        streams.pop(main),
-        *streams.values(),
-    ]  # who is ready at the same time: main stream first
+    queues = [streams.pop(main), *streams.values()]  # of those ready together, main goes first
     heads = [0] * len(queues)
     running: dict[int, float] = {}
     holds = [_holds(k, multiprocessors) for k in kernels]

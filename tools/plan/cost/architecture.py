@@ -1,6 +1,5 @@
 """What a model computes, as numbers: the left-hand side of every cost."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -263,7 +262,9 @@ def plain(
     kv_heads: int = 0,
     ffn: int = 0,
     gated: bool = False,
-    **rest: object,
+    tied: bool = False,
+    biases: bool = False,
+    positions: int = 0,
 ) -> Architecture:
     """Return a dense GPT or Llama from the few numbers that tables give.
 
@@ -277,22 +278,23 @@ def plain(
         kv_heads: Key/value heads; 0: as many as heads.
         ffn: Inner width; 0: four times the width.
         gated: SwiGLU.
-        rest: Further fields of `Architecture`.
+        tied: The head's matrix is the embedding's.
+        biases: Linear layers have biases and norms have shifts.
+        positions: Rows of a learned position table.
     """
-    make: Callable[..., Architecture] = Architecture
-    return make(
-        **{
-            "name": name,
-            "hidden": hidden,
-            "layers": ("dense",) * layers,
-            "attention": "gqa" if kv_heads and kv_heads != heads else "mha",
-            "heads": heads,
-            "kv_heads": kv_heads or heads,
-            "head_dim": hidden // heads,
-            "ffn": ffn or 4 * hidden,
-            "gated": gated,
-            "vocab": vocab,
-            "seq": seq,
-            **rest,
-        }
+    return Architecture(
+        name=name,
+        hidden=hidden,
+        layers=("dense",) * layers,
+        attention="gqa" if kv_heads and kv_heads != heads else "mha",
+        heads=heads,
+        kv_heads=kv_heads or heads,
+        head_dim=hidden // heads,
+        ffn=ffn or 4 * hidden,
+        gated=gated,
+        vocab=vocab,
+        tied=tied,
+        seq=seq,
+        biases=biases,
+        positions=positions,
     )

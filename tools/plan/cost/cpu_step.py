@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Array
 from telechat_moe.tools.plan.cost.expected_calls import Calls
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.weights import stage_elements
@@ -32,7 +33,7 @@ class AllReduces(NamedTuple):
     bytes: int
 
 
-def _product(m: float, n: float, k: float) -> np.ndarray:
+def _product(m: float, n: float, k: float) -> Array:
     return np.array([2.0 * m * n * k, m * n + m * k + n * k])
 
 
@@ -53,7 +54,7 @@ def _experts(a: Architecture, x: Layout) -> tuple[float, float]:
     return (pairs + a.experts * (rows - 1)) // rows, rows
 
 
-def terms(architecture: Architecture, layout: Layout) -> np.ndarray:
+def terms(architecture: Architecture, layout: Layout) -> Array:
     """Return the five terms for one micro-batch's forward and backward and one update, in one process.
 
     Args:

@@ -4,7 +4,7 @@ import re
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -91,7 +91,7 @@ class Device:
     """Memory that the runtime, libraries and communication buffers hold."""
 
     constants: Constants = field(default_factory=Constants)
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict[str, str])
     """Where each figure comes from."""
 
     fitted: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class Device:
     """How strongly a fit holds the constants to `fit.TYPICAL`; 0: hardly, to the defaults."""
 
     aliases: tuple[str, ...] = ()
-    step: dict[str, float] = field(default_factory=dict)
+    step: dict[str, float] = field(default_factory=dict[str, float])
     """Coefficients of `cpu_step`, on a machine that measured itself (`plan calibrate`)."""
 
     def peak(self, compute: str) -> float:
@@ -172,7 +172,8 @@ def _parsed(file: Path, changed: int) -> Device:
     raw = _merged(file)
     values, fitted, notes = _constants(file, raw.pop("constants", None) or {})
     measured = tuple(name for name in values if name not in fitted)
-    sources = {**(raw.pop("sources", None) or {}), **notes}
+    given: dict[str, str] = raw.pop("sources", None) or {}
+    sources = {**given, **notes}
     allowed = {f.name for f in fields(Device)}
     wrong = [key for key in raw if key not in allowed]
     if wrong:
@@ -203,16 +204,17 @@ def _required(one: "Field[Any]") -> bool:
 
 def _mapping(file: Path) -> dict[str, Any]:
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         told = " ".join(str(error)[:80].split())
         raise BadInputError(f"{file}: not a YAML file in UTF-8 ({told})") from None
     if not isinstance(raw, dict):
         raise BadInputError(f"{file}: expected a mapping, found {type(raw).__name__}")
+    found = cast("dict[str, Any]", raw)
     for key in ("constants", "sources"):
-        if not isinstance(raw.get(key) or {}, dict):
-            raise BadInputError(f"{file}: {key} is {raw[key]!r}, expected a mapping")
-    return raw
+        if not isinstance(found.get(key) or {}, dict):
+            raise BadInputError(f"{file}: {key} is {found[key]!r}, expected a mapping")
+    return found
 
 
 def _merged(file: Path) -> dict[str, Any]:
@@ -223,8 +225,8 @@ def _merged(file: Path) -> dict[str, Any]:
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
     base = _mapping(beside if beside.is_file() else FOLDER / name)
-    own = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
-    both = {
+    own: dict[str, Any] = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
+    both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")
     }
     return {**base, **raw, **both, **own}
@@ -243,12 +245,12 @@ def _constants(
             raise BadInputError(
                 f"{file}: constants.{key} is unknown; there are {', '.join(sorted(known))}"
             )
-        detail = entry if isinstance(entry, dict) else {"value": entry}
+        detail = cast("dict[str, Any]", entry) if isinstance(entry, dict) else {"value": entry}
         if "source" in detail:
             notes[f"constants.{key}"] = str(detail["source"])
         if detail.get("fitted", True):
             fitted.append(key)
-        number = detail.get("value")
+        number: Any = detail.get("value")
         if not isinstance(number, int | float):
             raise BadInputError(f"{file}: constants.{key} is {number!r}, expected a number")
         values[key] = float(number)

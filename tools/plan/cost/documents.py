@@ -61,7 +61,7 @@ def read_lengths(path: str) -> Lengths:
         lines = file.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"{path}: cannot be read as lengths of documents: {error}") from None
-    found = []
+    found: list[int] = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -227,7 +227,8 @@ class Calls:
         a, x = self.a, self.x
         place = stage_of_chunk(x)
         rows = self.token // (x.tp if self.mesh.sp else 1) * a.hidden
-        at, borders = 0, []
+        at = 0
+        borders: list[tuple[int, int, int]] = []
         for chunk, count in enumerate(x.chunk_layers(len(a.layers))[:-1]):
             at += count
             sizes = [x.residual_bytes * rows, *([4] if "moe" in a.layers[:at] else [])]

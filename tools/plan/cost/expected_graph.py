@@ -67,8 +67,8 @@ def refuse(recipe: Recipe) -> None:
     """
     c, data = recipe.model_config, recipe.train_dataset.data_loader.config
     others = sorted({*recipe.telechat_moe.sharding.recompute} - {*MODULES.values()})
-    given = [
-        ("model_type", isinstance(c, ModelConfig), True),
+    given: list[tuple[str, object, object]] = [
+        ("model_type", type(c) is ModelConfig, True),
         ("moe_router_load_balancing_type", c.moe_router_load_balancing_type, "seq_aux_loss"),
         ("moe_aux_loss_coeff", bool(c.moe_aux_loss_coeff), True),
         ("moe_z_loss_coeff", c.moe_z_loss_coeff or 0.0, 0.0),
@@ -109,7 +109,7 @@ def activations(a: Architecture, x: Layout) -> list[int]:
     name = "interleaved" if x.vpp > 1 else x.schedule
     program = generate(name, x.pp, x.micro_batches, x.vpp)
     entry = float(saved(columns([(a, x)])).entry[0])
-    peaks = []
+    peaks: list[int] = []
     for stage in range(x.pp):
         held = peak = 0.0
         # the gradient of MTP's embeddings has come before the stage's own
@@ -144,7 +144,7 @@ def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
         whole = layers[kind]
         return _Item(entry, whole.working + whole.kept - entry) if again else whole
 
-    found = []
+    found: list[list[_Item]] = []
     for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
         marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
         items = [_Item(float(s.ends[0]))]
@@ -185,7 +185,7 @@ def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
         recipe: That was compiled.
         report: Of `telechat-moe dryrun --json`, for target Ascend.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for stage in report["stages"]:
         one = predict(recipe, stage["rank"])
         compiled = calls_of(stage)

@@ -185,7 +185,7 @@ def _forwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
     combined = [0.0] * halves
     for _ in range(layers):
         dispatched = [s.exchange(p.exchange, s.compute(p.attention, end)) for end in combined]
-        combined = []
+        combined: list[float] = []
         for end in dispatched:
             s.compute(p.shared)
             combined.append(s.exchange(p.exchange, s.compute(p.experts, end)))
@@ -206,7 +206,7 @@ def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
         returned = [s.exchange(p.exchange, s.compute(p.experts_dx, end)) for end in gradients]
         for _ in range(halves):
             s.compute(p.experts_dw + p.shared_dw)
-        gradients = []
+        gradients: list[float] = []
         for end in returned:
             here = s.compute(p.attention_dx, end)
             if i + 1 < layers:

@@ -1,7 +1,8 @@
 """How a step is split over devices and in time: the variables of the planner."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Literal, cast
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.schema import Recipe
@@ -264,13 +265,19 @@ def _schedule(word: str, vpp: int) -> Schedule:
     return "interleaved" if vpp > 1 else "1f1b"
 
 
+Nested = int | list[int]
+
+
+def _flat(entries: Sequence[Nested]) -> list[int]:
+    """Return the numbers of a list that may hold lists."""
+    return [int(x) for entry in entries for x in (entry if isinstance(entry, list) else [entry])]
+
+
 def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] | None:
     """Return layers per global chunk; `offset` is 0, a list per stage, or lists [chunk][stage]."""
     if not isinstance(offset, list):
         return None
-    flat: list[int] = []
-    for entry in offset:
-        flat += entry if isinstance(entry, list) else [entry]
+    flat = _flat(cast("list[Nested]", offset))
     if len(flat) != pp * vpp:
         return None
     return tuple(layers // (pp * vpp) + extra for extra in flat)
@@ -279,17 +286,13 @@ def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] |
 def _recompute(recipe: Recipe, chunks: int, layers: int) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
-    whole = section.recompute if section is not None else False
+    whole = section.recompute
     asked = recipe.telechat_moe.sharding.recompute
     modules = [word for word, name in MODULES.items() if name in asked]
     if modules and not whole:
         return "+".join(modules), None
-    if section is None:
-        return "none", None
     if isinstance(whole, list) and whole:
-        flat: list[int] = []
-        for entry in whole:
-            flat += [int(x) for x in entry] if isinstance(entry, list) else [int(entry)]
+        flat = _flat(whole)
         return "full", tuple(flat) if len(flat) == chunks else None
     if whole:
         return "full", None

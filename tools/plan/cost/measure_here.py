@@ -105,9 +105,9 @@ class TrainingStep:
         """Train on random tokens."""
         c, batch = self.recipe.model_config, self.recipe.runner_config.batch_size
         shape = (batch, c.seq_length + 1)
-        self.train(
-            np.random.default_rng(number).integers(0, c.vocab_size, shape, np.int32), number + 1
-        )
+        generator: Any = np.random.default_rng(number)
+        ids: NDArray[np.int64] = generator.integers(0, c.vocab_size, shape)
+        self.train(ids.astype(np.int32), number + 1)
 
 
 def step_seconds(
@@ -157,7 +157,8 @@ def all_reduce_seconds(sizes: Sequence[int], repeats: int = 12) -> list[float]:
         def construct(self, x: Tensor) -> Tensor:
             return self.reduce(x)
 
-    cell, result = Once(), []
+    cell = Once()
+    result: list[float] = []
     for size in sizes:
         x = Tensor(np.ones(size // 4, np.float32))
         cell(x).asnumpy()

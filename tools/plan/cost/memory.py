@@ -204,7 +204,7 @@ def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
     """
     # of swapped layers two are there, one that is used and one on its way
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
-    again = np.where(x.stage_moe_again > 0, moe, dense)
+    again: Array = np.where(x.stage_moe_again > 0, moe, dense)
     again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
     if not np.any(x.own_graph):
         return again

@@ -93,11 +93,11 @@ class Rates:
 def rates(x: Columns, device: Device, c: Constants) -> Rates:
     """Return the rates of a device for each configuration's type."""
     wide = device.peak_flops.get("bf16", device.peak_flops.get("fp16", 0.0))
-    peak = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
+    peak: Array = np.where(x.fp32 > 0, device.peak_flops.get("fp32", wide), wide)
     eight = device.peak_flops.get("fp8", wide) * c.fp8_share
     four = device.peak_flops.get("fp4", wide) * c.fp8_share
-    eager = np.where(x.fused > 0, 1.0, c.eager_share)
-    linear = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
+    eager: Array = np.where(x.fused > 0, 1.0, c.eager_share)
+    linear: Array = np.where(x.fp4 > 0, four, np.where(x.fp8 > 0, eight, peak))
     stream = device.memory_bandwidth * c.memory_share
     return Rates(device, c, peak * eager, linear * eager, stream)
 
@@ -219,8 +219,8 @@ def tensor_forward(x: Columns, r: Rates) -> Array:
     size = 2 * t * x.hidden
     reduce = all_reduce(size, x.tp, one, r.device, r.c)
     gather = 2 * all_gather(size, x.tp, one, r.device, r.c)
-    once = np.where(x.sequence_parallel > 0, gather, reduce)
-    shown = np.where(x.tp_overlap > 0, r.c.tensor_exposed, 1.0)
+    once: Array = np.where(x.sequence_parallel > 0, gather, reduce)
+    shown: Array = np.where(x.tp_overlap > 0, r.c.tensor_exposed, 1.0)
     return 2 * once * shown * (x.tp > 1)
 
 
@@ -236,8 +236,8 @@ def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
     ring = all_gather(2 * whole, x.cp, x.tp, r.device, r.c)
     gradients = all_gather(4 * whole, x.cp, x.tp, r.device, r.c)
     merges = MERGE_BYTES * (x.cp - 1) * t * x.heads * x.value_dim / x.tp / r.stream
-    forward = np.where(overlapped, ring * r.c.exposed, ring + merges)
-    backward = np.where(overlapped, 2 * ring * r.c.exposed, ring + gradients + merges)
+    forward: Array = np.where(overlapped, ring * r.c.exposed, ring + merges)
+    backward: Array = np.where(overlapped, 2 * ring * r.c.exposed, ring + gradients + merges)
     return forward * (x.cp > 1), backward * (x.cp > 1)
 
 
@@ -247,8 +247,8 @@ def expert_forward(x: Columns, r: Rates) -> Array:
     size = 2 * rows * x.hidden
     members = x.ep * x.etp
     copies = x.top_k * x.hierarchical
-    once = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
-    shown = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
+    once: Array = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
+    shown: Array = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
     return 2 * once * shown * (members > 1)
 
 
@@ -292,7 +292,8 @@ def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) ->
             f"device {r.device.name}: host_bandwidth is missing, so nothing is swapped"
         )
     copy = whole_layers(x)[moe] / (r.device.host_bandwidth * r.c.intra_share)
-    return np.maximum(copy - forward.time, 0.0) + np.maximum(copy - backward.time, 0.0)
+    waits: list[Array] = [np.maximum(copy - one.time, 0.0) for one in (forward, backward)]
+    return waits[0] + waits[1]
 
 
 def layer(x: Columns, r: Rates, moe: bool) -> Layer:

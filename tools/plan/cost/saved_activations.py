@@ -66,20 +66,18 @@ def _rows(x: Columns) -> _Rows:
     return _Rows(whole, token, token / spread, device, pairs)
 
 
-def saved(x: Columns) -> Saved:
-    """Return the bytes of layers and ends.
+def _attention(x: Columns, r: _Rows, norm: Array) -> tuple[Array, Array]:
+    """Return what attention keeps, and of that the operands and result of its core.
 
     Args:
-        x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
+        x: Configurations.
+        r: Their rows.
+        norm: 1 where norms alone are recomputed.
     """
-    r, h = _rows(x), x.hidden
-    heads = x.heads / x.tp
-    norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
+    h, heads = x.hidden, x.heads / x.tp
     cut = (x.sequence_parallel > 0) & (x.tp > 1)
     apart = cut | (x.cp > 1)
-    residual = x.residual_bytes * r.stream * h
-
-    # attention: input of the down-projections; latents as float32 (norm) and as bfloat16 (up-projection);
+    # input of the down-projections; latents as float32 (norm) and as bfloat16 (up-projection);
     # queries, keys, values, the output in two orders, maxima and sums of the scores
     latents = x.q_lora_rank + x.kv_lora_rank
     attention = 2 * r.stream * h + np.where(norm > 0, 2, 4) * r.stream * latents
@@ -90,6 +88,20 @@ def saved(x: Columns) -> Saved:
     keys = 2 * r.whole * heads * (x.head_dim + x.value_dim)
     out = 2 * r.token * heads * x.value_dim
     attention = attention + query + keys + 2 * out + 64 * r.token * heads
+    return attention, query + keys + out
+
+
+def saved(x: Columns) -> Saved:
+    """Return the bytes of layers and ends.
+
+    Args:
+        x: Configurations; MLA and gated feed-forwards. Of those that recompute whole layers: what the others keep.
+    """
+    r, h = _rows(x), x.hidden
+    norm, act = x.re_norm * (1 - x.re_full), x.re_activation * (1 - x.re_full)
+    residual = x.residual_bytes * r.stream * h
+
+    attention, operands = _attention(x, r, norm)
     common = attention + 2 * residual  # the layer's input, and the sum behind attention
 
     dense_act = 2 * r.token * x.ffn / x.tp
@@ -114,7 +126,7 @@ def saved(x: Columns) -> Saved:
     weights = 2 * x.experts / np.maximum(x.ep, 1) * h * x.moe_ffn / x.etp
     moe_weights = residual - gone - r.pairs * np.where(exchanged, 4, 2) * h + weights
     # or attention's, when the feed-forward's own are gone
-    core = 2 * residual + query + keys + out
+    core = 2 * residual + operands
     entry = residual
 
     logits = 4 * r.token * x.vocab / x.tp

@@ -4,7 +4,6 @@
 where time and memory go. "Bubble" is the idle share of the makespan over all stages, start-up included.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,26 +16,13 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import memory as step_memory
 from telechat_moe.tools.plan.cost.roofline import Layer, Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
-from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
-from telechat_moe.tools.plan.schedules.gpipe import gpipe
-from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b, overlapped
+from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
+from telechat_moe.tools.plan.schedules.known import GENERATORS
 from telechat_moe.tools.plan.schedules.program import Program, Times
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
-from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
 """Schedules that hide experts' all-to-all in pairs of a forward and a backward."""
-
-_PROGRAMS: dict[str, Callable[[int, int], Program]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "dualpipe": dualpipe,
-    "dualpipev": dualpipev,
-}
-_CHUNKS = {"zb-v": 2, "dualpipev": 2, "dualpipe": 1}
 
 
 @dataclass(frozen=True)
@@ -101,17 +87,13 @@ def make_program(layout: Layout) -> Program:
     p, m, v = layout.pp, layout.micro_batches, layout.vpp
     if p == 1:
         return replace(one_f_one_b(1, m), name="one stage") if v == 1 else interleaved(1, m, v)
-    if layout.schedule == "interleaved":
-        return interleaved(p, m, v)
-    if layout.schedule == "overlap":
-        return overlapped(p, m, v)
-    wanted = _CHUNKS.get(layout.schedule, 1)
-    if v != wanted:
+    need, make = GENERATORS["1f1b-overlap" if layout.schedule == "overlap" else layout.schedule]
+    if need not in (0, v):
         raise BadInputError(
-            f"schedule {layout.schedule} has {wanted} chunk(s) a stage, the layout vpp {v}; "
+            f"schedule {layout.schedule} has {need} chunk(s) a stage, the layout vpp {v}; "
             "set vpp accordingly or take `interleaved`"
         )
-    return _PROGRAMS[layout.schedule](p, m)
+    return make(p, m, v)
 
 
 def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> tuple[Times, Array]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, point_to_point
@@ -26,6 +27,8 @@ from telechat_moe.tools.plan.cost.roofline import (
     rates,
     tokens,
 )
+
+Index = NDArray[np.int64]
 
 
 @dataclass
@@ -103,7 +106,7 @@ def stage_times(x: Columns, r: Rates) -> Stages:
         forward = forward + x.stage_moe * moe.forward.time[:, None]
         again = again + x.stage_moe_again * moe.again.time[:, None]
         backward = backward + x.stage_moe * moe.backward.time[:, None]
-    ends: list[tuple[Array, Pass, Pass, Pass | None]] = [
+    ends: list[tuple[Index, Pass, Pass, Pass | None]] = [
         (np.zeros(rows, dtype=int), embedding, embedding * 1.0, None),
         (x.last_stage.astype(int), head, head * 2.0, None),
     ]
@@ -123,17 +126,17 @@ def stage_times(x: Columns, r: Rates) -> Stages:
         if more is not None:
             again[index, stage] += more.time
     backward = backward + again
-    slowest = (forward + backward).argmax(axis=1)
+    slowest: Index = (forward + backward).argmax(axis=1)
     parts = _parts(x, slowest, dense, moe, ends)
     return Stages(forward, backward, again, parts)
 
 
 def _parts(
     x: Columns,
-    slowest: Array,
+    slowest: Index,
     dense: Layer,
     moe: Layer | None,
-    ends: Sequence[tuple[Array, Pass, Pass, Pass | None]],
+    ends: Sequence[tuple[Index, Pass, Pass, Pass | None]],
 ) -> dict[str, Array]:
     """Return seconds of the slowest stage by kind of operator for one micro-batch."""
     index = np.arange(len(slowest))

@@ -22,6 +22,7 @@ from telechat_moe.errors import TelechatMoeError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost import cpu_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.columns import Array
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
@@ -225,11 +226,11 @@ def fit(
     measured = np.log(np.asarray(seconds, dtype=np.float64))
     start = np.log([START[name] for name in FITTED])
 
-    def constants(x: np.ndarray) -> Constants:
+    def constants(x: Array) -> Constants:
         values = {name: float(value) for name, value in zip(FITTED, np.exp(x), strict=True)}
         return replace(device.constants, **values)
 
-    def error(x: np.ndarray) -> np.ndarray:
+    def error(x: Array) -> Array:
         predicted = evaluate(architectures, layouts, device, constants(x)).step_s
         return np.concatenate([np.log(predicted) - measured, PULL * (x - start)])
 

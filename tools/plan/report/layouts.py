@@ -1,7 +1,6 @@
 """What the planner says: the ranked table, why every other layout was not chosen, and the page."""
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -188,7 +187,8 @@ def front_points(plans: list[SearchResult]) -> list[Point]:
         worst = max(worst, gap) if number == 0 else worst
         if gap <= worst:
             points.append(Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row]), gap))
-    kept, best = [], math.inf
+    kept: list[Point] = []
+    best = math.inf
     for point in sorted(points):
         if point.step_s < best:
             best = point.step_s
@@ -215,11 +215,8 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
     front = [
         [f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout] for p in reversed(points)
     ]
-    lines, kinds = [], Counter[str]()
-    for line in why_not(plan):
-        kinds[line.partition(": ")[2].split(":")[0].split(" by")[0]] += 1
-        lines.append(line)
-    first = data["layouts"][0] if data["layouts"] else {}
+    lines = list(why_not(plan))
+    first: dict[str, Any] = data["layouts"][0] if data["layouts"] else {}
     shown = lines[:2000]
     counts = f"{len(plan.rows):,} layouts: {data['out_of_memory']:,} out of memory, {data['dominated']:,} dominated, "
     title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
