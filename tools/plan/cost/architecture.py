@@ -265,6 +265,8 @@ def plain(
     tied: bool = False,
     biases: bool = False,
     positions: int = 0,
+    window: int = 0,
+    head_dim: int = 0,
 ) -> Architecture:
     """Return a dense GPT or Llama from the few numbers that tables give.
 
@@ -281,6 +283,8 @@ def plain(
         tied: The head's matrix is the embedding's.
         biases: Linear layers have biases and norms have shifts.
         positions: Rows of a learned position table.
+        window: Keys that a query may look back at; 0: all.
+        head_dim: Width of a head; 0: the width over the heads.
     """
     return Architecture(
         name=name,
@@ -289,7 +293,7 @@ def plain(
         attention="gqa" if kv_heads and kv_heads != heads else "mha",
         heads=heads,
         kv_heads=kv_heads or heads,
-        head_dim=hidden // heads,
+        head_dim=head_dim or hidden // heads,
         ffn=ffn or 4 * hidden,
         gated=gated,
         vocab=vocab,
@@ -297,4 +301,5 @@ def plain(
         seq=seq,
         biases=biases,
         positions=positions,
+        window=window,
     )

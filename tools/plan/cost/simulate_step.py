@@ -17,8 +17,8 @@ from telechat_moe.tools.plan.cost.memory import memory as step_memory
 from telechat_moe.tools.plan.cost.roofline import Layer, Rates, head_forward, layer, rates
 from telechat_moe.tools.plan.cost.step import Table, evaluate, send, stage_times
 from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b
-from telechat_moe.tools.plan.schedules.known import GENERATORS
 from telechat_moe.tools.plan.schedules.program import Program, Times
+from telechat_moe.tools.plan.schedules.published import GENERATORS
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 
 PAIRED = ("overlap", "dualpipe", "dualpipev")
