@@ -1,9 +1,9 @@
 """Are the derived bounds right? Correct programs by the million elements against them, operator by operator.
 
 A bound is wrong if a correct program breaks it, and useless if no wrong one does. So each operator is computed by
-programs that share nothing with its formula (``bounds_specs/``: NumPy in the stated type, sums in six orders, results
+programs that share nothing with its formula (``specs/``: NumPy in the stated type, sums in six orders, results
 rounded after each operation or after the last; torch's CPU kernels, backward ones included, where torch is there), and
-each result is judged by ``judge.py``. Counted are elements beyond their bound, which must be none, and how far the bound
+each result is judged by ``judge/verdict.py``. Counted are elements beyond their bound, which must be none, and how far the bound
 is from what is observed: the median bound of a case over the 99.9 % quantile of its errors.
 """
 

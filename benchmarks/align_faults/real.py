@@ -1,6 +1,6 @@
 """Faults in the real MindSpore model: a training step's own graph, in which one operator lies.
 
-The step of a recipe is compiled once and gets its taps (``capture_mindspore.py``). A fault is then put *between* an
+The step of a recipe is compiled once and gets its taps (``capture/mindspore.py``). A fault is then put *between* an
 operator and its taps, so the dump shows the right operator, its right inputs and settings, and a wrong result: what a
 wrong kernel leaves. What the graph itself says wrong (data, a weight, an operator too few) is changed before.
 """

@@ -252,12 +252,8 @@ def run_suite(
         UsageError: No class or layout fits.
     """
     begin = time.perf_counter()
-    kinds, report = chosen(classes), Report()
-    kinds = [kinds[i] for i in np.random.default_rng(seed).permutation(len(kinds))]
-    names = [n for n in LAYOUTS if fnmatch(n, layouts)]
-    if not kinds or not names:
-        what = f"classes {classes!r}" if not kinds else f"layouts {layouts!r}"
-        raise UsageError(f"no {what}; there are {', '.join(CLASSES if not kinds else LAYOUTS)}")
+    kinds, names = _fitting(classes, layouts, seed)
+    report = Report()
     planted: dict[Base, list[tuple[str, int]]] = {}
     for done, i in enumerate(range(first, first + faults), 1):
         kind = kinds[i % len(kinds)]
@@ -288,6 +284,15 @@ def run_suite(
     report.faults.sort(key=lambda r: (AREAS.index(r.area), r.name))
     report.seconds = time.perf_counter() - begin
     return report
+
+
+def _fitting(classes: str, layouts: str, seed: int) -> tuple[list[Fault], list[str]]:
+    """Return the classes, in an order that the seed gives, and the names of layouts that fit two patterns."""
+    kinds, names = chosen(classes), [n for n in LAYOUTS if fnmatch(n, layouts)]
+    if not kinds or not names:
+        what = f"classes {classes!r}" if not kinds else f"layouts {layouts!r}"
+        raise UsageError(f"no {what}; there are {', '.join(CLASSES if not kinds else LAYOUTS)}")
+    return [kinds[i] for i in np.random.default_rng(seed).permutation(len(kinds))], names
 
 
 def _mapped(work: list[tuple[Any, ...]], jobs: int) -> Iterable[list[Any]]:

@@ -1,6 +1,6 @@
 """Compare the tensors of two dumps by a published standard, one after another, in chunks: a dump's size is never resident.
 
-Tensors are paired by step, rank, call and place; a call more or less shifts no other (``bisect.aligned``). A pair is judged
+Tensors are paired by step, rank, call and place; a call more or less shifts no other (``pairing.aligned``). A pair is judged
 by the best that both dumps have of it: values; else fingerprints; else checksum and statistics, which can show that tensors
 differ by more than a standard allows, but seldom that they do not. Discrete decisions are judged by ``decisions.py``; after
 a legal flip the routing is pinned: tokens that went the same way are compared, and where tokens mix, calls are judged by

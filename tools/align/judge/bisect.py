@@ -1,4 +1,4 @@
-"""Find the first call of a run that is wrong.
+"""Find the first divergent call of a run.
 
 In the order of the run each call is judged three ways: its inputs (are they what the calls before made, as in the
 reference?), its result (isolated replay), and, going back, whether the gradient that comes in is the sum of those sent.
@@ -47,10 +47,10 @@ class Finding:
         order: Place in the order of the run.
         verdict: What is wrong with it.
         call: The call; None: the target lacks it.
-        family: What kind of fault it looks like, ``family.py``; ``unknown``.
+        family: What kind of fault it looks like, see ``fault_kind.py``; ``unknown`` where none explains it.
         evidence: Why.
         residual: Difference from what it should be, over the bound, where both are known.
-        phase: In which the call stands, ``phases.py``; None: only its key says.
+        phase: Of the step, see ``step_phase.py``; None: only the key says it.
         about: What is around it, for the first of a rank; a reproducer is made of it.
     """
 

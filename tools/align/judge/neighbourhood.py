@@ -1,4 +1,4 @@
-"""The calls around one of them: what it took, what took its results, two steps each way."""
+"""The neighbourhood of a call in the data flow: the calls at most two edges before and behind it."""
 
 from dataclasses import replace
 from typing import Any

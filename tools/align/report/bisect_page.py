@@ -26,7 +26,7 @@ def page(
         outcome: From :func:`telechat_moe.tools.align.judge.bisect.bisect`.
         reference: Name of the run that is believed.
         target: Name of the run that was judged.
-        graph: What is around the first wrong call, from ``around.py``.
+        graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
     """
     report = plain(outcome, reference, target, graph)
     word = outcome.verdict

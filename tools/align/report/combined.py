@@ -1,6 +1,6 @@
 """The answers of several `align` verbs, read from their JSON, as one page that stands alone, and as JUnit XML.
 
-Each verb's report is known by its keys. What it shows is the verb's own page (``page.py``, ``loss_page.py``); above them
+Each verb's report is known by its keys. What it shows is the verb's own page (``bisect_page.py``, ``loss/page.py``); above them
 stand the verdict on all of it, a card for each, and what was not judged and why.
 """
 
