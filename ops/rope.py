@@ -1,14 +1,17 @@
 """Rotary position embedding."""
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from numpy.typing import NDArray
 
 from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.select import backend
 
 
-def rope_table(width: int, length: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+def rope_table(width: int, length: int, theta: float) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return cosine and sine of every position and frequency.
 
     Args:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli import data_audit
 from telechat_moe.cli.output import write_json
+from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import size_text
@@ -85,18 +86,20 @@ def run_build(args: argparse.Namespace) -> int:
     recipe = _load(args.recipe) if args.recipe else None
     settings = _settings(args, recipe)
     begin = time.monotonic()
-    result = build(
-        settings["out"],
-        settings["corpus"],
-        vocab_size=settings["vocab_size"],
-        tokenizer=settings["tokenizer"],
-        eod_token=args.eod_token,
-        valid_fraction=settings["valid_fraction"],
-        seed=settings["seed"],
-        extensions=args.extension,
-        text_key=args.text_key,
-        force=args.force,
-    )
+    with bars() as progress:
+        result = build(
+            settings["out"],
+            settings["corpus"],
+            vocab_size=settings["vocab_size"],
+            tokenizer=settings["tokenizer"],
+            eod_token=args.eod_token,
+            valid_fraction=settings["valid_fraction"],
+            seed=settings["seed"],
+            extensions=args.extension,
+            text_key=args.text_key,
+            force=args.force,
+            progress=progress,
+        )
     seconds = time.monotonic() - begin
     if recipe is not None:
         _check_fits(recipe, result.manifest)

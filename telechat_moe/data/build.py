@@ -27,11 +27,10 @@ import numpy as np
 
 from telechat_moe.data.corpus import Corpus, open_corpus
 from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_dtype, write_index
-from telechat_moe.data.progress import Progress
-from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Scan, hash64, scan_corpus
+from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Progress, Scan, hash64, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import checksum, sync_file, sync_folder, write_atomic
+from telechat_moe.files import checksum, json_bytes, sync_file, sync_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +73,7 @@ def build(
     extensions: Sequence[str] | None = None,
     text_key: str = "text",
     force: bool = False,
+    progress: Progress | None = None,
 ) -> BuildResult:
     """Build a dataset, or go on with one that was interrupted, or reuse the one that is there.
 
@@ -89,6 +89,7 @@ def build(
         extensions: Take only files with these endings from folders.
         text_key: Key of the text in ``.jsonl`` lines.
         force: Replace a dataset in ``out`` that was made from other inputs.
+        progress: Called with what is being done, how much of it is done, and how much there is.
 
     Raises:
         BadInputError: If the corpus or the tokenizer cannot be read.
@@ -102,7 +103,7 @@ def build(
     given = load_tokenizer(tokenizer, eod_token) if tokenizer is not None else None
     files = open_corpus(corpus, extensions=extensions, text_key=text_key)
     out = Path(out)
-    with _full_disk_named(out), _locked(out), Progress() as progress:
+    with _full_disk_named(out), _locked(out):
         scan = scan_corpus(files, progress)
         files.warn_skipped()
         inputs = {
@@ -126,7 +127,12 @@ class _Job:
     """One build."""
 
     def __init__(
-        self, out: Path, corpus: Corpus, scan: Scan, inputs: dict[str, Any], progress: Progress
+        self,
+        out: Path,
+        corpus: Corpus,
+        scan: Scan,
+        inputs: dict[str, Any],
+        progress: Progress | None,
     ) -> None:
         self.out, self.corpus, self.scan, self.inputs = out, corpus, scan, inputs
         self.progress = progress
@@ -171,7 +177,7 @@ class _Job:
         if _read_json(self.partial / "inputs.json") != self.inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.partial / "inputs.json", _dump(self.inputs))
+        write_atomic(self.partial / "inputs.json", json_bytes(self.inputs))
         tokenizer = self._tokenizer(given, vocab_size)
         dtype = token_dtype(tokenizer.vocab_size)
         shard_of = self.scan.shards()
@@ -193,13 +199,15 @@ class _Job:
 
     def _train(self, vocab_size: int) -> Tokenizer:
         learn = self.scan.learned_from(self.valid)
-        self.progress.start("learning the tokenizer", int(learn.sum()), "documents")
+        done, total = 0, int(learn.sum())
 
         def texts() -> Iterator[str]:
+            nonlocal done
             for ordinal, document in enumerate(self.corpus.documents()):
                 if learn[ordinal]:
                     yield document.text[:LEARN_BYTES_PER_DOCUMENT]
-                    self.progress.advance(1)
+                    done += 1
+                    self._say("learning the tokenizer", done, total)
 
         return train_tokenizer(texts(), vocab_size)
 
@@ -223,7 +231,6 @@ class _Job:
         self, tokenizer: Tokenizer, dtype: np.dtype[Any], shard_of: np.ndarray, done: set[int]
     ) -> None:
         """Write the shards that are not done."""
-        self.progress.start("tokenising", int(self.scan.sizes.sum()), "bytes")
         texts: list[str] = []
         last = len(shard_of) - 1
         for ordinal, document in enumerate(self.corpus.documents()):
@@ -240,7 +247,11 @@ class _Job:
                     valid = self.valid[first : ordinal + 1]
                     self._write_shard(shard, tokenizer.encode_documents(texts), valid, dtype)
                     texts = []
-            self.progress.advance(len(data))
+            self._say("tokenising documents", ordinal + 1, len(shard_of))
+
+    def _say(self, what: str, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, total)
 
     def _write_shard(
         self, shard: int, documents: list[np.ndarray], valid: np.ndarray, dtype: np.dtype[Any]
@@ -260,7 +271,7 @@ class _Job:
                 sync_file(stream)
             write_index(idx_path(prefix), [len(document) for document in mine], dtype)
             mark |= {path.name: checksum(path)["sha256"] for path in _pair(prefix)}
-        write_atomic(self._mark(shard), _dump(mark))
+        write_atomic(self._mark(shard), json_bytes(mark))
 
     def _merge(self, side: str, shards: int, dtype: np.dtype[Any]) -> dict[str, Any]:
         """Join the shards of one side in PARTIAL/SIDE.bin and .idx; return their description."""
@@ -320,7 +331,7 @@ class _Job:
         for side in self.sides:
             for path in _pair(self.partial / side):
                 path.replace(self.out / path.name)
-        write_atomic(self.partial / MANIFEST, _dump(manifest))
+        write_atomic(self.partial / MANIFEST, json_bytes(manifest))
         (self.partial / MANIFEST).replace(self.out / MANIFEST)
         sync_folder(self.out)
         shutil.rmtree(self.partial, ignore_errors=True)
@@ -369,10 +380,6 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
             f"{path}: not a manifest of a dataset; remove it or choose another --out"
         )
     return manifest
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 @contextlib.contextmanager

@@ -172,16 +172,10 @@ def open_corpus(
     return Corpus(", ".join(Path(path).name or str(path) for path in paths), files, text_key)
 
 
-def default_corpus(*, include_tests: bool = False) -> Corpus:
-    """Return the corpus of the Python standard library's sources, tables left out.
-
-    Args:
-        include_tests: Take the test folders too (19 MB more, where they are installed).
-    """
+def default_corpus() -> Corpus:
+    """Return the corpus of the Python standard library's sources, without tests and tables."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    left_out = PACKAGE_FOLDERS | TABLE_FOLDERS
-    if not include_tests:
-        left_out |= TEST_FOLDERS
+    left_out = PACKAGE_FOLDERS | TABLE_FOLDERS | TEST_FOLDERS
     files = [
         source
         for source in _list(root, (".py",), left_out)

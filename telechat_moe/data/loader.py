@@ -32,7 +32,7 @@ Slicing = Literal["interleaved", "contiguous"]
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Batches:
     """Which samples make which batch.
 
     Samples are counted through all epochs; the g-th sample is number ``g % epoch_samples`` of the
@@ -73,7 +73,7 @@ _END = object()
 
 def _work(
     dataset: Dataset,
-    plan: _Plan,
+    plan: _Batches,
     start: int,
     ready: queue.Queue[Any],
     stop: threading.Event,
@@ -148,7 +148,7 @@ class Loader:
             )
         total = None if epochs is None else per_epoch * epochs
         self.dataset = dataset
-        self._plan = _Plan(batch_size, dp_rank, dp_size, slicing, per_epoch, total)
+        self._plan = _Batches(batch_size, dp_rank, dp_size, slicing, per_epoch, total)
         self._prefetch = prefetch
         self._next = 0
         self._ready: queue.Queue[Any] | None = None

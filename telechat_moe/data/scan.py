@@ -1,19 +1,22 @@
-"""The first reading of a corpus: a hash and the size of every document decide all that follows.
+"""Hash and measure the documents of a corpus.
 
-From them come the identity of the corpus, the split into training and validation, the documents
-that the tokenizer learns from and the cutting into shards, none of which need the text again.
+The hashes and sizes determine the identity of the corpus, the split into training and validation, the documents that
+the tokenizer learns from and the shards; none of these needs the text a second time.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from telechat_moe.data.corpus import Corpus
-from telechat_moe.data.progress import Progress
 from telechat_moe.errors import BadInputError
+
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how much of it is done, and how much there is (None: not known)."""
 
 SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20
@@ -68,18 +71,18 @@ class Scan:
         return np.unique(starts // SHARD_BYTES, return_inverse=True)[1]
 
 
-def scan_corpus(corpus: Corpus, progress: Progress) -> Scan:
+def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
     """Read the corpus once and hash every document."""
-    progress.start("reading", None, "documents")
     whole = hashlib.sha256()
     hashes, sizes = bytearray(), bytearray()
-    for document in corpus.documents():
+    for number, document in enumerate(corpus.documents(), 1):
         data = document.text.encode()
         digest = hashlib.sha256(data).digest()
         whole.update(digest)
         hashes += digest[:8]
         sizes += len(data).to_bytes(8, "little")
-        progress.advance(1)
+        if progress is not None:
+            progress("reading documents", number, None)
     if not sizes:
         raise BadInputError(f"{corpus.label}: the corpus has no text; check --corpus")
     return Scan(

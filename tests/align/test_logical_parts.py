@@ -384,21 +384,19 @@ def test_layouts_are_inferred_where_copies_decide() -> None:
     assert found.layout is not None
     assert "copies agree in this one of 2" in found.why
     assert (merge(shards(x[:2], x[2:], x[:2], x[2:]), found.layout).values == x).all()
-    named = infer(shards(x[:2], x[:2], x[2:], x[2:]), (4, 6), {"dp": 2, "tp": 2}, reference=x)
+    named = infer(shards(x[:2], x[:2], x[2:], x[2:]), (4, 6), {"dp": 2, "tp": 2})
     assert named.layout is not None
     assert named.layout.dims == (("dp",), ())
-    assert [c.distance for c in named.candidates if c.problem is None] == [0.0]
+    assert len([c for c in named.candidates if c.problem is None]) == 1
 
 
 def test_ambiguous_layouts_are_not_comparable() -> None:
     x = np.random.default_rng(1).standard_normal((4, 6)).astype(np.float32)
     parts = shards(x[:2, :3], x[:2, 3:], x[2:, :3], x[2:, 3:])
-    found = infer(
-        parts, (4, 6), reference=x
-    )  # rows outer or columns outer: nothing but values could tell
+    found = infer(parts, (4, 6))  # rows outer or columns outer: nothing but values could tell
     assert found.layout is None
     assert "2 layouts fit and give different tensors" in found.why
-    assert sorted(c.distance == 0 for c in found.candidates) == [False, True]
+    assert len({c.digest for c in found.candidates}) == 2
     unequal = infer(shards(x, x + 1), (4, 6))
     assert unequal.layout is None
     assert "copies differ in each of 1" in unequal.why

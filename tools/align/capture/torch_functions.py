@@ -82,8 +82,7 @@ def record(x: Any) -> Value:
     if x is None:
         return None
     if isinstance(x, slice):
-        cut: Any = x
-        return Scalar("slice", [cut.start, cut.stop, cut.step])
+        return Scalar("slice", [getattr(x, end) for end in ("start", "stop", "step")])
     if x is Ellipsis:
         return Scalar("ellipsis", None)
     return Scalar(type(x).__name__, x if isinstance(x, bool | int | float | str) else str(x))
@@ -286,7 +285,7 @@ class _Optimizers:
             inputs = self.before[id(p)]
             key = f"{name}.{self.count[name]}.forward"
             settings = {
-                k: record(list(v) if isinstance(v, tuple) else v)
+                k: record(list(cast("tuple[Any, ...]", v)) if isinstance(v, tuple) else v)
                 for k, v in group.items()
                 if k in _RULES
             }

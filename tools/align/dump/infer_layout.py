@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.logical import CopiesDifferError, Logical, logical
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError, describe
-from telechat_moe.tools.align.dump.records import Array, TensorLayout
+from telechat_moe.tools.align.dump.records import TensorLayout
 from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 
 MOST = 4096
@@ -29,14 +29,12 @@ class Candidate:
         copies: How many shards could be compared with a copy.
         problem: Why it is refused; None: it is not.
         digest: Of the merged tensor.
-        distance: Relative L2 distance of the merged tensor from the reference; None without one.
     """
 
     layout: TensorLayout
     copies: int = 0
     problem: str | None = None
     digest: str = ""
-    distance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ def infer(
     shards: Sequence[Shard],
     shape: Sequence[int],
     mesh: Mapping[str, int] | None = None,
-    reference: Array | None = None,
 ) -> Inferred:
     """Find how shards lie in a tensor of a known shape.
 
@@ -66,7 +63,6 @@ def infer(
         shards: What the ranks hold; ranks stand in the mesh in their order.
         shape: Of the whole, from a run on one device.
         mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
-        reference: Values of that run; each candidate's distance from them is reported and decides nothing.
 
     Raises:
         LayoutError: Shards are missing or differ in shape, or there are too many candidates.
@@ -83,7 +79,7 @@ def infer(
         return Inferred(None, f"shards {list(local)} do not divide the tensor {list(shape)}", ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
     tried = [
-        _tried(shards, layout, tuple(shape), reference)
+        _tried(shards, layout, tuple(shape))
         for layout in _distinct(_candidates(ratios, ranks, mesh))
     ]
     return _decided(tuple(tried), ratios, len(ranks))
@@ -112,29 +108,15 @@ def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) ->
     return Inferred(good[0].layout, why, tried)
 
 
-def _tried(
-    shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...], reference: Array | None
-) -> Candidate:
+def _tried(shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]) -> Candidate:
     whole = logical(shards, layout, shape)
+    digest = hashlib.blake2b(digest_size=16)
     try:
-        digest, distance = _digest(whole, reference)
+        for _, block in whole.blocks():
+            digest.update(np.ascontiguousarray(block).data)
     except CopiesDifferError as error:
         return Candidate(layout, error.copies.compared, str(error))
-    return Candidate(layout, whole.copies.compared, None, digest, distance)
-
-
-def _digest(whole: Logical, reference: Array | None) -> tuple[str, float | None]:
-    digest = hashlib.blake2b(digest_size=16)
-    apart = size = 0.0
-    for box, block in whole.blocks():
-        digest.update(np.ascontiguousarray(block).data)
-        if reference is not None:
-            expected = reference[box].astype(np.float64)
-            apart += float(np.sum((block.astype(np.float64) - expected) ** 2))
-            size += float(np.sum(expected**2))
-    return digest.hexdigest(), None if reference is None else math.sqrt(
-        apart / size
-    ) if size else math.sqrt(apart)
+    return Candidate(layout, whole.copies.compared, None, digest.hexdigest())
 
 
 def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:

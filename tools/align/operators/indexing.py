@@ -168,9 +168,8 @@ def _scatter_add(a: Arguments) -> Any:
 @op("index_add index_add_ IndexAddExt", "input dim index source alpha=1")
 def _index_add(a: Arguments) -> Any:
     x, rows, dim = floating(a.input), integers(a.index), int(a.dim)
-    source = floating(a.source)
-    source = source if a.alpha == 1 else source * a.alpha
-    front: Approx = source.moved(lambda v: np.moveaxis(v, dim, 0))
+    source: Approx = floating(a.source) if a.alpha == 1 else floating(a.source) * a.alpha
+    front = source.moved(lambda v: np.moveaxis(v, dim, 0))
     into = x.moved(lambda v: np.moveaxis(v, dim, 0))
     return scatter_add(into.shape, rows, front, into).moved(lambda v: np.moveaxis(v, 0, dim))
 

@@ -170,7 +170,7 @@ def _rms_norm(width: int, eps: float, x: Array) -> OperatorCase:
 def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     wide = config.qk_pos_emb_head_dim or config.qk_rope_head_dim
     heads = min(config.num_attention_heads, _HEADS)
-    tables: Sequence[Array] = rope.rope_table(wide, rows, config.rope_theta)
+    tables: Any = rope.rope_table(wide, rows, config.rope_theta)
     cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
     return OperatorCase(
