@@ -315,7 +315,7 @@ def _compare_contents(
 
 
 def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> None:
-    """A checkpoint must stand where the log says that its step ended."""
+    """Every checkpoint must continue at the sample at which the log says that its step ended."""
     after: dict[int, int] = {}
     step = 0
     for entry in timeline.entries:

@@ -1,4 +1,4 @@
-r"""Megatron's token files: PREFIX.bin holds the tokens of all documents, PREFIX.idx where each one lies.
+r"""Megatron's token files: PREFIX.bin holds the tokens of all documents, PREFIX.idx the position of each.
 
 Layout of PREFIX.idx, little endian, no padding::
 

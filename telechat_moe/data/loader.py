@@ -239,7 +239,7 @@ class Loader:
         self._next = sample
 
     def state(self) -> dict[str, Any]:
-        """Return where the loader stands, as JSON values.
+        """Return the position of the loader, as JSON values.
 
         Batches prepared ahead but not yet taken do not count. The state does not depend on the rank,
         nor on the batch size: it can be loaded with another one.

@@ -18,7 +18,7 @@ COLLECTIVES = (
     "Receive",
 )
 ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
-NUMPY = {
+NUMPY: dict[int, type[np.generic]] = {
     1: np.float32,
     3: np.int8,
     2: np.uint8,

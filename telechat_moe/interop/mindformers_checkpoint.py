@@ -1,7 +1,7 @@
 """Training checkpoints between MindFormers' trainer and ours, bit for bit.
 
 Our model keeps its parameter names in MindFormers' trainer, and MindFormers' AdamW calls its moments ``adam_m`` and
-``adam_v`` as ours does, so tensors go over under their own names. What differs is what stands around them:
+``adam_v`` as ours does, so tensors go over under their own names. What differs are the files around them:
 
 ===================  ==========================================================================================
 MindFormers          layout of files

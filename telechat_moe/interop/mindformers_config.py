@@ -128,7 +128,7 @@ def _check_cpu(recipe: Recipe, semi_auto: bool) -> None:
 
 
 def check_decay(recipe: Recipe, parameters: Mapping[str, int]) -> None:
-    """Refuse a recipe whose weight decay MindFormers would put elsewhere.
+    """Refuse a recipe whose weight decay MindFormers would apply to other parameters.
 
     Args:
         recipe: The recipe.

@@ -29,7 +29,7 @@ from telechat_moe.sharding.mesh import Mesh
 TESTED = "1.9.0"
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
 UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
-# What is for a real device, a real disk or another program; None stands for a whole section.
+# What is for a real device, a real disk or another program; None means the whole section.
 _DROPPED: dict[str, tuple[str, ...] | None] = {
     "context": ("ascend_config", "save_graphs", "save_graphs_path", "affinity_cpu_list"),
     "telechat_moe": None,
@@ -145,7 +145,7 @@ def _folder() -> Path:
 
 
 def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
-    """Build MindFormers' training step. Runs in the child, in a folder of its own, and changes this process."""
+    """Build MindFormers' training step. Runs in the child process, in a temporary folder, and changes the process."""
     import mindspore as ms
 
     os.dup2(2, 1)  # MindFormers logs to standard output
@@ -180,7 +180,7 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
 
 
 def _our_trainer(given: Mapping[str, Any]) -> Any:
-    """Return the trainer that recipes of ours name, as it stands when training begins."""
+    """Return the trainer that recipes of ours name, in its state when training begins."""
     from telechat_moe.interop.mindformers_model import TelechatMoeTrainer
 
     trainer = TelechatMoeTrainer()

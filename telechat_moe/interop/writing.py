@@ -1,6 +1,6 @@
-"""Writing a folder of weights so that it can be killed at any moment and gone on with.
+"""Write a folder of weights; after a kill at any moment the next run continues where it stopped.
 
-While it is being made, everything stands in a hidden folder beside the destination::
+Until it is complete, everything is in a hidden folder beside the destination::
 
     .DST.partial/lock         held by the process that writes
     .DST.partial/plan.json    what is being written, from which files

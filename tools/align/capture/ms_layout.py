@@ -1,4 +1,4 @@
-"""How the tensors of a rank's graph lie over devices, as far as the graph and the recipe say it.
+"""Layouts of the tensors of a rank's graph, as far as the graph and the recipe give them.
 
 Operators carry the layouts of their inputs and outputs from the parallel compiler; weights and moments follow from the
 recipe; a gradient lies like its weight, and before its reduction holds terms. What is element by element keeps the layout

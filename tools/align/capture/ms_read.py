@@ -176,7 +176,7 @@ class Reader:
 
     def _record(self, tensor: Tensor, graph: str, run: int) -> TensorRecord:
         taps = [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
-        runs: Any = next((r for tap in taps if (r := self.index.get(tap))), [])
+        runs: Any = next((r for tap in taps if (r := self.index.get(tap))), ())
         layout = self.layouts.get(id(tensor))
         if not runs:
             return TensorRecord(tensor.dtype, tensor.shape, layout=layout)

@@ -1,4 +1,4 @@
-"""What a tapped graph records: operators, what they take and make, and the taps that see it."""
+"""What a tapped graph records: operators, their inputs and outputs, and the taps that record these."""
 
 import re
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ class TappedOperator:
     """An operator.
 
     Attributes:
-        path: Cell that it stands in, ``model.layers.0.attention``; backward ones the same.
+        path: Cell that it belongs to, ``model.layers.0.attention``; backward ones the same.
         classes: Classes of the cells of the path.
         kind: Primitive; of a custom operator of ours ``Telechat`` and its name.
         backward: It belongs to the backward pass.
@@ -66,7 +66,7 @@ class TappedOperator:
         inputs: What it takes.
         outputs: What it makes; of one that writes to weights, their new values.
         attributes: Of the primitive.
-        graph: Function that it stands in.
+        graph: Function that it belongs to.
         writes: Places of the inputs that it writes to.
         weight: Whose gradient it reduces.
         layouts: Of inputs and of outputs, as the parallel compiler has written them down.
@@ -100,7 +100,7 @@ class TapPlan:
 
 
 def constant_tensor(proto: Any) -> Tensor:
-    """Return a tensor that stands in the graph."""
+    """Return a constant tensor of the graph."""
     kind = TYPES.get(proto.data_type, "?")
     shape = tuple(proto.dims)
     if kind == "bfloat16":

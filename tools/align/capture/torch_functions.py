@@ -82,7 +82,8 @@ def record(x: Any) -> Value:
     if x is None:
         return None
     if isinstance(x, slice):
-        return Scalar("slice", [getattr(x, end) for end in ("start", "stop", "step")])
+        ends = cast("Any", x)
+        return Scalar("slice", [ends.start, ends.stop, ends.step])
     if x is Ellipsis:
         return Scalar("ellipsis", None)
     return Scalar(type(x).__name__, x if isinstance(x, bool | int | float | str) else str(x))
@@ -151,7 +152,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     @contextmanager
-    def _in_backward(self) -> Iterator[None]:
+    def _in_backward(self) -> Generator[None, None, None]:
         """Record what hooks, checkpoints and functions of a script compute while torch goes back."""
         engine: Any = torch.autograd
         run = engine._engine_run_backward
@@ -210,9 +211,10 @@ class _Recorder(TorchFunctionMode):
                 self._finish(key)
 
     def _finish(self, key: str) -> None:
-        name, index, coming, gradients = self._pending.pop(key, (None, 0, [], []))
-        if name is None:
+        pending = self._pending.pop(key, None)
+        if pending is None:
             return
+        name, index, coming, gradients = pending
         self.calls[f"{key}.backward"] = Call(
             f"{key}.backward",
             "api",

@@ -1,4 +1,4 @@
-"""The layout of shards that say nothing of it: all candidates that fit the shapes are tried, copies decide.
+"""Infer the layout of shards from their shapes: every layout that fits is tried, and their copies decide.
 
 A reference's values never decide: a layout chosen because it looks like the reference would explain faults away.
 """
@@ -57,10 +57,10 @@ def infer(
     shape: Sequence[int],
     mesh: Mapping[str, int] | None = None,
 ) -> Inferred:
-    """Find how shards lie in a tensor of a known shape.
+    """Infer the layout of the shards of a tensor whose shape is known.
 
     Args:
-        shards: What the ranks hold; ranks stand in the mesh in their order.
+        shards: What the ranks hold; the mesh lists the ranks in ascending order.
         shape: Of the whole, from a run on one device.
         mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
 

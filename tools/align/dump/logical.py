@@ -1,4 +1,4 @@
-"""Shards of many ranks merged into the one tensor that they stand for, and what their copies say.
+"""Merge the shards of many ranks into one tensor, and compare the copies that several ranks hold.
 
 Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-batch shards are all ranges of indices
 (``ranges.py``). A layout that contradicts its shards is refused. Copies of one shard are compared: where they differ,
@@ -137,7 +137,7 @@ class Logical:
 
     Args:
         shards: What the ranks hold.
-        where: Where the shards lie.
+        where: Ranges of the shards in the whole tensor.
         bound: How far copies may differ; None: not at all.
         keep: Go on where copies differ, with the first one; else :class:`CopiesDifferError` at the end.
 
@@ -296,11 +296,11 @@ def logical(
     bound: Bound | None = None,
     keep: bool = False,
 ) -> Logical:
-    """Return the tensor that shards stand for; nothing is read yet.
+    """Return the tensor that shards make up; nothing is read yet.
 
     Args:
         shards: What the ranks hold, in any order.
-        layout: How they lie; None: each is a record that says so itself.
+        layout: Their layout; None: each is a record that has one.
         shape: Of the whole; needed where filler hides it.
         bound: How far copies may differ; None: not at all.
         keep: Go on where copies differ.

@@ -1,4 +1,4 @@
-"""A dump of many ranks merged into one of logical tensors, as a run on one device would have written it.
+"""Merge a dump of many ranks into one of whole tensors, as a run on one device would have written it.
 
 A tensor's layout is what its records say, else what the caller says (:class:`Said`), else it is taken for copies where
 all ranks that have it hold the same bits. What contradicts itself is not merged: it is named, with the reason.

@@ -1,4 +1,4 @@
-"""Dumps of msprobe, of MindSpore and of PyTorch, read without either: ``read("dump")``.
+"""Read dumps of msprobe, written under MindSpore or PyTorch, without either of them: ``read("dump")``.
 
 ``step*/rank*|proc*`` (also below ``pynative/`` and ``graph/``) with ``dump.json``, maybe ``stack.json`` and
 ``construct.json``, and ``dump_tensor_data/``. The order of the keys is the order in which calls ended, and is kept.

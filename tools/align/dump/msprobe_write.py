@@ -1,4 +1,4 @@
-"""Dumps as msprobe writes them: ``write(dump, "out")``. Equal records give equal bytes; folders are 0750, files 0640."""
+"""Write dumps as msprobe does: ``write(dump, "out")``. Equal records give equal bytes; folders are 0750, files 0640."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Where each shard of a tensor lies in the whole: a layout turned into ranges of indices, or refused.
+"""Turn a layout into the ranges of indices that each shard holds of the whole tensor, or refuse it.
 
 Every refusal is a :class:`LayoutError` whose sentence says what contradicts what.
 """
@@ -43,10 +43,10 @@ class ShardKey(NamedTuple):
 
 
 class ShardRanges(NamedTuple):
-    """Where a shard lies.
+    """The ranges of a shard in the whole tensor.
 
     Attributes:
-        dims: Its ranges in each dimension of the whole; beyond the end of a dimension stands filler.
+        dims: Its ranges in each dimension of the whole; what is beyond the end of a dimension is filler.
         term: Which term of a reduction it is.
         flat: Its range in the flattened region ``dims``; None: it is the region.
     """
@@ -58,7 +58,7 @@ class ShardRanges(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMap:
-    """Where all shards of a tensor lie; made by :func:`locate` or :func:`locate_regions`, which checked it.
+    """The ranges of all shards of a tensor; made by :func:`locate` or :func:`locate_regions`, which checked it.
 
     Attributes:
         shape: Of the whole.
@@ -78,7 +78,7 @@ class ShardMap:
 def locate(
     layout: TensorLayout, shapes: Mapping[ShardKey, Shape], shape: Shape | None = None
 ) -> ShardMap:
-    """Return where the shards of a layout lie.
+    """Return the ranges of the shards of a layout.
 
     Args:
         layout: Of the tensor.
@@ -128,7 +128,7 @@ def locate_regions(
     shapes: Mapping[ShardKey, Shape],
     shape: Shape,
 ) -> ShardMap:
-    """Return where shards lie whose regions are given, as (begin, end) of every dimension.
+    """Return the ranges of shards whose regions are given, as (begin, end) of every dimension.
 
     Args:
         regions: Of every shard.

@@ -1,4 +1,4 @@
-"""What a dump holds, whoever wrote it: ranks, the calls of operators and modules on each, and their tensors.
+"""Records of a dump of any writer: its ranks, their calls of operators and modules, and the tensors of these.
 
 Readers (``msprobe.py``, ``statistic_csv.py``) make these records; everything else of ``tools/align`` works on them alone.
 Values stay on disk until :meth:`TensorRecord.load`.
@@ -15,7 +15,7 @@ from telechat_moe.tools.align.numerics import Array
 
 
 class Phase(str, Enum):
-    """Where in a step a call stands, in the order of a step."""
+    """Phase of a step that a call belongs to, in the order of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -38,7 +38,7 @@ FLAT = -1
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How a tensor lies over devices.
+    """The layout of a tensor over devices.
 
     Each axis of the mesh cuts a dimension, holds terms of a reduction, or holds copies.
 
@@ -50,7 +50,7 @@ class TensorLayout:
         dims: For each dimension of the tensor the axes that cut it, outermost first; empty: whole.
         partial: Axes over which values must still be reduced, and how (``sum``, ``mean``, ``max``, ``min``, ``prod``,
             ``all``).
-        interleaved: The shards of a cut dimension lie interleaved over these axes: shard p of n holds the indices
+        interleaved: The shards of a cut dimension are interleaved over these axes: shard p of n holds the indices
             p, p + n ... in blocks of :attr:`block`.
         block: For each dimension the size of such a block; 1 where not given.
         local: Axes along which one tensor holds all shards, one after another (MindSpore's ``interleaved_parallel``).
@@ -90,7 +90,7 @@ class TensorRecord:
         stats: Statistics from the dump.
         crc: Checksum from the dump, as written there.
         path: File with the values; None: not dumped.
-        layout: How it lies over devices; None: not said.
+        layout: Its layout over devices; None: unknown.
         requires_grad: As dumped.
         fingerprint: Sketch and checksum, where the capture made them (``fingerprint.py``).
         read: Returns the values; set by the reader.
@@ -161,7 +161,7 @@ class Call:
 
     @property
     def stage(self) -> Phase:
-        """Where in a step the call stands; :attr:`phase`, but of a compiled graph, whose operators all run forward."""
+        """Phase of the step; other than :attr:`phase` for a compiled graph, whose operators all run forward."""
         if self.name.startswith("Primitive.Gradients."):
             return Phase.BACKWARD
         return Phase.REDUCTION if self.name.startswith("Primitive.Reduction.") else self.phase

@@ -2,7 +2,7 @@
 
 Tree: ``rank_<rank>/<net>/<graph>/<iteration>/statistic.csv``; a file alone is rank 0, step 0. Columns are found by their
 titles. Values: ``<type>.<name>.<task>.<stream>.<time>.<input|output>.<slot>.<format>.<dtype>.npy``; names longer than a
-file may have stand in ``mapping.csv``.
+file may have are listed in ``mapping.csv``.
 """
 
 import csv

@@ -1,6 +1,6 @@
 """Values of tensors in files, mapped, never unpickled: ``.npy``, and the ``.pt`` of ``torch.save`` without torch.
 
-A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which tensor lies in which member. Those opcodes
+A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which member holds which tensor. Those opcodes
 are read as data; nothing that they name is imported or called, and any other opcode is refused.
 """
 
@@ -74,7 +74,7 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
         path: ``.npy`` or ``.pt`` file.
         dtype: Canonical name of the type that the program computed in.
         shape: As the dump says.
-        root: Folder that the file must lie in, links followed.
+        root: Folder that the file must be in, links followed.
 
     Raises:
         BadInputError: Missing, outside, broken, pickled, or not of that type and shape.
@@ -119,7 +119,7 @@ def widen(bits: Array, dtype: str) -> Array:
 
 
 def _widened(bits: Array) -> Array:
-    """Return flat bfloat16 in float32; large ones in a file of their own that is gone with the array."""
+    """Return flat bfloat16 in float32; large ones in a temporary file that is removed with the array."""
     if bits.nbytes <= _LARGE:
         return widen(np.asarray(bits), "bfloat16")
     with tempfile.TemporaryFile() as file:
@@ -181,10 +181,10 @@ def release(values: Array) -> None:
 
 
 def within(path: Path, root: Path) -> Path:
-    """Return the real path of something that must lie in a folder, links followed.
+    """Return the real path of something that must be in a folder, links followed.
 
     Raises:
-        BadInputError: It lies elsewhere.
+        BadInputError: It is outside of the folder.
     """
     return Path(_within(path, root))
 

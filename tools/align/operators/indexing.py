@@ -226,7 +226,7 @@ CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "max": 1, "min": 1}
 
 
 def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Array:
-    """Return where an index may stand for another: both point at equal elements.
+    """Return where an index may replace another: both point at equal elements.
 
     Args:
         x: What was chosen from.

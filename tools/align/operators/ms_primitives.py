@@ -1,4 +1,4 @@
-"""MindSpore's primitives as they stand in a compiled graph: their arguments are not those of the functions of that name."""
+"""MindSpore's primitives in a compiled graph, whose arguments differ from those of the functions of the same name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -174,7 +174,7 @@ def _tensor_scatter_add(a: Arguments) -> Any:
 
 @primitive("OneHot", "input depth on off dim=-1 | axis=-1", exact=True)
 def _one_hot(a: Arguments) -> Any:
-    """``on`` at the index, ``off`` elsewhere, along a new dimension."""
+    """``on`` at the index, ``off`` at the others, along a new dimension."""
     index, axis = integers(a.input), int(plain(a.dim))
     hot = index[..., None] == np.arange(int(plain(a.depth)))
     values = np.where(hot, plain(a.on), plain(a.off))
@@ -250,7 +250,7 @@ def _natural(a: Arguments) -> None:
         raise NotJudgedError("an exponential or logarithm of another base")
 
 
-# ------------------------------------------------------------------ derivatives that have a name of their own
+# ------------------------------------------------------------------ derivatives that are primitives themselves
 
 
 @primitive("SiLUGrad", "grad input", stores=True)

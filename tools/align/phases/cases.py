@@ -22,6 +22,7 @@ from telechat_moe.ops import (
     swiglu,
 )
 from telechat_moe.ops.select import backend as chosen_backend
+from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -291,6 +292,10 @@ def _attention(scale: float) -> Callable[..., Approx]:
     return formula
 
 
+def _first(made: Any) -> Any:
+    return made[0] if is_sequence(made) else made
+
+
 class _Attention(nn.Cell):
     """Brings both implementations to the same inputs and result."""
 
@@ -309,7 +314,7 @@ class _Attention(nn.Cell):
         hidden = np.triu(np.full((1, 1, length, length), -1e30, np.float32), 1)
         q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
         made: Any = self.core(q, k, v, Tensor(np.tile(hidden, (1, self.heads, 1, 1))))
-        return (made[0] if isinstance(made, tuple) else made).transpose(0, 2, 1, 3)
+        return _first(made).transpose(0, 2, 1, 3)
 
 
 class First(nn.Cell):
@@ -321,5 +326,4 @@ class First(nn.Cell):
 
     def construct(self, *inputs: Any) -> Any:
         """Return it."""
-        made: Any = self.core(*inputs)
-        return made[0] if isinstance(made, tuple) else made
+        return _first(self.core(*inputs))

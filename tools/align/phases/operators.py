@@ -2,7 +2,7 @@
 
     python -m telechat_moe.tools.align.phases.operators RECIPE OUT.json [KEY=VALUE ...]
 
-A process of its own, because it needs MindSpore. Widths, heads' sizes and inner dimensions are the recipe's; rows and
+It runs in a separate process, because it needs MindSpore. Widths, heads' sizes and inner dimensions are the recipe's; rows and
 columns are fewer (``cases.py``), which no bound depends on. Values are drawn in the recipe's type. Each
 implementation runs forward and backward; those that only Ascend has are not judged here and counted.
 """
