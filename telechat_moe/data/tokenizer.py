@@ -61,15 +61,20 @@ class Tokenizer:
         """Return the tokens of a text, int32, without an end of document."""
         return self.encode_documents([text])[0][:-1]
 
-    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the tokens of each whole text, int32, each with the end of document appended.
+    def encode_documents(
+        self, texts: Sequence[str], piece_characters: int = PIECE_CHARACTERS
+    ) -> list[np.ndarray]:
+        """Return the tokens of each text, int32, each with the end of document appended.
 
-        Long texts are encoded in pieces (in parallel and with less memory) where that cannot change the result.
+        Args:
+            texts: Whole documents.
+            piece_characters: Longer texts are encoded in pieces (in parallel and with less memory)
+                where that cannot change the result.
         """
         pieces: list[str] = []
         counts: list[int] = []
         for text in texts:
-            split = list(self._split(text, PIECE_CHARACTERS))
+            split = list(self._split(text, piece_characters))
             pieces += split
             counts.append(len(split))
         encoded = iter(self._backend.encode_batch_fast(pieces, add_special_tokens=False))
