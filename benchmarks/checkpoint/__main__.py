@@ -246,13 +246,16 @@ def measure_stall(recipe_name: str, rounds: int, parent: Path) -> dict[str, Any]
                         stalls[name].append(stall)
                         flights += [flight] if name == "background" else []
         nbytes = savers["background"].snapshot.nbytes
+    found = {"recipe": recipe_name, "state_mib": nbytes / 2**20}
+    return found | _stall_figures(free, stalls, flights)
+
+
+def _stall_figures(
+    free: list[float], stalls: dict[str, list[float]], flights: list[list[float]]
+) -> dict[str, Any]:
+    """Summarise times of free steps, of saves, and of steps while a save is in flight."""
     normal = statistics.median(free)
-    found: dict[str, Any] = {
-        "recipe": recipe_name,
-        "state_mib": nbytes / 2**20,
-        "steps": len(free),
-        "step_ms": normal,
-    }
+    found: dict[str, Any] = {"steps": len(free), "step_ms": normal}
     for name in MODES:
         middle = statistics.median(stalls[name])
         found[name] = {

@@ -111,41 +111,15 @@ def _moe(E: int, H: int, F: int, zipf: bool, threads: int, quick: bool) -> Measu
     x, weight, dout = _normal(T, H), np.full((T, K), 1 / K, np.float32), _normal(T, H)
     gate, up, down = (_normal(E, *s, scale=0.05) for s in ((H, F), (H, F), (F, H)))
     P = T * K
-    a = {
-        name: np.empty(s, np.float32)
-        for name, s in {
-            "xp": (P, H),
-            "y": (P, F),
-            "g": (P, F),
-            "u": (P, F),
-            "o": (P, H),
-            "out": (T, H),
-            "do": (P, H),
-            "dw": (T, K),
-            "dy": (P, F),
-            "dd": down.shape,
-            "dxp": (P, H),
-            "dg": gate.shape,
-            "du": up.shape,
-            "dx": (T, H),
-        }.items()
-    }
+    shapes = {"xp o do dxp": (P, H), "y g u dy": (P, F), "out dx": (T, H), "dw": (T, K)}
+    shapes |= {"dd": down.shape, "dg": gate.shape, "du": up.shape}
+    a = {n: np.empty(s, np.float32) for names, s in shapes.items() for n in names.split()}
     row, pair, size = np.empty(P, np.int32), np.empty(P, np.int32), np.empty(E, np.int32)
     f = {"bf16": False}
-    k = {
-        name: Kernel(name, attributes)
-        for name, attributes in {
-            "PermutePlan": {"experts": E},
-            "Permute": {},
-            "GroupedSwiGLU": f,
-            "GroupedMatmul": f,
-            "Unpermute": {},
-            "UnpermuteGrad": {},
-            "GroupedMatmulGrad": f,
-            "GroupedSwiGLUGrad": f,
-            "PermuteGrad": {},
-        }.items()
-    }
+    products = ("GroupedSwiGLU", "GroupedMatmul", "GroupedMatmulGrad", "GroupedSwiGLUGrad")
+    k = {name: Kernel(name, f) for name in products}
+    k |= {n: Kernel(n, {}) for n in ("Permute", "Unpermute", "UnpermuteGrad", "PermuteGrad")}
+    k["PermutePlan"] = Kernel("PermutePlan", {"experts": E})
 
     def ours() -> None:
         k["PermutePlan"]([index], [row, pair, size])

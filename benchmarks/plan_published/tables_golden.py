@@ -65,11 +65,8 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
     hidden, layers, heads = (
         int_of(row, k) for k in ("hidden-size", "num-layers", "num-attention-heads")
     )
-    seq, tp, pp = (
-        int_of(row, "seq-length"),
-        int_of(row, "tensor-model-parallel-size", 1),
-        int_of(row, "pipeline-model-parallel-size", 1),
-    )
+    seq, tp = int_of(row, "seq-length"), int_of(row, "tensor-model-parallel-size", 1)
+    pp = int_of(row, "pipeline-model-parallel-size", 1)
     swiglu = is_true(row, "swiglu")
     bert = row["family"] == "bert"
     vocab = int_of(row, "vocab-size", 30522 if bert else 50257)
@@ -87,6 +84,16 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         tied=not is_true(row, "untie-embeddings-and-output-weights"), seq=seq, positions=seq, biases=not swiglu,
         pair_share=float(bert),
     )  # fmt: skip
+    layout = _layout(row, case, hardware, layers, bool(experts))
+    # no time without data-parallel size and global batch
+    return replace(start, architecture=architecture, layout=layout, memory_stage=pp - 1)
+
+
+def _layout(row: Fields, case: str, hardware: str, layers: int, experts: bool) -> Layout:
+    tp, pp = (
+        int_of(row, "tensor-model-parallel-size", 1),
+        int_of(row, "pipeline-model-parallel-size", 1),
+    )
     cp, micro = int_of(row, "context-parallel-size", 1), int_of(row, "micro-batch-size")
     ep, etp = int_of(row, "expert-model-parallel-size", 1), 1
     if experts:
@@ -107,7 +114,7 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
     flash = (
         not local and not earlier
     )  # those on dracooci were recorded before flash was the default
-    layout = Layout(
+    return Layout(
         dp=dp, tp=tp, pp=pp, cp=cp, vpp=vpp, sequence_parallel=is_true(row, "sequence-parallel"),
         opt_shards=max(dp * cp // 2, 1) if "multi_dist_optimizer" in case else 0,  # two copies of the optimizer
         ep=ep, etp=etp, chunks=_string(row["pipeline-model-parallel-layout"], layers, pp * vpp),
@@ -118,5 +125,3 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
         schedule="interleaved" if vpp > 1 else "1f1b",
         compute="bf16",
     )  # fmt: skip
-    # no time without data-parallel size and global batch
-    return replace(start, architecture=architecture, layout=layout, memory_stage=pp - 1)

@@ -1,20 +1,8 @@
-"""A bytecode virtual machine for fused operators, after DVM.
+"""A bytecode virtual machine for fused operators, after DVM (arXiv 2603.24239); design and code are our own.
 
-    >>> import numpy as np
-    >>> import telechat_moe.ops.dvm as dvm
-    >>> def softmax(k, x):
-    ...     e = k.exp(x - k.max(x, -1))
-    ...     k.store(e / k.sum(e, -1))
-    >>> program = dvm.build(softmax, ("T", "H"))
-    >>> run = dvm.Compiled(program)
-    >>> run(np.zeros((1, 4), np.float32))[0]
-    array([[0.25, 0.25, 0.25, 0.25]], dtype=float32)
-
-A Python function is traced once into a small graph with symbolic extents; the native library fuses it,
-encodes bytecode for each distinct shape in about a microsecond and interprets it tile by tile. Nothing here
-needs mindspore, except :func:`custom_op`.
-
-Source: DVM, arXiv 2603.24239; design and code are our own.
+A Python function is traced once into a small graph with symbolic extents; the native library fuses it, encodes
+bytecode for each distinct shape in about a microsecond and interprets it tile by tile. Nothing here needs mindspore,
+except :func:`custom_op`. Begin with :mod:`telechat_moe.ops.dvm.builder`, which has an example.
 """
 
 from telechat_moe.ops.dvm.builder import Builder, Value, build

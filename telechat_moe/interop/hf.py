@@ -142,10 +142,7 @@ def convert(
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
     src, dst = Path(src), Path(dst)
-    if dst.exists() or dst.is_symlink():
-        raise BadInputError(f"{dst} exists; remove it or name another destination")
-    if shard_bytes < 1:
-        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
+    _check_destination(dst, shard_bytes)
     _check_expressible(model_config)
     entries = read_weights(src)
     inputs = sorted({entry.file for entry in entries.values()})
@@ -174,6 +171,13 @@ def convert(
         notes=notes,
         resumed_files=written.resumed,
     )
+
+
+def _check_destination(dst: Path, shard_bytes: int) -> None:
+    if dst.exists() or dst.is_symlink():
+        raise BadInputError(f"{dst} exists; remove it or name another destination")
+    if shard_bytes < 1:
+        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
 
 
 def _dequantised(source: Path, entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:

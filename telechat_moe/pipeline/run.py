@@ -128,7 +128,7 @@ class Pipeline:
         given = {WHOLE: theirs, **sockets}
         words = [f"{stage}:{side.fileno()}" for stage, side in given.items()]
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {__package__}.worker import main; "
+            f"import sys; sys.path[:] = {sys.path!r}; from telechat_moe.pipeline.worker import main; "
             f"sys.exit(main({[str(number), *words]!r}))"
         )
         process = start(

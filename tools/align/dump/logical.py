@@ -32,6 +32,7 @@ from telechat_moe.tools.align.dump.shard_values import (
     ShardValues,
     intersect,
 )
+from telechat_moe.tools.align.dump.value_files import write_npy_header
 from telechat_moe.tools.align.numerics import is_float, ulps
 
 BLOCK_BYTES = 16 << 20
@@ -206,11 +207,11 @@ class Logical:
             for _, block in self.blocks(limit):
                 if not begun:
                     stored, begun = stored or block.dtype, True
-                    _npy_header(file, stored, self.shape)
+                    write_npy_header(file, stored, self.shape)
                 file.write(np.ascontiguousarray(block, stored).data)
             if not begun:
                 empty = self._block(tuple(slice(0, n) for n in self.shape))
-                _npy_header(file, stored or empty.dtype, self.shape)
+                write_npy_header(file, stored or empty.dtype, self.shape)
 
     def _block(self, box: tuple[slice, ...]) -> Array:
         target: Array | None = None
@@ -496,13 +497,3 @@ def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
     if bound.ulp and is_float(dtype):
         near |= ulps(x, y, dtype) <= bound.ulp
     return ~near
-
-
-def _npy_header(file: Any, dtype: np.dtype[Any], shape: Shape) -> None:
-    npy: Any = np.lib.format  # NumPy's stubs leave it without types
-    header = {
-        "descr": npy.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": tuple(shape),
-    }
-    npy.write_array_header_1_0(file, header)

@@ -448,3 +448,10 @@ def _number(n: int) -> bytes:
         return b"J" + struct.pack("<i", n)
     content = n.to_bytes(n.bit_length() // 8 + 1, "little")
     return b"\x8a" + bytes([len(content)]) + content
+
+
+def write_npy_header(file: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+    """Write the head of a ``.npy`` file; values follow in C order."""
+    npy: Any = np.lib.format  # NumPy's stubs leave it without types
+    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+    npy.write_array_header_1_0(file, header)
