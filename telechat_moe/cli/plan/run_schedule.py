@@ -111,8 +111,8 @@ def _check_arguments(args: argparse.Namespace, parameters: int, units: str) -> N
 
 def _program(args: argparse.Namespace) -> Any:
     """Return the schedule asked for; a synthesised one for equal F, dX and dW."""
-    from telechat_moe.tools.plan.schedules.known import generate
     from telechat_moe.tools.plan.schedules.program import Times
+    from telechat_moe.tools.plan.schedules.published import generate
     from telechat_moe.tools.plan.schedules.synthesise import synthesise
 
     if args.schedule != "synthesised":

@@ -256,7 +256,7 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     experts = min(config.n_routed_experts, _EXPERTS)
     rows = fewer(rows, max(hidden, wide))
     sizes = _uneven(rows, experts)
-    blocks: Array = np.repeat(np.arange(experts), -(-sizes // _BLOCK)).astype(np.int32)
+    blocks: Array = np.repeat(np.arange(experts, dtype=np.int32), -(-sizes // _BLOCK))
     found: list[OperatorCase] = []
     for inner, outer in sorted({(hidden, wide), (wide, hidden)}):
         what = f"{inner} to {outer}, {experts} experts"
