@@ -1,9 +1,10 @@
-"""Compare two runs that do not run the same calls: cut over other devices, or written for another framework.
+"""Compare two runs whose calls differ: runs of other layouts, or written for other frameworks.
 
-Each run is judged by itself: every operator from its own inputs, every collective from what all its ranks gave, over the
-ranks that the layout of its input names. What both runs must have (*points*: gradients of weights, weights and states
-before and after their update, and what a map names) is put together from all ranks and compared. So a fault that computes
-nothing wrong (other data, a missing collective, a weight cut in another place) shows at a point, others at their operator.
+Each run is judged by itself: every operator is replayed from its own inputs, every collective from what all its ranks
+sent, over the ranks that the layout of its input names. The tensors that both runs must have (*points*: gradients of
+weights, weights and states before and after their update, and what a map names) are merged over all ranks and compared.
+A fault that leaves every operator correct (other data, a missing collective, a weight sharded in the wrong position)
+shows at a point; other faults show at their operator.
 """
 
 import math
@@ -37,7 +38,7 @@ from telechat_moe.tools.align.numerics import FLOATS, is_float
 Array = np.ndarray[Any, np.dtype[Any]]
 
 AMPLIFIED = 8.0
-"""How much further apart gradients may be than the weights that they are of (5 in the median of such pairs)."""
+"""How much further apart gradients may be than their weights (5 in the median of such pairs)."""
 
 TOLERANCE: Mapping[str, float] = {
     "float64": 1e-10,
@@ -45,16 +46,17 @@ TOLERANCE: Mapping[str, float] = {
     "bfloat16": 0.25,
     "float16": 6e-2,
 }
-"""How far whole tensors of two correct runs are apart, at most: norm of the difference over the norm.
+"""The largest relative L2 distance between whole tensors of two correct runs, by type.
 
-Where it cannot be derived (``propagate.py``): what earlier operators round differently adds up. Of right pairs of the
-fault benchmark in 30 layouts the gradients of the first step are 10 to 14 roundings of the narrower type apart (median
-over pairs of the worst gradient), 49 at most in any type; allowed are 335 in float32 and 128 and more in narrower types.
+It is used where the distance cannot be derived (``propagate.py``), because rounding differences of earlier operators
+accumulate. In correct pairs of the fault benchmark (30 layouts) the gradients of the first step differ by 10 to 14
+roundings of the narrower type (median over pairs of the worst gradient), by 49 at most in any type. Allowed are 335 in
+float32, 128 or more in narrower types.
 """
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
-    """Return whether two dumps were cut differently, or come from other frameworks."""
+    """Return whether two dumps have different layouts or come from different frameworks."""
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
         return False
@@ -79,15 +81,16 @@ def across(
     """Compare a run with one of another layout or framework; see the module.
 
     Args:
-        reference: A run that is believed.
+        reference: The trusted run.
         target: The run to judge.
-        links: A map; none: gradients, weights and states by their weight's name.
-        tolerance: For whole tensors, relative L2; None: derived for each, or by type, :data:`TOLERANCE`.
+        links: A map; if empty, gradients, weights and states are linked by the name of their weight.
+        tolerance: The relative L2 distance allowed for whole tensors; None: derived for each tensor, or else taken by
+            type from :data:`TOLERANCE`.
     """
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
         return Outcome("not comparable", reason="the dumps have no step in common")
-    outcome = bisect(with_groups(target), target, Known())  # ranks repeat each other's calls
+    outcome = bisect(with_groups(target), target, Known())  # ranks make equal calls
     findings, judged = list(outcome.findings), dict(outcome.judged)
     points = _Points(outcome, tolerance)
     for step in steps:
@@ -114,7 +117,7 @@ def across(
 
 
 def with_groups(dump: Dump) -> Dump:
-    """Return a dump whose collectives name the ranks that the layouts of their inputs name."""
+    """Return a dump whose collectives name their groups, taken from the layouts of their inputs."""
     return Dump(dump.root, {key: _corrected(rank) for key, rank in dump.ranks.items()})
 
 
@@ -134,7 +137,7 @@ def _corrected(rank: RankDump) -> RankDump:
 
 
 def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
-    """Return the ranks that hold the other terms of what a rank holds."""
+    """Return the ranks that hold the other terms of the sum of which a rank holds one."""
     if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
         return None
     places = np.arange(len(layout.ranks)).reshape(layout.mesh)
@@ -150,10 +153,10 @@ def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
 
 
 def _flipped(name: str, chosen: Point, taken: Point) -> str:
-    """Return how many rows chose otherwise, though their scores are close; empty: none did.
+    """Say how many rows chose differently although their scores are close; return an empty string if none did.
 
-    Each run chose what its own scores say, which replay has seen, so a row chooses otherwise only where its margin is
-    within the difference of the scores. What comes after cannot be compared as a whole.
+    Replay has shown that each run chose by its own scores, so a row can choose differently only where its margin is
+    within the difference of the scores. What follows such a choice cannot be compared as a whole.
     """
     rows = _otherwise(chosen, taken)
     said = f"{rows} rows of {name} chose otherwise: nearly equal scores"
@@ -168,7 +171,7 @@ def _otherwise(chosen: Point, taken: Point) -> int:
 
 
 def chose_otherwise(reference: Dump, target: Dump) -> int:
-    """Return how many rows chose otherwise in two runs, whatever their layouts."""
+    """Return how many rows chose differently in two runs, whatever their layouts."""
     return sum(
         _otherwise(chosen, taken)
         for step in target.steps
@@ -181,10 +184,10 @@ def chose_otherwise(reference: Dump, target: Dump) -> int:
 
 
 class _Points:
-    """What whole tensors of both runs come to, step after step.
+    """Compares the whole tensors of both runs, step by step.
 
     Args:
-        outcome: Of each operator of the target by itself.
+        outcome: The outcome of judging each of the target's operators by itself.
         tolerance: See :func:`across`.
     """
 
@@ -193,19 +196,21 @@ class _Points:
         self.unknown: Counter[str] = Counter()
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
-        self.flipped = ""  # rows that chose otherwise: nothing after is comparable as a whole
+        self.flipped = (
+            ""  # which rows chose differently: nothing after them is comparable as a whole
+        )
         self.allowed = Allowed()
-        self.type = "float32"  # in which the reference computes
+        self.type = "float32"  # the type that the reference computes in
         self.drift = 0.0  # how far weights are apart before the step
-        self.last: dict[str, Array] = {}  # what the updates of the step before made
+        self.last: dict[str, Array] = {}  # results of the previous step's updates
 
     def routes(
         self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]
     ) -> Iterator[Finding | None]:
-        """Yield what is to be said of the scores of each choice.
+        """Yield a finding on the scores of each choice; None: they are not judged.
 
-        If one came out otherwise though its scores are close, others whose scores are not may follow from it: pipelines
-        give no order of layers, so none of these is judged.
+        If one choice differs although its scores are close, it may cause others to differ whose scores are not close. A
+        pipeline does not give the order of layers, so none of them is judged then.
         """
         kind, found = _narrowest(a, b), list[Finding | None]()
         for name, one, other, chosen, taken in () if self.flipped else choices_of_both(a, b):
@@ -222,7 +227,7 @@ class _Points:
     def at(
         self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
     ) -> Iterator[Finding | None]:
-        """Yield what is to be said of the points of a step, in order."""
+        """Yield a finding for each point of a step, in order; None: the point is not judged."""
         made: dict[str, Array] = {}
         kind = _narrowest(b, b)
         for name, one, other in pairs:
@@ -242,9 +247,10 @@ class _Points:
         self.last = made
 
     def _follows(self, name: str, other: Point, step: int) -> str:
-        """Return why a state may be further off: it follows, without an error, from what was judged before.
+        """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
-        Adam divides by a root that may be next to nothing, so tiny differences of gradients can move a weight by the rate.
+        Adam divides by a root that may be almost zero, so tiny differences between gradients can move a weight by the
+        learning rate.
         """
         state, _, when = name.rpartition(" ")
         if other.values is None:
@@ -259,7 +265,7 @@ class _Points:
     def _compare(
         self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump], kind: str
     ) -> Finding | None:
-        """Return what is to be said of a point; None: nothing can be."""
+        """Return the finding for a point; None: the point cannot be compared."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
         call = owner.calls[other.key] if owner is not None else None
         order = list(owner.calls).index(other.key) if owner is not None else 0
@@ -294,7 +300,7 @@ class _Points:
     def _derived(
         self, ranks: Sequence[RankDump], one: Point, other: Point, y: Array
     ) -> float | None:
-        """Return how far apart the roundings of both runs may take a tensor; None: it cannot be derived."""
+        """Return how far apart rounding in both runs may move a tensor; None: it cannot be derived."""
         floats = is_float(one.dtype) and is_float(other.dtype)
         coarser = FLOATS[self.type].unit > FLOATS[_narrowest(ranks, ranks)].unit
         if self.tolerance is not None or coarser or not floats:
@@ -306,7 +312,7 @@ class _Points:
         return max(found, least) + AMPLIFIED * self.drift
 
     def _limit(self, *dtypes: str) -> float:
-        """Return how far whole tensors may be apart: rounding, and what weights that differ make of it."""
+        """Return how far apart whole tensors may be: by rounding, and because the weights differ already."""
         if self.tolerance is not None:
             return self.tolerance
         kinds = [d for d in dtypes if is_float(d)]
@@ -317,13 +323,13 @@ class _Points:
 
 
 def _narrowest(a: Sequence[RankDump], b: Sequence[RankDump]) -> str:
-    """Return the type with the fewest bits in which something of both runs was computed."""
+    """Return the narrowest type that either run computes in."""
     found = {narrowest(rank) for rank in (*a, *b)}
     return min(found, key=lambda d: FLOATS[d].bits)
 
 
 def _distance(x: Array, y: Array, limit: float) -> float:
-    """Return the relative L2 distance over what is allowed."""
+    """Return the relative L2 distance divided by what is allowed."""
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         same = np.array_equal(np.isfinite(x), np.isfinite(y))
         return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf
@@ -333,7 +339,7 @@ def _distance(x: Array, y: Array, limit: float) -> float:
 
 
 def _shape_of(x: Array, y: Array) -> tuple[str, str]:
-    """Return the family of a difference that a factor explains."""
+    """Return the kind of fault if a constant factor explains a difference."""
     factor = float(np.vdot(x, y) / np.vdot(y, y)) if np.any(y) else math.nan
     rest = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
     if rest <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:

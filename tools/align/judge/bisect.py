@@ -1,8 +1,8 @@
 """Find the first divergent call of a run.
 
-In the order of the run each call is judged three ways: its inputs (are they what the calls before made, as in the
-reference?), its result (isolated replay), and, going back, whether the gradient that comes in is the sum of those sent.
-The first that fails is the fault; what fails later may follow from it.
+Each call is judged in the order of the run, in three ways: its inputs (do they equal what earlier calls made, as in the
+reference?), its result (isolated replay) and, in the backward pass, whether the incoming gradient is the sum of the
+gradients that were sent back. The first call that fails is the fault; later failures may follow from it.
 """
 
 import hashlib
@@ -33,25 +33,25 @@ from telechat_moe.tools.align.judge.step_phase import phase_of
 from telechat_moe.tools.align.judge.verdict import Verdict, worst
 from telechat_moe.tools.align.operators.approx import Array
 
-_STEP = "|"  # between the number of a step and the key of a call
+_STEP = "|"  # separates the number of a step from the key of a call
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A call that is wrong.
+    """A divergent call.
 
     Attributes:
         step: Step.
         rank: Global rank.
-        order: Place in the order of the run.
+        order: Position in the order of the run.
         verdict: What is wrong with it.
         call: The call; None: the target lacks it.
-        family: What kind of fault it looks like, see ``fault_kind.py``; ``unknown`` where none explains it.
-        evidence: Why.
+        family: Kind of fault, see ``fault_kind.py``; ``unknown`` where no kind explains it.
+        evidence: Why it is that kind.
         residual: Difference from what it should be, over the bound, where both are known.
-        phase: Of the step, see ``step_phase.py``; None: only the key says it.
-        about: What is around it, for the first of a rank; a reproducer is made of it.
+        phase: Phase of the step, see ``step_phase.py``; None: known from the key alone.
+        about: What is known around the call, for the first one of a rank; a reproducer is made from it.
     """
 
     step: int
@@ -92,13 +92,13 @@ Seen = tuple[int, int, str, str, float]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a comparison came to.
+    """The outcome of a comparison.
 
     Attributes:
         verdict: ``pass``, ``diverged``, or ``not comparable``.
-        findings: Wrong calls, first ones first.
+        findings: Divergent calls, the first ones first.
         judged: How many tensors were judged, by status.
-        unknown: Why calls were not judged, and how many each.
+        unknown: Why calls were not judged, with the number of calls for each reason.
         calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
         reason: Why runs are not comparable.
     """
@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks on which the first wrong call is wrong."""
+        """The ranks on which the first divergent call is wrong."""
         if not self.findings:
             return []
         first = self.findings[0]
@@ -136,7 +136,7 @@ class Outcome:
 
 @dataclass
 class Known:
-    """What comparisons with one reference may share: its data flow, and verdicts on calls with equal contents."""
+    """What comparisons with the same reference share: its data flow, and verdicts on calls with equal contents."""
 
     flows: dict[tuple[int, tuple[str, ...]], DataFlow] = field(
         default_factory=dict[tuple[int, tuple[str, ...]], DataFlow]
@@ -157,10 +157,10 @@ def bisect(
     """Compare a run with a reference of the same layout; see the module.
 
     Args:
-        reference: A run that is believed.
+        reference: The trusted run.
         target: The run to judge.
-        known: From comparisons with the same reference; it is filled.
-        first: Stop at the first wrong operator of each rank; what is counted is then what was looked at.
+        known: Results of earlier comparisons with the same reference; new ones are added.
+        first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
@@ -200,7 +200,7 @@ def bisect(
 
 
 class _Comparison:
-    """One comparison: counts, and what is known already."""
+    """One comparison: its counts, and the results that are known already."""
 
     def __init__(self, known: Known | None, first: bool) -> None:
         self.known, self.first = known or Known(), first
@@ -211,7 +211,7 @@ class _Comparison:
         self.limit: tuple[float, float] = (np.inf, np.inf)  # step and order of the first finding
 
     def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
-        """Return the wrong calls of a rank, in order."""
+        """Return the divergent calls of a rank, in order."""
         ours, theirs = DataFlow(target), self.known.flow(reference)
         self.theirs[target.rank] = theirs
         wrong: dict[str, list[Verdict]] = {}
@@ -290,7 +290,7 @@ class _Comparison:
     def of_collectives(
         self, believed: Mapping[int, RankDump], ours: Mapping[int, RankDump]
     ) -> list[Finding]:
-        """Return the collectives of a step that gave a rank something else than the ranks of its group sent."""
+        """Return the collectives of a step that gave a rank something other than its group sent."""
         found: list[Finding] = []
         for received in judged_collectives([ours[r] for r in sorted(ours)], believed):
             verdict, rank = received.verdict, received.rank
@@ -306,7 +306,7 @@ class _Comparison:
         return found
 
     def with_phases(self, findings: list[Finding], joined: bool) -> list[Finding]:
-        """Return findings, those of collectives with their phase."""
+        """Return the findings; those of collectives get their phase."""
         made: list[Finding] = []
         for f in findings:
             if f.phase is None and f.call is not None and is_exchange(f.call):
@@ -338,7 +338,7 @@ def _where(target: RankDump, key: str) -> tuple[int, int]:
 
 
 def _begins(target: RankDump) -> dict[str, int]:
-    """Return for each call the place of the first call of its step."""
+    """Return for each call the position of the first call of its step."""
     first: dict[int, int] = {}
     return {
         key: first.setdefault(_split(key, target.step)[0], i) for i, key in enumerate(target.calls)
@@ -364,7 +364,7 @@ def _in_step(finding: Finding) -> Finding:
 
 
 def _joined(dumps: list[RankDump]) -> RankDump:
-    """Return the steps of a rank as one run, so that weights are followed from an update to their next use."""
+    """Join the steps of a rank into one run, so that weights can be followed from an update to their next use."""
     if len(dumps) == 1:
         return dumps[0]
     calls: dict[str, Call] = {}
@@ -376,7 +376,10 @@ def _joined(dumps: list[RankDump]) -> RankDump:
 
 
 def _also_wrong(key: str, reference: RankDump) -> float:
-    """Return how far the reference's own call is beyond its bound, 0 if it is right: it tells the runs not apart."""
+    """Return how far the reference's own call exceeds its bound; 0 if it is right.
+
+    A call that is wrong in the reference, too, does not distinguish the runs.
+    """
     call = reference.calls.get(key)
     if call is None:
         return 0.0
@@ -392,7 +395,7 @@ def _missing(
     begins: Mapping[str, int],
     right: frozenset[str],
 ) -> list[Finding]:
-    """Return calls that only one of the runs made, but not those in whose place others gave the same."""
+    """Return the calls that only one run makes, except those whose replacements give the same result."""
     found: list[Finding] = []
     last = -1.0
     for key, call in reference.calls.items():
@@ -419,16 +422,17 @@ def _missing(
 
 
 def _only(call: Call, word: str) -> str:
-    """Return what kind of fault a call is that only one run makes."""
+    """Return the kind of fault of a call that only one run makes."""
     if "reduce" in (kind_of(call) or ""):
         return f"{word} reduction"
     return "missing call" if word == "missing" else "extra call"
 
 
 def _gave_back(call: Call, *runs: RankDump) -> bool:
-    """Return whether a call, or the one that it goes back through, gave back its argument in one of the runs.
+    """Return whether a call, or its forward call, returned its own argument in one of the runs.
 
-    A cast to what it was, a detached or copied tensor: another run may do without, and torch has no backward of it.
+    For example a cast to the same type, or a detached or copied tensor: another run may omit it, and torch has no
+    backward call for it.
     """
     key = forward_key(call) if call.phase is Phase.BACKWARD else call.key
     for forward in (run.calls.get(key) for run in runs):
@@ -460,7 +464,7 @@ def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ran
 
 
 def layer_of(call: Call) -> int | None:
-    """Return the number of the layer that a call stands in, from its name or its module's."""
+    """Return the number of a call's layer, from its name or its module's; None: it belongs to no layer."""
     for text in (call.parent or "", call.key):
         match = _LAYER.search(text)
         if match:

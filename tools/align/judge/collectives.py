@@ -1,7 +1,7 @@
-"""Replay of collectives: what each rank should have received, from what all ranks of the group gave.
+"""Replay collectives: compute what each rank should have received from what all ranks of the group sent.
 
-Sums may be made in the tensor's own type, in any order. Which ranks belong together is taken from the reference run
-where there is one: a group that is wrong in the program is wrong in its dump, too.
+Sums may be computed in the tensor's own type and in any order. Groups are taken from the reference run if there is one,
+because a group that is wrong in the program is also wrong in its dump.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +23,9 @@ class Site(NamedTuple):
 
     Attributes:
         calls: The call of each rank, in the order of the group.
-        ranks: Global ranks.
-        op: How values are reduced: ``sum``, ``mean``, ``max``, ``min``, ``prod``.
-        settings: Its other numbers, of each rank.
+        ranks: Their global ranks.
+        op: Reduction: ``sum``, ``mean``, ``max``, ``min``, ``prod``.
+        settings: The other numbers of each rank's call.
     """
 
     calls: list[Call]
@@ -82,7 +82,7 @@ def _all_to_all(parts: Pieces, site: Site) -> list[Approx | Array]:
 
 
 def _all_to_all_dims(parts: Pieces, site: Site) -> list[Approx | Array]:
-    """MindSpore's: cut along one dimension, put together along another."""
+    """Replay MindSpore's all-to-all: split along one dimension, concatenate along another."""
     settings, n = site.settings[0], len(parts)
     split, joint = int(settings["split_dim"]), int(settings["concat_dim"])
 
@@ -138,7 +138,7 @@ _REDUCE = {
 
 
 def kind_of(call: Call) -> str | None:
-    """Return which collective a call is, None for others."""
+    """Return the kind of collective that a call is; None: it is not a collective."""
     family, _, rest = call.name.partition(".")
     short = rest.split(".")[-1].replace("_", "").lower()
     return (
@@ -153,12 +153,12 @@ class Received(NamedTuple):
 
     Attributes:
         rank: Global rank.
-        call: Its call.
-        verdict: Of what it received.
-        group: Ranks that belong together.
-        kind: Which collective, as in :data:`KINDS`, or ``recv``.
-        keys: The call of each rank of the group.
-        expected: What it should be, of each rank of the group; empty: not known.
+            call: The rank's call.
+            verdict: The verdict on what it received.
+            group: Ranks that belong together.
+            kind: Kind of collective, as in :data:`KINDS`, or ``recv``.
+            keys: Key of the call on each rank of the group.
+            expected: What each rank of the group should have received; empty: unknown.
     """
 
     rank: int
@@ -171,7 +171,7 @@ class Received(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """What a rank received, and all ranks of the step in both runs."""
+    """What a rank received, with all ranks of the step in both runs."""
 
     received: Received
     target: Mapping[int, RankDump]
@@ -179,18 +179,18 @@ class Exchange(NamedTuple):
 
 
 def is_exchange(call: Call) -> bool:
-    """Return whether a call is a collective, or sends to or receives from another rank."""
+    """Return whether a call is a collective, a send or a receive."""
     return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
 
 
 def replay_collectives(
     dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
 ) -> Iterator[tuple[int, Verdict]]:
-    """Yield rank and verdict of every tensor that a collective made.
+    """Yield the rank and the verdict for every tensor that a collective made.
 
     Args:
         dumps: All ranks of a step.
-        references: The same ranks of a run that is believed; says which ranks belong together.
+        references: The same ranks of a trusted run, which gives the groups.
     """
     for received in judged_collectives(dumps, references):
         yield received.rank, received.verdict
@@ -211,7 +211,7 @@ def _meetings(
 ) -> Iterator[tuple[str, dict[int, str | None], Call]]:
     """Yield each collective with the key of its call on each rank.
 
-    The n-th call of a kind with a group on one rank meets the n-th on the others, whatever its number in the dump.
+    The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
     """
     found: dict[tuple[str, tuple[int, ...], int], dict[int, str]] = {}
     about: dict[tuple[str, tuple[int, ...], int], Call] = {}
@@ -233,7 +233,7 @@ def _meetings(
 
 
 def _messages(by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
-    """Yield what ranks received from one other: the n-th message from it to them."""
+    """Yield what ranks received in messages: the n-th receive from a rank belongs to its n-th send."""
     sent: dict[tuple[int, int], list[tuple[str, TensorRecord]]] = {}
     for dump in by_rank.values():
         for key, call in dump.calls.items():
@@ -285,7 +285,7 @@ def _peer(call: Call, names: Sequence[str]) -> int | None:
 
 
 def _first(call: Call, made: bool) -> TensorRecord | None:
-    """Return the tensor of a message: the result, or what torch writes into."""
+    """Return the tensor of a message: the result, or the tensor that torch writes into."""
     given = [*call.inputs, *call.kwargs.values()]
     for value in (*call.outputs, *given) if made else given:
         for record in _flat(value):
@@ -295,7 +295,7 @@ def _first(call: Call, made: bool) -> TensorRecord | None:
 
 
 def group_of(call: Call) -> list[int] | None:
-    """Return the global ranks of a collective's group, None where the dump does not say."""
+    """Return the global ranks of a collective's group; None: the dump does not name them."""
     for value in (*call.kwargs.values(), *call.inputs):
         if isinstance(value, Scalar) and isinstance(value.value, dict):
             group: dict[str, Any] = cast("Any", value).value
@@ -345,7 +345,7 @@ def _judge_rank(key: str, call: Call, expected: Approx | Array) -> Verdict:
 
 
 def _bind(kind: str, call: Call) -> dict[str, Any]:
-    """Return the arguments by name; of tensors the record."""
+    """Return the arguments by name; for tensors, their records."""
     names = _ARGUMENTS.get(kind, _INTO)
     tensors = [v for v in call.inputs if isinstance(v, TensorRecord | list)]
     if names[0] == "output" and len(tensors) == 1 and "output" not in call.kwargs:
@@ -381,10 +381,10 @@ def _flat(value: Value) -> Iterator[TensorRecord]:
 
 
 def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str] | None:
-    """Return what a wrong exchange did instead: no reduction, another group, twice, another order.
+    """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
 
-    The weight of each rank's part in what was received is found by least squares; weights that explain the whole
-    tensor are an answer.
+    The weight of each rank's contribution is found by least squares; weights that explain the whole tensor are an
+    answer.
 
     Args:
         received: What a rank received.
@@ -408,7 +408,7 @@ def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str
 
 
 def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
-    """Return what each rank gave, as far as it goes to this rank."""
+    """Return what each rank contributed to this rank's tensor."""
     found: dict[int, Array] = {}
     own = received.keys[received.rank]
     for rank, dump in dumps.items():
@@ -454,7 +454,7 @@ def _weighed(
 
 
 def _simple(weight: float, n: int) -> float:
-    """Return the nearest of whole numbers and n-ths."""
+    """Return the nearest whole number or multiple of 1/n."""
     whole, part = float(np.rint(weight)), float(np.rint(weight * n)) / n
     return whole if abs(weight - whole) <= abs(weight - part) + 1e-3 else part
 

@@ -1,6 +1,6 @@
-"""The data flow of a rank: which call made what another one takes, read off tensors with equal contents.
+"""The data flow of a rank: which call made the inputs of another, found by comparing the contents of tensors.
 
-A gradient that no call made is the sum of those that the users of its tensor sent back.
+A gradient that no call made is the sum of the gradients that the users of its tensor sent back.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 
 Key = TypeVar("Key", bytes, tuple[str, str])
 Place = tuple[str, str]
-"""Key of a call, and which of its tensors: ``output.0``, ``input.weight``."""
+"""A tensor of a call: the key of the call, and the tensor's position in it (``output.0``, ``input.weight``)."""
 
-_MOST_PARTS = 24  # gradients among which the terms of a sum are looked for
-_MOST_NEAR = 10  # of them those that are tried in every choice
-_SAMPLE = 4096  # elements by which the terms of a sum are told
-_SMALL = 4  # tensors with fewer elements are equal by chance
-_BITS = 12  # unless their values have so many significant bits
+_MOST_PARTS = 24  # gradients that are searched for the terms of a sum
+_MOST_NEAR = 10  # those of them that are tried in all combinations
+_SAMPLE = 4096  # elements that are sampled to find the terms of a sum
+_SMALL = 4  # tensors with fewer elements may be equal by chance
+_BITS = 12  # unless their values have this many significant bits
 _WEIGHTS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var"}
 
 
@@ -55,7 +55,7 @@ class DataFlow:
 
     @cached_property
     def _held(self) -> Mapping[Place, tuple[bytes, bool]]:
-        """A digest of the values of each tensor, whatever its shape, and whether it tells which tensor it is."""
+        """A digest of each tensor's values, whatever its shape, and whether an equal digest means an equal tensor."""
         found: dict[Place, tuple[bytes, bool]] = {}
         for place, tensor in self.tensors.items():
             if tensor.read is not None:
@@ -65,12 +65,12 @@ class DataFlow:
 
     @cached_property
     def content(self) -> Mapping[Place, bytes]:
-        """The digests of tensors that are hardly equal by chance."""
+        """The digests of the tensors that are unlikely to be equal by chance."""
         return {place: content for place, (content, tells) in self._held.items() if tells}
 
     @cached_property
     def plain(self) -> Mapping[Place, list[Place]]:
-        """The earlier outputs that an input of few bits (two labels, a norm's ones, a scale) is equal to, perhaps by chance."""
+        """The earlier outputs that equal an input of few bits (labels, ones, a scale), perhaps by chance."""
         made: dict[bytes, list[Place]] = {}
         found: dict[Place, list[Place]] = {}
         for place, (content, tells) in self._held.items():
@@ -84,7 +84,7 @@ class DataFlow:
 
     @cached_property
     def _first(self) -> Mapping[bytes, int]:
-        """Of each content of an output the first call that made it, in order."""
+        """For each content of an output the position of the first call that made it."""
         found: dict[bytes, int] = {}
         for place, (content, _) in self._held.items():
             if place[1].startswith("output"):
@@ -92,18 +92,18 @@ class DataFlow:
         return found
 
     def has_made(self, place: Place) -> bool:
-        """Return whether a call before has made what stands in a place."""
+        """Return whether an earlier call made a tensor."""
         first = self._first.get(self._held[place][0])
         return first is not None and first < self.order[place[0]]
 
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
-        """The outputs with a content, in order."""
+        """The outputs by their content, in order."""
         return _grouped((c, p) for p, c in self.content.items() if p[1].startswith("output"))
 
     @cached_property
     def given(self) -> Mapping[bytes, list[Place]]:
-        """The inputs of forward calls with a content."""
+        """The inputs of forward calls by their content."""
         return _grouped(
             (content, place)
             for place in self.inputs()
@@ -112,9 +112,9 @@ class DataFlow:
 
     @cached_property
     def late(self) -> frozenset[str]:
-        """Calls with a forward's key that come after the first backward of their step and have no backward of their own.
+        """Forward calls after the first backward call of their step that have no backward call of their own.
 
-        What goes into them may be a sum of gradients, which no call of the dump has made.
+        Their inputs may be sums of gradients, which no call of the dump made.
         """
         found: set[str] = set()
         begun: set[str] = set()
@@ -129,7 +129,7 @@ class DataFlow:
 
     @cached_property
     def _gradients(self) -> Mapping[int, list[Place]]:
-        """Gradients that calls made, by number of elements, in order, equal ones once."""
+        """The distinct gradients that calls made, by number of elements, in order."""
         found: dict[int, list[Place]] = {}
         seen: set[bytes] = set()
         for place, content in self.content.items():
@@ -145,7 +145,7 @@ class DataFlow:
 
     @cached_property
     def _weights(self) -> Mapping[int, list[list[Place]]]:
-        """The gradients of each weight that several calls take, by its number of elements."""
+        """The gradients of each weight that several calls use, by number of elements."""
         found: dict[int, list[list[Place]]] = {}
         for content, places in self.given.items():
             if len(places) > 1 and not any(map(self._differentiated, self.makers.get(content, []))):
@@ -156,7 +156,7 @@ class DataFlow:
         return found
 
     def _differentiated(self, place: Place) -> bool:
-        """Return whether a call has a backward call: then what it made is no weight."""
+        """Return whether a call has a backward call; if it has, its output is no weight."""
         return backward_key(place[0]) in self.dump.calls
 
     def _gradients_of(self, places: Iterable[Place]) -> list[Place]:
@@ -172,7 +172,7 @@ class DataFlow:
         return (back, at) if at is not None and (back, at) in self.tensors else None
 
     def parts_of(self, place: Place) -> list[Place]:
-        """Return gradients that were made before and whose sum a tensor is; empty: none found."""
+        """Return earlier gradients whose sum is a tensor; empty: none were found."""
         record = self.tensors[place]
         if not is_float(record.dtype) or record.read is None:
             return []
@@ -194,7 +194,7 @@ class DataFlow:
         return []
 
     def _near(self, place: Place) -> list[Place]:
-        """Return of what a gradient should be the sum: what the users of its tensor sent, or collectives made of that."""
+        """Return the likely terms of a gradient: what its tensor's users sent, and what collectives made of that."""
         size, at = self.tensors[place].load().size, self.order[place[0]]
         back = [
             p for p in self._gradients.get(size, []) if p[0] in self.late and self.order[p[0]] < at
@@ -202,7 +202,7 @@ class DataFlow:
         return [*self._sent_to(place), *back[-_MOST_NEAR // 2 :]][-_MOST_NEAR:]
 
     def _sent_to(self, place: Place) -> list[Place]:
-        """Return the gradients that are sent back for what a gradient is one of: a call's output, or a weight."""
+        """Return the gradients that are sent back for the tensor of a gradient: a call's output, or a weight."""
         key, name = place
         if name == "input.grad":
             content = self.content.get((key, "input.weight"))
@@ -213,7 +213,7 @@ class DataFlow:
         return self.users_of((forward, name.replace("input", "output", 1)))
 
     def terms_of(self, place: Place) -> list[Place]:
-        """Return the gradients whose sum a gradient is: those that the users of its tensor sent, else such as add up to it."""
+        """Return the terms of a gradient: what its tensor's users sent back, or else gradients that add up to it."""
         users = self._sent_to(place)
         if users and self.keeps(place, users):
             return users
@@ -230,7 +230,7 @@ class DataFlow:
 
     @cached_property
     def taken(self) -> Mapping[Place, list[Place]]:
-        """The inputs of any call that are equal to an output."""
+        """The inputs of all calls by the output that they are equal to."""
         return _grouped((s, place) for place in self.inputs() for s in self.sources_of(place))
 
     def _phase(self, place: Place) -> Phase:
@@ -238,7 +238,7 @@ class DataFlow:
 
     @cached_property
     def summands(self) -> frozenset[Place]:
-        """Outputs of calls that are a term of a gradient that comes into a backward call."""
+        """Outputs that are terms of a gradient that enters a backward call."""
         return frozenset(
             term
             for place in self.inputs()
@@ -247,7 +247,7 @@ class DataFlow:
         )
 
     def is_weight(self, place: Place) -> bool:
-        """Return whether an input is a weight: by its argument's name, or because an optimizer updates it."""
+        """Return whether an input is a weight: its argument's name says so, or an optimizer updates it."""
         call, name = self.dump.calls[place[0]], place[1].split(".")
         formula, known = find(call.name), name[0] == "parameters"
         if formula is not None and name[1].isdigit() and int(name[1]) < len(formula.signature):
@@ -256,11 +256,11 @@ class DataFlow:
 
     @cached_property
     def _updated(self) -> frozenset[bytes]:
-        """Contents of the weights that optimizers take."""
+        """Contents of the weights that optimizers update."""
         return frozenset(c for (_, name), c in self.content.items() if name == "input.weight")
 
     def noise(self, reference: "DataFlow", key: str) -> float:
-        """Return how far outputs before a call are from the reference's at most, relative L2."""
+        """Return the largest relative L2 distance of the outputs before a call from the reference's."""
         if self._noise is None:
             self._noise, most = {}, 0.0
             for own, call in self.dump.calls.items():
@@ -283,19 +283,19 @@ class DataFlow:
         ]
 
     def summed_from(self, place: Place) -> list[Place]:
-        """Return :meth:`parts_of`, remembered."""
+        """Return :meth:`parts_of`, cached."""
         if place not in self._summed:
             self._summed[place] = self.parts_of(place)
         return self._summed[place]
 
     def keeps(self, came: Place, users: list[Place]) -> bool:
-        """Return whether a gradient is the sum of those that users sent."""
+        """Return whether a gradient is the sum of those that its users sent."""
         if came not in self._kept:
             self._kept[came] = sum_verdict(self, came, users).status == "pass"
         return self._kept[came]
 
     def users_of(self, output: Place) -> list[Place]:
-        """Return the gradients that the calls which take an output send back for it."""
+        """Return the gradients that the calls using an output send back for it."""
         if output not in self._sent:
             takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
             self._sent[output] = self._gradients_of(takers)
@@ -314,7 +314,7 @@ def backward_key(key: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
-    """Return the places of each key, in order."""
+    """Return the tensors of each key, in order."""
     found: dict[Key, list[Place]] = {}
     for key, place in pairs:
         found.setdefault(key, []).append(place)
@@ -322,7 +322,7 @@ def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
 
 
 def _tells(values: Array) -> bool:
-    """Return whether tensors with equal values are hardly so by chance."""
+    """Return whether tensors with these values are unlikely to be equal by chance."""
     if not values.size or (values.size >= _SMALL and values.min() != values.max()):
         return bool(values.size)
     few = np.unique(values.reshape(-1)[:_SMALL])
@@ -332,13 +332,13 @@ def _tells(values: Array) -> bool:
 
 
 def _significant(value: float) -> int:
-    """Return how many bits of a number stand between its first and its last one; 1 for a power of two."""
+    """Return the number of bits from the first to the last significant one; 1 for a power of two."""
     odd = abs(value).as_integer_ratio()[0]
     return len(f"{odd:b}".strip("0"))
 
 
 def _of_few(x: Array, terms: list[Array]) -> list[int]:
-    """Return which of some tensors add up to another best: of all choices that with the least rest."""
+    """Return the tensors that best add up to another, of all combinations."""
     if len(terms) < 2 or any(term.size != x.size for term in terms):
         return []
     some = slice(None, None, max(1, x.size // _SAMPLE))
@@ -351,7 +351,7 @@ def _of_few(x: Array, terms: list[Array]) -> list[int]:
 
 
 def _of_many(x: Array, terms: list[Array]) -> list[int]:
-    """Return which of many tensors have a share in another, by least squares."""
+    """Return the tensors, of many, that contribute to another, by least squares."""
     if len(terms) < 2:
         return []
     columns = np.stack([t.reshape(-1).astype(np.float64) for t in terms], 1)
@@ -364,7 +364,7 @@ def _of_many(x: Array, terms: list[Array]) -> list[int]:
 
 
 def digest(values: Array) -> bytes:
-    """Return a digest of values; narrow and wide types with equal values agree."""
+    """Return a digest of values; narrow and wide types with equal values have the same digest."""
     wide = np.ascontiguousarray(values)
     if wide.dtype.kind == "f":
         wide = wide.astype(np.float64) + 0.0  # no negative zero
@@ -374,7 +374,7 @@ def digest(values: Array) -> bytes:
 
 
 def apart(record: TensorRecord, tensor: TensorRecord) -> float:
-    """Return the relative distance (L2) of two tensors of one shape; infinite where one is not finite."""
+    """Return the relative L2 distance of two tensors of one shape; infinite if either is not finite."""
     a, b = (t.load().astype(np.float64) for t in (record, tensor))
     if not np.all(np.isfinite(a)) or not np.all(np.isfinite(b)):
         return 0.0 if np.array_equal(a, b, equal_nan=True) else np.inf
@@ -383,10 +383,10 @@ def apart(record: TensorRecord, tensor: TensorRecord) -> float:
 
 
 def _gradient_place(call: Call, back: Call, name: str) -> str | None:
-    """Return which output of a backward call belongs to an input of its forward call.
+    """Return which output of a backward call is the gradient of an input of its forward call.
 
-    msprobe has an entry for each positional argument, null where it is no tensor; others one for each tensor that wants
-    a gradient.
+    msprobe writes an entry for each positional argument, null where it is no tensor; other writers write one for each
+    tensor that needs a gradient.
     """
     wanted = [
         place
@@ -406,12 +406,12 @@ def _gradient_place(call: Call, back: Call, name: str) -> str | None:
 
 
 def total_of(terms: list[Array], dtype: str) -> Approx:
-    """Return a sum that programs make in any order, each partial sum rounded to its type."""
+    """Return a sum that programs may compute in any order, each partial sum rounded to its type."""
     return Approx(np.stack(terms), dtype, dtype).sum(0)
 
 
 def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
-    """Judge whether a gradient is the sum of the gradients that its users sent back."""
+    """Judge whether a gradient is the sum of those that its users sent back."""
     record = flow.tensors[came]
     parts: list[Array] = []
     for user in users:
@@ -423,8 +423,8 @@ def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
     with np.errstate(invalid="ignore"):
         once = np.abs(found - exact) <= FLOATS[record.dtype].unit * np.abs(exact)
     if np.all(once):
-        return Verdict(*came, "pass", elements=found.size)  # rounded once: no need of a bound
-    unit = FLOATS[record.dtype].unit  # a part of a wider type may be rounded before it is added
+        return Verdict(*came, "pass", elements=found.size)  # rounded once: needs no bound
+    unit = FLOATS[record.dtype].unit  # a term of a wider type may be rounded before it is added
     wide = [FLOATS[flow.tensors[user].dtype].unit < unit for user in users]
     error = np.stack([np.abs(p) * unit * w for p, w in zip(parts, wide, strict=True)])
     total = Approx(np.stack(parts), record.dtype, record.dtype, sigma=error, limit=error).sum(0)

@@ -1,20 +1,20 @@
 """Discrete decisions: chosen experts, arg-max, order of a sort, tokens that an expert keeps.
 
-A choice that comes out differently in two runs (a flip) is no fault where the scores nearly tie. It is legal if
+A choice that differs between two runs (a flip) is no fault where the scores nearly tie. A flip is legal if
 
-1. each run chose what its own scores say;
+1. each run chose by its own scores;
 2. the margin, the difference of the swapped candidates' scores in the *reference*, is within the bound of how far the
    two runs' scores may differ there;
 3. the token's row of the router's input does not itself differ by several times what the profile allows.
 
-The bound is propagated: the operators from the router's input to the scores (linear, sigmoid or softmax, bias ...) are
-computed in float64 from the input of each run, and what the difference of the inputs makes of the scores, plus the
-rounding bounds of both runs (``approx.py``), is what their scores may differ by. Scores of the target that its input does
-not give make every flip illegal. Where these operators are not in the dump, the bound is the profile's tolerance of the
-scores in the narrowest type of the run.
+The bound is propagated. The operators from the router's input to the scores (linear, sigmoid or softmax, bias ...) are
+computed in float64 from the input of each run. Their scores may differ by the effect of the inputs' difference plus the
+rounding bounds of both runs (``approx.py``). If the target's scores do not follow from its own input, every flip is
+illegal. Where these operators are not in the dump, the bound is the profile's tolerance of the scores in the narrowest
+type of the run.
 
-Which inputs are the scores, and along which dimension was chosen, is read off the reference: the indices of a choice are
-those of its largest (or smallest) elements. So fused routers need no entry in a list.
+The reference shows which input holds the scores, and along which dimension the choice was made: the indices of a choice
+are those of its largest (or smallest) elements. So fused routers need no list of names.
 """
 
 import math
@@ -35,13 +35,13 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 Array = np.ndarray[Any, np.dtype[Any]]
 
 PRODUCTS = {"matmul", "rmatmul", "linear", "addmm", "baddbmm", "einsum"}
-"""Formulas behind which a router's input stands."""
+"""Formulas that may come between a router's input and its scores."""
 
 VIEWS = {"reshape", "squeeze", "unsqueeze", "flatten"}
-"""Formulas that only give tokens another shape."""
+"""Formulas that change nothing but a tensor's shape."""
 
 _ROWS = 4.0
-"""A token's row may be so much further off than most elements of its tensor, in L2, and its flips be legal still."""
+"""By how much a token's row may differ more than most elements of its tensor (L2) while its flips stay legal."""
 
 _BACK = 48  # calls to look back for the one that made a tensor
 _DEPTH = 8  # operators from the scores back to the product
@@ -51,12 +51,12 @@ class Flip(NamedTuple):
     """A choice that the two runs made differently.
 
     Attributes:
-        row: Which choice: the token, where tokens choose experts.
-        gone: Candidates that only the reference chose; where the order alone differs, the first that moved.
+        row: Row of the choice: the token, where tokens choose experts.
+        gone: Candidates that only the reference chose; where only the order differs, the first one that moved.
         came: Candidates that only the target chose.
         margin: Largest difference of swapped candidates' scores in the reference.
-        bound: By how much these differences may differ in the two runs.
-        legal: See the module; None: cannot be said.
+        bound: How far that difference may vary between the two runs.
+        legal: See the module; None: cannot be judged.
         why: Where the bound comes from, or what is wrong.
     """
 
@@ -74,9 +74,9 @@ class Decision:
     """The flips of one call.
 
     Attributes:
-        rows: How many choices it made.
-        flips: The different ones.
-        tokens: Rows of the token dimension that are concerned.
+        rows: Number of choices that it made.
+        flips: The choices that differ.
+        tokens: Indices of the affected rows in the token dimension.
         count: Length of that dimension.
     """
 
@@ -87,13 +87,13 @@ class Decision:
 
     @property
     def legal(self) -> bool | None:
-        """Whether all flips are; None: none is illegal, but some cannot be judged."""
+        """Whether all flips are legal; None: none is illegal, but some cannot be judged."""
         found = {f.legal for f in self.flips}
         return False if False in found else None if None in found else True
 
 
 class _Choice(NamedTuple):
-    """Scores [row, candidate] of both runs, higher ones first chosen, and what was chosen [row, slot]."""
+    """Scores [row, candidate] of both runs, the highest chosen first, and what was chosen [row, slot]."""
 
     scores: tuple[Array, Array]
     chosen: tuple[Array, Array]
@@ -113,12 +113,12 @@ def decide(
     """Return the flips between two runs of a call; None: no input explains its indices as a choice.
 
     Args:
-        reference: A run that is believed.
+        reference: The trusted run.
         target: The run to judge, calls named as the reference's.
-        key: Of the call.
+        key: Key of the call.
         chosen: Its indices in both runs, reference first.
         profile: Says how far tensors may differ.
-        follows: Earlier legal flips explain differing inputs.
+        follows: Whether earlier legal flips explain differing inputs.
     """
     calls = reference.calls[key], target.calls[key]
     choice = _choice(calls, chosen)
@@ -189,7 +189,7 @@ def _rows(indices: Array, axis: int, ndim: int, removed: bool) -> Array:
 
 
 def _explained(scores: Array, chosen: Array) -> Array:
-    """Return for each row whether what was chosen are its highest scores, once each."""
+    """Return for each row whether the chosen candidates are its highest scores, each chosen once."""
     picked = np.take_along_axis(scores, chosen, 1)
     rest = scores.copy()
     np.put_along_axis(rest, chosen, -np.inf, 1)
@@ -206,7 +206,7 @@ def _flip(
     gone = tuple(e for e in mine if e not in theirs)
     came = tuple(e for e in theirs if e not in mine)
     pairs = [(e, f) for e in gone for f in came]
-    if not pairs:  # the order alone
+    if not pairs:  # only the order differs
         pairs = [(e, f) for e, f in zip(mine, theirs, strict=True) if e != f]
         gone, came = (pairs[0][0],), (pairs[0][1],)
     scores = choice.scores[0][row]
@@ -282,7 +282,7 @@ class _Bounds:
         with np.errstate(invalid="ignore"):  # infinity less infinity: what is masked in both runs
             off = [np.abs(r.value - s) > e for (r, _), s, e in zip(runs, kept, errors, strict=True)]
             if off[0].any():
-                return bounds  # then the reference says nothing of what scores should be
+                return bounds  # the reference does not show what the scores should be
             bounds.propagated = True
             bounds.change = np.nan_to_num(runs[1][0].value - runs[0][0].value, posinf=np.inf)
         bounds.rounding = errors[0] + errors[1]
@@ -291,7 +291,7 @@ class _Bounds:
         return bounds
 
     def between(self, i: int, e: int, f: int, choice: _Choice, row: int) -> float:
-        """Return by how much the difference of two candidates' scores may differ."""
+        """Return how far the difference of two candidates' scores may vary between the runs."""
         if self.propagated:
             change = abs(self.change[i, f] - self.change[i, e])
             return float(change + self.rounding[i, e] + self.rounding[i, f])
@@ -327,13 +327,13 @@ def _apart(
 
 
 class _Scores:
-    """Scores computed again from what went into the router, for some rows.
+    """Scores recomputed from the router's input, for some rows.
 
     Args:
-        dump: Of the run.
-        key: Of the call that chooses.
-        record: The scores that it was given.
-        rows: Which rows of them.
+        dump: The rank's dump.
+        key: Key of the call that chooses.
+        record: The scores that the call was given.
+        rows: The rows to compute.
     """
 
     def __init__(self, dump: RankDump, key: str, record: TensorRecord, rows: Array) -> None:
@@ -347,12 +347,12 @@ class _Scores:
         self.leaves: list[tuple[Array, str]] = []
 
     def evaluate(self) -> Approx | None:
-        """Return the scores of the rows; None: what made them is not in the dump, or no product is among it."""
+        """Return the scores of the rows; None: their calls are not in the dump, or none of them is a product."""
         value, crossed = self._value(self._record, len(self._calls), _DEPTH)
         return value.reshape(len(self._rows), -1) if crossed else None
 
     def _maker(self, record: TensorRecord, before: int) -> tuple[int, int] | None:
-        """Return the last call before that made a tensor, and which output it is."""
+        """Return the last call before a position that made a tensor, and the number of the output."""
         wanted: Array | None = None
         for i in range(before - 1, -1, -1):
             for j, output in enumerate(self._calls[i].outputs):
@@ -367,7 +367,7 @@ class _Scores:
         return None
 
     def _value(self, record: TensorRecord, before: int, depth: int) -> tuple[Approx, bool]:
-        """Return a tensor's rows, computed if possible, and whether a product was passed."""
+        """Return a tensor's rows, recomputed if possible, and whether a product was among the operators."""
         made = self._maker(record, before) if depth else None
         if made is not None:
             i, j = made

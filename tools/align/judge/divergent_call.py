@@ -1,4 +1,4 @@
-"""A wrong call with what is known around it: what it should have made, and where its values come from."""
+"""A divergent call and its surroundings: what it should have made, and where its values come from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong call.
+    """A divergent call.
 
     Attributes:
         verdict: What is wrong.
         call: The call.
-        reference: Data flow of its rank in the run that is believed.
-        target: In the run that is judged.
-        others: Other ranks of the run that is judged.
+        reference: Data flow of its rank in the trusted run.
+        target: Data flow of its rank in the judged run.
+        others: The other ranks of the judged run.
         wrong_outputs: How many of its outputs are wrong.
     """
 
@@ -38,7 +38,7 @@ class Wrong:
 
     @property
     def forward(self) -> Call | None:
-        """The forward call that belongs to it; of others itself."""
+        """The forward call that belongs to it; a call that is not backward is its own."""
         if self.call.phase is not Phase.BACKWARD:
             return self.call
         return self.target.dump.calls.get(forward_key(self.call))
@@ -57,7 +57,7 @@ class Wrong:
     def expected(
         self, forward: Call | None = None, settings: Call | None = None
     ) -> Approx | Array | None:
-        """Return what the wrong output should be, or would be with another forward call."""
+        """Return what the wrong output should be, with its own forward call or with another."""
         place = self.verdict.place
         if self.call.phase is Phase.BACKWARD:
             return expected_of(self.call, forward or self.forward, settings, place)
@@ -67,7 +67,7 @@ class Wrong:
     def all_expected(
         self, forward: Call | None = None, settings: Call | None = None
     ) -> list[Approx | Array]:
-        """Return what all outputs of a forward call should be; empty: no formula says it."""
+        """Return what all outputs of a forward call should be; empty: no formula gives them."""
         call = forward or self.call
         formula = find(call.name)
         if formula is None:
@@ -82,7 +82,7 @@ class Wrong:
         return made if len(made) >= len(self.call.outputs) else []
 
     def in_narrow(self, dtype: str) -> tuple[Array, Array] | None:
-        """Return what a forward call should make, and the bound of a program that rounds and adds up in a narrow type."""
+        """Return what a forward call should make, and the bound for a program that computes in a narrow type."""
         formula, place = find(self.call.name), self.verdict.place
         if formula is None or self.call.phase is not Phase.FORWARD or place.count(".") != 1:
             return None
@@ -109,9 +109,9 @@ class Wrong:
         return found.value, np.broadcast_to(found.bound(self.dtype), found.shape)
 
     def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
-        """Yield what an operator might have been given: tensors with where they are, those of near calls first.
+        """Yield the tensors that an operator might have been given, with their names, those of near calls first.
 
-        Of its rank what was there before it, and what comes from outside, as in the reference; then of other ranks.
+        Of its own rank: outputs of earlier calls, and inputs from outside, as in the reference. Then the other ranks.
         """
         at = self.target.order.get(self.call.key, 0)
         for dump in (self.target.dump, *self.others.values()):
@@ -127,25 +127,28 @@ class Wrong:
                         yield f"{place} of {calls[i].key}{rank}", tensor
 
     def _from_outside(self, place: Place) -> bool:
-        """Return whether a call takes what the reference's takes, and no call has made."""
+        """Return whether an input equals the reference's and comes from outside: no call has made it."""
         content = self.target.content.get(place)
         same = content is not None and self.reference.content.get(place) == content
         given = same and not place[1].startswith("output")
         return given and not self.reference.sources_of(place)
 
     def kind(self, place: str, name: str) -> str:
-        """Return what it is if a tensor of a name, as :meth:`tensors` gives it, stands in a place of the forward call."""
+        """Return the kind of fault if an input of the forward call is really the tensor with this name.
+
+        Names are those that :meth:`tensors` yields.
+        """
         if " of rank " in name:
             return "wrong shard"
         forward = self.forward
         step, mark, key = forward.key.partition("|") if forward is not None else ("", "", "")
         other, _, same = name.removeprefix(f"{place} of ").partition("|")
         if mark and same == key and other.isdigit() and int(other) < int(step):
-            return "stale weight"  # what the same call was given in an earlier step
+            return "stale weight"  # the input of the same call in an earlier step
         return "wrong tensor"
 
     def elsewhere(self, found: Array) -> tuple[str, str] | None:
-        """Return which other tensor of the run an input is, to the last bit."""
+        """Return the kind of fault and the name of the tensor that an input equals to the last bit; None: no other."""
         if self.verdict.place.startswith("output") or found.size < 2:
             return None
         content = digest(found)
@@ -160,7 +163,7 @@ class Wrong:
         return None
 
     def _older(self, content: bytes) -> tuple[str, str] | None:
-        """Return whether an input is what a weight or moment was before its last updates."""
+        """Return a stale weight if an input is a weight or moment as it was before its last updates."""
         if not is_float(self.dtype):
             return None
         place = self.call.key, self.verdict.place
@@ -176,7 +179,7 @@ class Wrong:
         return None
 
     def _before(self, made: tuple[str, str]) -> tuple[str, str] | None:
-        """Return what an update, a cast or a gathering made a weight from."""
+        """Return the tensor from which an update, a cast or a gather made a weight."""
         call = self.reference.dump.calls[made[0]]
         if call.phase is Phase.OPTIMIZER:
             names = ("input.weight", "input.exp_avg", "input.exp_avg_sq")

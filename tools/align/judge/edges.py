@@ -1,8 +1,8 @@
-"""Judge the edges of a run's data flow: is each input what the call before made, as in the reference?
+"""Judge the edges of a run's data flow: is each input what an earlier call made, as in the reference?
 
-An edge that the reference has must hold in the target: a tensor that was changed on the way (dropped, permuted, stale,
-of another rank) is found even though every operator computes right. Nothing is demanded of the target that the
-reference itself does not keep.
+An edge of the reference must also hold in the target. A tensor that changed on the way (dropped, permuted, stale, from
+another rank) is found even though every operator computes correctly. Nothing is demanded of the target that does not
+hold in the reference itself.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
-_ALSO = 4.0  # times the distance of what was made before
+_ALSO = 4.0  # factor on the distance of earlier outputs
 _STATES = {f"input.{name}" for name in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")}
 
 
 def origin(place: Place, reference: DataFlow, target: DataFlow) -> tuple[str, list[TensorRecord]]:
-    """Return of which tensors an input should be the sum by the data flow, and how to say it.
+    """Return in words where an input should come from by the data flow, and the tensors whose sum it should be.
 
-    What the same call made in the target, the gradients that were sent, or the reference's own value.
+    These are what the same call made in the target, the gradients that were sent back, or the reference's own value.
     """
     sources = reference.sources_of(place) or reference.plain.get(place, [])
     made = [s for s in sources if s in target.tensors]
@@ -39,7 +39,7 @@ def origin(place: Place, reference: DataFlow, target: DataFlow) -> tuple[str, li
 
 
 def wanted(place: Place, reference: DataFlow, target: DataFlow) -> tuple[Array, Array] | None:
-    """Return what an input should hold by the data flow, with a bound; None: the reference does not say."""
+    """Return what an input should hold by the data flow, with a bound; None: the reference does not show it."""
     tensor = target.tensors.get(place)
     _, parts = origin(place, reference, target) if tensor is not None else ("", [])
     if tensor is None or not parts or any(part.read is None for part in parts):
@@ -55,8 +55,8 @@ def wanted(place: Place, reference: DataFlow, target: DataFlow) -> tuple[Array, 
 def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
     """Yield inputs of the target that are not what they should be.
 
-    An input that the reference's calls made must be equal, in the target, to what the same call made there; one that
-    comes from outside (weights, data) must be equal to the reference's.
+    An input that calls of the reference made must equal what the same call made in the target; an input from outside
+    (weights, data) must equal the reference's.
     """
     for place in reference.inputs():
         tensor = target.tensors.get(place)
@@ -74,7 +74,7 @@ def broken_edges(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
 
 
 def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
-    """Judge what no call of the reference has made: data, weights, an optimizer's states; gradients are sums."""
+    """Judge an input that no call of the reference made: data, weights, optimizer states; gradients are sums."""
     phase = reference.dump.calls[place[0]].phase
     state = phase is Phase.OPTIMIZER and place[1] in _STATES
     if not state and phase is not Phase.FORWARD:
@@ -102,14 +102,15 @@ def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> 
 
 
 def _only_in(one: DataFlow, other: DataFlow) -> list[str]:
-    """Return the floating-point types in which only one of two runs computes."""
+    """Return the floating-point types that only one of two runs computes in."""
     return [d for d in one.dump.dtypes - other.dump.dtypes if is_float(d)]
 
 
 def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a tensor may be what a call made that the dumps lack: it is as far from the reference's as others are.
+    """Return whether a tensor may come from a call that is missing in the dumps.
 
-    Where all that was made before is equal to the last bit, so must what comes from outside be.
+    It may if it is about as far from the reference's as earlier outputs are. Where all earlier outputs are equal to the
+    last bit, inputs from outside must be equal, too.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
     if not is_float(record.dtype) or record.shape != tensor.shape:
@@ -118,10 +119,10 @@ def _maybe_computed(place: Place, reference: DataFlow, target: DataFlow) -> bool
 
 
 def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
-    """Judge a tensor of few bits, which calls may have made that have nothing to do with it.
+    """Judge a tensor of few bits, which may equal the outputs of unrelated calls.
 
-    What the reference has is right, and so is what any call made that may have. Of a gradient from outside only the
-    ones are known that a loss begins with; zeros may be anything but an optimizer's first state.
+    The reference's value is right, and so is the output of any call that may have made it. Of gradients from outside
+    only the ones with which a loss begins are known; zeros may be anything but an optimizer's first state.
     """
     record, tensor = reference.tensors[place], target.tensors[place]
     values, found = record.load(), tensor.load()
@@ -144,7 +145,7 @@ def _as_plain(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | 
 
 
 def _as_summed(place: Place, reference: DataFlow, target: DataFlow) -> Verdict | None:
-    """Judge what goes into a call of the way back: a sum of gradients where the reference's is one."""
+    """Judge an input of the backward pass: it must be a sum of gradients where the reference's is one."""
     parts = reference.summed_from(place)
     if not parts or any(part not in target.tensors for part in parts):
         said = f"{place[1]}: nothing in the dump says where it comes from"
@@ -198,7 +199,7 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
 
 
 def _same(values: Array, found: Array, dtype: str) -> bool:
-    """Return whether a tensor holds values, perhaps rounded to its type."""
+    """Return whether a tensor holds the values, perhaps rounded to its type."""
     if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
         return True
     return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
@@ -209,7 +210,7 @@ def _expected(values: Array, dtype: str) -> Approx | Array:
 
 
 def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
-    """Yield gradients that come into a call and are not the sum of what the users of its output or weight sent back."""
+    """Yield incoming gradients that are not the sum of what the users of the output or weight sent back."""
     for key, call in reference.dump.calls.items():
         if call.phase is Phase.BACKWARD:
             places = [(key, f"input.{i}") for i in range(len(call.inputs))]
@@ -233,7 +234,7 @@ def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
 
 
 def _narrow_sum(came: Place, terms: list[Place], reference: DataFlow, target: DataFlow) -> bool:
-    """Return whether a gradient is a sum rounded, on a way that the dump lacks, to a type that only the target computes in."""
+    """Return whether a gradient is a sum that was rounded, outside the dump, to a type that only the target uses."""
     record, found = target.tensors[came], target.tensors[came].load()
     for kind in _only_in(target, reference) if is_float(record.dtype) else ():
         if np.array_equal(round_to(found, kind), found):

@@ -1,4 +1,4 @@
-"""With which other arguments a wrong result would be right: another setting, tensor, order, mask, operator."""
+"""Find other arguments that would make a wrong result right: another setting, tensor, order, mask or operator."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +18,9 @@ Answer = tuple[str, str]
 
 _MOST_OTHERS = 256
 _MOST_LEFT = 0.1
-"""Of the squared error, what an explanation may leave."""
+"""The share of the squared error that an explanation may leave."""
 _CLEARLY = 4.0
-"""How much less than an earlier explanation a later one must leave to be believed."""
+"""How many times less a later explanation must leave than an earlier one to be preferred."""
 _SMALL_AXIS = 16
 _FEW = 4
 _OPERATORS = ("relu", "gelu", "silu", "sigmoid", "tanh", "exp", "square", "sqrt", "softplus", "abs")
@@ -35,7 +35,7 @@ def close(x: Array, value: Array, bound: Array) -> bool:
 
 
 def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
-    """Return with which other arguments a wrong output is right; None: none was found."""
+    """Return the arguments with which a wrong output would be right; None: none were found."""
     if not finding.verdict.place.startswith("output"):
         return None
     forward, settings = finding.forward, finding.settings
@@ -53,7 +53,7 @@ def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
 
 
 def other_mask(x: Array, finding: "Wrong") -> Answer | None:
-    """Return with which other mask a wrong output is right; None: none was found."""
+    """Return the mask with which a wrong output would be right; None: none was found."""
     forward = finding.forward
     if forward is None or not finding.verdict.place.startswith("output"):
         return None
@@ -67,7 +67,7 @@ def other_mask(x: Array, finding: "Wrong") -> Answer | None:
 
 
 def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:
-    """Return which share of the error other arguments leave; None: they do not explain all that the call made."""
+    """Return the share of the error that other arguments leave; None: they do not explain all of the call's outputs."""
     with np.errstate(all="ignore"):
         expected = finding.expected(changed)
         right = finding.wanted()
@@ -85,9 +85,9 @@ def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:
 def _unexplained(
     x: Array, expected: Approx | Array | None, dtype: str, right: Array | None
 ) -> float | None:
-    """Return which share of the error is left if values should be others; None: they are not as expected.
+    """Return the share of the error that an explanation leaves; None: it does not explain the values.
 
-    They must be within the bound, and far closer than to the right ones.
+    The values must be within the bound of the explanation, and far closer to it than to the right values.
     """
     if expected is None:
         return None
@@ -114,7 +114,7 @@ def _unexplained(
 
 
 def _believed(call: Call, settings: Call | None) -> Call:
-    """Return a call with its own tensors and the reference's numbers."""
+    """Return a call with its own tensors and the reference's settings."""
     if settings is None:
         return call
 
@@ -181,7 +181,7 @@ def _place(path: Path) -> str:
 
 
 def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
-    """Yield calls with other arguments, the kind of fault that would be, and what it is in words."""
+    """Yield calls with other arguments, each with its kind of fault and a description."""
     leaves = _leaves(call)
     tensors = [
         (path, v)
@@ -213,7 +213,7 @@ def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
 def _exchanged(
     call: Call, tensors: list[tuple[Path, TensorRecord]]
 ) -> Iterator[tuple[Call, str, str]]:
-    """Yield calls with two arguments exchanged, or all but the first shifted."""
+    """Yield calls with two arguments exchanged, or with all but the first shifted."""
     for i, (path, a) in enumerate(tensors):
         for at, b in tensors[i + 1 :]:
             if a.shape == b.shape and a.dtype == b.dtype:
@@ -239,7 +239,7 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def _moves(record: TensorRecord) -> Iterator[tuple[Array, str, str]]:
-    """Yield what a tensor may have been taken for."""
+    """Yield what a tensor may have been mistaken for."""
     x = record.load()
     if record.dtype == "bool":
         yield from _masks(x)
@@ -281,7 +281,7 @@ def _orders(x: Array, floating: bool) -> Iterator[tuple[Array, str, str]]:
     for shift in (-1, 1) if x.ndim > 1 and floating else ():
         yield np.roll(x, shift), "permutation", f"is rolled by {shift} in memory"
     for axis, n in enumerate(x.shape):
-        # Rows of a stack of matrices are experts.
+        # The first dimension of a stack of matrices is the experts.
         family = "expert swap" if axis == 0 and x.ndim == 3 and floating else "permutation"
         for shift in range(1, n) if n <= _SMALL_AXIS else (1, n // 2, n - 1):
             yield np.roll(x, shift, axis), family, f"is rolled by {shift} in dimension {axis}"
@@ -293,7 +293,7 @@ def _orders(x: Array, floating: bool) -> Iterator[tuple[Array, str, str]]:
 
 
 def _shifted(x: Array, shift: int, axis: int) -> Array:
-    """Return a mask moved by one, the edge repeated."""
+    """Return a mask shifted by one, its edge repeated."""
     index = np.clip(np.arange(x.shape[axis]) - shift, 0, x.shape[axis] - 1)
     return x.take(index, axis)
 
@@ -316,9 +316,9 @@ def _holding(record: TensorRecord, values: Array) -> TensorRecord:
 
 
 def _solved(x: Array, finding: "Wrong", call: Call) -> Answer | None:
-    """Find the number with which the result is right, by Gauss and Newton from a coarse grid.
+    """Find the number with which the result would be right, by Gauss-Newton from a coarse grid.
 
-    A number that is free explains no result of a few elements: there is always one.
+    A free number explains nothing in a result of a few elements: there is always one that fits.
     """
     if x.size < _FEW:
         return None

@@ -1,7 +1,7 @@
-"""What kind of fault a wrong tensor looks like, from what it holds and what it should.
+"""Find the kind of fault of a wrong tensor from what it holds and what it should hold.
 
-Each kind is a hypothesis that explains the whole tensor: with it, the difference is within the bound. The first that
-does is the answer; a kind that merely comes close is none.
+Each kind is a hypothesis that must explain the whole tensor: under it, the difference is within the bound. The first
+hypothesis that does is the answer; one that merely comes close is not.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def family_of(finding: "Wrong") -> Answer:
-    """Return the kind of fault of a wrong call and what speaks for it."""
+    """Return the kind of fault of a divergent call and the evidence for it."""
     verdict, call = finding.verdict, finding.call
     setting = _wrong_setting(call, finding)
     if setting is not None:
@@ -47,7 +47,7 @@ def family_of(finding: "Wrong") -> Answer:
     if not is_float(tensor.dtype):
         return finding.elsewhere(found) or _of_integers(found, value)
     x = found.astype(np.float64)
-    # A mask says why values pass, better than that they do; several wrong outputs have one cause: an argument.
+    # A mask explains best why values pass; several wrong outputs share one cause, which is an argument.
     answer = other_mask(x, finding)
     masked = any(t.dtype == "bool" for _, t in call.tensors())
     if finding.wrong_outputs > 1 or (masked and not np.all(np.isfinite(x))):
@@ -92,7 +92,7 @@ def of_received(received: Received, dumps: Mapping[int, RankDump]) -> Answer:
 
 
 def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) -> Answer | None:
-    """Return which tensor, made before, was received in place of the right one."""
+    """Return which earlier tensor was received instead of the right one."""
     content = digest(found)
     for rank, dump in dumps.items():
         for key, call in dump.calls.items():
@@ -106,7 +106,7 @@ def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) 
 
 
 def residual(finding: "Wrong") -> Array | None:
-    """Return the difference of a wrong tensor from what it should be, over its bound; None where that is not known."""
+    """Return the difference of a wrong tensor from the right one, over its bound; None: the right one is unknown."""
     tensor = dict(finding.call.tensors()).get(finding.verdict.place)
     right = finding.wanted() if tensor is not None else None
     if right is None or tensor is None or tensor.read is None:
@@ -120,7 +120,7 @@ def residual(finding: "Wrong") -> Array | None:
 
 
 def _wrong_setting(call: Call, finding: "Wrong") -> Answer | None:
-    """A number or flag of the call is another one, and with it the result is right."""
+    """Test whether another value of a number or flag makes the result right."""
     if call.phase is Phase.BACKWARD or finding.settings is None:
         return None
     theirs, ours = _settings(finding.settings), _settings(call)
@@ -208,7 +208,7 @@ def _scale(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecor
     whole = next((n for n in range(2, 65) if abs(k - n) < 1e-3 * n), None)
     part = next((n for n in range(2, 65) if abs(k * n - 1) < 1e-3), None)
     if x.size < 2 and not (whole or part):
-        return None  # any number is some other one times a factor
+        return None  # any single number is a multiple of another
     if whole:
         return "scale", f"every element is {whole} times what it should be"
     if part:
@@ -239,7 +239,7 @@ def _offset(
 def _clipped(
     x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
 ) -> Answer | None:
-    """Some elements are at a limit, the others right; or all have lost their sign."""
+    """Test whether some elements are at a limit and the others right, or all have lost their sign."""
     wrong = np.abs(x - value) > bound
     if wrong.sum() < 2 or not np.all(np.isfinite(x)):
         return None
@@ -287,14 +287,14 @@ def _moved(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecor
 
 
 def _order(x: Array, value: Array, bound: Array) -> Array | None:
-    """Return which row of ``value`` each row of ``x`` is, None unless all are."""
+    """Return which row of ``value`` each row of ``x`` equals; None: some equal no row."""
     rows, a, b = len(x), x.reshape(len(x), -1), value.reshape(len(x), -1)
     if not 2 <= rows <= 4096 or a.shape[1] < 2:
         return None
     limit = bound.reshape(rows, -1)
     right = (np.abs(a - b) <= limit).all(1)
     order = np.arange(rows)
-    free = ~right  # rows that no right row stands for
+    free = ~right  # rows that are not matched by a right row
     for i in np.flatnonzero(~right):
         off = np.abs(b - a[i])
         fits = np.flatnonzero((off <= limit + np.abs(b) * 1e-6).all(1))
@@ -320,7 +320,7 @@ def _dropped(
 def _precision(
     x: Array, value: Array, bound: Array, tensor: TensorRecord, finding: "Wrong | None" = None
 ) -> Answer | None:
-    """The result was rounded to, or added up in, a narrower type."""
+    """Test whether the result was rounded to, or accumulated in, a narrower type."""
     scale = np.abs(value).max() or 1.0
     for narrow in ("float16", "bfloat16", "float8_e4m3", "float8_e5m2"):
         if FLOATS[narrow].bits >= FLOATS[tensor.dtype].bits:
@@ -329,7 +329,7 @@ def _precision(
             x, value, bound + 2 * FLOATS[narrow].unit * np.abs(value) + 1e-30
         ):
             return "wrong dtype", f"every value is one of {narrow}"
-    # Rounded more often than it should be: relative to the largest, an error like a sum in a narrow type.
+    # Rounded more often than it should have been: relative to the largest, an error like a sum in a narrow type.
     error = np.abs(x - value)
     for narrow in ("float16", "bfloat16"):
         unit = FLOATS[narrow].unit
@@ -343,7 +343,7 @@ def _precision(
 
 
 def _narrow(x: Array, dtype: str, finding: "Wrong | None") -> bool:
-    """Return whether a program that stores all it computes in a narrow type could have made a result; unknown: True."""
+    """Return whether a program that stores everything in a narrow type could have made a result; unknown: True."""
     found = finding.in_narrow(dtype) if finding is not None else None
     if found is None or found[0].size != x.size:
         return True
@@ -353,7 +353,7 @@ def _narrow(x: Array, dtype: str, finding: "Wrong | None") -> bool:
 def _region(
     x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
 ) -> Answer | None:
-    """One part is wrong, the rest right."""
+    """Test whether one region is wrong and the rest right."""
     wrong = np.abs(x - value) > bound
     share = wrong.mean()
     if share > 0.9 or x.ndim == 0:

@@ -1,7 +1,7 @@
-"""Operators that stand in the place of others: a fused one for several, or several for one.
+"""Judge operators that replace others: one fused operator for several, or several for one.
 
-Calls that only one of the runs makes are no fault where they give the same. What the reference's calls would have made
-from the target's own tensors is computed, with its bound; what the target's next calls take must be that.
+Calls that only one of the runs makes are no fault if they give the same result. What the reference's calls would have
+made from the target's own tensors is computed, with its bound; the inputs of the target's next calls must equal that.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ class Replaced:
     """The calls that only one of two runs makes.
 
     Args:
-        reference: Data flow of the run that is believed.
-        target: Of the run to judge, with the reference's keys where calls belong together.
+        reference: Data flow of the trusted run.
+        target: Data flow of the run to judge, with the reference's keys for calls that belong together.
     """
 
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:
@@ -50,7 +50,7 @@ class Replaced:
         return [c for k, c in self.target.dump.calls.items() if k not in theirs and _counts(c)]
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Yield a verdict for each input of the target that the lost calls made in the reference."""
+        """Yield a verdict for each input of the target that the missing calls made in the reference."""
         if not self.lost:
             return
         lost = {c.key for c in self.lost}
@@ -63,13 +63,13 @@ class Replaced:
             if self.reference.dump.calls[place[0]].phase is not Phase.FORWARD:
                 continue
             if is_float(tensor.dtype) != is_float(self.reference.tensors[place].dtype):
-                continue  # a mask of another kind: what comes of it is judged
+                continue  # a mask of another kind: judged by its effect
             verdict = self._judged(place, sources, tensor)
             if verdict is not None:
                 yield verdict
 
     def otherwise(self) -> Iterator[Verdict]:
-        """Yield verdicts on calls that take other tensors than in the reference (a mask, a bias, more weights): by what they give."""
+        """Yield verdicts on the outputs of calls that take other tensors than in the reference (a mask, a bias)."""
         for key, call in self.reference.dump.calls.items():
             ours = self.target.dump.calls.get(key)
             if ours is None or not _counts(call) or is_exchange(call) or ours.name != call.name:
@@ -116,7 +116,7 @@ class Replaced:
 
     @cached_property
     def right(self) -> frozenset[str]:
-        """Calls of either run in whose place others gave the same."""
+        """Calls of either run whose replacements in the other give the same result."""
         list(self.verdicts())
         if not self.lost and not self.new:
             return frozenset()
@@ -124,11 +124,11 @@ class Replaced:
         good: set[str] = set() if self._wrong else used - self._unknown
         if not good:
             return frozenset()
-        # New calls are judged by themselves; what they lead to is what the lost ones would have given.
+        # New calls are judged by themselves; their results must be what the missing calls would have given.
         return frozenset(good | {c.key for c in self.new} | {c.key for c in self.lost})
 
     def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
-        """Return what an output of a lost call would be from the target's tensors."""
+        """Return what an output of a missing call would be, computed from the target's tensors."""
         key = place[0]
         if depth > _DEEP:
             return None
@@ -165,7 +165,7 @@ class Replaced:
             return None
 
     def _here(self, place: Place, tensor: TensorRecord, depth: int) -> Approx | Array | None:
-        """Return what the target has in the place of an input of the reference."""
+        """Return the target's counterpart of an input of the reference."""
         sources = self.reference.sources_of(place)
         for source in sources:
             ours = self.target.tensors.get(source)
@@ -184,13 +184,13 @@ class Replaced:
 
 
 def _narrowest(given: dict[str, Approx | Array]) -> str:
-    """Return the type in which the target computes, from what it made."""
+    """Return the type in which the target computes, judged by its outputs."""
     kinds = [v.stored for v in given.values() if isinstance(v, Approx)]
     return min(kinds, key=lambda kind: FLOATS[kind].bits, default="float32")
 
 
 def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
-    """Return what comes from outside, where it must be the reference's but for a rounding to the target's type."""
+    """Return an input from outside, which must equal the reference's except for rounding to the target's type."""
     if isinstance(value, Approx) or value.dtype.kind != "f":
         return value
     known = round_to(value, dtype)
@@ -207,7 +207,7 @@ def _plain(x: Approx | Array) -> Array:
 
 
 def _with(call: Call, given: dict[str, Approx | Array], dtype: str) -> Call:
-    """Return a call with other values in its tensors, floating-point ones of a type."""
+    """Return a call with other values in its tensors, floating-point ones in the given type."""
 
     def changed(place: str, value: Value) -> Value:
         if isinstance(value, TensorRecord):

@@ -1,7 +1,7 @@
-"""Which tensors of a run of ours are which of a run of Hugging Face's DeepseekV3ForCausalLM: a map for ``points.py``.
+"""Map tensors of our runs to those of Hugging Face's DeepseekV3ForCausalLM, for ``points.py``.
 
-Gradients, weights and moments before and after their update by the names of weights; what each layer, its attention and
-its feed-forward return; chosen experts and their weights (in any order); logits and loss.
+The map holds gradients, weights and moments before and after their update, by the names of the weights; the outputs of
+each layer, its attention and its feed-forward; the chosen experts and their weights (in any order); logits and loss.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def _activations(config: "ModelConfig") -> Iterator[dict[str, Any]]:
             f"Cell.*{ours}.attention.out.Linear.forward.0 output.0",
         )
         if i >= config.first_k_dense_replace:
-            # Two operators choose: the fused router and TopK.
+            # Two operators choose experts: the fused router and TopK.
             for what, at, place in (("experts", 0, 1), ("weights", 1, 2)):
                 yield entry(
                     f"{what} chosen in layer {i}",

@@ -1,4 +1,4 @@
-"""The neighbourhood of a call in the data flow: the calls at most two edges before and behind it."""
+"""The neighbourhood of a call in the data flow: the calls at most two edges before and after it."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump
 from telechat_moe.tools.align.judge.data_flow import DataFlow
 
-REACH = 2  # calls away from the one in the middle
-_WINDOW = 120  # calls before and behind in the order of the run: others are not searched
+REACH = 2  # distance in calls
+_WINDOW = 120  # calls before and after, in the order of the run, that are searched
 _WIDE = 5  # calls shown at one distance
 
 
 def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
-    """Return the neighbourhood of a call in the data flow, None where it is not in the dump.
+    """Return the neighbourhood of a call in the data flow; None: the call is not in the dump.
 
     Args:
         dump: The run.
         step: Step.
         rank: Global rank.
-        key: Of the call.
+        key: Key of the call.
 
     Returns:
         ``nodes`` (key, name, phase, layer's module, distance: below 0 before the call) and ``edges`` (from, to, tensor,
@@ -60,7 +60,7 @@ def _window(dump: RankDump, key: str) -> RankDump:
 
 
 def _distances(key: str, edges: list[tuple[str, str]]) -> dict[str, int]:
-    """Return how many calls away others are: below 0 those that lead to it, above 0 those that it leads to."""
+    """Return the distances of other calls: negative for those before a call, positive for those after it."""
     found = {key: 0}
     for sign, a, b in ((-1, 1, 0), (1, 0, 1)):
         border = [key]

@@ -1,4 +1,4 @@
-"""Which calls of two runs belong together, by name, order and content."""
+"""Pair the calls of two runs by name, order and content."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,14 +12,14 @@ from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorR
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.operators import find
 
-_EXTRA = "+"  # behind the key of a call that the reference does not make
+_EXTRA = "+"  # appended to the key of a call that the reference does not make
 
 
 def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, str]]:
-    """Return the target with the reference's names and numbers of calls, and its own key of each call.
+    """Return the target with the reference's names and numbers of calls, and the original key of each call.
 
-    A call more or less shifts the numbers of all calls of its name after it; the order of the names tells which belong
-    together. Where the runs have no name in common (other scopes, another front end), operators are names.
+    An additional or missing call shifts the numbers of all later calls of its name; the order of the names shows which
+    calls belong together. Where the runs share no names (other scopes, another front end), operators serve as names.
     """
     ours, theirs = _forwards(target), _forwards(reference)
     if [key for key, _ in ours] == [key for key, _ in theirs]:
@@ -47,7 +47,7 @@ def _pairs(
     ours: list[tuple[str, Call]],
     theirs: list[tuple[str, Call]],
 ) -> Iterator[tuple[int, int]]:
-    """Yield which calls of two runs belong together: by the order of names, else by name and what they hold, wherever."""
+    """Yield pairs of calls that belong together: by the order of names, else by name and content in any order."""
     left, right = set(range(len(mine))), set(range(len(other)))
     for a, b, size in SequenceMatcher(None, mine, other, autojunk=False).get_matching_blocks():
         yield from ((a + i, b + i) for i in range(size))
@@ -63,9 +63,9 @@ def _pairs(
 
 
 def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
-    """Return a run without calls that the other lacks and that repeat another call to the last bit: recomputation.
+    """Return a run without recomputation: calls that the other run lacks and that equal another call to the last bit.
 
-    A backward call that belongs to such a one is the other's.
+    A backward call of such a call is assigned to the other.
     """
     only = {key for key, _ in _forwards(dump) if key not in other.calls}
     only = {key for key in only if not is_exchange(dump.calls[key])}
@@ -82,7 +82,7 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
         back, own = (f"{_head(k)}.backward" for k in (key, same))
         if back in calls and own in calls:
             return dump
-        if back in calls:  # in its place in the order
+        if back in calls:  # at its position in the order
             calls[same] = replace(dump.calls[key], key=same)
             calls = {
                 (own if k == back else k): replace(c, key=own) if k == back else c
@@ -92,7 +92,7 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
 
 
 def _content(call: Call) -> bytes:
-    """Return a digest of what an operator was given and made; one of its own where values are not known."""
+    """Return a digest of an operator's inputs and outputs; a unique one where values are not known."""
     if any(t.read is None for _, t in call.tensors()):
         return call.key.encode()
     mark = hashlib.blake2b(_operator(call).encode(), digest_size=16)
@@ -101,7 +101,7 @@ def _content(call: Call) -> bytes:
 
 
 def add_to(mark: Any, value: Any, tensors: bool) -> None:
-    """Add arguments to a digest, tensors with their contents or only as being there."""
+    """Add arguments to a digest: tensors with their contents, or only their presence."""
     if isinstance(value, TensorRecord):
         mark.update(f"{value.dtype}{value.shape}".encode() if tensors else b"tensor")
         if tensors and value.read is not None:
@@ -119,13 +119,13 @@ def _head(key: str) -> str:
 
 
 def _operator(call: Call) -> str:
-    """Return what an operator computes, whatever the scope or front end that its name begins with."""
+    """Return an operator's name without the scope or front end that it begins with."""
     formula = find(call.name)
     return formula.name if formula is not None else call.name.rsplit(".", 1)[-1]
 
 
 def _forwards(dump: RankDump) -> list[tuple[str, Call]]:
-    """Return the operators' calls, but not backward ones, in order."""
+    """Return the operators' calls except backward ones, in order."""
     return [
         (key, call)
         for key, call in dump.calls.items()

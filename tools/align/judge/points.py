@@ -1,7 +1,7 @@
-"""Points: tensors that two runs must have in common, whatever their layouts, put together from all ranks.
+"""Points: tensors that two runs must have in common, whatever their layouts, merged over all ranks.
 
-These are gradients of weights, weights and states before and after their update, the choices of routers, and what a map
-of names (:class:`Link`) says.
+They are gradients of weights, weights and states before and after their update, the choices of routers, and the tensors
+that a map (:class:`Link`) names.
 """
 
 import fnmatch
@@ -31,14 +31,14 @@ class Point(NamedTuple):
     """A tensor that both runs must have.
 
     Attributes:
-        values: Whole.
-        dtype: Of the program.
+        values: The whole tensor; None: not known.
+        dtype: Type that the program computed in.
         rank: First rank that has it.
-        key: Its call.
-        place: Which of its tensors.
+        key: Key of the call.
+        place: Position of the tensor in the call.
         problem: Why it is not known: copies that differ, no layout.
-        ranks: Who has it.
-        differs: Ranks that must hold the same do not.
+        ranks: Ranks that have it.
+        differs: Ranks whose copies must be equal hold different values.
     """
 
     values: Array | None
@@ -53,14 +53,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Link:
-    """An entry of a map: two names of one tensor.
+    """An entry of a map: the names of one tensor in both runs.
 
     Attributes:
-        name: What it is called in reports.
-        reference: ``KEY PLACE`` there; several (experts) are stacked.
-        target: Likewise.
+        name: Name in reports.
+        reference: ``KEY PLACE`` in the reference; several tensors (experts) are stacked.
+        target: The same in the target.
         transposed: The reference's last two dimensions are exchanged.
-        in_any_order: Values along the last dimension are sorted first (choices of a top-k).
+        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k).
     """
 
     name: str
@@ -74,7 +74,7 @@ def read_map(path: Path) -> list[Link]:
     """Read a map: a JSON list of objects with ``name``, ``reference``, ``target``, maybe ``transposed``, ``sorted``.
 
     Raises:
-        BadInputError: It is none.
+        BadInputError: The file is not such a map.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
-    """Yield gradients, weights and states that both have, in the order of the target."""
+    """Yield the gradients, weights and states that both runs have, in the order of the target."""
     theirs = _updates(a)
     for weight, calls in _updates(b).items():
         if weight not in theirs:
@@ -113,7 +113,7 @@ def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[st
 
 
 def _updates(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return who updates each weight, with which call."""
+    """Return for each weight the ranks that update it, each with its call."""
     found: dict[str, list[tuple[int, Call]]] = {}
     for dump in ranks:
         for call in dump.calls.values():
@@ -124,7 +124,7 @@ def _updates(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
 
 
 def _places(call: Call) -> dict[tuple[str, str], str]:
-    """Return the tensors of an update by what they are."""
+    """Return the tensors of an update by their meaning."""
     found = {("gradient", ""): "input.grad"}
     kept = [state for state in STATES if state in call.kwargs]
     for i, state in enumerate(kept):
@@ -146,14 +146,14 @@ def weight_of(call: Call) -> str | None:
 
 
 def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
-    """Return a tensor put together from all ranks that have it."""
+    """Return a tensor merged over all ranks that have it."""
     calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
     missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
     return _put_together(calls, place) or missing
 
 
 def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
-    """Return one tensor of calls of several ranks, several of a rank in their order; None: none has it."""
+    """Merge one tensor of calls of several ranks, several calls of a rank in order; None: no rank has it."""
     pieces: list[Shard] = []
     count: Counter[int] = Counter()
     for rank, call in calls:
@@ -180,7 +180,7 @@ def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None
 def linked(
     a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
 ) -> Iterator[tuple[str, Point, Point]]:
-    """Yield what a map names: name, and the whole tensors of both runs."""
+    """Yield the entries of a map: the name, and the whole tensors of both runs."""
     for link in links:
         one, other = (
             _stacked(ranks, names, turned)
@@ -198,7 +198,7 @@ def linked(
 
 
 def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:
-    """Return the tensor with a name, or several as one."""
+    """Return the tensor with a name, or several tensors stacked."""
     found = [point(ranks, *_resolved(ranks, name)) for name in names]
     first = found[0]
     parts = [p.values for p in found if p.values is not None]
@@ -209,7 +209,7 @@ def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) 
 
 
 def _resolved(ranks: Sequence[RankDump], name: str) -> tuple[str, str]:
-    """Return key and place of a name, whose key may be a pattern, or ``weight NAME`` for an update."""
+    """Return the key and the position for a name, whose key may be a pattern, or ``weight NAME`` for an update."""
     pattern, _, place = name.rpartition(" ")
     if pattern.startswith("weight "):
         wanted = pattern.removeprefix("weight ")
@@ -222,7 +222,7 @@ def _resolved(ranks: Sequence[RankDump], name: str) -> tuple[str, str]:
 def choices_of_both(
     a: Sequence[RankDump], b: Sequence[RankDump]
 ) -> Iterator[tuple[str, Point, Point, Point, Point]]:
-    """Yield the choices that both runs make, in order: name, scores in both, what was chosen in both."""
+    """Yield the choices that both runs make, in order: name, scores of both, chosen indices of both."""
     theirs = _choices(a)
     for name, mine in _choices(b).items():
         if name not in theirs:
@@ -239,7 +239,7 @@ def choices_of_both(
 
 
 def _choices(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return the calls that choose, by what they choose for: ranks and calls."""
+    """Return the calls that choose, with their ranks, by the name of what they choose for."""
     found: dict[str, list[tuple[int, Call]]] = {}
     for dump in ranks:
         for call in dump.calls.values():

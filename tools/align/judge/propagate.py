@@ -1,9 +1,9 @@
-"""How far the tensors of two right runs may be apart: the roundings of one run, carried along its data flow.
+"""Derive how far apart the tensors of two correct runs may be: carry one run's roundings along its data flow.
 
-Each operator is recomputed as ``replay`` does, but its inputs are known only as well as the calls that made them: standard
-deviations of rounding errors go from outputs to the inputs that are equal to them, through each operator's own
-derivatives (first order, errors of different elements independent). The other run rounds as often, elsewhere: two runs
-differ by the root of twice the sum of squares. Weights and data are exact.
+Each operator is recomputed as in ``replay``, but its inputs are only as exact as the calls that made them: standard
+deviations of rounding errors pass from outputs to the inputs that equal them, and through each operator's own
+derivatives (to first order, errors of different elements independent). The other run rounds as often, but at other
+points, so the squared difference of two runs is twice the sum of squares. Weights and data are exact.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.registry import UNFIT, Arguments, Formula
 
 MOST = 1 << 26
-"""Elements of a rank's step, beyond which nothing is derived: deviations are kept, four bytes each."""
+"""The most elements in a rank's step for which distances are derived: the deviations need four bytes each."""
 
 _SUMMED = ("allreduce", "reducescatter")
 
@@ -30,20 +30,20 @@ class Deviations:
     """Standard deviations of the rounding errors of a rank's tensors.
 
     Args:
-        dump: The rank, with values.
+        dump: The dump of the rank, with values.
     """
 
     def __init__(self, dump: RankDump) -> None:
         self.dump, self.flow = dump, DataFlow(dump)
         self.made: dict[Place, Array] = {}
-        """Of outputs; of others nothing is known: their call cannot be recomputed, or takes such a tensor."""
-        self._holding: dict[bytes, Array | None] = {}  # by what a tensor holds; None: not known
+        """Deviations of outputs; one is missing where its call, or a call before it, cannot be recomputed."""
+        self._holding: dict[bytes, Array | None] = {}  # by the content of a tensor; None: not known
         for call in dump.calls.values():
             if call.kind == "api":
                 self._run(call)
 
     def of(self, place: Place) -> Array | None:
-        """Return the deviation of a tensor, 0 of one from outside; None: not known."""
+        """Return the deviation of a tensor, 0 for one from outside; None: not known."""
         if place in self.made:
             return self.made[place]
         values = self.flow.tensors[place].load()
@@ -60,7 +60,7 @@ class Deviations:
         return np.sqrt(np.sum(squares, 0))
 
     def _comes_back(self, place: Place) -> bool:
-        """Return whether a tensor is a gradient, which must come from somewhere."""
+        """Return whether a tensor is a gradient, which some call must have made."""
         phase = self.dump.calls[place[0]].phase
         return phase is Phase.BACKWARD or place[1] == "input.grad"
 
@@ -82,7 +82,7 @@ class Deviations:
                 self._holding.setdefault(content, None)
 
     def _carried(self, call: Call, tensors: list[Approx]) -> None:
-        """Give a call's tensors the deviations that they come with."""
+        """Set the deviations of a call's tensors to those of their sources."""
         places = [p for p, t in call.tensors() if not p.startswith("output") and is_float(t.dtype)]
         for place, x in zip(places, tensors, strict=False):
             self._give(x, self.of((call.key, place)))
@@ -132,7 +132,7 @@ class Deviations:
         return found
 
     def _collective(self, call: Call) -> dict[str, Array]:
-        """Return the deviation of what an exchange brings: other ranks' terms are as far off as the own one."""
+        """Return the deviation of what a collective gives: other ranks' terms deviate as much as this rank's."""
         taken = [(p, t) for p, t in call.tensors() if p.startswith("input") and is_float(t.dtype)]
         own = [self.of((call.key, p)) for p, _ in taken]
         if not own or any(d is None for d in own):
@@ -149,19 +149,19 @@ class Deviations:
 
 
 def _unit(dtype: str) -> float:
-    """Return the standard deviation of a rounding, relative: errors are uniform in +-1 unit roundoff."""
+    """Return the relative standard deviation of a rounding: errors are uniform within 1 unit roundoff."""
     return FLOATS[dtype].unit * 3**-0.5
 
 
 def _stored(x: Approx, dtype: str, exact: bool) -> Array:
-    """Return the deviation of a result as its tensor holds it."""
+    """Return the deviation of a result after it is stored in its tensor."""
     if exact or FLOATS[dtype].unit <= x.unit:
         return np.broadcast_to(x.sigma, x.shape).astype(np.float64)
     return np.hypot(x.sigma, _unit(dtype) * np.abs(x.value))
 
 
 class Allowed:
-    """How far whole tensors of two right runs may be apart, by the deviations of one of them; of one step at a time."""
+    """How far apart whole tensors of two correct runs may be, by the deviations of one run, one step at a time."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], Deviations] = {}
@@ -171,17 +171,17 @@ class Allowed:
     ) -> float | None:
         """Return the largest relative L2 distance; None: it cannot be derived.
 
-        As elsewhere eight standard deviations: errors of a tensor may have one cause, so their norm is as uncertain as
-        one error.
+        As in all bounds, eight standard deviations are allowed: a tensor's errors may have one cause, so their norm is
+        as uncertain as one error.
 
         Args:
-            ranks: Of a step.
-            owners: Those that have pieces of the tensor.
-            place: Where it stands in their dumps.
-            whole: The tensor.
+            ranks: The ranks of a step.
+            owners: The ranks that have shards of the tensor.
+            place: The call and position of the tensor in their dumps.
+            whole: The whole tensor.
         """
         if len(set(owners)) < len(ranks):
-            return None  # a stage of a pipeline: what other stages rounded is not in its dump
+            return None  # a pipeline stage: its dump lacks the roundings of other stages
         norm = float(np.linalg.norm(whole.astype(np.float64)))
         squares: list[float] = []
         for dump in ranks:
@@ -212,6 +212,6 @@ def _size(record: TensorRecord) -> int:
 
 
 def apart(values: Array, deviation: Array) -> float:
-    """Return how far two right runs are from each other as a standard deviation, relative to the norm of one."""
+    """Return the standard deviation of the distance between two correct runs, relative to the norm of one."""
     norm = float(np.sqrt(np.mean(np.square(values.astype(np.float64)))))
     return float(np.sqrt(2 * np.mean(np.square(deviation)))) / norm if norm else 0.0

@@ -1,8 +1,8 @@
 """Isolated replay: recompute each operator from the inputs that the program itself gave it.
 
-A verdict so depends on nothing that happened upstream: no error grows along the network, and a token that took another
-expert changes nothing for the operators after. What is recomputed is the formula of the definition in float64
-(``operators/``), with the reference's own settings where a reference run is given; integers must be met exactly.
+So a verdict does not depend on anything upstream: no error grows along the network, and a token that went to another
+expert does not affect later operators. The formula of the definition is computed in float64 (``operators/``), with the
+reference's settings if there is a reference run; integers must match exactly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ def replay(dump: RankDump, reference: RankDump | None = None) -> Iterable[list[V
 
     Args:
         dump: The run to judge.
-        reference: A run that is believed; its numbers and flags (axis, eps, scale) are used instead of the dump's.
+        reference: The trusted run; its numbers and flags (axis, eps, scale) replace the dump's.
     """
     for call in dump.calls.values():
         if call.kind != "api" or kind_of(call) is not None:
@@ -51,7 +51,7 @@ def _settings(call: Call, reference: RankDump | None) -> Call | None:
 
 
 def replay_call(call: Call, forward: Call | None, settings: Call | None = None) -> list[Verdict]:
-    """Return the verdicts of one operator, one for each tensor that it made.
+    """Return the verdicts of one operator, one for each of its outputs.
 
     Args:
         call: The operator.
@@ -78,9 +78,9 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
 
 
 def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
-    """Leave out what only NaN or infinity in the calls' own tensors explains: right kernels differ in what they make of it.
+    """Leave out verdicts explained by NaN or infinity in the calls' own tensors: correct kernels differ there.
 
-    Minus infinity is how masks are filled, and stays judged.
+    Minus infinity fills masks, so it stays judged.
     """
     if not any(v.not_finite for v in verdicts):
         return verdicts
@@ -102,10 +102,10 @@ def _has_no_value(x: Array) -> bool:
 def arguments_of(
     call: Call, formula: Formula, settings: Call | None = None, stores: bool = False
 ) -> tuple[Arguments, list[Approx]]:
-    """Return a forward call's arguments, tensors loaded, and its floating-point tensors in order.
+    """Return a forward call's arguments with tensors loaded, and its floating-point tensors in order.
 
     Args:
-        call: Forward call.
+        call: The forward call.
         formula: Its formula.
         settings: See :func:`replay_call`.
         stores: Intermediate results are rounded to the tensors' type, as in backward kernels.
@@ -118,7 +118,7 @@ def arguments_of(
         name: _argument(value, given.kwargs.get(name, value), tensors, stores)
         for name, value in call.kwargs.items()
     }
-    for name, value in given.kwargs.items():  # a setting that the program was not given
+    for name, value in given.kwargs.items():  # a setting that the program omits
         if name not in named and isinstance(value, Scalar):
             named[name] = value.value
     return formula.bind(positional, named), tensors
@@ -161,7 +161,7 @@ _LARGEST = {kind.largest for kind in FLOATS.values()} | {float("inf")}
 
 
 def exactly(values: Array, dtype: str, stores: bool) -> Approx:
-    """Return a tensor of the dump; what follows from it is stored in its type, or in float32 if that is wider."""
+    """Return a tensor of the dump as exact; results are stored in its type, or in float32 if that is wider."""
     stored = dtype if stores or dtype == "float64" else "float32"
     size = np.abs(np.asarray(values, np.float64))
     flushed = (size > 0) & (size < 2.0 ** FLOATS[dtype].low)
@@ -207,7 +207,7 @@ def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdic
 def free_choices(
     formula: Formula, arguments: Arguments, place: int, found: Array, expected: Approx | Array
 ) -> Array | None:
-    """Return where indices of a choice may differ, because elements are equal."""
+    """Return where indices of a choice may differ because elements are equal."""
     if CHOOSES.get(formula.name) != place or isinstance(expected, Approx):
         return None
     x = (
@@ -261,7 +261,7 @@ def _gradients(
 def expected_of(
     call: Call, forward: Call | None, settings: Call | None, place: str
 ) -> Approx | Array | None:
-    """Return what one output of a call should be, None where no formula says it."""
+    """Return what one output of a call should be; None: no formula gives it."""
     formula = find(call.name)
     if formula is None or forward is None or place.count(".") != 1:
         return None
@@ -283,7 +283,7 @@ def _shape(call: Call, number: int) -> tuple[int, ...]:
 
 
 def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> list[Verdict]:
-    """Compare gradients that went out with those of the tensors that they fit, in order."""
+    """Compare outgoing gradients with those of the tensors that they match, in order."""
     verdicts: list[Verdict] = []
     place = 0
     for i, value in enumerate(call.outputs):

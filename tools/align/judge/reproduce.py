@@ -1,8 +1,8 @@
-"""A wrong call by itself: its tensors in one file, and a script that fails for as long as it is wrong.
+"""Isolate a divergent call: its tensors in one file, and a script that fails as long as the call is wrong.
 
-``reproduce.py`` in the folder recomputes what the call should have made and prints observed error over bound; it exits
-with 1 while the result is wrong and with 0 when it is right (after ``result.0`` in the file was replaced by what a
-repaired operator gives, say). It needs NumPy and this package.
+``reproduce.py`` in the folder recomputes what the call should have made and prints observed error over bound. It
+exits with 1 while the result is wrong and with 0 once it is right (for example after ``result.0`` in the file was
+replaced by the output of a repaired operator). It needs NumPy and this package.
 """
 
 import json
@@ -54,10 +54,10 @@ sys.exit(run(Path(__file__).with_name("{data}")))
 
 
 def write(finding: "Finding", folder: Path) -> Path:
-    """Write the reproducer of the first wrong call of a rank; return the script.
+    """Write the reproducer of the first divergent call of a rank; return the script.
 
     Raises:
-        BadInputError: The folder cannot be made or is not empty, or the dumps do not say what is around the call.
+        BadInputError: The folder cannot be made or is not empty, or the dumps lack the call's surroundings.
     """
     if finding.about is None:
         raise BadInputError(
@@ -83,7 +83,7 @@ def write(finding: "Finding", folder: Path) -> Path:
 
 
 def run(data: Path) -> int:
-    """Recompute, print; return 1 while the call is wrong, 0 when it is right, 4 where nothing can be said."""
+    """Recompute and print; return 1 while the call is wrong, 0 once it is right, 4 if it cannot be judged."""
     about, verdict = check(data)
     ratio = "must be equal" if np.isinf(verdict.ratio) else f"{verdict.ratio:.4g}"
     sys.stdout.write(
@@ -93,7 +93,7 @@ def run(data: Path) -> int:
 
 
 def check(data: Path) -> tuple[dict[str, Any], Verdict]:
-    """Return what a reproducer is about, and the verdict on it now.
+    """Return the contents of a reproducer and the current verdict.
 
     Raises:
         BadInputError: The file is missing or broken.
@@ -155,7 +155,7 @@ def _of_exchange(about: Exchange, tensors: dict[str, Array]) -> dict[str, Any]:
 
 
 def _around(about: Wrong) -> dict[str, Any]:
-    """Return the names of the calls around one that only one run makes."""
+    """Return the names of the calls around a call that only one run makes."""
     found: dict[str, Any] = {}
     for name, flow in (("reference", about.reference), ("target", about.target)):
         keys = [k for k, c in flow.dump.calls.items() if c.kind == "api"]
@@ -168,7 +168,7 @@ def _around(about: Wrong) -> dict[str, Any]:
 
 
 def _call(call: Call, name: str | None, tensors: dict[str, Array]) -> dict[str, Any]:
-    """Return a call as JSON; its tensors go into a mapping, or are left out where there is no name."""
+    """Return a call as JSON; its tensors are added to a mapping, or left out if no name is given."""
 
     def plain(place: str, value: Value) -> Any:
         if isinstance(value, TensorRecord):
@@ -266,14 +266,14 @@ def _input(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
 
 
 def _calls(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    """A call that only one run makes: both lists are there to be read, and to be mended."""
+    """Judge a call that only one run makes: both lists are there to be read and corrected."""
     if (about["call"] in about["reference"]) == (about["call"] in about["target"]):
         return Verdict(about["key"], "", "pass")
     return Verdict(about["key"], "", "diverged", np.inf, about["said"])
 
 
 def _arguments(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    """A call that takes other tensors than the reference's."""
+    """Judge a call whose tensors differ from the reference's."""
     same = about["reference"] == about["target"]
     return Verdict(about["key"], "", "pass" if same else "diverged", np.inf, about["said"])
 

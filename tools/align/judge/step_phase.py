@@ -1,4 +1,4 @@
-"""In which phase of a step a call stands, where its key does not say: calls on the way back, reductions, updates."""
+"""The phase of a step that a call belongs to, where its key does not show it: backward, reductions, updates."""
 
 import re
 from collections.abc import Callable
@@ -8,19 +8,19 @@ from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
 
 _GRADIENT = re.compile(r"(Grad|Backward)(V\d)?$")
-_STEP = "|"  # between the number of a step and the key of a call, where steps are joined
+_STEP = "|"  # separates the number of a step from the key of a call, where steps are joined
 
 
 def phase_of(call: Call, flow: DataFlow) -> Phase:
     """Return the phase of a call.
 
-    A forward key on the way back (a collective, the clipping of gradients) is told by the data flow: what a backward
-    call takes is backward, a collective over gradients that none takes is a reduction, what comes after is the
-    optimizer's.
+    The data flow shows the phase of a call with a forward key in the backward pass (a collective, the clipping of
+    gradients): what a backward call takes is backward, a collective over gradients that no backward call takes is a
+    reduction, and what follows is the optimizer's.
 
     Args:
-        call: Of the run.
-        flow: Of a run that is believed, with the same keys.
+        call: The call.
+        flow: Data flow of a trusted run with the same keys.
     """
     if call.stage is not Phase.FORWARD or call.key not in flow.order:
         return call.stage
@@ -45,9 +45,9 @@ def phase_of(call: Call, flow: DataFlow) -> Phase:
 
 
 def _in_graph(key: str, flow: DataFlow) -> Phase:
-    """Return the phase of a call of a compiled graph, whose gradient operators are told by their names.
+    """Return the phase of a call of a compiled graph, whose gradient operators have names that show it.
 
-    Between two of them is backward, too (a fused operator without such a name); behind all of them is the optimizer's.
+    A call between two of them is backward, too (such as a fused operator); calls after all of them are the optimizer's.
     """
     step = key.partition(_STEP)[0] + _STEP if _STEP in key else ""
     calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
@@ -69,7 +69,7 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
 
 
 def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> bool:
-    """Return whether one of some calls can be reached."""
+    """Return whether any of the wanted calls can be reached."""
     seen, left = {key}, [key]
     while left:
         found = near(left.pop()) - seen
@@ -81,7 +81,7 @@ def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> boo
 
 
 def _goes_back(key: str, flow: DataFlow) -> bool:
-    """Return whether a backward call takes what a call made, alone or in a sum."""
+    """Return whether a backward call takes what a call made, alone or as a term of a sum."""
     made = flow.makers_of(key)
     return any(
         flow.dump.calls[place[0]].phase is Phase.BACKWARD
@@ -91,7 +91,7 @@ def _goes_back(key: str, flow: DataFlow) -> bool:
 
 
 def _is_gradient(call: Call, flow: DataFlow) -> bool:
-    """Return whether backward calls, or reductions over what they made, made what goes into a call."""
+    """Return whether the inputs of a call come from backward calls, or from reductions over their outputs."""
     for place in _inputs(call, flow):
         sources = flow.sources_of(place) or flow.summed_from(place)
         for source in sources:

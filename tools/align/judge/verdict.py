@@ -13,18 +13,18 @@ Status = Literal["pass", "diverged", "not judged"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of one tensor.
+    """The verdict on one tensor.
 
     Attributes:
         key: Key of the call in the dump.
-        place: ``output.0``; of a call that was not judged: empty.
+        place: Position of the tensor in the call, such as ``output.0``; empty for a call that was not judged.
         status: See :data:`Status`.
         ratio: Largest error over its bound; 0 where integers are equal, infinite where they are not.
         reason: One sentence: where the error is largest, or why it was not judged.
         element: Index of that element.
-        wrong: How many elements are beyond their bound.
-        elements: How many were compared.
-        not_finite: Of the wrong ones, where NaN or infinity is found or expected.
+        wrong: Number of elements beyond their bound.
+        elements: Number of elements compared.
+        not_finite: Number of wrong elements where NaN or infinity is found or expected.
     """
 
     key: str
@@ -50,11 +50,11 @@ def judge(
 
     Args:
         key: Key of the call.
-        place: Which tensor.
+        place: Position of the tensor in the call.
         found: What the program computed, widened.
-        expected: What it should have; a plain array must be met exactly.
+        expected: What it should have computed; a plain array must be matched exactly.
         dtype: Type of the program's tensor.
-        free: Where differing integers are no difference (ties).
+        free: Where integers may differ (ties).
     """
     value = expected.value if isinstance(expected, Approx) else np.asarray(expected)
     if value.shape != found.shape:
@@ -132,11 +132,11 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
 
 
 def not_judged(key: str, why: str) -> Verdict:
-    """Return that nothing can be said, and why."""
+    """Return a verdict that nothing can be said, with the reason."""
     return Verdict(key, "", "not judged", reason=why)
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:
-    """Return the verdict that counts for a call: a divergence, else what was not judged, else the closest."""
+    """Return the verdict that decides for a call: a divergence, else one not judged, else the closest to its bound."""
     order: dict[Any, int] = {"diverged": 2, "not judged": 1, "pass": 0}
     return max(verdicts, key=lambda v: (order[v.status], v.ratio))
