@@ -13,7 +13,7 @@ AttentionKind = Literal["mha", "gqa", "mla"]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A decoder-only transformer. Widths are counts of elements."""
+    """A decoder-only transformer; every width is a number of elements."""
 
     name: str = ""
     hidden: int
@@ -43,7 +43,7 @@ class Architecture:
     """Inner width of a dense layer's feed-forward."""
 
     gated: bool = True
-    """SwiGLU (three matrices); False: two matrices with an activation between."""
+    """Feed-forwards are SwiGLU (three matrices); False: two matrices with an activation between them."""
 
     experts: int = 0
     top_k: int = 0
@@ -65,10 +65,10 @@ class Architecture:
     """Tokens per sequence."""
 
     window: int = 0
-    """Keys that a query may look back at (sliding-window attention); 0: all."""
+    """How many keys back a query may look (sliding-window attention); 0: all."""
 
     pair_share: float = 0.0
-    """Share of a sequence's `seq**2` query-key pairs that its documents leave (`documents.pack`); 0: causal, one document."""
+    """Share of a sequence's `seq**2` query-key pairs within documents (`documents.pack`); 0: causal, one document."""
 
     positions: int = 0
     """Rows of a learned position table; 0: none (rotary or ALiBi)."""
@@ -119,7 +119,7 @@ class Architecture:
 
     @property
     def matrices(self) -> int:
-        """Matrices of one feed-forward: 3 gated, 2 not."""
+        """Matrices of one feed-forward: 3 with a gate, 2 without."""
         return 3 if self.gated else 2
 
     @property
@@ -139,7 +139,7 @@ class Architecture:
 
     @property
     def small_weights(self) -> int:
-        """Norms, and with `biases` the biases, of one layer (a dense one; experts have none)."""
+        """Elements of one layer's norms and, with `biases`, of a dense layer's biases; experts have none."""
         if not self.biases:
             latents = self.q_lora_rank + self.kv_lora_rank if self.attention == "mla" else 0
             return 2 * self.hidden + latents
@@ -167,7 +167,7 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """All trained numbers."""
+        """Number of all trained parameters."""
         return (
             self.embedding_weights
             + (0 if self.tied else self.vocab * self.hidden)
@@ -180,7 +180,7 @@ class Architecture:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token meets, embedding and head included, MTP left out."""
+        """Parameters that compute one token, with embedding and head, without MTP."""
         idle = (self.experts - self.top_k) * self.expert_weights
         return self.parameters - self.mtp * self.mtp_weights - self.moe_layers * idle
 
@@ -246,7 +246,7 @@ class Architecture:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, pair_share: float = 0.0) -> "Architecture":
-        """Return the architecture of a recipe's model, with what documents leave of attention."""
+        """Return the architecture of a recipe's model; attention counts only the pairs within documents."""
         found = cls.from_model(recipe.model_config, recipe.source.stem if recipe.source else "")
         return replace(found, pair_share=pair_share)
 

@@ -1,4 +1,4 @@
-"""Time of collectives on a node with fast links and a network, alpha-beta model.
+"""Predict the time of collectives inside a node and between nodes with an alpha-beta model.
 
 Rings inside a node and between nodes; a group that has g members on each node uses g network ports together.
 Symbols: n members, g of them on a node, b bytes on each member (the full buffer), s seconds.
@@ -18,13 +18,13 @@ def bus(inside: Array, nodes: Array, device: Device, c: Constants) -> Array:
 
 
 def spread(members: Array, stride: Array, device: Device) -> tuple[Array, Array]:
-    """Return members on one node, and nodes, of a group whose neighbours are ``stride`` ranks apart."""
+    """Return how many members share a node, and how many nodes a group with this ``stride`` between ranks covers."""
     inside = np.clip(np.floor(device.node_devices / stride), 1, members)
     return inside, np.ceil(members / inside)
 
 
 def latency(members: Array, nodes: Array, c: Constants) -> Array:
-    """Return the time before data flows: half a start for each step of the ring inside the node, hops as a tree between nodes."""
+    """Return the time before data flows: half a start per step of the ring in a node, hops as a tree between nodes."""
     hops = np.ceil(np.log2(np.maximum(nodes, 1)))
     inside = np.ceil(members / nodes)
     start = c.collective_host_s * (1 + inside) / 2
@@ -39,7 +39,10 @@ def all_gather(
     c: Constants,
     calls: Array | float = 1.0,
 ) -> Array:
-    """Return the time of all-gathers (or reduce-scatters) of ``size`` bytes in all: (n-1)/n b / bus, a latency a call."""
+    """Return the time of all-gathers or reduce-scatters of ``size`` bytes in total.
+
+    It is (n-1)/n b / bus, and one latency for each call.
+    """
     inside, nodes = spread(members, stride, device)
     moved = size * (members - 1) / members
     return moved / bus(inside, nodes, device, c) + calls * latency(members, nodes, c)

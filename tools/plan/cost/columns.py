@@ -24,16 +24,23 @@ _LAYOUT = (
 )  # fmt: skip
 PARTLY = {
     # full, attention, core, mlp, norm, activation
-    "save_qkv": (0.0, 0.45, 1.0, 0.67, 1.0, 1.0),  # the last product is never needed again
+    "save_qkv": (
+        0.0,
+        0.45,
+        1.0,
+        0.67,
+        1.0,
+        1.0,
+    ),  # the backward pass does not need the last product
     "save_half": (0.0, 0.5, 0.0, 0.5, 1.0, 1.0),  # every other product is kept
 }
-"""Share of each part of a layer that policies of compilers recompute."""
+"""Share of each module of a layer that a compiler's policy recomputes."""
 
 _SMALL = ("full", "attention", "core", "mlp", "norm", "activation", "early", "swap")
 
 
 class Columns:
-    """Arrays by field name; a field of the architecture may be one number for all configurations."""
+    """Arrays by field name; a field of the architecture may be a single number for all configurations."""
 
     def __init__(self, values: dict[str, Array]) -> None:
         self.__dict__.update(values)
@@ -52,7 +59,7 @@ def _arrays(items: Sequence[object], names: Sequence[str]) -> dict[str, Array]:
 
 
 def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
-    """Return, per part of a layer, whether the backward pass computes it again; and whether layers are swapped instead."""
+    """Return which modules of a layer the backward pass recomputes, and whether layers are swapped instead."""
     cache: dict[str, tuple[float, ...]] = {}
     for policy in set(policies):
         words = set(policy.split("+"))
@@ -75,7 +82,7 @@ def _recomputed(policies: Sequence[str]) -> dict[str, Array]:
 def _stages(
     pairs: Sequence[tuple[Architecture, Layout]],
 ) -> tuple[Array, Array, Array, Array]:
-    """Return dense and MoE layers, and recomputed ones of each, of each pipeline stage [n, largest pp]."""
+    """Return the dense, MoE, recomputed dense and recomputed MoE layers of each pipeline stage, [n, largest pp]."""
     width = max(layout.pp for _, layout in pairs)
     out = np.zeros((4, len(pairs), width))
     cache: dict[object, Array] = {}
@@ -88,7 +95,7 @@ def _stages(
 
 
 def stage_of_chunk(layout: Layout) -> list[int]:
-    """Return the stage of each global chunk: round by round, or there and back for V schedules."""
+    """Return the stage of each global chunk: 0 to P - 1 in every round; V schedules turn back at the last stage."""
     p, v = layout.pp, layout.vpp
     if layout.schedule in ("zb-v", "dualpipev") and v == 2:
         return [*range(p), *reversed(range(p))]

@@ -1,15 +1,18 @@
-"""Processor seconds of our own training step on one CPU thread: a sum, because operators follow each other there.
+"""Predict the processor seconds of our own training step on one CPU thread.
+
+The time is a sum, because one thread runs one operator after the other:
 
     t = a * products + b * elements + c * attention + d * parameters + e * layers (+ AllReduces between processes)
 
-`products` are multiply-adds of all matrices, forward and backward, in FLOP; `elements` what these products read and write,
-which elementwise operators read and write again; `attention` FLOP of the causal half; `parameters` what the optimizer updates;
-`layers` stand for the operators that each launches, whatever its size. The five coefficients are seconds each, fitted to a few
-measured steps (`this_machine`).
+`products` are multiply-adds of all matrices, forward and backward, in FLOP; `elements` are what these products read
+and write, and elementwise operators read and write too; `attention` is the FLOP of the causal half; `parameters` are
+what the optimizer updates; `layers` counts layers, because each launches operators, whatever its size. The five
+coefficients are seconds each, fitted to a few measured steps (`this_machine`).
 
-With several processes (`run-sharded`) the terms are those of one rank, and every collective is an AllReduce: `AllReduces` counts
-them. Experts there take the tokens of a device in buffers that no routing can overflow (`CapacityExchange`), in one process the
-plain operators take blocks of rows (`DroplessDispatch`); both compute on padding, which is counted.
+With several processes (`run-sharded`) the terms are those of one rank, and every collective is an AllReduce, which
+`AllReduces` counts. There, experts take a device's tokens in buffers that no routing can overflow
+(`CapacityExchange`); in one process the plain operators take blocks of rows (`DroplessDispatch`). Both compute on
+padding, which is counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +30,7 @@ TERMS = ("products", "elements", "attention", "parameters", "layers")
 
 
 class AllReduces(NamedTuple):
-    """AllReduces of a step in one process."""
+    """The AllReduces that one process executes in a step."""
 
     calls: int
     bytes: int
@@ -43,7 +46,7 @@ def _device_tokens(a: Architecture, x: Layout) -> float:
 
 
 def _experts(a: Architecture, x: Layout) -> tuple[float, float]:
-    """Return products of experts on a device, forward, and the rows of each."""
+    """Return the experts' matrix products on a device in the forward pass, and the rows of each product."""
     tokens = _device_tokens(a, x)
     if x.devices > 1:
         return a.experts / x.ep, x.ep * tokens
@@ -88,9 +91,9 @@ def terms(architecture: Architecture, layout: Layout) -> Array:
 
 
 def all_reduces(architecture: Architecture, layout: Layout) -> AllReduces:
-    """Return what a process exchanges in a step, every collective as the AllReduce that CPU has instead.
+    """Return what a process exchanges in a step, where the CPU executes every collective as an AllReduce.
 
-    An all-to-all of the experts is one of the buffers of all its devices. Source: `telechat_moe.graph.rewrite`.
+    An all-to-all of the experts becomes one AllReduce of the buffers of all its devices. Source: `telechat_moe.graph.rewrite`.
     """
     a, x = architecture, layout
     if x.devices == 1:

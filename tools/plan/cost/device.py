@@ -18,7 +18,7 @@ LIMIT = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Fitted constants, the only free numbers of the cost model. Each has a unit in its name or is a share."""
+    """The fitted constants, the only free numbers of the cost model; each names its unit or is a share."""
 
     matmul_share: float = 0.75
     """Largest share of the peak that a large matrix product reaches."""
@@ -27,19 +27,19 @@ class Constants:
     """Size at which a product's dimension costs half its efficiency (elements)."""
 
     attention_share: float = 0.5
-    """Share of the peak in attention's core."""
+    """Share of the peak that attention's core reaches."""
 
     memory_share: float = 0.75
-    """Share of the memory bandwidth in elementwise operators."""
+    """Share of the memory bandwidth that elementwise operators reach."""
 
     fp8_share: float = 0.6
     """Share of the float8 peak relative to `matmul_share`."""
 
     eager_share: float = 0.8
-    """Rate of attention and matrix products in stacks without fused kernels, relative to fused ones."""
+    """Rate of attention and matrix products without fused kernels, relative to fused ones."""
 
     layer_host_s: float = 2e-4
-    """Host time to launch one layer's forward kernels: a floor under its device time."""
+    """Host time to launch one layer's forward kernels; the layer takes no less."""
 
     collective_host_s: float = 2e-5
     """Time of starting one collective inside a node, on host and device."""
@@ -54,18 +54,18 @@ class Constants:
     """Latency of one hop between nodes."""
 
     exposed: float = 0.3
-    """Share of overlapped communication that still shows."""
+    """Share of overlapped communication that is not hidden."""
 
     tensor_exposed: float = 0.4
-    """The same where collectives are cut up and run under their own matrix products."""
+    """The same where collectives are divided and run during their own matrix products."""
 
     step_host_s: float = 5e-3
-    """Time of a step that no micro-batch accounts for."""
+    """Time of a step that does not depend on its micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device, its node and its network. Bandwidths are per device and direction."""
+    """A device, its node and its network; bandwidths are per device and direction."""
 
     name: str
     peak_flops: dict[str, float]
@@ -88,7 +88,7 @@ class Device:
     """Bytes/s of a device to its host's memory, each direction; 0: not known, nothing is swapped."""
 
     reserved_bytes: float = 1.5 * GIB
-    """Memory that the runtime, libraries and communication buffers hold."""
+    """Bytes that the runtime, libraries and communication buffers hold."""
 
     constants: Constants = field(default_factory=Constants)
     sources: dict[str, str] = field(default_factory=dict[str, str])
@@ -98,10 +98,10 @@ class Device:
     """Constants that were fitted for this device; the rest are defaults or another device's (see `sources`)."""
 
     measured: tuple[str, ...] = ()
-    """Constants that were measured by themselves (`fitted: false`): a fit leaves them."""
+    """Constants that were measured directly (`fitted: false`); a fit does not change them."""
 
     prior_weight: float = 0.0
-    """How strongly a fit holds the constants to `fit.TYPICAL`; 0: hardly, to the defaults."""
+    """How strongly a fit pulls the constants towards `fit.TYPICAL`; 0: weakly, and towards the defaults."""
 
     aliases: tuple[str, ...] = ()
     step: dict[str, float] = field(default_factory=dict[str, float])
@@ -167,7 +167,7 @@ def _read(file: Path) -> Device:
 
 @lru_cache(maxsize=64)
 def _parsed(file: Path, changed: int) -> Device:
-    """Read a description; the time of its last change is part of the cache's key."""
+    """Read a description; the cache's key includes the time of the file's last change."""
     del changed
     raw = _merged(file)
     values, fitted, notes = _constants(file, raw.pop("constants", None) or {})
@@ -218,7 +218,7 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _merged(file: Path) -> dict[str, Any]:
-    """Return what a file says, over what its ``base`` says: another product with the same device."""
+    """Return a file's settings on top of those of its ``base``, another product with the same device."""
     raw = _mapping(file)
     if "base" not in raw:
         return raw
@@ -235,7 +235,7 @@ def _merged(file: Path) -> dict[str, Any]:
 def _constants(
     file: Path, given: dict[str, Any]
 ) -> tuple[dict[str, float], tuple[str, ...], dict[str, str]]:
-    """Return values, names of the fitted ones, and sources of those that name one."""
+    """Return the constants' values, the names of the fitted ones, and the sources of those that have one."""
     known = {f.name for f in fields(Constants)}
     fitted: list[str] = []
     values: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What attention computes when it may not leave a document: pairs of tokens, from the documents' lengths."""
+"""Count the token pairs that attention computes within documents, from the documents' lengths."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ Lengths = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences that are filled with documents, each cut where its sequence ends."""
+    """Sequences filled with documents; a document is split where its sequence ends."""
 
     seq: int
     """Tokens of a sequence."""
@@ -29,16 +29,16 @@ class Packed:
 
     @property
     def of_causal(self) -> float:
-        """Mean share of the pairs of a causal mask."""
+        """Mean share of a causal mask's pairs."""
         return float(self.pairs.mean()) / (self.seq * (self.seq + 1) / 2)
 
     @property
     def longest(self) -> float:
-        """Pairs of a sequence in a hundred with the most, over the mean: what data parallelism waits for."""
+        """Pairs of the longest of 100 sequences over the mean: the one that data parallelism waits for."""
         return float(np.quantile(self.pairs, 0.99)) / float(self.pairs.mean())
 
     def told(self, path: str) -> str:
-        """Return one line of what the documents of `path` leave."""
+        """Return one line that says which share of attention the documents of `path` leave."""
         return (
             f"documents of {path}: attention computes {self.of_causal:.1%} of a causal mask's pairs; one sequence of a "
             f"hundred has {self.longest:.2f} times the mean or more, which ranks that are not balanced wait for"
@@ -76,7 +76,7 @@ def read_lengths(path: str) -> Lengths:
 
 
 def pack(lengths: Lengths, seq: int) -> Packed:
-    """Return the sequences of documents one after the other; what does not fill the last one is left out.
+    """Return the sequences that consecutive documents fill; tokens that do not fill the last one are dropped.
 
     Args:
         lengths: Tokens of each document.

@@ -1,9 +1,9 @@
-"""Collectives of a step on a device, as the compiled graph has them: from a recipe's numbers alone.
+"""Predict the collectives of a compiled graph's step from a recipe's numbers alone.
 
-`telechat_moe.sharding` places the operators, MindSpore derives the collectives; this is the same by formula, so the two can
-be held against each other. Where the graph does more than an ideal would, so do the formulas:
+`telechat_moe.sharding` lays out the operators and MindSpore derives the collectives. These formulas give the same
+collectives, so that the two can be compared. Where the graph does more than is necessary, so do the formulas:
 
-* The columns of the batch are gathered over dp once a step, because micro-batches are cut along the dimension that dp cuts.
+* The batch's columns are gathered over dp once a step, because micro-batches divide the dimension that dp divides.
 * The stream crosses stages in its own type, float32 with `fp32_residual_connection`; the balance loss crosses with it.
 * Embedding rows are summed in float32, the table's type.
 * A backward pass sums the balance losses' gradient over dp once, however many routers it has.
@@ -34,26 +34,26 @@ class Call(NamedTuple):
     """MindSpore's name."""
 
     ranks: tuple[int, ...]
-    """Of Send and Receive: both ends."""
+    """Both ends of a Send or Receive."""
 
     bytes: int
-    """The larger of input and output; of AlltoAllV with evenly spread tokens."""
+    """Bytes of the larger of input and output; for AlltoAllV, those of evenly spread tokens."""
 
 
 REVERSE = {"AllGather": "ReduceScatter", "ReduceScatter": "AllGather"}
 
 
 class _Once(NamedTuple):
-    """A collective of a forward pass and what becomes of it."""
+    """A collective of the forward pass, and whether recompute and the backward pass have it too."""
 
     kind: str
     axes: tuple[str, ...]
     bytes: int
     back: bool = True
-    """It has a counterpart in the backward pass."""
+    """Whether it has a counterpart in the backward pass."""
 
     again: bool = True
-    """A layer that is recomputed needs its result."""
+    """Whether recomputing a layer needs its result."""
 
 
 class Calls:
@@ -95,7 +95,7 @@ class Calls:
             self.calls[Call(phase, kind, tuple(ranks), size)] += times
 
     def _passes(self, stage: int) -> None:
-        """Add what forward and backward passes of all micro-batches need."""
+        """Add the collectives of all micro-batches' forward and backward passes."""
         a, x = self.a, self.x
         place, at, last = stage_of_chunk(x), 0, x.pp * x.vpp - 1
         full = "full" in x.recompute
@@ -136,7 +136,7 @@ class Calls:
                 self._put("backward", kind, ranks, call.bytes, times)
 
     def _gather_tp(self, size: int) -> list[_Once]:
-        """Return the gather of rows that sequence parallelism spreads."""
+        """Return the gather of rows that sequence parallelism divides."""
         return [_Once("AllGather", self.mesh.axes("tp"), size)] if self.mesh.sp else []
 
     def _sum_tp(self, element: int | None = None, again: bool = False) -> list[_Once]:
@@ -192,7 +192,7 @@ class Calls:
         return [chosen, scores, _Once("AllReduce", across, 4, back=False, again=False)]
 
     def _loss(self) -> list[_Once]:
-        """Return head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
+        """Return the collectives of head and cross-entropy: maximum, sum, the label's logit; sum and number of tokens."""
         mesh, tp = self.mesh, self.mesh.axes("tp")
         tokens = mesh.axes("dp", "cp")
         part = 4 * self.token
@@ -223,7 +223,7 @@ class Calls:
         self._put("forward", "AllGather", ranks, size, sum(columns))
 
     def _boundaries(self, stage: int) -> None:
-        """Add sends and receives: the stream, the balance losses once there are some, MTP's embeddings."""
+        """Add sends and receives: the residual stream, balance losses after the first router, MTP's embeddings."""
         a, x = self.a, self.x
         place = stage_of_chunk(x)
         rows = self.token // (x.tp if self.mesh.sp else 1) * a.hidden
@@ -244,7 +244,7 @@ class Calls:
                 self._put(phase, kind, sorted((self.rank, peer)), size, x.micro_batches)
 
     def _weight(self, weight: Weight) -> None:
-        """Add the sum of a gradient over the copies of its weight, and the gather of one that they share."""
+        """Add the sum of a gradient over the copies of its weight, and the gather of a weight that they share."""
         cut = {axis for axes in self.cuts.axes(weight.name) for axis in axes}
         ranks = self.mesh.group(self.rank, [axis for axis in self.mesh.sizes if axis not in cut])
         shape = shard_shape(self.cuts, weight)

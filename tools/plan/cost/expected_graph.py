@@ -1,6 +1,6 @@
-"""What the compiled graph of a recipe must have, stage by stage, without compiling it; and where a dry run differs.
+"""Predict what a recipe's compiled graph must contain, stage by stage, and say where a dry run differs.
 
-Parameters and collectives must be equal to the last one, activations at the peak within `TOLERANCE`.
+Parameters and collectives must be exactly equal, activations at the peak within `TOLERANCE`.
 """
 
 from collections import Counter
@@ -21,12 +21,12 @@ from telechat_moe.tools.plan.schedules.program import Kind
 from telechat_moe.tools.plan.schedules.published import generate
 
 TOLERANCE = 0.05
-"""Relative difference of peak activations that is called equal."""
+"""Relative difference up to which peak activations count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedRank:
-    """What the graph of a rank must have."""
+    """What the graph of a rank must contain."""
 
     elements: int
     """Trained parameters, before the optimizer's states are shared among copies."""
@@ -35,11 +35,11 @@ class ExpectedRank:
     """Collectives of a step."""
 
     activations: int
-    """Bytes alive at once, at most."""
+    """The most bytes of activations alive at once."""
 
 
 def predict(recipe: Recipe, rank: int) -> ExpectedRank:
-    """Return what a device must have.
+    """Return what the graph of a rank must contain.
 
     Args:
         recipe: Loaded recipe.
@@ -93,14 +93,14 @@ def refuse(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class _Item:
-    """A part of a chunk: bytes that a micro-batch keeps of it, and that its backward pass needs besides."""
+    """A section of a chunk: the bytes that a micro-batch keeps, and those that only its backward pass needs."""
 
     kept: float
     working: float = 0.0
 
 
 def activations(a: Architecture, x: Layout) -> list[int]:
-    """Return the bytes of activations that are alive at once on each stage, at most.
+    """Return the most bytes of activations that are alive at once on each stage.
 
     Forward and backward passes in their order: what micro-batches in flight keep, and in a backward pass, item by item from
     the last one, what its operators make while what it kept is still there.
@@ -131,7 +131,7 @@ def activations(a: Architecture, x: Layout) -> list[int]:
 
 
 def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
-    """Return the items of every chunk, along the model."""
+    """Return the items of every chunk, in the model's order."""
     full = "full" in x.recompute
     s = saved(columns([(a, x)]))
     entry, at, last = float(s.entry[0]), 0, x.pp * x.vpp - 1
@@ -179,10 +179,10 @@ def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return, for each stage of a dry run's report, both sides and what differs.
+    """Return expected and found figures, and their differences, for each stage of a dry run's report.
 
     Args:
-        recipe: That was compiled.
+        recipe: The recipe that was compiled.
         report: Of `telechat-moe dryrun --json`, for target Ascend.
     """
     found: list[dict[str, Any]] = []

@@ -22,16 +22,16 @@ from telechat_moe.tools.plan.cost.roofline import layer, rates
 
 @dataclass(frozen=True)
 class OverlapSummary:
-    """Busy time of a device's streams, in unions of intervals, as a profiler counts them."""
+    """How long a device's streams are busy; overlapping intervals count once, as in a profiler."""
 
     span_us: float
     """From the first start to the last end."""
     compute_us: float
     communication_us: float
     exposed_us: float
-    """Communication under which nothing computes."""
+    """Communication during which nothing computes."""
     idle_us: float
-    """Nothing runs."""
+    """Time in which nothing runs."""
 
     @property
     def overlap(self) -> float:
@@ -71,7 +71,7 @@ class LayerTimes:
     experts: float
     """Routed experts, forward."""
     exchange: float
-    """One dispatch or one combine."""
+    """One dispatch or one combine of tokens."""
     attention_dx: float
     shared_dx: float
     experts_dx: float
@@ -82,19 +82,19 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Share of the all-to-all that computation hides."""
+    """Share of the all-to-all that computation hides, by phase of the schedule."""
 
     steady: OverlapSummary
     warm_up: OverlapSummary
     cool_down: OverlapSummary
     shared_only: OverlapSummary
-    """Warm-up of whole micro-batches, where only shared experts run under the all-to-all."""
+    """Warm-up of whole micro-batches, where only shared experts run during the all-to-all."""
     dw_only: OverlapSummary
-    """Cool-down of whole micro-batches, where only dW and shared experts run under the all-to-all."""
+    """Cool-down of whole micro-batches, where only dW and shared experts run during the all-to-all."""
 
     @property
     def ends(self) -> float:
-        """Of warm-up and cool-down together."""
+        """Share hidden in warm-up and cool-down together."""
         both = (self.warm_up, self.cool_down)
         return 1 - sum(s.exposed_us for s in both) / sum(s.communication_us for s in both)
 
@@ -162,7 +162,7 @@ class _Streams:
 
 
 def _steady(p: LayerTimes, layers: int, pairs: int) -> OverlapSummary:
-    """Run pairs of a forward and a backward chunk; phases in turn as in DualPipe."""
+    """Run pairs of a forward and a backward chunk whose phases alternate as in DualPipe."""
     s = _Streams()
     combined = 0.0  # what the next forward phase waits for
     gradients = s.exchange(p.exchange)
@@ -193,7 +193,7 @@ def _forwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
 
 
 def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
-    """Run one chunk backward, as one micro-batch or as two halves in turn; dW runs under the all-to-all after its dX."""
+    """Run one chunk backward, as a micro-batch or as two halves in turn; dW runs during the all-to-all after its dX."""
     s = _Streams()
 
     def dispatch(after: float) -> float:
@@ -219,7 +219,7 @@ def _backwards(p: LayerTimes, layers: int, halves: int) -> OverlapSummary:
 def hidden(
     architecture: Architecture, layout: Layout, device: Device, *, layers: int = 2, pairs: int = 16
 ) -> Hidden:
-    """Return how much all-to-all each part of the schedule hides.
+    """Return how much of the all-to-all each phase of the schedule hides.
 
     Args:
         architecture: A model with MoE layers.

@@ -1,11 +1,11 @@
-"""FLOPs of a step under each convention in use, and what utilisation a time means under each.
+"""Count the FLOPs of a step, and the utilisation that a step time means, under each convention in use.
 
 | convention | what it counts |
 |---|---|
 | `model` | matrix products of forward and backward (twice forward), causal attention: (S + 1) / 2 keys a token; the head and MTP |
 | `full_attention` | the same, but S keys a token (Megatron-LM's formula, PaLM appendix B) |
 | `six_n` | 6 x active parameters a token, attention left out (Kaplan et al. 2020) |
-| `hardware` | `model` and what is computed again in the backward pass (Korthikanti et al. 2022: HFU) |
+| `hardware` | `model` and what the backward pass recomputes (Korthikanti et al. 2022: HFU) |
 
 Two per multiply-add. The embedding look-up is no product. A sliding window limits the keys of a token.
 """
@@ -16,7 +16,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 
 
 def keys_per_token(a: Architecture) -> float:
-    """Return the mean number of keys that a query meets, causal and in its own document."""
+    """Return the mean number of keys that a query sees under a causal mask within its own document."""
     if a.pair_share:
         return a.pair_share * a.seq
     window = min(a.window or a.seq, a.seq)
@@ -24,7 +24,7 @@ def keys_per_token(a: Architecture) -> float:
 
 
 def layer_weights(a: Architecture, kind: str) -> float:
-    """Return elements of the matrices that a token meets in one layer."""
+    """Return the elements of the matrices that compute one token in one layer."""
     if kind == "dense":
         return a.attention_weights + a.dense_weights
     return a.attention_weights + a.top_k * a.expert_weights + a.shared_weights

@@ -1,4 +1,4 @@
-"""What a step loses to times that vary: from operation to operation, and from device to device.
+"""Sample what a step loses when times vary from operation to operation and from device to device.
 
 Devices that exchange data inside an operation (tensor, context and expert parallelism) end it together, so it takes as
 long as the slowest of them; a pipeline waits for its stages in its order; data parallelism waits for the slowest of the
@@ -21,21 +21,21 @@ PIPELINES = 1024
 """Pipelines that are sampled; steps are drawn from them."""
 
 DRAWS = 2_000_000
-"""Pipelines that are drawn for steps, all together; at least 500 steps."""
+"""Pipelines that are drawn for all steps together; at least 500 steps."""
 
 BLOCK = 256
-"""Pipelines at once, for memory."""
+"""Pipelines that are computed at once, which limits memory."""
 
 GRID = np.linspace(-6, 7, 105)
-"""Deviations from the slowest device's mean."""
+"""Points of the grid, in standard deviations from the slowest device's mean."""
 
 
 @dataclass(frozen=True)
 class Varied:
-    """A step under varying times. Seconds."""
+    """A step under varying times, in seconds."""
 
     calm_s: float
-    """The step without them."""
+    """The step without variation."""
     group_s: float
     """Added by waiting inside operations."""
     pipeline_s: float
@@ -80,11 +80,11 @@ def slowest(rng: np.random.Generator, count: int, shape: tuple[int, ...]) -> Arr
 def factors(
     rng: np.random.Generator, jitter: float, spread: float, count: int, shape: tuple[int, int]
 ) -> Array:
-    """Return by how much the slowest of `count` devices is over the mean device, [operations, samples].
+    """Return the time of the slowest of `count` devices over that of the mean device, [operations, samples].
 
-    Both deviations are log-normal of mean 1, so times stay positive. A device's own speed is the same in all operations of a
-    sample. Given the speeds d_i, the largest of d_i + z_i has the distribution prod_i Phi((y - d_i) / sigma), which is
-    inverted on a grid.
+    Both deviations are log-normal with mean 1, so times stay positive. A device's own speed is the same in all
+    operations of a sample. Given the speeds d_i, the largest of d_i + z_i has the distribution
+    prod_i Phi((y - d_i) / sigma), which is inverted on a grid.
     """
     deep, wide = np.sqrt(np.log1p(jitter**2)), np.sqrt(np.log1p(spread**2))
     if not spread:
@@ -109,8 +109,8 @@ def vary(step: Step, jitter: float, spread: float, seed: int = 0) -> Varied:
     Args:
         step: The simulated step.
         jitter: Standard deviation of an operation's time on a device, from one to the next, over its mean.
-        spread: The same of a device's speed, which lasts through the step.
-        seed: Of the samples.
+        spread: Relative standard deviation of a device's speed, which stays the same through the step.
+        seed: Seed of the samples.
 
     Raises:
         UsageError: A deviation below 0 or above 1.
@@ -148,7 +148,7 @@ def vary(step: Step, jitter: float, spread: float, seed: int = 0) -> Varied:
 
 
 def _order(program: Program) -> list[tuple[int, int]]:
-    """Return stage and number of all operations, each after those that it waits for."""
+    """Return stage and number of all operations, each after the operations that it waits for."""
     one = np.ones(program.chunks)
     unit = simulate(program, Times(one, one, one, activation=one))
     found = [(float(t), s, i) for s, starts in enumerate(unit.start) for i, t in enumerate(starts)]

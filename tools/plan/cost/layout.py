@@ -1,4 +1,4 @@
-"""How a step is split over devices and in time: the variables of the planner."""
+"""How a step is divided over devices and time: the variables of the planner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,15 +13,15 @@ Schedule = Literal[
 Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
 MODULES = {"norm": "norms", "activation": "swiglu"}
-"""Words of `Layout.recompute` and the modules that recipes call so."""
+"""Words of `Layout.recompute`, and the names that recipes use for these modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """Kernels and overlap of the software that runs a step. Recipes have the defaults; published tables differ."""
+    """Kernels and overlap of the software that runs a step; recipes use the defaults, published tables do not."""
 
     input_bytes: int = 2
-    """Per element of the products' inputs that the backward pass keeps; 1 where they are kept as float8 (Transformer Engine)."""
+    """Bytes per element of the products' inputs kept for the backward pass; 1 for float8 (Transformer Engine)."""
 
     flash: bool = True
     """Attention without score-sized tensors in memory."""
@@ -39,11 +39,11 @@ class Stack:
     """Gradient reduction and parameter gathering run under the backward pass."""
 
     tp_overlap: bool = False
-    """Tensor-parallel collectives are cut up and run under their matrix products."""
+    """Tensor-parallel collectives are divided and run during their matrix products."""
 
     cp_overlap: bool = True
-    """Keys and values of context parallelism go around under attention; False: as PyTorch's first ring attention, of
-    all query heads before it."""
+    """Context parallelism sends keys and values around the ring during attention; False: those of all query heads are
+    gathered before it, as in PyTorch's first ring attention."""
 
     hierarchical: bool = False
     """Dispatch sends a token once to each node that holds one of its experts."""
@@ -55,8 +55,8 @@ class Stack:
     """The experts' activation and casts are in their grouped products (NVIDIA's CuTe DSL kernels)."""
 
     permute_bytes: int = 16
-    """Bytes moved to sort one element of the experts' rows and to put it back; 8 where dispatch and combine do half of it
-    (HybridEP)."""
+    """Bytes moved to sort one element of the experts' rows and to restore its order; 8 where dispatch and combine do
+    half of this (HybridEP)."""
 
     gathered: bool = False
     """torch's FSDP under a pipeline: a step's parameters stay gathered and its gradients whole until the last micro-batch,
@@ -73,8 +73,8 @@ STACK = tuple(f.name for f in fields(Stack))
 class Layout:
     """Parallel degrees, micro-batches, recomputation and order of one step.
 
-    A pipeline stage is `dp x cp x tp` devices. Expert parallelism lies inside a stage: `ep` groups of whole experts,
-    each expert's width cut over `etp`, the rest of the stage's devices hold copies.
+    A pipeline stage has `dp x cp x tp` devices. Expert parallelism divides a stage: `ep` groups hold whole experts,
+    `etp` devices share each expert's width, and the stage's other devices hold copies.
     """
 
     dp: int = 1
@@ -83,7 +83,7 @@ class Layout:
     cp: int = 1
     pp: int = 1
     vpp: int = 1
-    """Chunks a stage."""
+    """Chunks of each stage."""
 
     ep: int = 1
     etp: int = 1
@@ -104,21 +104,21 @@ class Layout:
 
     recompute: str = "none"
     """`none`, `selective` (attention's core), `full`, or module names joined by `+`: `attention`, `mlp`, `experts`,
-    `norm`, `core_attention`, `activation`; `save_qkv`: all but the query, key and value products; `save_half`: every
+    `norm`, `core_attention`, `activation`; `save_qkv`: all except the query, key and value products; `save_half`: every
     other product; `full+early_stop`: `full` without the last product, whose result no backward pass needs (PyTorch's
-    non-reentrant checkpoints). `swap`: nothing is computed again, activations of whole layers wait in the host's memory."""
+    non-reentrant checkpoints). `swap`: nothing is recomputed, activations of whole layers wait in the host's memory."""
 
     recompute_layers: tuple[int, ...] | None = None
-    """Recomputed, or swapped, decoder layers of each global chunk, its first ones; None: all of them."""
+    """How many decoder layers of each global chunk, counted from its first, are recomputed or swapped; None: all."""
 
     schedule: Schedule = "1f1b"
     chunks: tuple[int, ...] | None = None
-    """Decoder layers of each global chunk, along the model (`pp x vpp` numbers); None: evenly, the first ones one more.
-    The embedding is in the first chunk, MTP and the head in the last."""
+    """Decoder layers of each global chunk, in the model's order (`pp x vpp` numbers); None: as even as possible, with
+    one more in the first chunks. The embedding is in the first chunk, MTP and the head are in the last."""
 
     ends: Ends = "last"
-    """Where MTP's layer stands: with both heads in the last chunk, or alone in the one before (`mtp-before`), which the
-    layers end with; the last chunk has the heads only then."""
+    """Which chunk holds MTP's layer: the last one, with both heads, or the one before it (`mtp-before`), which then
+    also ends the decoder layers and leaves only the heads for the last chunk."""
 
     compute: Compute = "bf16"
     """Type of the matrix products."""
@@ -126,20 +126,20 @@ class Layout:
     parameter_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
-    """Per parameter: float32 master copy and two moments."""
+    """Bytes per parameter: float32 master copy and two moments."""
 
     residual_bytes: int = 2
-    """Per element of the residual stream."""
+    """Bytes per element of the residual stream."""
 
     own_graph: bool = False
-    """The step is this package's, whose compiled graph saves what `saved` lists; else what frameworks save in common."""
+    """Whether the step is this package's, whose graph keeps what `saved` lists; else it keeps what frameworks share."""
 
     skips: bool = True
     """The attention kernel skips pairs that no query sees; False: it gets a mask as a matrix and computes all."""
 
     stack: Stack = Stack()
     imbalance: float = 1.0
-    """Tokens of the busiest expert-parallel rank over the mean."""
+    """Tokens of the busiest expert-parallel rank over the mean of all."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch", "micro_batches"):
@@ -163,7 +163,7 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """All devices."""
+        """Number of devices."""
         return self.dp * self.cp * self.tp * self.pp
 
     @property
@@ -205,7 +205,7 @@ class Layout:
         return " ".join(parts)
 
     def but(self, **changes: object) -> "Layout":
-        """Return a copy with some fields changed, of the layout or of its stack."""
+        """Return a copy with some fields of the layout or of its stack changed."""
         own = {name: changes.pop(name) for name in STACK if name in changes}
         if own:
             changes["stack"] = replace(self.stack, **own)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""What this machine measures about itself: products, memory, short training steps, AllReduce between processes.
+"""Measure this machine: matrix products, memory, short training steps, AllReduce between processes.
 
-Run as a program by `this_machine`: it needs mindspore, which the planner does not. Times are processor seconds of the
-process: on a machine with nothing else to do and one thread they are the seconds that pass. On a busy one they are up to
-half longer, because caches and memory are shared.
+`this_machine` runs it as a program of its own, because it needs mindspore and the planner does not. Times are processor
+seconds of the process: with one thread on an idle machine these are the seconds that pass. On a busy machine they are
+up to half as long again, because caches and memory are shared.
 """
 
 import json

@@ -76,11 +76,11 @@ COLUMNS: dict[str, tuple[Callable[[str], Any], str]] = {
     "step_s": (_positive, "measured seconds of a step"),
     "memory_gib": (_positive, "measured peak memory of a device, GiB (2^30 bytes)"),
 }  # fmt: skip
-"""Column: how its cells are read, and what it says. All are optional but a model and something measured."""
+"""How to read each column's cells, and what it says; all are optional except a model and something measured."""
 
 
 def describe_columns() -> str:
-    """Return one line a column, for a help text."""
+    """Return one line for each column, for a help text."""
     return "\n".join(f"  {name:18} {says}" for name, (_, says) in COLUMNS.items())
 
 

@@ -1,4 +1,4 @@
-"""Bytes on a device, stage by stage: state that stays, activations that come and go, buffers.
+"""Predict the bytes on a device of each stage: permanent state, activations and buffers.
 
 Activation bytes per layer follow Korthikanti et al. 2022 (eq. 1-4) for the parts that a layer keeps, written out per
 tensor so that MLA, GQA, gated and MoE layers follow the same rule. T tokens of a micro-batch, h width, 2-byte elements.
@@ -15,18 +15,18 @@ from telechat_moe.tools.plan.cost.saved_activations import saved
 from telechat_moe.units import MIB
 
 WORKSPACE = 96 * MIB
-"""Bytes that matrix-product libraries hold."""
+"""Bytes that libraries of matrix products reserve."""
 
 
 @dataclass
 class Memory:
-    """Bytes per stage, [n, P]; zero where a configuration has fewer stages."""
+    """Bytes of each stage, [n, P]; zero where a configuration has fewer stages."""
 
     parameters: Array
     gradients: Array
     optimizer: Array
     activations: Array
-    """Of all micro-batches in flight at the peak."""
+    """Activations of all micro-batches in flight at the peak."""
 
     buffers: Array
     """Logits and their gradients, gathered layers, what a recomputed layer needs while it runs."""
@@ -60,7 +60,7 @@ def local_parameters(x: Columns) -> tuple[Array, Array]:
 
 
 def _largest_layer(x: Columns) -> Array:
-    """Return the parameters of a device's larger kind of layer, which ZeRO-3 gathers."""
+    """Return a device's parameters of the larger kind of layer, which ZeRO-3 gathers."""
     experts = x.experts * x.expert_weights / (x.ep * x.etp)
     moe = (x.shared_weights / x.tp + experts) * (x.moe_layers > 0)
     dense = x.dense_weights / x.tp * (x.dense_layers > 0)
@@ -68,7 +68,7 @@ def _largest_layer(x: Columns) -> Array:
 
 
 def _uncut(x: Columns, layers: Array) -> Array:
-    """Return the elements that this package holds whole on every tensor-parallel device, [n, P]; see `exact`."""
+    """Return the elements that this package does not shard over tensor parallelism, [n, P]; see `exact`."""
     down = x.hidden * (x.q_lora_rank + x.kv_lora_rank + x.qk_rope) * x.mla
     shared = x.matrices * x.hidden * x.shared_width * x.sequence_parallel
     router = x.hidden * x.experts
@@ -83,7 +83,7 @@ def _column(values: Array, x: Columns) -> Array:
 
 
 def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
-    """Return bytes that a dense layer and a MoE layer keep for one micro-batch, and those of its input alone."""
+    """Return the bytes that a dense and a MoE layer keep for one micro-batch, and those of a layer's input alone."""
     if not np.any(x.own_graph):
         return _common(x)
     s, own = saved(x), x.own_graph > 0
@@ -93,7 +93,7 @@ def layer_activations(x: Columns) -> tuple[Array, Array, Array]:
 
 
 def _common(x: Columns) -> tuple[Array, Array, Array]:
-    """Return what frameworks keep in common."""
+    """Return what all frameworks keep of a layer, apart from this package's."""
     t, h, tp = x.micro_batch * x.seq / x.cp, x.hidden, x.tp
     rows = t / np.where(x.sequence_parallel > 0, tp, 1)
     width = np.where(x.fp32 > 0, 4, 2)
@@ -126,13 +126,13 @@ def _common(x: Columns) -> tuple[Array, Array, Array]:
 
 
 def in_flight(x: Columns) -> Array:
-    """Return micro-batches whose activations a stage holds at its peak, [n, P], in whole stages."""
+    """Return how many micro-batches' activations a stage holds at its peak, in units of the whole stage, [n, P]."""
     stage = np.arange(x.stage_dense.shape[1])[None, :]
     m, p, v = x.micro_batches[:, None], x.pp[:, None], x.vpp[:, None]
     plain = np.minimum(p - stage, m)
     # interleaved: (p - stage - 1) 2 + (v - 1) p + 1 chunks of 1/v of the stage each
     mixed = np.minimum(((p - stage - 1) * 2 + (v - 1) * p + 1) / v, m)
-    even = np.minimum(p + 0.0, m)  # V shapes hold the same everywhere
+    even = np.minimum(p + 0.0, m)  # in V shapes every stage holds the same
     order = x.order[:, None]
     chosen = np.where(order == 1, mixed, np.where(order >= 3, even, plain))
     chosen = np.where(x.gpipe[:, None] > 0, m, chosen)
@@ -202,7 +202,7 @@ def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
         moe: That a MoE layer keeps.
         entry: That a recomputed layer keeps.
     """
-    # of swapped layers two are there, one that is used and one on its way
+    # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0
     again: Array = np.where(x.stage_moe_again > 0, moe, dense)
     again = again * np.where(swapped, 2.0 * (x.stage_dense_again + x.stage_moe_again > 0), full)
@@ -251,7 +251,7 @@ def _end(x: Columns, moe: Array, dense: Array) -> Array:
 def _besides(x: Columns, dense: Array, moe: Array) -> Array:
     """Return what this package's micro-batches in flight keep besides layers: tables of positions, MTP's embeddings.
 
-    And MTP's layer, where it stands before the last chunk: its working set is that of the layers beside it.
+    MTP's layer is included where it comes before the last chunk; its working set is that of its chunk's layers.
     """
     s, flight = saved(x), in_flight(x)
     found = flight * _column(s.ends * x.vpp * x.own_graph, x)
@@ -267,7 +267,7 @@ def _besides(x: Columns, dense: Array, moe: Array) -> Array:
 
 
 def whole_layers(x: Columns) -> tuple[Array, Array]:
-    """Return the bytes that a dense and a MoE layer keep which is not recomputed at all, of one micro-batch."""
+    """Return the bytes that a dense and a MoE layer keep for one micro-batch without any recomputation."""
     names = ("re_full", "re_attention", "re_core", "re_mlp", "re_norm", "re_activation")
     plain = Columns(dict(vars(x)) | {name: np.zeros_like(x.re_full) for name in names})
     dense, moe, _ = layer_activations(plain)

@@ -18,40 +18,40 @@ SHARP = 8.0
 """Exponent of the smooth maximum of device and host time: they overlap, but not perfectly near the crossing."""
 
 START = 0.3
-"""What starting kernels costs on the device, relative to what launching them costs on the host."""
+"""Device time to start kernels, relative to the host time to launch them."""
 
 ROUTING = 3.0
-"""What the host waits in a MoE layer for counts of tokens, over a dense layer's launch: megatron_bridge_perf has Qwen3 30B
-on 8 B200 with one sequence a micro-batch at 8.8 ms a layer, with four at 12.7."""
+"""Time that the host waits in a MoE layer for token counts, relative to a dense layer's launch: in megatron_bridge_perf
+Qwen3 30B on 8 B200 takes 8.8 ms a layer with one sequence a micro-batch, and 12.7 ms with four."""
 
 EARLY_ATTENTION = 0.5
 """Rate of the first flash kernels (Triton, with a bias) relative to those of a fused library."""
 
 MEMORY_BACKWARD = 1.5
-"""Elementwise bytes of the backward pass over the forward's: gradient and saved input read, gradient written."""
+"""Elementwise bytes of the backward pass over the forward's: it reads gradient and input, and writes a gradient."""
 
 MERGE_BYTES = 40
-"""Of an element where two partial results of attention are joined in float32, operator by operator."""
+"""Bytes per element to merge two partial results of attention in float32, operator by operator."""
 
 
 @dataclass
 class Pass:
-    """Seconds of one part of the model for one micro-batch."""
+    """Seconds of one section of the model for one micro-batch."""
 
     matmul: Array
     attention: Array
     memory: Array
     tensor: Array
-    """Tensor-parallel and context-parallel communication that shows."""
+    """Tensor-parallel and context-parallel communication that is not hidden."""
 
     expert: Array
-    """Expert all-to-all that shows."""
+    """All-to-all of the experts that is not hidden."""
 
     host: Array
-    """Floor: what the host needs to launch it."""
+    """Time that the host needs to launch it, a lower bound of its time."""
 
     wait: Array
-    """More floor: the host waits for the device and launches nothing."""
+    """Time that the host waits for the device and launches nothing, added to the lower bound."""
 
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(
@@ -63,7 +63,7 @@ class Pass:
 
     @property
     def device(self) -> Array:
-        """Device time without the host's floor."""
+        """Device time, without the lower bound of the host."""
         return self.matmul + self.attention + self.memory + self.tensor + self.expert
 
     @property
@@ -103,7 +103,7 @@ def rates(x: Columns, device: Device, c: Constants) -> Rates:
 
 
 def product(m: Array, n: Array, k: Array, r: Rates, peak: Array) -> Array:
-    """Return the time of a product [m, k] x [k, n]: compute at the size's efficiency, or its operands' traffic."""
+    """Return the time of a product [m, k] x [k, n]: that of its FLOPs at the size's efficiency, or of its traffic."""
     half = r.c.matmul_half
     share = r.c.matmul_share / ((1 + half / m) * (1 + half / n) * (1 + half / k))
     flops = 2 * m * n * k / (peak * share)
@@ -116,7 +116,7 @@ def tokens(x: Columns) -> Array:
 
 
 def causal_share(x: Columns) -> Array:
-    """Return the share of all query-key pairs that the kernel computes: what documents or a causal mask leave, or a window."""
+    """Return the share of all query-key pairs that the kernel computes under documents, a causal mask or a window."""
     window = np.where(x.window > 0, np.minimum(x.window, x.seq), x.seq)
     causal = (window - window**2 / (2 * x.seq)) / x.seq
     return np.where(x.skips > 0, np.where(x.pair_share > 0, x.pair_share, causal), 1.0)
@@ -130,7 +130,7 @@ def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]
     usual = product(t, q + kv, h, r, r.linear)
     rank_q = np.maximum(x.q_lora_rank, 1)
     down = x.q_lora_rank + x.kv_lora_rank + x.qk_rope
-    latent = product(t, np.maximum(down, 1), h, r, r.linear)  # not cut over tp
+    latent = product(t, np.maximum(down, 1), h, r, r.linear)  # not divided over tp
     latent = latent + product(t, q, np.where(x.q_lora_rank > 0, rank_q, h), r, r.linear)
     up = x.heads * (x.qk_nope + x.value_dim) / tp
     latent = latent + product(t, np.maximum(up, 1), np.maximum(x.kv_lora_rank, 1), r, r.linear)
@@ -147,7 +147,7 @@ def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]
     softmax = np.where(x.fused > 0, 8.0, 14.0) * pairs / r.stream
     softmax_back = np.where(x.fused > 0, 9.0, 16.0) * pairs / r.stream
     core = np.where(x.flash > 0, flash, plain + softmax)
-    # flash computes the scores again
+    # flash attention recomputes the scores
     core_back = np.where(x.flash > 0, 2.5 * flash, 2 * plain + softmax_back)
     # learned positions: only the result is transposed; else queries and keys are split and rotated, too
     memory = np.where(x.positions > 0, 4 * t * v, 6 * t * (q + kv)) / r.stream
@@ -155,7 +155,7 @@ def attention_forward(x: Columns, r: Rates) -> tuple[Array, Array, Array, Array]
 
 
 CAST_BYTES = 4.0
-"""Of an element that becomes float8: read in 2 bytes, written for the product and transposed for the gradient's."""
+"""Bytes moved per element cast to float8: 2 read, 1 written for the product, 1 transposed for the gradient's."""
 
 
 def casts(x: Columns, r: Rates, moe: bool) -> tuple[Array, Array]:
@@ -225,10 +225,11 @@ def tensor_forward(x: Columns, r: Rates) -> Array:
 
 
 def context_exchange(x: Columns, r: Rates) -> tuple[Array, Array]:
-    """Return the time of context parallelism that shows in a layer, forward and backward.
+    """Return the time of context parallelism that is not hidden in a layer, forward and backward.
 
-    Overlapped: keys and values around the ring under attention; backward they go around again, with their gradients.
-    Not: those of all query heads are gathered first, partial results are merged in float32, float32 gradients follow.
+    Overlapped, keys and values go around the ring during attention, and in the backward pass once more with their
+    gradients. Otherwise those of all query heads are gathered first, partial results are merged in float32, and
+    float32 gradients follow.
     """
     t, overlapped = tokens(x), x.cp_overlap > 0
     heads = np.where((x.mla > 0) | ~overlapped, x.heads, x.kv_heads)
@@ -253,7 +254,7 @@ def expert_forward(x: Columns, r: Rates) -> Array:
 
 
 def head_forward(x: Columns, r: Rates) -> Pass:
-    """Return the output head and its loss, forward; the backward is twice that."""
+    """Return the forward times of the output head and its loss; the backward pass takes twice as long."""
     t, n = tokens(x), x.vocab / x.tp
     zero = np.zeros_like(t * x.tp)
     memory = np.where(x.fused_loss > 0, 14.0, 34.0) * t * n / r.stream
@@ -262,7 +263,7 @@ def head_forward(x: Columns, r: Rates) -> Pass:
 
 
 def embedding_forward(x: Columns, r: Rates) -> Pass:
-    """Return the embedding, forward."""
+    """Return the forward times of the embedding."""
     t = tokens(x)
     zero = np.zeros_like(t * x.tp)
     tensor = np.where(
@@ -274,7 +275,7 @@ def embedding_forward(x: Columns, r: Rates) -> Pass:
 
 @dataclass
 class Layer:
-    """One decoder layer of a kind: forward, backward (dX and dW), and what is computed again or waited for before it."""
+    """One decoder layer of a kind: forward, backward (dX and dW), and the recompute or wait before the backward."""
 
     forward: Pass
     backward: Pass
@@ -282,7 +283,7 @@ class Layer:
 
 
 def swap_wait(x: Columns, r: Rates, moe: bool, forward: Pass, backward: Pass) -> Array:
-    """Return what copying a layer's activations to the host and back takes beyond its own passes, under which it runs.
+    """Return by how much copying a layer's activations to the host and back exceeds the passes that hide it.
 
     Raises:
         BadInputError: The device's description has no link to its host.

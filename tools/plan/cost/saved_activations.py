@@ -1,8 +1,7 @@
-"""What the training step of this package keeps and needs, tensor by tensor, as its compiled graph has it.
+"""List, tensor by tensor, what the compiled graph of this package's training step keeps and needs.
 
-Other frameworks save other tensors: for them `memory.layer_activations` holds. Here the table is that of the Ascend
-faces: bfloat16 products, float32 norms and router, the experts' rows in every form that a backward operator reads. The
-liveness analysis of the dry run's graph confirms it (`telechat-moe dryrun RECIPE --confirm`).
+Other frameworks keep other tensors: see `memory.layer_activations`. This table is that of the Ascend backend: bfloat16
+products, float32 norms and router, the experts' rows in every form that a backward operator reads. The liveness analysis of the dry run's graph confirms it (`telechat-moe dryrun RECIPE --confirm`).
 
 Symbols: W rows of whole sequences, T those of a context part, R those of the residual stream (over t with sequence parallelism),
 D those of a device, P pairs of token and expert; H width, n heads of a device.
@@ -20,35 +19,35 @@ class Saved:
     """Bytes of one micro-batch."""
 
     dense: Array
-    """That a dense layer keeps for its backward pass."""
+    """Bytes that a dense layer keeps for its backward pass."""
 
     moe: Array
     entry: Array
-    """The layer's input alone, which a recomputed layer keeps."""
+    """Bytes of the layer's input, which is all that a recomputed layer keeps."""
 
     dense_working: Array
-    """Most that a layer's backward pass has besides, at its beginning or in its attention."""
+    """The most bytes that a layer's backward pass needs in addition, at its beginning or in its attention."""
 
     moe_working: Array
     loss: Array
-    """That one cross-entropy keeps, its head's input included."""
+    """Bytes that one cross-entropy keeps, with its head's input."""
 
     loss_working: Array
-    """That the cross-entropy which goes back first needs besides."""
+    """Bytes that the cross-entropy whose backward pass is first needs in addition."""
 
     logits: Array
-    """Of one cross-entropy, float32."""
+    """Bytes of one cross-entropy's logits, float32."""
 
     head_gradient: Array
-    """Of the head's weights, bfloat16."""
+    """Bytes of the head's weights, bfloat16."""
 
     ends: Array
-    """That every chunk keeps besides: the tables of positions."""
+    """Bytes that every chunk keeps in addition: the tables of positions."""
 
 
 @dataclass
 class _Rows:
-    """Rows of a device; see the module."""
+    """Rows of a device; the module explains the symbols."""
 
     whole: Array
     token: Array
@@ -67,7 +66,7 @@ def _rows(x: Columns) -> _Rows:
 
 
 def _attention(x: Columns, r: _Rows, norm: Array) -> tuple[Array, Array]:
-    """Return what attention keeps, and of that the operands and result of its core.
+    """Return the bytes that attention keeps, and how many of them are operands and result of its core.
 
     Args:
         x: Configurations.

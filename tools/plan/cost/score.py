@@ -1,4 +1,4 @@
-"""Score predictions against measured steps: every row is predicted, or refused with a reason."""
+"""Score predictions against measured steps; every row is predicted or refused with a reason."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from telechat_moe.tools.plan.cost.step import evaluate
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredStep:
-    """One row of a table: a run and what was measured of its step."""
+    """One row of a table: a run and the measurements of its step."""
 
     table: str
     line: int
@@ -46,14 +46,14 @@ class MeasuredStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """A row with what was predicted."""
+    """A row with its predictions."""
 
     row: MeasuredStep
     step_s: float | None = None
     memory_bytes: float | None = None
     fits: bool | None = None
     mfu: float | None = None
-    """Share of the peak that the measured time means, `model` convention."""
+    """Share of the peak that the measured time means by the `model` convention."""
 
     @property
     def error(self) -> float | None:
@@ -79,7 +79,7 @@ def device_of(row: MeasuredStep, default: str) -> Device | None:
 
 
 def checked(rows: Sequence[MeasuredStep], default: str) -> list[MeasuredStep]:
-    """Return the rows with a reason on those that cannot be predicted."""
+    """Return the rows; those that cannot be predicted get a reason."""
     out: list[MeasuredStep] = []
     for row in rows:
         if not row.reason:
@@ -105,7 +105,7 @@ def _refused(layout: Layout, step_s: float, device: Device) -> str:
 
 
 def _empty(row: MeasuredStep) -> str:
-    """Return what of the row's model or layout cannot be; empty: nothing."""
+    """Return what makes the row's model or layout impossible; empty: nothing."""
     a, x = row.architecture, row.layout
     if a is None or x is None:
         return ""

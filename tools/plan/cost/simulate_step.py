@@ -1,6 +1,6 @@
-"""One step in full: chunk times from the cost model, the schedule event by event, memory over time.
+"""Simulate one step in full: chunk times from the cost model, the schedule event by event, memory over time.
 
-`step.evaluate` scores many layouts with closed forms; this takes one layout, simulates its program exactly and says
+`step.evaluate` scores many layouts with closed forms; this module simulates the program of one layout exactly and says
 where time and memory go. "Bubble" is the idle share of the makespan over all stages, start-up included.
 """
 
@@ -27,11 +27,11 @@ PAIRED = ("overlap", "dualpipe", "dualpipev")
 
 @dataclass(frozen=True)
 class Bubble:
-    """The idle share of the makespan, by cause; the four add up to `total`."""
+    """The idle share of the makespan by cause; the four causes add up to `total`."""
 
     total: float
     ideal: float
-    """With equal chunks and free sends: the schedule's own."""
+    """The schedule's own bubble, with equal chunks and free sends."""
     imbalance: float
     """Added by unequal chunks."""
     recompute: float
@@ -51,15 +51,15 @@ class Step:
     times: Times
     """Seconds and bytes of each chunk."""
     again_s: Array
-    """Recomputation of each chunk, a part of its backward."""
+    """Seconds of each chunk's recomputation, included in its backward."""
     layers: tuple[int, ...]
     """Decoder layers of each chunk."""
     result: Result
     bubble: Bubble
     table: Table
-    """The closed forms of the same layout, one entry: data parallelism, optimizer, host, breakdown."""
+    """The closed forms of the same layout, as one entry: data parallelism, optimizer, host, breakdown."""
     fixed_bytes: Array
-    """Parameters, gradients, optimizer and buffers of each stage."""
+    """Bytes of parameters, gradients, optimizer and buffers of each stage."""
 
     @property
     def step_s(self) -> float:
@@ -68,7 +68,7 @@ class Step:
 
     @property
     def after_s(self) -> float:
-        """What follows the pipeline: gradients between copies, the update, the host."""
+        """Seconds after the pipeline: gradients between copies, the update, the host."""
         t = self.table
         return float(t.data_s[0] + t.optimizer_s[0] + t.host_s[0])
 
@@ -135,7 +135,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
 
 
 def weight_gradient(one: Layer) -> Array:
-    """Return the seconds of a layer's dW: half of its backward products, with their share of what the host adds."""
+    """Return the seconds of a layer's dW: half of its backward products, with their share of the host's time."""
     device = np.maximum(one.backward.device, 1e-30)
     return 0.5 * one.backward.matmul / device * one.backward.time
 
@@ -178,7 +178,7 @@ def simulate_step(architecture: Architecture, layout: Layout, device: Device) ->
 
 
 def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubble:
-    """Split the bubble: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
+    """Divide the bubble by cause: simulate equal chunks, then unequal ones, then unequal recomputation, then sends."""
 
     def mean(values: Array) -> Array:
         return np.full_like(values, values.mean())

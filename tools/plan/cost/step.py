@@ -1,4 +1,4 @@
-"""The whole step: stages, pipeline, data parallelism, optimizer; many configurations at once.
+"""Predict whole steps of many configurations at once: stages, pipeline, data parallelism, optimizer.
 
 Symbols: P stages, V chunks a stage, m micro-batches, F_s and B_s a stage's forward and backward of one micro-batch
 (B includes recomputation). "Bubble" is the idle share of the pipeline's makespan, start-up included, over all stages.
@@ -38,7 +38,7 @@ class Stages:
     forward: Array
     backward: Array
     again: Array
-    """Recomputation, a part of `backward`."""
+    """Recomputation, included in `backward`."""
 
     parts: dict[str, Array]
     """The same seconds by kind of operator, of the slowest stage, [n]."""
@@ -51,7 +51,7 @@ class Table:
     step_s: Array
     pipeline_s: Array
     data_s: Array
-    """Gradient reduction and parameter gathering that shows."""
+    """Gradient reduction and parameter gathering that is not hidden."""
 
     optimizer_s: Array
     host_s: Array
@@ -71,9 +71,9 @@ class Table:
 
 
 def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pass]:
-    """Return forward, backward and recomputation of one MTP layer: projection, a layer, and the head again if it is there.
+    """Return forward, backward and recomputation of one MTP layer: projection, a layer, and its head if it has one.
 
-    Apart from its head, it sends a tensor of its own, which nothing hides, and gets a gradient.
+    On another stage than its head, it sends a tensor of its own, which nothing hides, and receives a gradient.
     """
     t = tokens(x)
     extra = head * (1 - x.mtp_apart)
@@ -86,7 +86,7 @@ def _mtp(x: Columns, r: Rates, block: Layer, head: Pass) -> tuple[Pass, Pass, Pa
 
 
 def send(x: Columns, device: Device, c: Constants) -> Array:
-    """Return the seconds from the end of a chunk until the next one, on another stage, has its output."""
+    """Return the seconds from the end of a chunk until the next chunk, on another stage, has its output."""
     outside = (x.dp * x.cp * x.tp >= device.node_devices).astype(float)
     rows = tokens(x) / np.where(x.sequence_parallel > 0, x.tp, 1)
     return point_to_point(2 * rows * x.hidden, outside, device, c)
@@ -168,15 +168,15 @@ def _parts(
 def pipeline(x: Columns, s: Stages) -> tuple[Array, Array, Array]:
     """Return makespan, ideal bubble and imbalance, seconds.
 
-    Closed forms: m times the slowest stage, and the start-up, which a schedule divides: the sum of the other
-    stages' times for one micro-batch, over V when interleaved. `schedules.simulate` is exact; this is its
+    Closed forms: m times the slowest stage, and a start-up that the schedule shortens: the sum of the other
+    stages' times for one micro-batch, divided by V when interleaved. `schedules.simulate` is exact; this is its
     approximation for many configurations.
     """
     whole = s.forward + s.backward
     slow = whole.max(axis=1)
     others = whole.sum(axis=1) - slow
     mean = whole.sum(axis=1) / x.pp
-    # what remains of the start-up: all; 1/V; B = 2W and F = W give a third (ZB-H1), nearly none (ZB-H2)
+    # the share of the start-up that remains: all; 1/V; with B = 2W and F = W a third (ZB-H1) or almost nothing (ZB-H2)
     share = np.select(
         [x.order == 0, x.order == 1, x.order == 2, x.order == 3],
         [1.0, 1 / x.vpp, 1 / 3, 0.0],
@@ -188,7 +188,7 @@ def pipeline(x: Columns, s: Stages) -> tuple[Array, Array, Array]:
 
 
 def neighbours(x: Columns, device: Device, c: Constants) -> Array:
-    """Return the time of sending activations between stages that shows in a step."""
+    """Return the time of sending activations between stages that is not hidden in a step."""
     stage = x.dp * x.cp * x.tp
     outside = (stage >= device.node_devices).astype(float)
     whole = 2 * tokens(x) * x.hidden  # each tensor-parallel rank sends its share
@@ -202,7 +202,7 @@ def neighbours(x: Columns, device: Device, c: Constants) -> Array:
 
 
 def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
-    """Return the time of gradient reduction and parameter gathering that shows in a step."""
+    """Return the time of gradient reduction and parameter gathering that is not hidden in a step."""
     dense, experts = (count.max(axis=1) for count in local_parameters(x))
     total, repeated = reduction(x, device, c, dense, experts)
     last = s.backward.max(axis=1)
@@ -214,7 +214,7 @@ def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
 
 
 def hides_forward(x: Columns) -> Array:
-    """Return 1 where forward passes hide what is sharded, too, with ZeRO 2 and 3: this package's ZeRO-2 only reduces then."""
+    """Return 1 where ZeRO 2 and 3 also hide communication under forward passes; our ZeRO-2 only reduces there."""
     return 1.0 - x.own_graph * (x.zero == 2)
 
 
@@ -231,7 +231,7 @@ def reduction(
         experts: Its experts' parameters.
 
     Returns:
-        Once a step; and what sharded gradients and parameters need in every micro-batch.
+        The time once a step, and the time that sharded gradients and parameters need in every micro-batch.
     """
     total, repeated = np.zeros_like(dense), np.zeros_like(dense)
     for count, members, stride in (
@@ -245,7 +245,7 @@ def reduction(
         calls = np.where(x.zero == 3, np.ceil((x.dense_layers + x.moe_layers) / x.pp), 1.0)
         scatter = all_gather(size, shards, stride, device, c, calls)
         gather = all_gather(parameters, shards, stride, device, c, calls)
-        # what is sharded over a part of the copies is reduced over the others
+        # what is sharded over some of the copies is reduced over the others
         between = all_reduce(
             size / np.where(x.zero > 0, shards, 1.0),
             np.where(x.zero > 0, members / shards, members),

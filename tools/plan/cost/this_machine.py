@@ -1,4 +1,4 @@
-"""A device description of this machine, from a measurement of less than a minute.
+"""Describe this machine as a device, from a measurement of less than a minute.
 
 Products give the peak, a copy the memory's bandwidth, an AllReduce between two processes the network; a few short
 training steps give the constants of the cost model, and the coefficients of `cpu_step`, which is closer for one process.
@@ -47,13 +47,13 @@ START = {
     "step_host_s": 4e-3,
 }
 PULL = 0.02
-"""Weight of staying near `START`: decides only what the steps leave open."""
+"""Weight of staying near `START`: it decides only the constants that the steps do not determine."""
 
 ALL_REDUCE_BYTES = (1 << 12, 1 << 24)
 
 
 class MeasurementError(TelechatMoeError):
-    """A measurement failed; its message has the last lines of what the process said."""
+    """A measurement failed; the message holds the last lines of the process's output."""
 
     exit_code = 1
 
@@ -176,7 +176,7 @@ def medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def as_job(cases: Sequence[StepCase], operators: str = "fused") -> list[dict[str, Any]]:
-    """Return cases as a measurement takes them."""
+    """Return cases as plain data for a measurement's process."""
     chosen = (f"telechat_moe.operators.default={operators}",)
     return [
         {"name": c.name, "recipe": c.recipe, "overrides": (*c.overrides, *chosen)} for c in cases
@@ -240,7 +240,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured and fitted."""
+    """The measured and the fitted figures."""
 
     device: Device
     products: tuple[tuple[tuple[int, int, int], float], ...]

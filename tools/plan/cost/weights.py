@@ -1,7 +1,7 @@
-"""Shards of the trained weights on a device, from the layout table of `telechat_moe.sharding`.
+"""Count the shards of the trained weights on a device, from the layout table of `telechat_moe.sharding`.
 
 The closed forms of `memory` divide all of a layer's matrices by tensor parallelism. Down-projections of MLA, the router
-and MTP's projection are whole on every device, with sequence parallelism the shared experts, too; here they are counted so.
+and MTP's projection are whole on every device, as are shared experts with sequence parallelism; here they count whole.
 """
 
 import math
@@ -15,7 +15,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 
 
 def mesh_of(x: Layout) -> Mesh:
-    """Return the devices of a layout."""
+    """Return a layout's devices as a mesh."""
     sp = x.sequence_parallel and x.tp > 1
     return Mesh(dp=x.dp, cp=x.cp, tp=x.tp, pp=x.pp, ep=x.ep, sp=sp, expert_tp=x.etp > 1)
 

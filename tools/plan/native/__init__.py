@@ -33,7 +33,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
         _REAL, *[_POINTER] * 5, _SEED, _LONG, _REAL, _POINTER, _POINTER,
     ),
 }  # fmt: skip
-"""Type of the result and of the arguments of every function; the sources say what they do."""
+"""Types of the result and the arguments of every function; the sources say what the functions do."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the planner says: the ranked table, why every other layout was not chosen, and the page."""
+"""Report a plan: the ranked table, why every other layout was not chosen, and the page."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from telechat_moe.tools.plan.search.space import describe
 from telechat_moe.units import GIB
 
 EXACT = 1e-6
-"""Relative difference below which steps and bounds are the same: times are rounded to ps."""
+"""Relative difference below which steps and bounds count as equal, because times are rounded to ps."""
 
 
 def distinct(plan: SearchResult) -> list[Candidate]:
-    """Return what was found, without layouts that may recompute layers and recompute none if there are others."""
+    """Return the layouts found; those that may recompute layers but recompute none are left out if others remain."""
     found = [
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
     ]
@@ -46,7 +46,7 @@ def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def too_large(data: dict[str, Any]) -> list[str]:
-    """Return a line if listed layouts need more memory operation by operation than the search counted."""
+    """Return a line if listed layouts need more memory in the simulation than the search counted."""
     room = data["memory_bytes"]
     over = [
         (i, one["simulated_peak_bytes"])
@@ -167,21 +167,21 @@ class Point:
     step_s: float
     layout: str
     gap: float = math.nan
-    """By so much at most a layout that needs no more memory can be faster, relative to its bound."""
+    """How much faster a layout that needs no more memory can be at most, relative to its bound."""
 
     @property
     def sure(self) -> str:
-        """How sure it is that none is faster."""
+        """Words for how sure it is that no layout is faster."""
         return "proven" if self.gap <= EXACT else f"within {self.gap:.2%}"
 
 
 def front_points(plans: list[SearchResult]) -> list[Point]:
-    """Return the best layouts under falling memory limits and others that are as sure, dominated ones left out."""
+    """Return the best layouts under falling memory limits, and others as certain, without dominated ones."""
     found = [(i, p, c) for p in plans for i, c in enumerate(distinct(p))]
     points: list[Point] = []
     worst = 0.0
     for number, plan, c in sorted(found, key=lambda one: one[0] > 0):
-        # what holds with more memory holds with less
+        # a bound with more memory also holds with less
         bound = max(p.lower_bound_s for p in plans if p.room_bytes >= c.peak_bytes * (1 - EXACT))
         gap = max(c.step_s / bound - 1, 0.0)
         worst = max(worst, gap) if number == 0 else worst

@@ -1,4 +1,4 @@
-"""A simulated step as tables, a page, a trace and plain data."""
+"""Report a simulated step as tables, a page, a trace and plain data."""
 
 from typing import Any, get_args
 
@@ -88,7 +88,7 @@ def exchange(step: Step) -> Table:
 
 
 def summary(step: Step) -> Table:
-    """Return the parts of the step that follow each other."""
+    """Return the sections of the step in their order."""
     t, whole = step.table, step.step_s
     parts = [
         ("pipeline", step.result.makespan),

@@ -1,4 +1,4 @@
-"""A simulated step as a page to zoom into, and as a trace for Perfetto or chrome://tracing."""
+"""Show a simulated step as a page to zoom into, and as a trace for Perfetto or chrome://tracing."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Box:
-    """Something that a row does for a while."""
+    """One activity of a row, from its start to its end."""
 
     row: int
     start_s: float
@@ -42,7 +42,7 @@ class Box:
     kind: str
     """Key of `KINDS`."""
     text: str
-    """What the pointer says over it."""
+    """Text shown when the pointer is over the box."""
     label: str = ""
     """Written into the box where it fits."""
 
@@ -106,7 +106,7 @@ def _short(seconds: float) -> float:
 
 
 def _columns(boxes: Sequence[Box], rows: int) -> list[list[object]]:
-    """Return per row its boxes in order of time, as short lists."""
+    """Return the boxes of each row in order of time, as short lists."""
     per_row: list[list[object]] = [[] for _ in range(rows)]
     for box in sorted(boxes, key=lambda b: b.start_s):
         per_row[box.row].append(
