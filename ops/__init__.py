@@ -1,4 +1,4 @@
-"""Operators: one file each, with a cell of named primitives, so that each can get a layout, and a NumPy reference.
+"""Operators, one file each: a NumPy reference, and a cell of named primitives, so that each can get a layout.
 
 May import recipe and what is below it. Begin with ``select.py``, which chooses backends, then ``swiglu.py``.
 

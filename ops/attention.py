@@ -18,11 +18,11 @@ def attention_backend(compute_dtype: ms.Type) -> str:
 class AttentionMask(nn.Cell):
     """Say which keys each query sees, once for all layers: a mask to add, or the first visible key.
 
-    The fused backend takes the first key (``start``): a query sees its document up to itself. Another
-    mask is refused when it arrives. The plain backend takes any mask, ``S`` times as much memory.
+    The fused backend takes the first key (``start``): a query sees its document up to itself. It
+    refuses any other mask when it is called with one. The plain backend takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
-    times faster on CPU than broadcasting one inside every layer. Without ``stretch`` it is not.
+    times faster on CPU than broadcasting one inside every layer. ``stretch`` False turns that off.
 
     Args:
         num_heads: Attention heads.
@@ -107,7 +107,7 @@ class SoftmaxAttention(PlainAttention):
 
     With ``P`` the weights and ``O = P v``, the row sums of ``P * dP`` that softmax needs are those of
     ``O * dO`` (Dao et al. 2022, appendix B.2), which is ``S / D`` times less work; and subtracting them
-    costs nothing where they ride as one more column in the product that gives ``dP``.
+    costs nothing where they are one more column of the product that gives ``dP``.
 
     Args:
         scale: Factor of the scores.

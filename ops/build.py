@@ -2,8 +2,8 @@
 
     python -m telechat_moe.ops.build [--checked | --sanitize] [--out FILE]
 
-``--out`` compiles the operators only. ``pip install`` runs the same code. ``--checked`` turns on bounds checks and poisons scratch memory,
-``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are
+``--out`` compiles the operators only. ``pip install`` runs the same code.
+``--checked`` turns on bounds checks and poisons scratch memory, ``--sanitize`` adds AddressSanitizer and UndefinedBehaviorSanitizer. Files named ``*.simd.cc`` are
 compiled once for each instruction set (see ``csrc/dispatch.h``); no flag depends on this machine.
 """
 
@@ -26,7 +26,7 @@ PLANNER_LIBRARY = PLAN_NATIVE / "libtelechat_planner.so"
 SOURCES = {LIBRARY: OPS / "csrc", PLANNER_LIBRARY: PLAN_NATIVE}
 """Folder of the sources of each library."""
 
-# MindSpore's wheels use the old string ABI, and std::string crosses the border (csrc/aot.h).
+# MindSpore's wheels use the old string ABI, and std::string is passed between the two (csrc/aot.h).
 FLAGS = [
     "-std=c++17",
     "-fPIC",

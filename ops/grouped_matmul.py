@@ -36,7 +36,7 @@ class GroupedMatmul(nn.Cell):
 
 
 class FusedGroupedMatmul(nn.Cell):
-    """The fused backend: tasks over experts and row blocks, both gradients in one go.
+    """The fused backend: tasks over experts and row blocks, both gradients in one call.
 
     Args:
         compute_dtype: Of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
@@ -122,7 +122,7 @@ class GroupedMatmulIntoMainGrad(nn.Cell):
 
 
 class GroupedSwiGLU(nn.Cell):
-    """``silu(x gate) * (x up)`` of each expert, the activation while its rows are in cache.
+    """``silu(x gate) * (x up)`` of each expert; the activation is applied while its rows are in cache.
 
     Args:
         compute_dtype: Of the operands of the products.

@@ -43,7 +43,7 @@ def _fused(dtype: ms.Type) -> bool:
 
 
 class Matmul(nn.Cell):
-    """The fused backend: blocks of rows and columns over the worker threads, both gradients in one go."""
+    """The fused backend: blocks of rows and columns over the worker threads, both gradients in one call."""
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
         super().__init__()

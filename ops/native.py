@@ -1,4 +1,4 @@
-"""The native library: loading it, its errors, and calling its operators on NumPy arrays.
+"""Load the native library, report its errors, and call its operators on NumPy arrays.
 
 Works without mindspore; there the operators use oneDNN where it can be found, else their own matrix product.
 """

@@ -15,7 +15,7 @@ class RMSNorm(nn.Cell):
 
     ``y = x / sqrt(mean(x^2) + eps) * weight``, computed in ``compute_dtype``.
 
-    Faces: fused (a DVM program, fp32), plain, ascend (``RmsNorm``; not run here).
+    Backends: fused (a DVM program, fp32), plain, ascend (``RmsNorm``; not run here).
 
     Args:
         width: Size of the last dimension.

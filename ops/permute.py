@@ -98,7 +98,7 @@ class CapacityPlan(nn.Cell):
 
     Args:
         num_experts: ``E``.
-        policy: Which pairs stay: ``probs`` those with the highest weight, ``position`` the first.
+        policy: Which pairs are kept: ``probs`` those with the highest weight, ``position`` the first.
     """
 
     def __init__(self, num_experts: int, policy: str) -> None:

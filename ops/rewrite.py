@@ -1,4 +1,4 @@
-"""Fusion without hand-written operators: cells made of elementary primitives become programs of the virtual machine.
+"""Fuse cells made of elementary primitives into programs of the virtual machine, without hand-written operators.
 
 :func:`fuse_cells` goes through a built model. It calls a cell's ``construct`` with recorders in place of its named
 primitives; if all of them are operations of the machine, the cell is replaced by one that runs the program, and the
@@ -25,8 +25,8 @@ class Region(NamedTuple):
     Attributes:
         name: Path of the cell in the model.
         cell: Name of its class.
-        program: What replaces it; None if it stays.
-        reason: Why it stays, or what was fused.
+        program: The program that replaces it; None if it is not replaced.
+        reason: Why it is not replaced, or what was fused.
     """
 
     name: str

@@ -12,7 +12,7 @@ from telechat_moe.ops.select import backend
 class SwiGLU(nn.Cell):
     """``silu(gate) * up`` element by element.
 
-    Faces: fused (a DVM program), plain, ascend (``Swiglu`` over both inputs side by side; not run here).
+    Backends: fused (a DVM program), plain, ascend (``Swiglu`` over both inputs side by side; not run here).
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", equation 6.
     """

@@ -1,4 +1,4 @@
-"""Record what the operators ``Tap`` of a graph are given; ``tools/align/capture/ms_graph.py`` puts them there."""
+"""Record the inputs of a graph's ``Tap`` operators, which ``tools/align/capture/ms_graph.py`` inserts."""
 
 from __future__ import annotations
 

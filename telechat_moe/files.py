@@ -3,7 +3,7 @@
 * Durable: :func:`write_new`, :func:`write_atomic`, :func:`new_folder`, :func:`sync_folder`: what has its name is
   complete and on the disk.
 * Checked: :func:`read` gives the SHA-256 with the content; a sealed JSON file (:func:`seal`, :func:`unseal`) holds its
-  own; ``checksums.json`` beside weights, written by ``convert`` and verified whenever they are read, holds those of files::
+  own; ``checksums.json`` beside weights, written by ``convert`` and verified whenever they are read, has those of files::
 
     {
      "format":  "telechat-moe weights",
@@ -41,7 +41,7 @@ FORMAT = "telechat-moe weights"
 VERSION = 1
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 UNSEALED = "0" * 64
-"""What stands for a sealed file's own checksum while that is computed."""
+"""Placeholder of a sealed file's own checksum while that is computed."""
 
 Advance = Callable[[int], None]
 """Called with the number of bytes that were read or written since the last call."""
@@ -106,7 +106,7 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def new_folder(path: Path) -> Generator[Path, None, None]:
-    """Yield a hidden folder beside ``path``; it gets that name when all went well, and is removed when not."""
+    """Yield a hidden folder beside ``path``; it gets that name if all goes well, and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     hidden.mkdir()
@@ -325,7 +325,7 @@ def require_checksums(weights: Path) -> None:
 
 
 def keep_others_out() -> None:
-    """Let nothing that this process or its children make be writable by group or others."""
+    """Keep group and others from writing to whatever this process and its children create."""
     os.umask(os.umask(0o077) | OTHERS_WRITE)
 
 

@@ -1,7 +1,7 @@
-"""The same program as source for the upstream DVM's Python API on Ascend.
+"""Write a program as source for the upstream DVM's Python API on Ascend.
 
-Not run on an NPU: nothing here has one. The names are those of its published tests and documentation
-(``k.load``, ``k.sum``, ``k.select``, ...); what that API lacks is written out with what it has.
+The source was never run on an NPU. The names are those of its published tests and documentation
+(``k.load``, ``k.sum``, ``k.select``, ...); what that API lacks is composed of what it has.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def _runs(axes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _without_dead(program: Program) -> Program:
-    """Leave out what no store needs; all inputs stay."""
+    """Remove the nodes that no store needs; keep all inputs."""
     live = [n.op in (ir.STORE, ir.LOAD) for n in program.nodes]
     for i in range(len(program.nodes) - 1, -1, -1):
         if live[i]:

@@ -1,4 +1,4 @@
-"""The oracle: a program run node by node with NumPy."""
+"""Run a program node by node with NumPy: the reference that the virtual machine is tested against."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@
     >>> np.asarray(y / lazy.sum(y)).round(3)
     array([0.032, 0.087, 0.237, 0.644], dtype=float32)
 
-Recording is cut where a value is used: ``np.asarray``, ``float``, ``bool`` (so: ``if`` and ``while``), ``len`` of
+Recording ends where a value is used: ``np.asarray``, ``float``, ``bool`` (so: ``if`` and ``while``), ``len`` of
 what it holds, iteration, printing. What was recorded until then becomes one program with the extents as
 symbols; programs are kept by their structure, so a loop compiles once, whatever its shapes. Results are
 those of NumPy in float32 within 2 ulp an operation (sums: within the error of pairwise addition).
@@ -58,7 +58,7 @@ class LazyArray(Arithmetic["LazyArray"]):
         self._op, self._args, self._attrs = op, args, attrs
         self._size = 1 + sum(a._size for a in args if isinstance(a, LazyArray)) if op else 0
 
-    # ------------------------------------------------------------------ where recording is cut
+    # ------------------------------------------------------------------ where recording ends
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Run what was recorded."""
@@ -152,7 +152,7 @@ def _reduce(name: str, x: Any, axis: Any = None, keepdims: bool = False) -> Lazy
     axes = tuple(sorted(a % rank for a in axes)) if rank else ()
     if not axes:
         return x
-    # The machine reduces leading or trailing dimensions; one in the middle is cut out by a reshape.
+    # The machine reduces leading or trailing dimensions; one in the middle is separated by a reshape.
     inner = axes[0] > 0 and axes[-1] < rank - 1
     if inner or axes != tuple(range(axes[0], axes[-1] + 1)):
         return array(getattr(np, name)(materialize(x), axis=axes, keepdims=keepdims))

@@ -1,4 +1,4 @@
-"""Running programs on the native virtual machine, looking at their bytecode, and using them in MindSpore."""
+"""Run programs on the native virtual machine, show their bytecode, and use them in MindSpore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save while training goes on: copy the parameters between two steps and let a thread write the copy.
+"""Save while training continues: copy the parameters between two steps and let a thread write the copy.
 
 One save is in flight at a time; the next one waits for it. The thread has the lowest priority that the system gives.
 """
@@ -21,7 +21,7 @@ class Saver:
 
     Args:
         sources: Parameters by group and name.
-        background: Write while training goes on; False: :meth:`save` returns when all is written.
+        background: Write while training continues; False: :meth:`save` returns when all is written.
         max_failed: Saves in a row that may fail; each is reported to ``say``, the next one is raised.
         say: Shows a message to the user.
     """

@@ -106,7 +106,7 @@ def save(
         root: Folder of all checkpoints of a run; made if it is missing.
         step: Number of finished training steps, >= 0.
         tensors: Arrays by group and name, for example ``{"model": {...}, "optimizer": {...}}``.
-        state: Everything else that is needed to go on, as strict JSON (string keys, finite numbers).
+        state: Everything else that is needed to resume, as strict JSON (string keys, finite numbers).
         keep_last: How many complete checkpoints up to this step to keep, this one included; >= 1;
             None keeps all. Those of later steps are never removed.
         shard_bytes: A file is closed when the next tensor would make it larger than this.
@@ -281,7 +281,7 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
 
     Args:
         root: Folder of all checkpoints of a run.
-        warn: Called with a message for each broken checkpoint that is passed over (default: logs a
+        warn: Called with a message for each broken checkpoint that is skipped (default: logs a
             warning).
 
     Raises:

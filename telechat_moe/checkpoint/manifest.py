@@ -7,14 +7,14 @@
      "format":  "telechat-moe checkpoint",
      "version": 1,
      "step":    123,
-     "state":   {whatever the trainer needs to go on},
+     "state":   {whatever the trainer needs to resume},
      "files":   {"model-00001-of-00001.safetensors": {"bytes": 4096, "sha256": "..."}},
      "tensors": {"model": {"norm.weight": {"dtype": "F32", "shape": [256], "file": "model-..."}}}
     }
 
 Version 2 was written by several ranks together: ``ranks`` and ``layout`` say by which, and instead of ``file`` a tensor
-has ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``: its shards, each with its file and its (begin,
-end) in every dimension of the tensor. The shards of a tensor have one shape and tile it.
+has ``"pieces": [{"file": "model_rank00000-...", "region": [[0, 128]]}]``: its shards, each with its file and its
+(begin, end) in every dimension of the tensor. The shards of a tensor have one shape and tile it.
 """
 
 import math

@@ -90,7 +90,7 @@ def merge(source: Path, root: Path) -> Path:
         root: Folder of checkpoints; the checkpoint is ``root/step-00000123``.
 
     Raises:
-        BadInputError: Pieces are missing, truncated, changed, of another step or shape, or disagree.
+        BadInputError: Shards are missing, truncated, changed, of another step or shape, or disagree.
     """
     if (source / manifest.FILE).exists():
         saved = checkpoint.load(source)

@@ -15,7 +15,8 @@ from telechat_moe.ops import native
 Groups = dict[str, dict[str, np.ndarray]]
 
 _ALIGNMENT = 64
-# From here on several threads copy faster. MindSpore's spin for a while after a step, and a small copy would wait for them.
+# From here on several threads copy faster. MindSpore's threads spin for a while after a step,
+# and a small copy would wait for them.
 _SEVERAL_THREADS = 64 << 20
 
 

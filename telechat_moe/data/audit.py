@@ -1,9 +1,9 @@
-"""Proof of which samples each step of a run saw: none lost, none twice, across resumes, rollbacks and layouts.
+"""Prove which samples each step of a run saw: none lost, none twice, across resumes, rollbacks and layouts.
 
-The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, those that a resume or a
-rollback undid taken away. Then the plan is worked out again from the recipe and the index files, without the loader:
-step k gets the next global batch of samples; sample g of all epochs is number ``g mod samples_per_epoch``. Every step's
-place in it and the checksum of its tokens are compared.
+The log of a run (:mod:`telechat_moe.data.sample_log`) is folded into the steps that count, without those that a
+resume or a rollback undid. Then the plan is recomputed from the recipe and the index files, without the loader: step k
+gets the next global batch of samples; sample g of all epochs is number ``g mod samples_per_epoch``. Every step's
+position in the plan and the checksum of its tokens are compared with it.
 
 :func:`audit_plan` is for runs that leave no such log (MindFormers): it proves the plan alone.
 """
@@ -26,10 +26,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Start:
-    """A process that began.
+    """A process of the run, from its line ``start`` on.
 
     Attributes:
-        line: Of the log.
+        line: Line of the log.
         step: Last step done before.
         layout: How the model was split.
         steps: Steps that it did.
@@ -57,7 +57,7 @@ class Audit:
         undone: Steps that were done and undone.
         skipped: Steps that count whose update was left out.
         starts: Every process.
-        rollbacks: Every time the run went back and stayed there, as logged.
+        rollbacks: The rollbacks that were not undone later, as logged.
         problems: What is wrong, a line each.
     """
 
@@ -113,7 +113,7 @@ class _Timeline:
         return sum(e.step is None for e in self.entries)
 
     def start(self, line: int, said: dict[str, Any]) -> None:
-        """A process goes on from a checkpoint."""
+        """Take note of a process that begins at a checkpoint, which undoes later steps."""
         self.audit.starts.append(Start(line, int(said["step"]), str(said["layout"])))
         step, known = int(said["step"]), list(said["rollbacks"])
         while self.entries and (
@@ -133,7 +133,7 @@ class _Timeline:
         self._place(f"line {line}, a start after step {step},", int(said["next_sample"]))
 
     def rollback(self, line: int, said: dict[str, Any]) -> None:
-        """The run went back."""
+        """Take note of a rollback, which undoes the steps after its checkpoint."""
         to_step, (first, end) = int(said["to_step"]), said["left_out"]
         while (
             self.entries and self.entries[-1].step is not None and self.entries[-1].step > to_step
@@ -143,7 +143,7 @@ class _Timeline:
         self.entries.append(_Entry(first, end, None))
 
     def step(self, line: int, said: dict[str, Any]) -> None:
-        """A step was done."""
+        """Take note of a step that was done."""
         step, first, count = int(said["step"]), int(said["first"]), int(said["count"])
         if self.audit.starts:
             self.audit.starts[-1].steps += 1
@@ -189,7 +189,7 @@ def audit(
     Args:
         output: Its output folder.
         recipe: The loaded recipe, of any of its layouts.
-        contents: Read the samples again and compare their checksums; False: places only.
+        contents: Read the samples, too, and compare their checksums; False: compare positions only.
         progress: Called with steps checked and in all.
 
     Raises:
@@ -315,7 +315,7 @@ def _compare_contents(
 
 
 def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> None:
-    """Every checkpoint must continue at the sample at which the log says that its step ended."""
+    """Check that every checkpoint continues at the sample at which its step ended, according to the log."""
     after: dict[int, int] = {}
     step = 0
     for entry in timeline.entries:
@@ -342,7 +342,7 @@ def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> Non
 
 
 def _compare_metrics(found: Audit, steps: list[_Entry], output: Path) -> None:
-    """metrics.jsonl must have the same steps, skipped or not."""
+    """Check that metrics.jsonl has the same steps, and marks the same ones as skipped."""
     path = output / "metrics.jsonl"
     if not path.exists():
         return
@@ -365,7 +365,7 @@ def _compare_metrics(found: Audit, steps: list[_Entry], output: Path) -> None:
 
 
 def audit_plan(recipe: Any) -> Audit:
-    """Audit what a recipe plans: that its steps use every sample of each epoch once, on all data-parallel ranks together.
+    """Audit what a recipe plans: its steps use every sample of each epoch once, over all data-parallel ranks together.
 
     Args:
         recipe: The loaded recipe.
@@ -395,7 +395,7 @@ def audit_plan(recipe: Any) -> Audit:
 
 
 def _check_index(found: Audit, dataset: Any) -> None:
-    """Sample numbers must be different tokens: the index files may not name a cut twice, nor cuts overlap."""
+    """Check that different samples are different tokens: the index files list none twice, and none overlap."""
     parts = getattr(dataset, "datasets", [dataset])
     chosen = getattr(dataset, "chosen", np.zeros(len(dataset), np.int64))
     within = getattr(dataset, "within", np.arange(len(dataset)))

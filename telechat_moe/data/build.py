@@ -2,8 +2,8 @@
 
 The documents are read once to hash them, which decides the split and the text that the tokenizer
 learns from, and once to be tokenised, in shards of about ``scan.SHARD_BYTES`` of text. Shards, tokenizer
-and a half-done merge live in OUT/.partial until the end: a build that was killed goes on with the
-shards that are missing. The files appear in OUT by renaming, complete, the manifest last. Equal
+and a half-done merge live in OUT/.partial until the end: a build that was killed is resumed
+with the shards that are missing. The files appear in OUT by renaming, complete, the manifest last. Equal
 inputs give equal files, bit for bit.
 """
 
@@ -75,7 +75,7 @@ def build(
     force: bool = False,
     progress: Progress | None = None,
 ) -> BuildResult:
-    """Build a dataset, or go on with one that was interrupted, or reuse the one that is there.
+    """Build a dataset, resume a build that was interrupted, or reuse the dataset that is there.
 
     Args:
         out: Folder to write to.
@@ -173,7 +173,7 @@ class _Job:
             )
 
     def run(self, given: Tokenizer | None, vocab_size: int) -> BuildResult:
-        """Do what is missing and put the files in place."""
+        """Do what is missing and publish the files."""
         if _read_json(self.partial / "inputs.json") != self.inputs:
             shutil.rmtree(self.partial, ignore_errors=True)
         self.partial.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ class _Job:
     def _write_shard(
         self, shard: int, documents: list[np.ndarray], valid: np.ndarray, dtype: np.dtype[Any]
     ) -> None:
-        """Write a shard's documents; its mark, which says that it is done, comes last."""
+        """Write a shard's documents, then the mark that says that it is done."""
         mark: dict[str, str] = {}
         for side in self.sides:
             mine = [
@@ -325,7 +325,7 @@ class _Job:
         for side in set(SIDES) - set(self.sides):
             for path in _pair(self.out / side):
                 path.unlink(missing_ok=True)
-        # The tokenizer is copied, for a build that is killed here needs it to go on.
+        # The tokenizer is copied, not moved: a build that is killed here needs it to resume.
         shutil.copyfile(self.partial / "tokenizer.json", self.partial / "tokenizer.copy")
         (self.partial / "tokenizer.copy").replace(self.out / "tokenizer.json")
         for side in self.sides:

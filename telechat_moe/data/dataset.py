@@ -121,7 +121,7 @@ class GptDataset:
 
         Raises:
             IndexError: If an index is outside [0, len).
-            BadInputError: If a token lies outside the vocabulary.
+            BadInputError: If a token is outside the vocabulary.
         """
         return collate(self.windows(indices), self.seq_length, self.options)
 
@@ -169,7 +169,7 @@ class GptDataset:
 
 
 def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np.ndarray) -> None:
-    """Copy pieces of ``tokens`` one after another to the front of ``out``."""
+    """Copy ranges of ``tokens`` one after another to the front of ``out``."""
     ends = np.cumsum(lengths)
     if len(lengths) <= FEW_PIECES:
         for start, length, end in zip(
@@ -177,7 +177,7 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, out: np
         ):
             out[end - length : end] = tokens[start : start + length]
         return
-    # The j-th token lies at j plus a shift that is constant over each piece.
+    # The j-th token is at j plus a shift that is constant within each range.
     places = np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
     out[: len(places)] = tokens[places]
 

@@ -64,7 +64,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 def write_index(
     path: Path, lengths: Sequence[int] | np.ndarray, dtype: np.dtype[Any] | type
 ) -> None:
-    """Write an .idx for documents of one sequence each, which lie one after another in the .bin.
+    """Write an .idx for documents of one sequence each, which follow one another in the .bin.
 
     Args:
         path: File to write; it is flushed to the disk before the function returns.
@@ -246,7 +246,7 @@ class IndexedDataset:
             length: Number of tokens; to the end of the sequence if None.
 
         Raises:
-            IndexError: If the sequence or the range lies outside.
+            IndexError: If there is no such sequence, or the range goes beyond it.
         """
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")

@@ -9,7 +9,7 @@
     loader.load_state(state)
 
 The order is that of MindFormers: samples 0, 1, 2, ... of the dataset (which is shuffled already),
-the same again in each further epoch.
+and the same order in every further epoch.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Loader:
         return max(0, self._plan.total_samples - self._next) // self._plan.global_batch
 
     def __iter__(self) -> Iterator[Batch]:
-        """Return the loader itself: iteration goes on where it stopped."""
+        """Return the loader itself: iteration continues where it stopped."""
         return self
 
     def __next__(self) -> Batch:
@@ -216,7 +216,7 @@ class Loader:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The loader can be used on: it starts a new one where it stopped."""
+        """End the thread. The loader stays usable: it starts a new thread where it stopped."""
         self._stop.set()
         if self._thread is not None:
             while self._thread.is_alive():
@@ -232,7 +232,7 @@ class Loader:
         self.close()
 
     def seek(self, sample: int) -> None:
-        """Go on at a sample, counted over all ranks and epochs."""
+        """Continue at a sample, counted over all ranks and epochs."""
         if sample < 0:
             raise UsageError(f"cannot start at sample {sample}")
         self.close()
@@ -252,7 +252,7 @@ class Loader:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Continue where ``state`` was taken.
 
         Raises:
             BadInputError: If the state is of another version or another dataset.

@@ -1,8 +1,8 @@
 """How documents become samples: the three indices of a Megatron GPT dataset.
 
-The documents of all epochs are laid out in a shuffled row (document index), the row is cut every
+The documents of all epochs are laid out in a shuffled row (document index), the row is divided every
 ``seq_length`` tokens (sample index; a sample takes one token more, so that it has a label for each
-input), and the cuts are served in a shuffled order (shuffle index). All three equal those of
+input), and the samples are served in a shuffled order (shuffle index). All three equal those of
 MindFormers 1.9.0's ``GPTDataset``, sample for sample; tests/data/test_mindformers.py compares them.
 
 Source: Megatron-LM ``megatron/core/datasets/gpt_dataset.py`` and ``helpers.cpp`` (the algorithm).
@@ -25,8 +25,8 @@ class Indices:
 
     Attributes:
         documents: int32 ``[epochs * documents]``, the row of documents.
-        samples: int64 ``[samples + 1, 2]``, (place in ``documents``, token offset) of each cut.
-        shuffle: uint32 ``[samples]``, which cut is served as the i-th sample.
+        samples: int64 ``[samples + 1, 2]``, (position in ``documents``, token offset) where each starts.
+        shuffle: uint32 ``[samples]``, which sample of the row is served as the i-th.
         epochs: How many times the documents are repeated.
     """
 
@@ -99,11 +99,11 @@ def _document_row(
 
 
 def _cut(lengths: np.ndarray, seq_length: int, extra: int, drop_last: bool) -> np.ndarray:
-    """Cut the row every ``seq_length`` tokens.
+    """Divide the row every ``seq_length`` tokens; return where each sample starts, and the end.
 
     The k-th sample spans the tokens from ``k * seq_length`` to ``(k + 1) * seq_length``, the last
-    one included where ``extra`` is 1. A cut is named by the document that its token lies in; where
-    ``extra`` is 0 by the document that the token before it lies in, so its offset may equal that
+    one included where ``extra`` is 1. A start is given by the document that holds its token; where
+    ``extra`` is 0, by the document that holds the token before it, so its offset may equal that
     document's length.
     """
     ends = np.cumsum(lengths, dtype=np.int64)

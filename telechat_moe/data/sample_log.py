@@ -1,17 +1,17 @@
-"""samples.jsonl: which samples each step saw. It is only ever appended to, also by runs that go on; ``audit`` reads it.
+"""samples.jsonl: which samples each step saw. It is only ever appended to, by resumed runs, too; ``audit`` reads it.
 
 Lines by ``event``:
 
 ``start``
     A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``global_batch``, ``dataset``
-    (fingerprint), ``layout``, ``rollbacks`` (of the checkpoint that it goes on from).
+    (fingerprint), ``layout``, ``rollbacks`` (of the checkpoint that it resumes from).
 ``step``
-    A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of their
-    token ids in this order, 64 bits), ``applied`` (false: the update was left out).
+    A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of
+    their token ids in this order, 64 bits), ``applied`` (false: the update was left out).
 ``rollback``
-    The run went back: ``to_step``, ``from_step``, ``left_out`` (first sample and the one behind the last), and why.
+    The run went back: ``to_step``, ``from_step``, ``left_out`` (first sample and the one after the last), and why.
 
-What the lines of a run say is in order of time: a ``start`` at step 6 after a line of step 9 undoes the steps 7 to 9.
+The lines of a run are in order of time: a ``start`` at step 6 after a line of step 9 undoes the steps 7 to 9.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ FILE = "samples.jsonl"
 
 
 def content(input_ids: Iterable[np.ndarray]) -> str:
-    """Return the checksum of the token ids of samples, ``[rows, S]`` each, cut into micro-batches anyhow."""
+    """Return the checksum of token ids, ``[rows, S]`` each; it does not depend on the division into micro-batches."""
     digest = hashlib.blake2b(digest_size=8)
     for rows in input_ids:
         digest.update(np.ascontiguousarray(rows, dtype=np.int32).data)
@@ -38,7 +38,7 @@ class SampleLog:
     """Appends to a samples.jsonl; every line is in the file when a method returns.
 
     Args:
-        path: The file. What a kill tore off stays there, on a line of its own.
+        path: The file. A line that a kill truncated is kept, on a line of its own.
         fresh: It is a new run's: a file that is there is kept as ``samples.previous.jsonl``.
     """
 
