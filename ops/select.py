@@ -2,8 +2,8 @@
 
     python -m telechat_moe.ops.select [RECIPE]
 
-A cell of ``telechat_moe.ops`` asks :func:`backend` once, while it is built. ``fused`` is the native CPU kernel, ``plain``
-the same arithmetic in MindSpore's elementary primitives, ``ascend`` the primitive that Ascend has for it.
+A cell of ``telechat_moe.ops`` asks :func:`backend` once, while it is built. ``fused`` is the native CPU kernel,
+``plain`` the same arithmetic in MindSpore's elementary primitives, ``ascend`` the primitive that Ascend has for it.
 """
 
 from __future__ import annotations

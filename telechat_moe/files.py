@@ -3,7 +3,7 @@
 * Durable: :func:`write_new`, :func:`write_atomic`, :func:`new_folder`, :func:`sync_folder`: what has its name is
   complete and on the disk.
 * Checked: :func:`read` gives the SHA-256 with the content; a sealed JSON file (:func:`seal`, :func:`unseal`) holds its
-  own; ``checksums.json`` beside weights, written by ``convert`` and verified whenever they are read, has those of files::
+  own; ``checksums.json`` beside weights, written by ``convert`` and verified at every reading, has those of files::
 
     {
      "format":  "telechat-moe weights",

@@ -1,4 +1,4 @@
-"""The one kit for our HTML pages: page with style sheet, table, bars, chart axes, escaping, embedded data.
+"""Build all HTML pages of the package: page with style sheet, table, bars, chart axes, escaping, embedded data.
 
 Pages are self-contained: no address is fetched. Text is escaped everywhere except where it is :class:`Html`.
 """
@@ -137,7 +137,7 @@ def keys(entries: Iterable[tuple[str, str]], note: str = "") -> Html:
 
 
 def bar(share: float, kind: str = "", said: object = "") -> Html:
-    """Return a horizontal bar of a share (0 to 1) of its track, and what is written behind it."""
+    """Return a horizontal bar of a share (0 to 1) of its track, and the text after it."""
     fill = f"<div class='bar {kind}' style='width:{100 * share:.1f}%'></div>"
     return Html(f"<span class=track>{fill}</span> {html(said)}")
 
@@ -275,7 +275,7 @@ class Axes:
         return f"<circle class='{kind}' cx={self.x(x):.1f} cy={self.y(y):.1f} r={radius}>{title}</circle>"
 
     def draw(self, parts: Iterable[str], label: str) -> Html:
-        """Return the drawing of these parts, as wide as the page."""
+        """Return the drawing of these elements, as wide as the page."""
         return svg(self.width, self.height, parts, label, full=True)
 
 

@@ -89,7 +89,7 @@ class RankProgram:
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
 
     def set_parameters(self, values: Mapping[str, np.ndarray], in_place: bool = False) -> None:
-        """Put this rank's shards of whole tensors in; after the first call ``in_place``.
+        """Set the parameters to this rank's shards of whole tensors; after the first call only ``in_place``.
 
         Raises:
             BadInputError: A parameter has no value, or its shard another shape.
@@ -132,7 +132,7 @@ class RankProgram:
         """Run the graph; the first three come from the optimizer's ``scalars``."""
         from mindspore import ops
 
-        # In place: after the first call the graph's branches hold on to a parameter's memory, and what
+        # In place: after the first call the graph's branches keep a parameter's memory, and what
         # set_data puts in its stead never reaches them (MindSpore 2.9.0).
         for name, value in zip(SCHEDULE, (rate, epsilon, decay), strict=True):
             if name in self.parameters:  # MindSpore drops what a graph does not read
@@ -165,9 +165,9 @@ def shard_slices(shape: Sequence[int], graph: RankGraph, name: str) -> tuple[sli
 
 
 def _by_dimension(shape: Sequence[int], entry: Sequence[Any]) -> list[list[int]]:
-    """Return the axes that cut each dimension, numbered from the right of the device matrix.
+    """Return the axes that split each dimension, numbered from the right of the device matrix.
 
-    MindSpore gives a dimension that several axes cut as several entries of the tensor map.
+    MindSpore gives a dimension that several axes split as several entries of the tensor map.
     """
     matrix, tensor_map = entry[0], entry[1]
     if all(not isinstance(x, list | tuple) for x in tensor_map) and len(tensor_map) == len(shape):

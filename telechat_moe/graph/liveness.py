@@ -1,7 +1,7 @@
 """Find the activations of a compiled step that are alive at once, each from its operator to its last reader.
 
-The graph is walked in MindSpore's topological order, through the calls of networks that micro-batches share. Counted are
-the outputs of forward, recomputed and backward operators. Not counted:
+The graph is walked in MindSpore's topological order, through the calls of networks that micro-batches share. Counted
+are the outputs of forward, recomputed and backward operators. Not counted:
 
 * parameters and states, and copies of weights (gathered or cast), which are in :attr:`Alive.copies`;
 * gradients that only the update reads, which are as large as the accumulators (:attr:`.read.Memory.gradients`);
@@ -39,8 +39,8 @@ class Tensor:
         node: Its operator; None: a parameter or an input.
         shape: Shape and type.
         weights: Made of weights alone.
-        born: Place of its operator in the step.
-        dies: Place of its last reader.
+        born: Position of its operator in the step.
+        dies: Position of its last reader.
         gradient: Only the update reads it.
         call: Number of the call that makes it; 0 = the main function.
     """
@@ -65,13 +65,13 @@ class Closure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Alive:
-    """What is alive at the peak.
+    """The tensors that are alive at the peak.
 
     Attributes:
         peak: Bytes of activations.
         tensors: Of the peak, ``(phase, module, primitive, shape)`` to bytes.
         kept: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
-            operator runs that is recomputed or goes back.
+            recomputed or backward operator runs.
         copies: Bytes of weights gathered or cast, at most.
     """
 
@@ -99,14 +99,14 @@ class _Walk:
         self.functions, self.size_of = functions, size_of
         self.tensors: list[Tensor] = []
         self.phases: list[str] = []  # of each operator of the step
-        self.ends: dict[int, int] = {}  # of each forward call, the place behind it
+        self.ends: dict[int, int] = {}  # of each forward call, the position after it
         self.calls = 0
         parameters = next(iter(functions.values())).model.proto.graph.parameter
         # Gradients are summed in parameters, too.
         self.parameters = {p.name: Tensor(weights="accu_grads." not in p.name) for p in parameters}
 
     def run(self, function: Graph, given: Sequence[Any], call: int) -> Any:
-        """Go through a function; return its result."""
+        """Walk through a function; return its result."""
         values: dict[str, Any] = {
             **self.parameters,
             **dict(zip(function.given, given, strict=True)),

@@ -178,7 +178,7 @@ class Editor:
     def primitive(
         self, kind: str, like: Any = None, keep: Sequence[str] = (), **attributes: Any
     ) -> str:
-        """Add a primitive with integer and string attributes; of ``like`` those named in ``keep`` stay."""
+        """Add a primitive with integer and string attributes; those of ``like`` named in ``keep`` are copied."""
         primitive = self.model.proto.primitives.add()
         primitive.name, primitive.op_type = self.name(kind), kind
         if like is not None:

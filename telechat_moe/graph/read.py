@@ -29,7 +29,7 @@ INTEGERS = (6, 7)  # MindIR's int32 and int64
 
 
 class Devices(Protocol):
-    """What the reader of a graph asks about devices; ``telechat_moe.sharding.mesh.Mesh`` answers."""
+    """What the reader of a graph must know of the devices; ``telechat_moe.sharding.mesh.Mesh`` implements it."""
 
     @property
     def devices(self) -> int:
@@ -63,7 +63,7 @@ class Devices(Protocol):
 
 
 class Expected(NamedTuple):
-    """What sizes of dynamic exchanges follow from, with tokens spread evenly over experts.
+    """The expected sizes of exchanges that depend on the routing, with tokens spread evenly over experts.
 
     Attributes:
         elements: Elements of a device's shard of an AlltoAllV: tokens x top-k x hidden size.
@@ -244,7 +244,7 @@ def _memory(parameters: dict[str, Any], living: Alive) -> Memory:
 
 
 def _likely_size(expected: Expected) -> Callable[[Shape], int]:
-    """Return what gives the bytes of a tensor; rows that depend on the routing as if tokens were spread evenly.
+    """Return a function that gives a tensor's bytes, as if tokens were spread evenly over experts.
 
     Unknown are rows, and after an exchange the width: all elements in one dimension, both of two, the middle one in the
     gradient of the experts' weights.
@@ -413,7 +413,7 @@ def _parameter_module(name: str | None) -> str:
 
 
 class Step(NamedTuple):
-    """An operation as two ranks of a stage must have it in common."""
+    """What must be equal in an operation of two ranks of a stage."""
 
     kind: str
     shapes: tuple[tuple[tuple[int, ...], int], ...]

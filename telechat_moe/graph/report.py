@@ -57,7 +57,7 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
     Args:
         subject: Their recipe.
         graphs: One rank a stage.
-        target: Faces of the operators.
+        target: Backends of the operators.
     """
     mesh = subject.mesh
     readings = [read(graph, mesh, subject.expected) for graph in graphs]

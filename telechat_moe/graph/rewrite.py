@@ -4,7 +4,7 @@
 Ascend           CPU
 ===============  =====================================================================
 AllReduce sum    itself
-AllReduce max    gather, then Maximum of the parts (min likewise)
+AllReduce max    gather, then Maximum of the shards (min likewise)
 AllGather        AllReduce of a concatenation that is zero except for this rank's shard
 ReduceScatter    AllReduce, then this rank's slice
 AlltoAll         gather, then this rank's slices of all shards
@@ -60,7 +60,7 @@ class _Site:
         )
         if self.element in FLOATS:
             return self.editor.node(kind, [x], shape, self.element, self.scope, name)
-        # CPU adds floats only: exact for integers below 2^24, which ids, places and masks are.
+        # CPU adds floats only: exact for integers below 2^24, which ids, positions and masks are.
         cast = self.editor.primitive("Cast")
         there, back = (self.editor.constant(TYPE_ID[e]) for e in (FLOAT32, self.element))
         x = self.editor.node(cast, [x, there], shape, FLOAT32, self.scope)
@@ -68,7 +68,7 @@ class _Site:
         return self.editor.node(cast, [total, back], shape, self.element, self.scope, name)
 
     def gather(self, x: str, shape: Sequence[int], name: str | None = None) -> str:
-        """Put the parts of all ranks one after another along dimension 0."""
+        """Concatenate the shards of all ranks along dimension 0."""
         zero = self.make("ZerosLike", [x], shape)
         parts = [zero] * self.me + [x] + [zero] * (self.size - 1 - self.me)
         whole = [shape[0] * self.size, *shape[1:]]
@@ -103,7 +103,7 @@ def _reduce_scatter(site: _Site) -> None:
 
 
 def _extreme(site: _Site) -> None:
-    """AllReduce with max or min."""
+    """Rewrite an AllReduce with max or min."""
     kind = "Maximum" if site.operation.attribute("op") == "max" else "Minimum"
     shape = site.shape or [1]
     x = site.source

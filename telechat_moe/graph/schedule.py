@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """What a Send or Receive says about itself."""
+    """What a Send or Receive of the graph transfers, and with whom."""
 
     sends: bool
     backward: bool
@@ -87,7 +87,7 @@ def micro_of(graph: Graph) -> dict[str, int]:
 
 
 def _of_batch(graph: Graph, node: GraphNode) -> bool:
-    """Return whether a slice is cut from an input of the step."""
+    """Return whether a slice is taken from an input of the step."""
     source = node.inputs[0]
     while (producer := graph.nodes.get(source)) is not None:
         if producer.kind not in SAME_MEMORY | {"Cast"}:
@@ -189,7 +189,7 @@ def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
     """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
 
     Compared by micro-batch and size. Not by MindSpore's numbers of the pairs: it numbers what it finds in a rank's
-    graph, and where other stages are stubs that order is another.
+    graph, and where other stages are stubs that order differs.
 
     Args:
         orders: Rank to its order.

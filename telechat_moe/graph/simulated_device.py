@@ -154,7 +154,7 @@ class SimulatedDevice:
         }
 
         def init(*args: object, **kwargs: object) -> None:
-            """Everything is initialised."""
+            """Do nothing: everything is initialised."""
 
         answers["init"] = init
         homes = (_comm_helper, management, communication, comm_func)

@@ -1,6 +1,6 @@
 """FP8 weights with a scale for each block, as DeepSeek-V3 publishes them, read as bfloat16.
 
-A matrix ``X.weight`` of type ``F8_E4M3`` stands beside ``X.weight_scale_inv``, one float32 for each block of 128 x 128;
+A matrix ``X.weight`` of type ``F8_E4M3`` comes with ``X.weight_scale_inv``, one float32 for each block of 128 x 128;
 blocks at the lower and right edge may be smaller. A weight is its FP8 value times the scale of its block, computed in
 float32 and rounded to bfloat16 (to nearest, ties to even), as DeepSeek's own ``fp8_cast_bf16.py`` does.
 

@@ -1,8 +1,8 @@
 """Convert weights between this package and Hugging Face's DeepseekV3ForCausalLM, bit for bit.
 
 ``telechat-moe convert SRC DST --recipe RECIPE --to hf`` runs :func:`convert`. Tensors stream from
-file to file; the most that is in memory at once is one matrix of one expert, twice, or 16 MiB. What
-is transposed, renamed or written twice is said in :mod:`telechat_moe.interop.names`.
+file to file; the most that is in memory at once is one matrix of one expert, twice, or 16 MiB. See
+:mod:`telechat_moe.interop.names` for what is transposed, renamed or written twice.
 """
 
 import re
@@ -78,7 +78,7 @@ class WeightsError(BadInputError):
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was converted.
+    """The result of a conversion.
 
     Attributes:
         source: Where the weights came from.
@@ -122,7 +122,7 @@ def convert(
 ) -> Conversion:
     """Write the weights of ``src`` in the other format to ``dst``.
 
-    A conversion that was killed goes on where it was when it is called again with the same arguments
+    A conversion that was killed resumes where it was when it is called with the same arguments
     (:mod:`telechat_moe.interop.writing`).
 
     Args:

@@ -1,13 +1,13 @@
-"""What MindFormers 1.9.0 needs and MindSpore's CPU backend lacks. Nothing here acts on Ascend.
+"""Provide what MindFormers 1.9.0 needs and MindSpore's CPU backend lacks. Nothing here acts on Ascend.
 
-Each bridge has a test that fails as soon as MindFormers runs without it (``tests/interop/test_mindformers_bridges.py``):
+Each has a test in ``tests/interop/test_mindformers_bridges.py`` that fails as soon as MindFormers runs without it:
 
 ==================================  =============================================================================
 bridge                              without it
 ==================================  =============================================================================
 :class:`TelechatMoeTrainOneStep`    ``NPUGetFloatStatusV2`` has no CPU kernel: training stops at the first step
 :func:`bridge_barrier`              ``Barrier`` has no CPU kernel: two processes stop in the data loader
-:func:`copy_losses`                 the loss monitor prints 0 for the parts of the loss: ``asnumpy`` shares memory on
+:func:`copy_losses`                 the loss monitor prints 0 for the terms of the loss: ``asnumpy`` shares memory on
                                     CPU, and it clears the parameters before it prints
 ==================================  =============================================================================
 """
@@ -25,7 +25,7 @@ STEP = "TelechatMoeTrainOneStep"
 
 
 def install(config: Any) -> None:
-    """Put the bridges in place, if this is CPU.
+    """Install the bridges if this is CPU.
 
     Args:
         config: MindFormers' configuration; its step becomes :class:`TelechatMoeTrainOneStep`.
@@ -40,7 +40,7 @@ def install(config: Any) -> None:
 
 @MindFormerRegister.register(MindFormerModuleType.WRAPPER)
 class TelechatMoeTrainOneStep(MFTrainOneStepCell):
-    """MindFormers' step; whether a gradient overflowed is asked with primitives that CPU has."""
+    """MindFormers' step; it finds overflow of gradients by primitives that CPU has."""
 
     def __init__(self, network: nn.Cell, optimizer: nn.Cell, **kwargs: Any) -> None:
         super().__init__(network, optimizer, **kwargs)
@@ -64,7 +64,7 @@ class _Sum(nn.Cell):
 
 
 def _barrier(group: str | None = None, **_: Any) -> None:
-    """Wait for all processes: nobody has the sum before everybody gave his part."""
+    """Wait for all processes: none has the sum before all have added to it."""
     del group
     _Sum()(Tensor(np.ones(1, np.float32))).asnumpy()
 
@@ -83,7 +83,7 @@ def bridge_barrier() -> None:
 
 
 def copy_losses() -> None:
-    """Let the loss monitor copy the parts of the loss before it clears them."""
+    """Let the loss monitor copy the terms of the loss before it clears them."""
     import mindformers.core.callback.callback as callbacks
     from mindformers.utils.parameter_register import parameter_register
 

@@ -1,7 +1,7 @@
-"""Training checkpoints between MindFormers' trainer and ours, bit for bit.
+"""Convert training checkpoints between MindFormers' trainer and ours, bit for bit.
 
 Our model keeps its parameter names in MindFormers' trainer, and MindFormers' AdamW calls its moments ``adam_m`` and
-``adam_v`` as ours does, so tensors go over under their own names. What differs are the files around them:
+``adam_v`` as ours does, so tensors keep their names. What differs are the files around them:
 
 ===================  ==========================================================================================
 MindFormers          layout of files
@@ -12,10 +12,10 @@ data parallel        ``rank_0/PREFIX_rank_0-EPOCH_STEP.safetensors`` with everyt
                      (``use_legacy_format: True``; it cannot save the other one)
 ===================  ==========================================================================================
 
-Whose model MindFormers trains, the recipe says in ``trainer.type``. Its own class has other names and layouts of weights
-(:mod:`telechat_moe.interop.upstream_names`); a checkpoint of it is known by them.
+The recipe's ``trainer.type`` says whose model MindFormers trains. Its own class has other names and layouts of weights
+(:mod:`telechat_moe.interop.upstream_names`), by which a checkpoint of it is recognised.
 
-Its files also hold counters and the parts of the last loss (:data:`STATE`, and ``expert_load``); they are no weights.
+Its files also hold counters and the terms of the last loss (:data:`STATE`, and ``expert_load``); they are no weights.
 """
 
 import json
@@ -105,7 +105,7 @@ def step_of(found: Path, recipe: Recipe) -> int:
 
 
 def resume_settings(root: Path, recipe: Recipe) -> dict[str, Any]:
-    """Return what a recipe must say for MindFormers to go on from the newest checkpoint in a folder.
+    """Return what a recipe must say for MindFormers to resume from the newest checkpoint in a folder.
 
     Raises:
         BadInputError: There is none.
@@ -206,7 +206,7 @@ def _parsed(file: Path) -> dict[str, Array]:
 
 
 def to_ours(path: Path, recipe: Recipe) -> Path:
-    """Write a checkpoint of MindFormers as one of ours, from which ``telechat-moe train --resume`` goes on.
+    """Write a checkpoint of MindFormers as one of ours, from which ``telechat-moe train --resume`` continues.
 
     Args:
         path: See :func:`read`.
@@ -266,12 +266,12 @@ def _on_one_device(given: dict[str, Any], batch: int) -> dict[str, Any]:
 
 
 def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
-    """Write a checkpoint of ours as one from which MindFormers' trainer goes on.
+    """Write a checkpoint of ours as one from which MindFormers' trainer resumes.
 
     Args:
         path: ``checkpoints/step-...``.
         out: Folder to make, in the layout that MindFormers resumes the recipe's number of processes from.
-        recipe: The recipe that goes on; with another ``trainer.type`` than ours in the names of MindFormers' class.
+        recipe: The recipe of the resumed run; its ``trainer.type`` says whose names are written.
 
     Raises:
         BadInputError: The checkpoint is broken.

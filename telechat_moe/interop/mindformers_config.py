@@ -1,6 +1,6 @@
-"""Between MindFormers' configuration object and a recipe of ours; what MindFormers would do silently is refused.
+"""Turn MindFormers' configuration object into a recipe of ours; refuse what MindFormers would do silently.
 
-MindFormers fills its defaults into what it read and turns some sections into objects. :func:`recipe_of` takes both back
+MindFormers fills its defaults into what it read and turns some sections into objects. :func:`recipe_of` undoes both
 and gives the rest to the strict loader, so that settings given to ``run_mindformer.py`` on the command line
 (``--optimizer.weight_decay 0.2``) are judged like those in the file.
 """
@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_launch(recipe: Recipe, processes: int) -> None:
-    """Refuse what MindFormers would train on, silently, to another result.
+    """Refuse settings with which MindFormers would silently train to another result.
 
     Args:
         recipe: The recipe.

@@ -104,7 +104,7 @@ class TelechatMoeForCausalLM(PreTrainedModel):
     def initialize(self, seed: int) -> None:
         """Fill in the initial weights: where nothing is split, those of ``telechat-moe train``.
 
-        MindSpore draws the parts of split weights itself, each device its own, so that no device needs a whole one.
+        MindSpore draws the shards of split weights itself, each device its own, so that no device needs a whole one.
         """
         if not is_split(self.recipe):
             initialize(self.model, seed)

@@ -1,7 +1,7 @@
 """Train a recipe through MindFormers' trainer, without ``run_mindformer.py``.
 
-:func:`train` does what that script does: it names the plug-in's folder, lets MindFormers read the file, sets its context
-and starts its trainer. Under ``msrun`` every process calls it. Called by ``python -m telechat_moe.run RECIPE --through
+:func:`train` does what that script does: it names the plug-in's folder, lets MindFormers read the file, sets its
+context and starts its trainer. Under ``msrun`` every process calls it. Called by ``python -m telechat_moe.run RECIPE --through
 mindformers``.
 """
 
@@ -27,7 +27,7 @@ def train(
     Args:
         recipe_path: Name of a shipped recipe or path.
         overrides: Settings ``a.b=c``; see :func:`telechat_moe.recipe.load`.
-        resume: Go on from the newest checkpoint that MindFormers finished in ``output_dir``, if there is one.
+        resume: Continue from the newest checkpoint that MindFormers finished in ``output_dir``, if there is one.
 
     Raises:
         RecipeError: The recipe has problems.

@@ -1,10 +1,10 @@
-"""Which tensor of ours is which tensor of Hugging Face's DeepseekV3ForCausalLM, and of what shape.
+"""Map our tensors to those of Hugging Face's DeepseekV3ForCausalLM: names and shapes.
 
 Ours hold the experts of a layer in one stack ``[E, inputs, outputs]``; Hugging Face has one
 ``[outputs, inputs]`` matrix for each expert. Everything else is the same bytes under another name.
 MTP layers follow the decoder layers, as in the published DeepSeek-V3 checkpoints
 (``README_WEIGHTS.md`` there), which also repeat the embedding and the head in each. MindFormers' table for TeleChat3
-has the MTP layer of a model with 45 layers at 46 instead of 45; :func:`first_mtp_layer` tells which it is.
+has the MTP layer of a model with 45 layers at 46 instead of 45; :func:`first_mtp_layer` finds its number.
 """
 
 import re
@@ -66,7 +66,7 @@ class Pair:
         hf: Hugging Face's name, or with a stack one name for each expert.
         copies: Further tensors that Hugging Face's checkpoint holds with the same content.
             Written on the way out; on the way in they may be absent, but not different.
-        spare: Names that are not written, but may stand in a checkpoint if the content is the same.
+        spare: Names that are not written, but may occur in a checkpoint if the content is the same.
         is_bias: The selection bias of a router.
     """
 
@@ -91,7 +91,7 @@ class Pair:
 def first_mtp_layer(names: Iterable[str], config: ModelConfig) -> int:
     """Return which layer of a Hugging Face checkpoint is the first MTP layer.
 
-    The one after the decoder's last, or with the MTP layers all one higher (TeleChat3 in MindFormers), the next.
+    It is the one after the decoder's last; where MTP layers are numbered one higher (TeleChat3 in MindFormers), the next.
     """
     L = config.num_hidden_layers
     matches = (re.fullmatch(r"model\.layers\.(\d+)\.enorm\.weight", name) for name in names)
@@ -111,7 +111,7 @@ def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:
 
 
 def empty_shared_experts(config: ModelConfig, mtp_layer: int | None = None) -> dict[str, Shape]:
-    """Return the tensors without elements that transformers has in place of no shared experts."""
+    """Return the empty tensors that transformers has where a model has no shared experts."""
     if config.shared_width or not config.num_moe_layers:
         return {}
     L, H = config.num_hidden_layers, config.hidden_size

@@ -19,7 +19,7 @@ from telechat_moe.interop.upstream_names import Shape
 from telechat_moe.recipe import Recipe, load
 
 # One device, all kinds of layers: the operators of the model without those of its layout. With few experts and
-# words, because a graph of one device holds all weights in memory (over 40 GB otherwise).
+# a small vocabulary, because a graph of one device holds all weights in memory (over 40 GB otherwise).
 ONE_DEVICE = (
     *(f"parallel_config.{key}_parallel=1" for key in ("data", "model", "expert")),
     "parallel_config.pipeline_stage=1",
@@ -49,7 +49,7 @@ COLLECTIVE = re.compile(r"All(Reduce|Gather)|ReduceScatter|AlltoAllV?|Send|Recei
 
 
 class Component(NamedTuple):
-    """A part of the model, and the modules of it in either graph.
+    """A component of the model, and its modules in either graph.
 
     Attributes:
         name: As in the table.
@@ -84,7 +84,7 @@ COMPONENTS = (
         "losses", r"(.*\.)?(loss|cross_entropy|preprocess).*", r"(mtp_)?loss.*|add_mtp|scale_mtp"
     ),
 )
-# MindSpore forgets the module of what stands in a Morph; its neighbours tell: (producer, consumer) to part.
+# MindSpore forgets the module of what is in a Morph; its neighbours tell: (producer, consumer) to component.
 _BETWEEN = {
     ("products of attention", "residual stream"): "products of attention",
     ("dense and shared MLP", "residual stream"): "dense and shared MLP",
@@ -103,7 +103,7 @@ class Row:
         layout: How; see :class:`telechat_moe.interop.upstream_names.Pair`.
         shape: Whole shape of upstream's, None: not in its graph.
         our_shapes: Whole shapes of ours, None: not in our graph.
-        problem: What is not as the table of names says; empty where all is.
+        problem: How it differs from the table of names; empty where it does not.
     """
 
     upstream: str
@@ -138,7 +138,7 @@ def compile_both(
 
 
 def parameters(graph: RankGraph) -> dict[str, Shape]:
-    """Return the trained parameters of a graph, with the shapes that they have before they are cut."""
+    """Return the trained parameters of a graph, with the shapes that they have before they are split."""
     from telechat_moe.graph.mindir import Model
 
     own = {p.name.split(":")[-1]: tuple(p.dims) for p in Model(graph.mindir).proto.graph.parameter}
@@ -147,7 +147,7 @@ def parameters(graph: RankGraph) -> dict[str, Shape]:
 
 
 def _whole(layout: Sequence[Any] | None, own: Shape) -> Shape:
-    """Return the shape before cutting from MindSpore's layout entry, a parameter's own where it has none."""
+    """Return the shape before splitting from MindSpore's layout entry, a parameter's own where it has none."""
     return tuple(layout[6]) if layout and len(layout) > 6 and layout[6] else own
 
 
@@ -188,9 +188,9 @@ def _text(shape: Shape | None) -> str:
 
 
 def operators(graph: RankGraph, upstream: bool) -> dict[str, Counter[str]]:
-    """Return how often each part of the model has each primitive in the forward pass, without collectives.
+    """Return how often each component of the model has each primitive in the forward pass, without collectives.
 
-    The names of :data:`COMPUTES` have the type behind them.
+    The names of :data:`COMPUTES` are followed by the type.
 
     Where MindSpore lost the module of a node, that of the parameter that it reads counts, else that of the nearest
     nodes around it.
@@ -218,7 +218,7 @@ def operators(graph: RankGraph, upstream: bool) -> dict[str, Counter[str]]:
 
 
 def component_of(module: str, upstream: bool) -> str | None:
-    """Return the part of the model that a module belongs to, None if it is in no part."""
+    """Return the component that a module belongs to, None if it is in none."""
     if upstream:
         layer = r"(model\.)?((decoder\.layers|mtp\.layers)\.\d+(\.transformer_layer)?\.?)?"
         if re.fullmatch(r"(model\.)?decoder\.layers\.\d+|.*\.transformer_layer", module):
@@ -237,7 +237,7 @@ def component_of(module: str, upstream: bool) -> str | None:
 
 
 def _parts(function: Any, upstream: bool) -> dict[str, str]:
-    """Return the part of each forward node; ``step`` where it is in none."""
+    """Return the component of each forward node; ``step`` where it is in none."""
     from telechat_moe.graph.nodes import module_of
 
     forward = [n for n in function.nodes.values() if function.phases[n.name] == "forward"]
@@ -263,7 +263,7 @@ def _parts(function: Any, upstream: bool) -> dict[str, str]:
 
 
 def _weight_part(function: Any, node: Any, known: Mapping[str, str], upstream: bool) -> str | None:
-    """Return the part of the weight that a node without a module multiplies by, or takes rows of."""
+    """Return the component of the weight that a node without a module multiplies by, or takes rows of."""
     from telechat_moe.graph.nodes import root_of
 
     if node.kind == "MatMul":
@@ -277,7 +277,7 @@ def _weight_part(function: Any, node: Any, known: Mapping[str, str], upstream: b
 
 
 def _between(kind: str, producer: str | None, consumer: str | None, *, upstream: bool) -> str:
-    """Return the part of a node without a module."""
+    """Return the component of a node without a module."""
     if upstream and kind == "SplitWithSize":
         return "attention"
     if upstream and producer == "router and balance loss":
@@ -290,7 +290,7 @@ def _between(kind: str, producer: str | None, consumer: str | None, *, upstream:
 def _nearest(
     start: str, links: Mapping[str, Iterable[str]], known: Mapping[str, str]
 ) -> str | None:
-    """Return the part of the nearest node along links whose part is known."""
+    """Return the component of the nearest node along links whose component is known."""
     seen, level = {start}, [start]
     while level:
         following = [n for name in level for n in links.get(name, ()) if n not in seen]
@@ -303,7 +303,7 @@ def _nearest(
 
 
 def operator_table(theirs: RankGraph, ours: RankGraph) -> list[tuple[str, str, str]]:
-    """Return ``(part, upstream's primitives, ours)``, in the order of :data:`COMPONENTS`."""
+    """Return ``(component, upstream's primitives, ours)``, in the order of :data:`COMPONENTS`."""
     found, own = operators(theirs, True), operators(ours, False)
     order = [part.name for part in COMPONENTS]
     order += sorted((found.keys() | own.keys()) - set(order))

@@ -1,4 +1,4 @@
-"""Which weight of ours is which weight of MindFormers' own TeleChat3-MoE class, and in what layout.
+"""Map our weights to those of MindFormers' own TeleChat3-MoE class: names and layouts.
 
 MindFormers 1.9.0's ``TeleChat3MoeForCausalLM`` (and ``DeepseekV3ForCausalLM``: the same cells) holds gate and up
 of an MLP in one matrix, rows in turn unless ``use_interleaved_weight_layout_mlp`` is False; the experts of a layer

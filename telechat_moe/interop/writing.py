@@ -8,8 +8,8 @@ Until it is complete, everything is in a hidden folder beside the destination::
     .DST.partial/done.jsonl   output files that are complete, with their checksums
     .DST.partial/files/       the output; one that is being written ends in .part
 
-A next run with the same plan verifies the finished files and writes the others. Under its own name the destination
-appears once, complete.
+The next run with the same plan verifies the finished files and writes the others. The destination appears under its
+own name only when it is complete.
 """
 
 import fcntl
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass
 class Written:
-    """What writing came to.
+    """The result of writing.
 
     Attributes:
         files: Names of the files of the destination.
@@ -154,7 +154,7 @@ class Destination:
     # ------------------------------------------------------------------ what is there already
 
     def _begin(self, names: list[str]) -> None:
-        """Go on with what is there if it was made by the same plan; else begin anew."""
+        """Continue with what is there if it was made by the same plan; else start from scratch."""
         plan = {
             "inputs": [[path.name, *_identity(path)] for path in self.inputs],
             "outputs": [
@@ -175,7 +175,7 @@ class Destination:
         write_atomic(path, json_bytes({"key": key}))
 
     def _check_inputs(self) -> Known:
-        """Return the checksums of the inputs; compare them with those that lie beside them."""
+        """Return the checksums of the inputs; compare them with the ones beside them."""
         log = self.work / "inputs.jsonl"
         known = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
@@ -275,7 +275,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Append a line, after what a kill tore off, and wait until it is on the disk."""
+    """Append a line, after the rest of a line that a kill truncated, and wait until it is on the disk."""
     if path.exists() and not (raw := path.read_bytes()).endswith(b"\n") and raw:
         path.write_bytes(raw[: raw.rfind(b"\n") + 1])
     with path.open("ab", buffering=0) as file:

@@ -1,7 +1,8 @@
-"""Which cores the processes of a machine run on: near their NPU, on different cores.
+"""Choose the cores that the processes of a machine run on: near their NPU, and different ones.
 
-``msrun --bind_core`` would do this, too, but it reads the cores from ``/sys/fs/cgroup/cpuset/cpuset.cpus``, which machines with
-cgroup 2 do not have; there it binds nothing, with a warning that nobody sees. So each process binds itself.
+``msrun --bind_core`` would do this, too, but it reads the cores from ``/sys/fs/cgroup/cpuset/cpuset.cpus``, which
+machines with cgroup 2 do not have; there it binds nothing, with a warning that nobody sees. So each process binds
+itself.
 """
 
 import os
@@ -28,7 +29,7 @@ class Topology:
 
     @staticmethod
     def read(sys: Path = Path("/sys"), allowed: set[int] | None = None) -> "Topology":
-        """Read this machine's.
+        """Read this machine's topology.
 
         Args:
             sys: Where the kernel describes it.
@@ -137,7 +138,7 @@ def show_cores(cores: Sequence[int]) -> str:
 
 
 def use_cores(processes: int, index: int, bind: bool) -> None:
-    """Bind this process to its cores if asked; set how many threads it may use if nobody has.
+    """Bind this process to its cores if asked; set how many threads it may use if that is not set.
 
     Call it before mindspore is imported, whose threads inherit both.
 

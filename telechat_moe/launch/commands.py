@@ -1,6 +1,6 @@
 """The ``msrun`` command of every node of a run, as a list of arguments and as a line for a shell.
 
-Nothing here passes through a shell but lines made by ``shlex.join``: a value of a recipe stays text.
+Only lines made by ``shlex.join`` pass through a shell: a value of a recipe is never run as a command.
 """
 
 import os

@@ -251,7 +251,7 @@ class HostProcesses:
 
 
 def _is_of_job(pid: int, job: Path) -> bool:
-    """Return whether a process is one of a job's, or is dying and has no command line; numbers of processes are reused."""
+    """Return whether a process is one of a job's (ids are reused), or is dying and has no command line."""
     import psutil
 
     try:

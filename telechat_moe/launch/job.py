@@ -80,7 +80,7 @@ def _graph_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def write_job(recipe: Recipe, folder: Path) -> Path:
-    """Compile the step of every rank for CPU and write the job; what fits is taken from last time.
+    """Compile the step of every rank for CPU and write the job; graphs of an earlier run are reused if they fit.
 
     Raises:
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
@@ -156,7 +156,7 @@ class LaunchPlan:
         nodes: Hosts; the first runs the scheduler.
         through: Whose trainer: ``own`` or ``mindformers``.
         bind: Bind each process to its own cores.
-        restarts: How often in a row to go on after a process died or hung without a new checkpoint in between.
+        restarts: How often in a row to restart after a process died or hung without a new checkpoint in between.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         logs: Folder for logs; None: ``output_dir/log``.
         allow_outside: The recipe may write outside of ``output_dir``.
@@ -376,7 +376,7 @@ def only_launch(output: Path) -> Iterator[None]:
 
 
 def _last_good(root: Path) -> str:
-    """Say which checkpoint to go on from."""
+    """Say which checkpoint to resume from."""
     for path in checkpoint.list_checkpoints(root):
         with suppress(BadInputError):
             checkpoint.verify(path)

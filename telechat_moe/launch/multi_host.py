@@ -1,8 +1,9 @@
 """A run on several hosts: an agent on each, started through a remote shell, watched from here.
 
-The launcher talks with an agent through its standard input and output, so that nothing depends on how soon a shared file
-system shows a file; when a connection ends, the agent ends its processes (:mod:`telechat_moe.launch.host_agent`). Signs of
-life of the processes themselves are files that the agent on the same host reads.
+The launcher talks with an agent through its standard input and output, so that nothing depends on how soon a shared
+file system shows a file; when a connection ends, the agent ends its processes
+(:mod:`telechat_moe.launch.host_agent`). Signs of life of the processes themselves are files that the agent on the same
+host reads.
 """
 
 import json

@@ -83,7 +83,7 @@ def run_supervised(
 
 
 def meet() -> None:
-    """Wait for the other processes; the scheduler stays here to the end."""
+    """Wait for the other processes; the scheduler waits here to the end."""
     import mindspore as ms
     from mindspore.communication import init
 

@@ -1,4 +1,4 @@
-"""A few steps of every rank's graph on CPU processes, and how what ran differs from Ascend's graph.
+"""Run a few steps of every rank's graph on CPU processes, and say how these graphs differ from Ascend's.
 
 Run by ``telechat-moe run-sharded RECIPE``. Nothing is evaluated or saved; ``telechat-moe train`` does that.
 """
@@ -113,7 +113,7 @@ def run(
 def run_ranks(
     recipe: Recipe, job: Path, logs: Path, steps: int, taps: Mapping[str, Any] | None = None
 ) -> list[dict[str, float]]:
-    """Run the first steps of the graphs of a job, one process for each rank; return what they came to.
+    """Run the first steps of the graphs of a job, one process for each rank; return their results.
 
     Args:
         recipe: Loaded recipe.
@@ -206,7 +206,7 @@ def one_process(recipe: Recipe) -> Recipe:
 
 
 def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
-    """Return what the first steps come to in this process, with plain operators."""
+    """Return the results of the first steps, run in this process with plain operators."""
     from telechat_moe.train.trainer import Trainer
 
     return record_steps(Trainer(one_process(recipe), overwrite=True), steps)
@@ -235,7 +235,7 @@ class Recording(NamedTuple):
 
 
 def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
-    """Run the steps of one rank; rank 0 writes what they come to.
+    """Run the steps of one rank; rank 0 writes their results.
 
     Args:
         job: Folder of the job.
