@@ -1,4 +1,4 @@
-"""Child processes: start them, watch them, end them together, and the folder through which they report.
+"""Start child processes, watch them, end them together, and give them a folder through which they report.
 
 Every process that this package starts is killed by the kernel when its parent dies. MindSpore's compiler runs in forked
 children (:func:`in_children`), which MindSpore's threads do not survive; they start with the first computation, so a
@@ -107,7 +107,7 @@ def describe_failure(error: BaseException) -> dict[str, Any]:
 
 
 def beat(action: Callable[[], object], every_s: float = BEAT_S) -> None:
-    """Call ``action`` now and then from a thread, for as long as this interpreter runs."""
+    """Call ``action`` regularly from a thread, for as long as this interpreter runs."""
 
     def repeat() -> None:
         while True:

@@ -6,7 +6,7 @@
     python -m telechat_moe.run RECIPE                                   (a recipe for one device, without msrun)
 
 The recipe is laid out for as many devices as there are processes. On CPU the package's own trainer trains: process 0
-compiles the graph of every rank, the others wait for it. For Ascend MindFormers' Trainer does (``--through``).
+compiles the graph of every rank, the others wait for it. For Ascend MindFormers' trainer trains (``--through``).
 """
 
 import argparse
@@ -148,7 +148,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
     """Train as one of several processes."""
     job = (Path(recipe.output_dir) / ".job").absolute()
     control = Control(job / CONTROL)
-    if args.nonce:  # with it the control folder; we are followed from the first moment
+    if args.nonce:  # with it the control folder; the launcher watches us from the first moment
         control.check_nonce(args.nonce)
         rank = int(os.environ["RANK_ID"])
 

@@ -1,4 +1,4 @@
-"""Safetensors files, read and written in chunks: a file is never held in memory as a whole unless that is asked for.
+"""Read and write safetensors files in chunks; a file is held in memory as a whole only if that is asked for.
 
 A file is::
 
@@ -6,9 +6,9 @@ A file is::
     header     JSON {tensor name: {"dtype", "shape", "data_offsets"}}, padded with spaces to 8 bytes
     data       the tensors, C order, little-endian, without holes, widest dtypes first (alignment)
 
-The `safetensors` package reads these files and the other way round (tests compare the two). It is not used because it
-offers NumPy no bfloat16, no checksum of what it wrote and no fsync, and writes only what is in memory as a whole. Here a
-tensor is its raw bytes, so every data type passes through unchanged.
+The `safetensors` package and this module read each other's files (tests compare the two). It is not used because it
+offers NumPy no bfloat16, no checksum of what it wrote and no fsync, and writes only what is in memory as a whole. Here
+a tensor is its raw bytes, so every data type passes through unchanged.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Sizes, times and large numbers: the one parser and the one formatter of each.
+"""Parse and format sizes, times and large numbers, alike in the whole package.
 
 On the command line ``55GB`` is 55 * 10^9 bytes and ``55GiB`` is 55 * 2^30. In keys of a recipe that MindSpore reads
 (``context.max_device_memory``...) ``GB`` is 2^30, as MindSpore has it. What we print is in KiB, MiB, GiB and TiB.

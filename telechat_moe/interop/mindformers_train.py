@@ -1,8 +1,8 @@
 """Train a recipe through MindFormers' trainer, without ``run_mindformer.py``.
 
 :func:`train` does what that script does: it names the plug-in's folder, lets MindFormers read the file, sets its
-context and starts its trainer. Under ``msrun`` every process calls it. Called by ``python -m telechat_moe.run RECIPE --through
-mindformers``.
+context and starts its trainer. Under ``msrun`` every process calls it. Called by
+``python -m telechat_moe.run RECIPE --through mindformers``.
 """
 
 import os

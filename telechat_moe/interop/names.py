@@ -91,7 +91,7 @@ class Pair:
 def first_mtp_layer(names: Iterable[str], config: ModelConfig) -> int:
     """Return which layer of a Hugging Face checkpoint is the first MTP layer.
 
-    It is the one after the decoder's last; where MTP layers are numbered one higher (TeleChat3 in MindFormers), the next.
+    It is the one after the decoder's last; where they are numbered one higher (TeleChat3 in MindFormers), the next.
     """
     L = config.num_hidden_layers
     matches = (re.fullmatch(r"model\.layers\.(\d+)\.enorm\.weight", name) for name in names)

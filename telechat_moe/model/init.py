@@ -1,7 +1,7 @@
 """Initial weights: each depends on the seed and its own name only.
 
 So the same recipe and seed give the same weights whatever the order in which cells are built, and a
-device that holds a part of a tensor can make the same values.
+device that holds a shard of a tensor can make the same values.
 """
 
 import hashlib

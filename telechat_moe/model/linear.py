@@ -51,7 +51,7 @@ class Linear(nn.Cell):
         """From now on, add the weight's gradient to its main gradient in place, if this backend can.
 
         Returns:
-            Names of the weights for which that holds; they get no other gradient.
+            Names of these weights; they get no other gradient.
         """
         if backend("matmul") != "fused":
             return []

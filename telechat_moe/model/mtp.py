@@ -51,7 +51,7 @@ class MTPLayer(nn.Cell):
         sin_BS1r: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return ``(hidden_TH, aux)``; the embedding is already normalised; see :meth:`telechat_moe.model.block.Block.construct`."""
+        """Return ``(hidden_TH, aux)``, as a :class:`telechat_moe.model.block.Block`; the embedding is normalised."""
         pair = self.concat((embedding_TH, self.hidden_norm(hidden_TH)))
         x = self.to_residual(self.proj(pair), hidden_TH.dtype)
         y, aux = self.block(x, aux, cos_BS1r, sin_BS1r, mask)

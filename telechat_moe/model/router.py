@@ -57,9 +57,7 @@ class Router(nn.Cell):
         self.accumulate_load = ops.AssignAdd()
         self.balance = BalanceLoss(config)
         self.z_loss = ZLoss(config.moe_z_loss_coeff or 0.0)
-        self.losses: nn.Cell | None = (
-            None  # takes the place of both where tokens are spread over devices
-        )
+        self.losses: nn.Cell | None = None  # replaces both where tokens are spread over devices
 
     def _state(self, name: str) -> Parameter:
         zeros = initializer(Zero(), (self.num_experts,), ms.float32)

@@ -1,8 +1,9 @@
 """The graphs of a chunk: forward, gradient of its input (dX), gradients of its weights (dW).
 
-dX is one graph that recomputes the chunk's forward from the input that was kept (full recomputation) and goes back
-through it. What dW needs leaves it through taps (:mod:`telechat_moe.pipeline.deferred`); dW recomputes nothing. The
-gradients of norm gains, sums over what dX holds anyway, come out of dX itself, as with Megatron's delayed weight gradients.
+dX is one graph that recomputes the chunk's forward from the input that was kept (full recomputation), then runs its
+backward pass. What dW needs leaves it through taps (:mod:`telechat_moe.pipeline.deferred`); dW recomputes nothing. dX
+itself gives the gradients of norm gains, which are sums over what it holds anyway, as with Megatron's delayed weight
+gradients.
 """
 
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def order_sums(model: CausalLM) -> CausalLM:
     for i in range(model.mtp_depth):
         layer = model.mtp[i]
         layer.hidden_norm = _OneTerm(f"one_{i}", layer.hidden_norm)
-    for p, name in names:  # a cell that is put in gives its parameters its name once more
+    for p, name in names:  # a cell that is assigned prefixes its parameters' names a second time
         p.name = name
     return model
 
@@ -188,7 +189,7 @@ class ChunkModel(nn.Cell):
 
 
 def _defer(model: nn.Cell) -> list[Deferred]:
-    """Put :class:`Deferred` in the place of every product with a weight; return all of them."""
+    """Replace every product with a weight by :class:`Deferred`; return all of them."""
     for _, cell in model.cells_and_names():
         if isinstance(cell, Linear):
             cell.matmul = Deferred(cell.matmul, "product", cell.weight.name)

@@ -1,4 +1,4 @@
-"""Which parts of the model each chunk of a pipeline holds."""
+"""Which units of the model each chunk of a pipeline holds."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,7 +11,7 @@ from telechat_moe.recipe import ModelConfig
 class Chunk:
     """A run of the model's units: embedding, decoder layers, MTP layers, head with all losses.
 
-    The final norm goes with the last decoder layer. A chunk without a unit hands on what it gets.
+    The final norm goes with the last decoder layer. A chunk without a unit passes on what it gets.
 
     Attributes:
         embedding: It begins with the embedding.

@@ -1,8 +1,8 @@
-"""Products with a weight whose gradient is computed later, in a graph of its own.
+"""Compute the gradient of a product's weight later, in a graph of its own.
 
-The backward of such a product gives the gradient of its operand, and hands out what the weight's gradient needs as the
-"gradients" of parameters that nothing reads (taps). So whoever differentiates a chunk by its taps instead of its weights gets
-dX and the operands of dW out of one graph, and dW is one product a weight, by MindSpore's own derivative of it.
+The backward of such a product gives the gradient of its operand, and returns what the weight's gradient needs as
+the "gradients" of parameters that nothing reads (taps). So a chunk that is differentiated by its taps instead of its
+weights gives dX and the operands of dW in one graph, and dW is one product a weight, by MindSpore's own derivative.
 """
 
 from typing import Any
@@ -133,7 +133,7 @@ KINDS = {
 
 
 class Deferred(nn.Cell):
-    """Take the place of an operator that reads a weight; called as it is.
+    """Replace an operator that reads a weight; called like it.
 
     Args:
         op: The operator.

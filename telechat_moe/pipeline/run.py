@@ -1,4 +1,4 @@
-"""Start the processes of a pipeline, give them programs, watch them, and put together what they computed."""
+"""Start the processes of a pipeline, give them programs, watch them, and combine their results."""
 
 import contextlib
 import os
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
     Attributes:
         part: Which pass.
-        asked_s: When its turn came.
+        asked_s: When the stage came to it.
         start_s: When its inputs were there.
         end_s: When it was computed.
     """
@@ -182,7 +182,7 @@ class Pipeline:
         Raises:
             BadInputError: The schedule is incomplete.
             UsageError: Schedule, layout and processes do not fit each other.
-            DeadlockError: It cannot go on.
+            DeadlockError: All stages wait for each other.
             RankDiedError: A process died, or hangs.
         """
         schedule.check()
@@ -315,7 +315,7 @@ class Pipeline:
 
 
 def shared_weights(chunks: Sequence[Chunk], config: ModelConfig) -> list[str]:
-    """Return the weights that several chunks use: the embedding, where MTP or a tied head is elsewhere."""
+    """Return the weights that several chunks use: the embedding, where MTP or a tied head is in another chunk."""
     users = [c.embedding or bool(c.mtp) or (c.head and config.tie_word_embeddings) for c in chunks]
     return ["embedding.weight"] if sum(users) > 1 else []
 
@@ -325,7 +325,7 @@ def _pick(named: Named, prefix: str) -> Named:
 
 
 def _assemble(found: list[tuple[dict[str, Any], Arrays]], micro_batches: int) -> Step:
-    """Put together what the stages sent; sum in fixed order what several of them have a part of."""
+    """Combine what the stages sent; sum in a fixed order what several of them contribute to."""
     total = InOrder()
     losses: dict[int, Array] = {}
     loads: Named = {}

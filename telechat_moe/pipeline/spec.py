@@ -48,7 +48,7 @@ class Spec:
 
     @staticmethod
     def of(recipe: Recipe) -> "Spec":
-        """Return that of a recipe; its layout plays no part."""
+        """Return the specification of a recipe; its layout does not matter."""
         own = recipe.telechat_moe
         return Spec(recipe.model_config, recipe.seed, own.moe_block_rows, own.moe_capacity_tokens)
 

@@ -49,7 +49,7 @@ class ChunkGraphs:
 
     Args:
         model: A whole model, which is used up.
-        chunk: What of it.
+        chunk: What the graphs compute of it.
     """
 
     def __init__(self, model: CausalLM, chunk: Chunk) -> None:

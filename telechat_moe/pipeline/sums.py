@@ -19,7 +19,7 @@ class InOrder:
 
     Attributes:
         sums: Of the weights that only one chunk on one stage uses.
-        apart: Of all others, by weight and micro-batch, each use; whoever has all of them sums.
+        apart: Of all others, by weight and micro-batch, each use; the process that has all of them sums.
     """
 
     sums: Named = field(default_factory=dict)
@@ -28,7 +28,7 @@ class InOrder:
     _early: dict[str, dict[int, Array]] = field(default_factory=lambda: defaultdict(dict))
 
     def add(self, name: str, micro: int, uses: Uses, *, alone: bool) -> None:
-        """Take up the gradients of a weight's uses for a micro-batch."""
+        """Add the gradients of a weight's uses for a micro-batch."""
         if not alone:
             self.apart[name][micro] = uses
             return

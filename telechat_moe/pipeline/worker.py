@@ -58,7 +58,7 @@ class Worker:
                 self.run(header, arrays)
 
     def say(self, state: str, arrays: Arrays | None = None, **more: Any) -> None:
-        """Tell the parent."""
+        """Report to the parent."""
         counts = {
             "sent": [[n, link.sent] for n, link in self.peers.items()],
             "received": [[n, count] for n, count in self.inbox.received.items()],
@@ -116,7 +116,7 @@ class _Step:
     Args:
         worker: The process.
         schedule: The program of all stages.
-        header: The parent's: `layout`; `start`, the clock's zero; `pace`, how long each part lasts at least, in
+        header: The parent's: `layout`; `start`, the clock's zero; `pace`, how long each pass lasts at least, in
             seconds, by kind and chunk.
         batches: Columns of all micro-batches.
     """
@@ -147,7 +147,7 @@ class _Step:
         self.peak_bytes = self.sent_bytes = 0
 
     def do(self, op: Operation) -> None:
-        """Run an operation, part by part."""
+        """Run an operation, pass by pass."""
         self.worker.say("run", at=show_operation(op))
         for part in op:
             asked = self._now()
@@ -170,7 +170,7 @@ class _Step:
             time.sleep(max(0.0, start + lasting - self._now()))
 
     def _inputs(self, part: Pass, op: Operation) -> Arrays:
-        """Wait for what a part reads."""
+        """Wait for the inputs of a pass."""
         kind, chunk, micro = part
         last = self.schedule.chunks - 1
         if kind == "W":
@@ -192,7 +192,7 @@ class _Step:
         return self.worker.inbox.take((self.header["step"], *key), sender, waiting)
 
     def _compute(self, part: Pass, inputs: Arrays) -> Arrays:
-        """Compute a part; return what it sends."""
+        """Compute a pass; return what it sends."""
         kind, chunk, micro = part
         graphs, place, batch = self.graphs[chunk], (chunk, micro), self.batches[micro]
         outputs: Arrays = []

@@ -1,4 +1,4 @@
-"""Checks a tree against the dataclasses of the schema and builds them.
+"""Check a tree against the dataclasses of the schema and build them.
 
 A value with a problem is reported and left out: the object that comes back then lacks that
 attribute, so that cross-field rules can still run on everything else (``rules.py``).
@@ -23,11 +23,11 @@ Choose = Callable[[tuple[Any, ...]], "type | None"]
 
 
 class Checker:
-    """Checks one tree; every problem goes to ``report``.
+    """Check one tree; every problem goes to ``report``.
 
     Args:
         report: Called for every problem.
-        choose: Picks one of several sections that may stand in a place; they differ by their
+        choose: Picks one of several sections that may occur at a position; they differ by their
             ``type`` key if it returns None.
     """
 
@@ -177,7 +177,7 @@ class Checker:
 
 
 class _Trial:
-    """Counts problems without telling anybody."""
+    """Count problems without reporting them."""
 
     problems = 0
 
@@ -263,7 +263,7 @@ def split_annotation(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def parts_of(kind: Any) -> list[tuple[type, bool]]:
-    """Return the sections that an annotation names, and whether each stands in a list."""
+    """Return the sections that an annotation names, and whether each is in a list."""
     found: list[tuple[type, bool]] = []
     for option in options_of(kind):
         base, _ = split_annotation(option)

@@ -1,4 +1,4 @@
-"""Writes `docs/recipes.md` from the docstrings of the schema.
+"""Write `docs/recipes.md` from the docstrings of the schema.
 
 python -m telechat_moe.recipe.docs > docs/recipes.md
 """

@@ -24,7 +24,7 @@ class Range:
     """The upper bound itself is excluded."""
 
     def allows(self, value: float) -> bool:
-        """Tell whether ``value`` lies within the bounds."""
+        """Return whether ``value`` is within the bounds."""
         if self.low is not None and (value < self.low or (self.above and value == self.low)):
             return False
         return self.high is None or not (value > self.high or (self.below and value == self.high))
@@ -47,7 +47,7 @@ class Form:
     """The form in words, with an example."""
 
     def allows(self, value: str) -> bool:
-        """Tell whether ``value`` has the form."""
+        """Return whether ``value`` has the form."""
         return re.fullmatch(self.pattern, value) is not None
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Length:
     high: int | None = None
 
     def allows(self, count: int) -> bool:
-        """Tell whether a list of ``count`` items is long enough and not too long."""
+        """Return whether a list of ``count`` items is long enough and not too long."""
         return count >= self.low and (self.high is None or count <= self.high)
 
     def __str__(self) -> str:
@@ -99,5 +99,5 @@ def names(*others: str) -> dict[str, object]:
 
 
 def instead_of(*others: str) -> dict[str, object]:
-    """Return field metadata: names used elsewhere, to suggest this key instead of them."""
+    """Return field metadata: names that other programs use, to suggest this key instead of them."""
     return {"instead_of": others}

@@ -1,8 +1,8 @@
-"""Writes `recipes/schema.json`, the JSON schema that editors use while a recipe is written.
+"""Write `recipes/schema.json`, the JSON schema that editors use while a recipe is written.
 
     python -m telechat_moe.recipe.json_schema > recipes/schema.json
 
-An editor sees unknown keys, types and ranges; rules across sections are `telechat-moe check`'s.
+An editor sees unknown keys, types and ranges; `telechat-moe check` checks the rules across sections.
 """
 
 import dataclasses

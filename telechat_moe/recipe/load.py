@@ -1,4 +1,4 @@
-"""Loads a recipe strictly: every problem of the file is reported at once, nothing is guessed.
+"""Load a recipe strictly: every problem of the file is reported at once, nothing is guessed.
 
 Example:
     >>> from telechat_moe.recipe import load
@@ -78,7 +78,7 @@ def load(
         name: Name of a shipped recipe (``telechat3_moe/pretrain_tiny.yaml``) or a path.
         overrides: Settings ``a.b=c`` that replace what the file says; ``c`` is YAML, list items
             are named by index. An override of an anchored value also holds where the anchor is
-            used; an override of an alias holds in that place only.
+            used; an override of an alias holds only there.
         devices: Number of devices that the recipe is meant to run on, checked if given.
 
     Returns:
@@ -263,7 +263,7 @@ def _scalar_text(root: YamlNode, *keys: str) -> str:
 
 
 def _complete_model(root: YamlNode) -> type:
-    """Fill in model keys that stand elsewhere; return the class that checks the section."""
+    """Fill in model keys from Hugging Face's configuration or MindFormers' defaults; return the section's class."""
     section = _locate(Entry("", 1, root), "model.model_config")
     kind = _scalar_text(root, "model", "model_config", "model_type")
     folder = _scalar_text(root, "pretrained_model_dir")

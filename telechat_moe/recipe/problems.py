@@ -20,7 +20,7 @@ class Problem:
     """Dotted key, list items by their index from 0; empty if the file as a whole is meant."""
 
     found: str
-    """What stands there."""
+    """What was found there."""
 
     expected: str
     """What would be right."""

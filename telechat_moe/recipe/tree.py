@@ -1,9 +1,9 @@
-"""Reads YAML into a tree that remembers where every value was written.
+"""Read YAML into a tree that remembers where every value was written.
 
 PyYAML's constructors lose lines, let the last of two equal keys win and turn ``no``, ``010`` and
 ``1:30`` into something else. This module builds its own tree from the parser's events: every key
-keeps its line, duplicate keys, odd anchors and tags are problems, and a scalar whose YAML 1.1
-meaning surprises keeps the reason in ``YamlNode.trap``. What a plain scalar means is decided by
+keeps its line, duplicate keys, odd anchors and tags are problems, and a scalar with a
+surprising meaning in YAML 1.1 keeps the reason in ``YamlNode.trap``. What a plain scalar means is decided by
 PyYAML's own resolver, because MindFormers reads the same file with ``yaml.safe_load``.
 """
 
@@ -30,13 +30,13 @@ Report = Callable[[int, str, str, str], None]
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One place in a map or list: a key, and the value that stands there."""
+    """One position in a map or list: a key and its value."""
 
     key: str
     line: int
     node: "YamlNode"
     alias: bool = False
-    """The value was written elsewhere and is only named here (``*name`` or ``<<``)."""
+    """The value was written at its anchor and is only referred to here (``*name`` or ``<<``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class YamlNode:
         return next((e for e in self.entries if e.key == key), None)
 
     def become(self, other: "YamlNode") -> None:
-        """Take over another value, in every place that shares this node."""
+        """Take over another value, at every position that shares this node."""
         self.kind, self.line, self.value, self.text = (
             other.kind,
             other.line,
@@ -215,7 +215,7 @@ class _Builder:
         return self._map(line, depth, path)
 
     def place(self, event: Any, key: str, line: int, depth: int, path: str) -> Entry:
-        """Read one value, or the alias that stands for it."""
+        """Read one value, or an alias of one."""
         if isinstance(event, yaml.AliasEvent):
             return Entry(key, line, self._alias(event, path), alias=True)
         return Entry(key, line, self.node(event, depth + 1, path))

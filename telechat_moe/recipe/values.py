@@ -1,4 +1,4 @@
-"""Turns checked sections back into plain data."""
+"""Turn checked sections back into plain data."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Which keys of a recipe name files and folders that are written, and whether they stay where they should."""
+"""Which keys of a recipe name files and folders that are written, and whether these are where they may be."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ WRITTEN_KEYS = frozenset(
         *("s3_cache_path", "save_file", "save_graphs_path", "save_path", "strategy_ckpt_save_file"),
     }
 )
-"""Names of keys, wherever they stand. Folders of MindFormers' sections of free form are among them (`save_path`)."""
+"""Names of keys, wherever they occur. Folders of MindFormers' sections of free form are among them (`save_path`)."""
 
 
 def written_paths(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -37,7 +37,7 @@ def _walk(value: object, at: str) -> Iterator[tuple[str, str]]:
 
 
 def check_written_paths(recipe: Recipe) -> None:
-    """Refuse a recipe that writes elsewhere than below `output_dir` or the folder where it is started.
+    """Refuse a recipe that writes outside both `output_dir` and the folder where it is started.
 
     Links are followed. `output_dir` itself is the user's choice.
 

@@ -40,7 +40,7 @@ COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AlltoAllV", "ReduceScatter
 
 @dataclass(frozen=True)
 class Options:
-    """What a recipe chooses beyond the mesh.
+    """What a recipe chooses besides the mesh.
 
     Args:
         dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
@@ -64,7 +64,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
         model: Built with plain or Ascend backends; the last thing done to it before it is compiled.
         mesh: Devices.
         rank: Global rank of this process.
-        options: Choices beyond the mesh.
+        options: Choices besides the mesh.
 
     Raises:
         BadInputError: A layout that MindSpore would turn into wrong numbers.
@@ -153,8 +153,8 @@ def _stages(p: Placement, model: CausalLM, layers: Sequence[StageChunk], stubs: 
 
     last = StageChunk(p.mesh.pp - 1, max(at.chunk for at in layers))
     if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
-        # MindSpore 2.9.0 cannot add up the gradients of a stage that hands MTP's embeddings and the last layer's output to the
-        # same chunk, unless something passes the output on before MTP.
+        # MindSpore 2.9.0 cannot add up the gradients of a stage that passes MTP's embeddings and the last
+        # layer's output to the same chunk, unless something passes the output on before MTP.
         model.layers.append(p.stub(model.layers[-1], last))
     p.assign_stage(model.embedding, StageChunk(0, 0))
     if away(StageChunk(0, 0)):

@@ -13,7 +13,7 @@ whole         dp                              rows ``T``, with all positions of 
 stream        dp, cp, and tp with sp          rows ``T`` of the residual stream
 device        dp, cp, tp                      rows ``T`` in the router and among experts
 tp            tp                              heads, widths, vocabulary
-expert        inner parts (ep)                experts
+expert        inner axes (ep)                 experts
 width         tp with ``expert_tp``, else -   width of an expert
 ============  ==============================  ============================================================
 """
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
         outputs: Layouts of the outputs; needed where MindSpore cannot derive them.
         kind: ``layout``; ``own``: outputs are given and MindSpore does not check them
             (``self_define_shard``), for computed axes that are whole; ``tuple``: MindSpore's tuple
-            strategy, for reductions over a cut axis and for Gather; ``coarse``: one axis a dimension, of dp, cp
+            strategy, for reductions over a split axis and for Gather; ``coarse``: one axis a dimension, of dp, cp
             and tp (FlashAttentionScore takes no other).
     """
 
@@ -54,7 +54,7 @@ def _tuple(*inputs: str) -> Rule:
     return Rule(inputs, (), "tuple")
 
 
-# Module -> primitive -> rule. Modules whose rules depend on their place have a name after a dot.
+# Module -> primitive -> rule. Modules whose rules depend on their position have a name after a dot.
 TABLE: dict[str, dict[str, Rule]] = {
     "Embedding": {
         "to_residual": _layout("stream ."),

@@ -3,7 +3,7 @@
 A pipeline stage is ``data x context x tensor`` devices, tensor-parallel ranks next to each other. Expert parallelism
 takes the innermost of them, so its groups are as near as they can be: first the tensor-parallel ranks
 (TP-extend-EP, Pangu Ultra MoE section 4.1: they hold whole experts), then context, then data. Each of the three axes
-is therefore cut in an outer and an inner part, the inner ones being the expert-parallel group.
+is therefore split into an outer and an inner one; the inner ones are the expert-parallel group.
 """
 
 import math
@@ -29,7 +29,7 @@ class Mesh:
         pp: Pipeline stages.
         ep: Expert parallel; its groups are within a stage.
         sp: Sequence parallel: between the matrices, rows are spread over ``tp`` too.
-        expert_tp: Cut each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
+        expert_tp: Split each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
             whole experts over all devices.
 
     Raises:

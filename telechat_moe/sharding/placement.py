@@ -3,10 +3,10 @@
 Traps of MindSpore 2.9.0 that this module is built around, each refused or avoided (docs/graph.md):
 
 * a tuple strategy lets unused devices repeat on the right, so its axes must be the first of the device matrix;
-* ``self_define_shard`` is believed blindly: never for a computed axis that is cut;
+* ``self_define_shard`` is not checked: it is never used for a computed axis that is split;
 * an output layout on ``BatchMatMul`` gives wrong numbers: none is set;
 * a placement after the first compile, or on a copied primitive, is silently lost;
-* a primitive without a placement is cut along its first dimension over all devices: values stay right, and
+* a primitive without a placement is split along its first dimension over all devices: values stay right, and
   collectives appear that nobody asked for (:func:`unplaced`);
 * the optimizer's sharding takes state that is not trained, too.
 """
@@ -110,7 +110,7 @@ class Placement:
         return self.layout(*(_axes(axes) for axes in dimensions(layout, self.mesh)))
 
     def of_degrees(self, layout: str) -> Any:
-        """Return MindSpore's layout over dp, cp and tp, not cut in inner and outer parts."""
+        """Return MindSpore's layout over dp, cp and tp, not split into inner and outer axes."""
         names = {"batch": "dp", "seq": "cp", "tp": "tp", ".": "None"}
         return self.coarse(*(names[word] for word in layout.split()))
 
@@ -226,12 +226,12 @@ class Placement:
 
 
 def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
-    """Refuse ``self_define_shard`` where a primitive computes along a dimension that is cut.
+    """Refuse ``self_define_shard`` where a primitive computes along a dimension that is split.
 
     MindSpore believes the rule and adds no collective: each device would compute along its own shard.
 
     Raises:
-        BadInputError: The dimension is cut, or it is not known.
+        BadInputError: The dimension is split, or it is not known.
     """
     name = primitive.name
     if name not in COMPUTED_AXIS:
@@ -277,7 +277,7 @@ def _short(ranks: Sequence[int]) -> list[int]:
 def unplaced(model: nn.Cell, placement: Placement) -> list[str]:
     """Return the primitives that have no placement and need one, as ``cell.primitive (kind)``.
 
-    MindSpore cuts the first dimension of such a primitive over all devices; values stay right, and
+    MindSpore splits the first dimension of such a primitive over all devices; values stay right, and
     collectives appear where none are needed. Reshape carries its producer's layout and needs none.
     """
     names = {id(cell): name for name, cell in model.cells_and_names()}

@@ -74,7 +74,7 @@ class WeightShards:
         return {name: weight.shape for name, weight in self.weights.items()}
 
     def axes(self, name: str) -> tuple[tuple[str, ...], ...]:
-        """Return the mesh axes that cut each dimension of a weight."""
+        """Return the mesh axes that split each dimension of a weight."""
         weight = self.weights[name]
         whole = not weight.cell or (self.mesh.sp and ".shared." in name)  # see sharding.place
         if whole:
@@ -89,7 +89,7 @@ class WeightShards:
         return self.stages[int(layer[1])] if layer else self.mesh.pp - 1
 
     def shard(self, rank: int, name: str, itemsize: int = 4) -> Region | None:
-        """Return the shard of a weight or moment that a rank holds, as (begin, end) of each dimension; None: another stage has it.
+        """Return a rank's shard of a weight or moment, as (begin, end) of each dimension; None: another stage has it.
 
         Args:
             rank: Global rank.

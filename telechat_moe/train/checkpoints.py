@@ -83,7 +83,7 @@ class RunCheckpoints:
         }
 
     def resume(self) -> bool:
-        """Go on from the newest good checkpoint; return False if there is none.
+        """Continue from the newest good checkpoint; return False if there is none.
 
         Raises:
             BadInputError: It does not fit the recipe.
@@ -94,7 +94,7 @@ class RunCheckpoints:
         return saved is not None
 
     def restore(self, saved: checkpoint.Checkpoint, in_place: bool = False) -> None:
-        """Go on from a checkpoint; after the first step ``in_place``.
+        """Continue from a checkpoint; after the first step ``in_place``.
 
         Raises:
             BadInputError: It does not fit the recipe.
@@ -135,7 +135,7 @@ class RunCheckpoints:
         return Saver(self.engine.parameters(), background=background, max_failed=own.max_failed)
 
     def save(self, before: Callable[[], object] = lambda: None) -> None:
-        """Write a checkpoint of the current step, while training goes on if the recipe says so.
+        """Write a checkpoint of the current step, while training continues if the recipe says so.
 
         Args:
             before: What must be done before the checkpoint exists; it runs where the writing does.
@@ -146,7 +146,7 @@ class RunCheckpoints:
         self.saver.save(f"the checkpoint of step {step}", lambda groups: (before(), write(groups)))
 
     def writer(self) -> Callable[[Any], object]:
-        """Return what writes a copy of the parameters as the checkpoint of the current step."""
+        """Return a function that writes a copy of the parameters as the checkpoint of the current step."""
         section = self.recipe.checkpoints
         keep_last = section.keep_checkpoint_max if section else None
         return self.engine.writer(self.root, self.progress.step, self.state(), keep_last)
@@ -155,7 +155,7 @@ class RunCheckpoints:
         """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
 
         The checkpoint is written once more with the new position in the data, and later ones are removed, so that a
-        run that is killed now goes on from here. All ranks call this together.
+        run that is killed now resumes from here. All ranks call this together.
 
         Args:
             spike: In the last step, whose update was not applied.

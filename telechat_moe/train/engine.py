@@ -1,4 +1,4 @@
-"""What computes the steps of a run: here one process; :mod:`telechat_moe.train.rank_engine` runs a rank's graph."""
+"""Engines compute the steps of a run: one process here, a rank's graph in :mod:`telechat_moe.train.rank_engine`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     Attributes:
         model: The model; its weights are the current ones after :meth:`collect_weights`.
-        operators: What the operators are computed by, for the user.
+        operators: Backends of the operators, for the user.
         evaluate_cell: Next-token loss of the model on a batch.
     """
 
@@ -72,11 +72,11 @@ class Engine(Protocol):
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
     ) -> Callable[[Groups], object]:
-        """Return what writes a copy of :meth:`parameters` as the checkpoint of a step."""
+        """Return a function that writes a copy of :meth:`parameters` as the checkpoint of a step."""
         ...
 
     def culprit(self, output: StepOutput) -> str:
-        """Say which tensor a step that is not finite goes back to."""
+        """Name the tensor from which NaN or Inf came into a step."""
         ...
 
 
@@ -93,7 +93,7 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
 
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
-    """Build the model of a recipe in graph mode; return it and what its operators are computed by."""
+    """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
     ms.set_seed(recipe.seed)
     own = recipe.telechat_moe

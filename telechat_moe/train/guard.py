@@ -1,8 +1,8 @@
 """The loss-spike guard: which step counts as a spike, what is skipped, how a run goes back.
 
 Before a step the guard says how high loss and gradient norm may be; the graph compares them and leaves the weights as
-they are where they are not below (``step_norm_limit`` and ``step_loss_limit`` in :mod:`telechat_moe.train.step`). So the
-decision falls before the update, and on all ranks alike, since they see the same sums.
+they are unless both are below (``step_norm_limit`` and ``step_loss_limit`` in :mod:`telechat_moe.train.step`). So the
+decision is made before the update, and alike on all ranks, since they see the same sums.
 
 Source: median and median absolute deviation of a window, as in OLMo's ``SkipStepOptimizer`` (which takes mean and
 standard deviation); going back and leaving out the batches, PaLM (Chowdhery et al. 2022), section 5.1. The fixed
@@ -27,7 +27,7 @@ MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many time
 
 
 class Limits(NamedTuple):
-    """What loss and gradient norm must be below for a step to count; infinite: anything finite goes."""
+    """What loss and gradient norm must be below for a step to count; infinite: anything finite counts."""
 
     norm: float = math.inf
     loss: float = math.inf
@@ -69,11 +69,11 @@ class Spike:
 
 
 class Guard:
-    """Knows the steps that went well and judges the next.
+    """Judge each step by the window of those that were applied before it.
 
     Args:
         rules: The section `telechat_moe.loss_guard`; None: no rule but ``fixed_norm``.
-        fixed_norm: A norm that is a spike whatever was before.
+        fixed_norm: From this gradient norm on, a step is a spike whatever was before.
     """
 
     def __init__(self, rules: "LossGuard | None", fixed_norm: float = math.inf) -> None:
@@ -118,7 +118,7 @@ class Guard:
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with the window of a checkpoint; a shorter window keeps the newest."""
+        """Continue with the window of a checkpoint; a shorter window keeps the newest."""
         for values, saved in ((self.losses, state["losses"]), (self.norms, state["norms"])):
             values.clear()
             values.extend(float(x) for x in saved)

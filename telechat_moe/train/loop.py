@@ -22,7 +22,7 @@ from telechat_moe.train.step import StepOutput
 
 @dataclass(kw_only=True)
 class Summary:
-    """What a run came to; ``summary.json`` and ``telechat-moe train --json``.
+    """The result of a run; ``summary.json`` and ``telechat-moe train --json``.
 
     Attributes:
         finished: All steps of the recipe are done (False: interrupted).
@@ -37,7 +37,7 @@ class Summary:
         first_step_seconds: First step, compilation of the graph included.
         seconds: This process's training loop, everything included.
         checkpoint: Newest checkpoint, relative to ``output_dir``.
-        save_stall_ms: How long training stood still for a checkpoint, milliseconds; median over this process's.
+        save_stall_ms: How long a checkpoint paused training, milliseconds; median over this process's.
     """
 
     finished: bool
@@ -169,7 +169,7 @@ class Loop:
         return loss
 
     def save(self) -> None:
-        """Save unless this step is saved."""
+        """Save unless this step is saved already."""
         if self.saved_step != self.progress.step:
             began = time.perf_counter()
             self.checkpoints.save(self.monitor.sync)
@@ -264,7 +264,7 @@ class Loop:
             )
 
     def summary(self) -> Summary:
-        """Return what the run came to."""
+        """Return the result of the run."""
         progress, root = self.progress, self.checkpoints.root
         steady = self.step_seconds[1:] or self.step_seconds
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length

@@ -12,7 +12,7 @@ Every line has ``event`` and ``step``. Events and their other keys:
 ``evaluation``
     ``loss``: mean next-token loss on the validation set, in nats.
 ``save``
-    ``stall_ms``: how long training stood still for the checkpoint of this step; it may still be
+    ``stall_ms``: how long training was paused for the checkpoint of this step; it may still be
     being written.
 
 ``guard``
@@ -20,8 +20,8 @@ Every line has ``event`` and ``step``. Events and their other keys:
     ``norm``, ``limit``, ``median``, ``window``.
 ``rollback``
     The run went back to the checkpoint of ``step`` = ``to_step`` because of a spike in ``from_step``; ``left_out``: the
-    samples, counted through all epochs, from the first to behind the last; and the keys of ``guard``. Lines of the
-    steps that were undone move to ``metrics.rolled_back.jsonl``.
+    samples, counted through all epochs, from the first to the one after the last; and the keys of ``guard``. Lines of
+    the steps that were undone move to ``metrics.rolled_back.jsonl``.
 
 Floats are written so that reading gives the same bits. JSON has no NaN: such a value is null, and
 ``not_finite`` says what it was, for example ``{"loss": "nan", "grad_norm": "inf"}``.
@@ -104,7 +104,7 @@ class MetricsFile:
     Args:
         path: The file. On resume it is rewritten (atomically) without the lines after
             ``resume_step`` and without lines that are no records.
-        resume_step: Step that the run goes on from. With 0 an existing file is another run's: it
+        resume_step: Step that the run resumes from. With 0 an existing file is another run's: it
             is kept as ``metrics.previous.jsonl``.
     """
 
@@ -133,7 +133,7 @@ class MetricsFile:
         self._keep(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Move the lines after a step to ``metrics.rolled_back.jsonl``; writing goes on after it."""
+        """Move the lines after a step to ``metrics.rolled_back.jsonl``; writing continues after it."""
         try:
             self._file.close()
             undone = self._keep(step)

@@ -36,7 +36,7 @@ class Monitor:
         output_dir: Folder for ``metrics.jsonl``, ``loss.png`` and ``tensorboard/``; made if missing.
         total_steps: Steps of the whole run, those before a resume included.
         tokens_per_step: Tokens that one optimizer step learns from (global batch x sequence length).
-        resume_step: Finished steps of the checkpoint that the run goes on from; later lines are
+        resume_step: Finished steps of the checkpoint that the run resumes from; later lines are
             removed from metrics.jsonl, so that no step appears twice. 0 begins a new file.
         quiet: None: live line on a terminal, otherwise plain lines. True: plain lines always.
             False: live line always.
@@ -123,7 +123,7 @@ class Monitor:
             skipped: Whether the weights were left as they are because of a NaN, an Inf or a spike.
             expert_load_by_layer: Tokens of the busiest expert over the mean, for each MoE layer.
             **numbers: :data:`STEP_NUMBERS`, and others for metrics.jsonl and TensorBoard, such as ``data_seconds``
-                (part of ``seconds`` spent waiting for data), ``expert_load_max_over_mean`` (of the worst layer) and
+                (those of ``seconds`` spent waiting for data), ``expert_load_max_over_mean`` (of the worst layer) and
                 ``drop_rate`` (share of token-expert pairs that exceeded the capacity); None is left out.
         """
         rest = {k: v for k, v in numbers.items() if k not in STEP_NUMBERS and v is not None}
@@ -173,7 +173,7 @@ class Monitor:
             self._print(f"evaluation step={step} validation_loss={loss:.4f}")
 
     def saved(self, step: int, stall_ms: float) -> None:
-        """Record how long training stood still for the checkpoint of a step, milliseconds."""
+        """Record how long training was paused for the checkpoint of a step, milliseconds."""
         self._metrics.write("save", step, {"stall_ms": float(stall_ms)})
 
     def begin(self, values: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Monitor:
             self._samples.write("step", {"step": step, **values})
 
     def sync(self) -> None:
-        """Bring the record of samples to the disk, before a checkpoint that goes on from it."""
+        """Bring the record of samples to the disk, before a checkpoint that refers to it."""
         if self._samples is not None:
             self._samples.sync()
 
@@ -339,7 +339,7 @@ class SilentMonitor(Monitor):
         pass
 
     def __getattribute__(self, name: str) -> Any:
-        """Return what does nothing, whatever the name."""
+        """Return a function that does nothing, whatever the name."""
         return lambda *args, **kwargs: None
 
 

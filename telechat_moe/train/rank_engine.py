@@ -59,12 +59,12 @@ class RankEngine:
         self.exchange = ShardExchange(self.sharing, self.rank, folder, self.control)
 
     def _kept(self, name: str) -> bool:
-        """Return whether a parameter of the graph belongs into a checkpoint."""
+        """Return whether a parameter of the graph belongs in a checkpoint."""
         transient = state.is_transient(name) or name.startswith(SUMS)
         return _base(name) in self.weights and not transient
 
     def read(self, columns: Columns) -> list[Batch]:
-        """Return the whole batch; the graph cuts micro-batches and this rank's rows out of it."""
+        """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
         read = [next(columns) for _ in range(self.micro_batches)]
         return [tensors({name: np.concatenate([r[name] for r in read]) for name in read[0]})]
 
@@ -85,7 +85,7 @@ class RankEngine:
         return grouped({name: self.program.parameters[name] for name in self.names}, MOMENTS)
 
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
-        """Put the tensors of a checkpoint into the model, ``in_place`` into the graph, too."""
+        """Put the tensors of a checkpoint into the model; with ``in_place`` also into the graph."""
         state.put({"model": state.kept(self.model)}, saved.tensors, saved.path)
         wanted = [f"{m}.{p.name}" for m in MOMENTS for p in self.model.trainable_params()]
         self.moments = saved.tensors.get("optimizer", {})
@@ -121,7 +121,7 @@ class RankEngine:
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
     ) -> Callable[[Groups], object]:
-        """Return what writes this rank's share of a copy; no rank waits for another one but in its thread."""
+        """Return a function that writes this rank's share of a copy; ranks wait for each other only in its thread."""
         self.saves += 1
         save, about = f"{self.control.read('nonce')}-{self.saves}", {"layout": self.layout}
         together = JointSave(

@@ -79,7 +79,7 @@ def build_step(
         rank: Global rank.
         target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: its primitives.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
-        shared_graph: Micro-batches share one graph, and stand-ins replace other stages' cells;
+        shared_graph: Micro-batches share one graph, and shape-only stubs replace other stages' cells;
             default: for Ascend where there are several. CPU cannot run such a graph.
 
     Raises:

@@ -1,8 +1,8 @@
 """A training step of a model that is spread over devices, as one graph.
 
 The same step as :class:`telechat_moe.train.step.TrainStep`, written for MindSpore's semi-automatic parallel front end:
-micro-batches are cut inside the graph, so that the front end can put them through a pipeline, and what must be known
-to all devices (gradient norm, losses, expert loads) is summed by explicit collectives.
+micro-batches are split inside the graph, so that the front end can put them through a pipeline, and what all devices
+must know (gradient norm, losses, expert loads) is summed by explicit collectives.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class RankStep(UpdateStep):
         shares: For each of its parameters, one over the number of devices that hold the same shard of the
             gradient; so square sums over all devices count each shard once.
         loss_share: Likewise for the losses; 0 on a stage that has none.
-        routers: Routers of this stage with their places among all.
+        routers: Routers of this stage with their positions among all.
         router_count: Routers of the whole model.
         experts: Experts of each.
         micro_batches: Micro-batches of a step.

@@ -1,4 +1,4 @@
-"""The processes of a run, as one of them sees the others."""
+"""Coordinate the processes of a run, from within one of them."""
 
 from collections.abc import Callable
 

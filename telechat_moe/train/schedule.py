@@ -10,7 +10,7 @@ Schedule = Callable[[int], float]
 
 
 def constant(peak: float, warmup_steps: int, start: float = 0.0) -> Schedule:
-    """Rise linearly from ``start`` to ``peak``, then stay (``ConstantWarmUpLR``).
+    """Rise linearly from ``start`` to ``peak``, then keep that rate (``ConstantWarmUpLR``).
 
     Step 0 has the rate ``start``; step ``warmup_steps`` is the first at ``peak``.
     """
@@ -63,7 +63,7 @@ def warmup_stable_decay(
 ) -> Schedule:
     """Warm up, stay at ``peak`` until ``decay_start``, fall linearly to ``end`` at ``total_steps``.
 
-    MindFormers' ``WarmUpStableDecayLR`` (WSD) goes on falling afterwards; here the rate stays.
+    MindFormers' ``WarmUpStableDecayLR`` (WSD) continues to fall afterwards; here the rate stays at ``end``.
 
     Source: Hu et al. 2024, "MiniCPM", section 4.2.
     """

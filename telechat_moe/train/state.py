@@ -1,4 +1,4 @@
-"""What a run needs to go on, between MindSpore's parameters and a checkpoint."""
+"""Move what a run needs to resume between MindSpore's parameters and a checkpoint."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ TRANSIENT = ("expert_load", "dropped", "main_grad")
 
 
 def is_transient(name: str) -> bool:
-    """Return whether a parameter is zero between steps and so belongs into no checkpoint."""
+    """Return whether a parameter is zero between steps and so belongs in no checkpoint."""
     return name.split(".")[-1] in TRANSIENT
 
 

@@ -69,7 +69,7 @@ class GlobalNorm(nn.Cell):
 
 
 class Accumulate(nn.Cell):
-    """Add the gradient and losses of a micro-batch to the sums that :class:`TrainStep` takes up.
+    """Add the gradient and losses of a micro-batch to the sums that :class:`TrainStep` uses.
 
     The sums are the main gradients. Cells with ``accumulate_into`` (linear layers, experts) add to
     theirs while they compute it (GMMAdd); the gradients of all other parameters are added here.
@@ -125,7 +125,7 @@ def _main_grad(parameter: Parameter) -> Parameter:
 
 
 class UpdateStep(nn.Cell):
-    """The end of a training step: whether the update counts, clipping, AdamW, expert biases.
+    """The end of a training step: decide whether the update counts, clip, run AdamW, move the expert biases.
 
     Args:
         optimizer: Updates the model's parameters.

@@ -35,7 +35,7 @@ class Trainer:
 
     Args:
         recipe: Loaded recipe.
-        resume: Go on from the newest good checkpoint of ``output_dir``, if there is one.
+        resume: Continue from the newest good checkpoint of ``output_dir``, if there is one.
         overwrite: Remove the checkpoints and metrics of an earlier run before the first step.
         plain: Print plain lines, also on a terminal.
         ranks: The processes of the run; None: this is the only one.

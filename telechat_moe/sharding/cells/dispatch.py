@@ -1,4 +1,4 @@
-"""Dispatch to experts that are spread over devices; see :mod:`telechat_moe.sharding.cells.collective` for the mechanism.
+"""Dispatch to experts that are spread over devices, by the mechanism of :mod:`telechat_moe.sharding.cells.collective`.
 
 Legend: T tokens, t tokens of this device, K choices of a token, E experts, e experts of this device, H hidden width,
 F an expert's width, C rows of an expert's buffer, g groups of tokens that share a capacity, P pairs.
