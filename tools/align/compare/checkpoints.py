@@ -1,4 +1,4 @@
-"""Two checkpoints compared tensor by tensor, whatever layouts wrote them; values are read in blocks.
+"""Compare two checkpoints tensor by tensor, whatever layouts wrote them; values are read in blocks.
 
 A checkpoint is a folder with ``checkpoint.json`` (whole tensors, or what several ranks wrote together) or one with
 ``pieces.json`` (``telechat-moe ckpt reshard``). Checksums of all files are compared first.
@@ -34,7 +34,7 @@ DTYPES = {
     "U8": ("uint8", "u1"),
     "BOOL": ("bool", "?"),
 }
-"""Types of safetensors: canonical name, and how NumPy reads them (bfloat16: its bits)."""
+"""For each safetensors type its canonical name and the NumPy type to read it with (bfloat16: its bits)."""
 
 Region = tuple[tuple[int, int], ...]
 
@@ -58,16 +58,16 @@ class _Stored(ShardValues):
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose tensors are read when asked for.
+    """A checkpoint whose tensors are read on demand.
 
     Attributes:
         path: Its folder.
         step: Number of finished training steps.
-        layout: What it says of the layout.
+        layout: Its layout, as it describes it.
         shapes: Whole shape of each tensor, by name.
-        dtypes: Canonical type.
-        groups: Group (``model``, ``optimizer``).
-        pieces: Where each tensor lies: for each piece its region and values.
+        dtypes: Canonical type of each tensor.
+        groups: Group of each tensor (``model``, ``optimizer``).
+        pieces: The shards of each tensor, each with its region and values.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Stored:
     pieces: Mapping[str, list[tuple[Region, ShardValues]]]
 
     def tensor(self, name: str) -> Logical:
-        """Return a tensor, put together from its pieces."""
+        """Return a tensor, merged from its shards."""
         parts = self.pieces[name]
         pieces = [Shard(i, source) for i, (_, source) in enumerate(parts)]
         regions = {i: region for i, (region, _) in enumerate(parts)}
@@ -87,10 +87,10 @@ class Stored:
 
 
 def open_checkpoint(path: Path) -> Stored:
-    """Open a checkpoint after all its checksums were compared.
+    """Open a checkpoint after comparing all its checksums.
 
     Raises:
-        BadInputError: It is missing, broken or no checkpoint of ours.
+        BadInputError: It is missing, broken or not a checkpoint of this package.
     """
     from telechat_moe.checkpoint import checkpoint, manifest, reshard
 
@@ -150,7 +150,7 @@ def _made(
 
 
 def _header(file: Path) -> tuple[Path, dict[str, Any], int]:
-    """Return the header of a safetensors file and where its data begins."""
+    """Return the data file of a safetensors file, its header, and the position where its data begins."""
     try:
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")
@@ -177,12 +177,12 @@ class Compared:
 
     Attributes:
         dtype: Type of both.
-        elements: Their number.
-        different: Elements of which any bit differs.
-        max_abs: Largest difference; infinite where one is finite and the other is not.
+        elements: Number of elements.
+        different: Number of elements that differ in any bit.
+        max_abs: Largest difference; infinite where only one value is finite.
         relative_l2: ``|B - A| / |A|``.
-        histogram: Elements by distance in ULPs of the type: 0, up to 1, up to 2, up to 4 ...; floats only.
-        first: First element that differs, with both values.
+        histogram: Number of elements by distance in ULPs of the type: 0, up to 1, up to 2, up to 4 ...; floats only.
+        first: The first element that differs, with both values.
     """
 
     dtype: str
@@ -232,7 +232,7 @@ def compare(a: Logical, b: Logical) -> Compared:
 
 
 def _distance(x: Array, y: Array, unequal: Array) -> Array:
-    """Return ``|x - y|``: 0 where bits are equal or both are NaN, infinite where one is."""
+    """Return ``|x - y|``: 0 where bits are equal or both are NaN, infinite where only one is NaN."""
     with np.errstate(invalid="ignore", over="ignore"):
         found = np.where(unequal, np.abs(x - y), 0.0)
     return np.where(np.isnan(found), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), found)
@@ -286,12 +286,12 @@ class Report:
 
     @property
     def different(self) -> list[str]:
-        """Names of the tensors that are not equal to the last bit, the most different first."""
+        """Return the names of the tensors that are not bitwise equal, the most different first."""
         wrong = [n for n, c in self.compared.items() if not c.bitwise]
         return sorted(wrong, key=lambda n: -self.compared[n].relative_l2)
 
     def beyond(self, ulp: float, rtol: float) -> list[str]:
-        """Names of the tensors beyond both bounds: ULPs of every element, relative L2."""
+        """Return the names of the tensors beyond both bounds: ULPs of every element, relative L2."""
 
         def far(c: Compared) -> bool:
             limit = (
@@ -320,12 +320,12 @@ def compare_checkpoints(
     Args:
         a: Folder of the first.
         b: Folder of the second.
-        group: Only this one (``model``, ``optimizer``).
+        group: Compare only this group (``model``, ``optimizer``).
         progress: Wraps the names of tensors as they are compared.
 
     Raises:
         BadInputError: One is broken, or there is nothing of that group.
-        LayoutError: Pieces do not tile a tensor, or copies differ.
+        LayoutError: Shards do not tile a tensor, or copies differ.
     """
     first, second = open_checkpoint(a), open_checkpoint(b)
 

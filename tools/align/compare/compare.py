@@ -1,10 +1,10 @@
-"""Compare the tensors of two dumps by a published standard, one after another, in chunks: a dump's size is never resident.
+"""Compare the tensors of two dumps by a published standard, one by one and in chunks, so that memory stays bounded.
 
-Tensors are paired by step, rank, call and place; a call more or less shifts no other (``pairing.aligned``). A pair is judged
-by the best that both dumps have of it: values; else fingerprints; else checksum and statistics, which can show that tensors
-differ by more than a standard allows, but seldom that they do not. Discrete decisions are judged by ``decisions.py``; after
-a legal flip the routing is pinned: tokens that went the same way are compared, and where tokens mix, calls are judged by
-replaying them in isolation.
+Tensors are paired by step, rank, call and position; an additional or missing call does not shift the others
+(``pairing.aligned``). A pair is judged by the best information that both dumps have: values; else fingerprints; else
+checksum and statistics, which can show that tensors differ by more than a standard allows, but seldom that they do not.
+Discrete decisions are judged by ``decisions.py``. After a legal flip the routing is pinned: tokens that were routed
+alike are compared, and where tokens mix, calls are judged by isolated replay.
 """
 
 import math
@@ -29,15 +29,15 @@ from telechat_moe.tools.align.numerics import FLOATS, is_float
 Array = np.ndarray[Any, np.dtype[Any]]
 
 CHUNK = 1 << 13
-"""Elements of a chunk: in float64 below what malloc takes from the system and gives back each time, and in a core's cache."""
+"""Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
-_RELEASE = 1 << 22  # elements after which the pages of mapped files are let go
+_RELEASE = 1 << 22  # elements after which the pages of mapped files are released
 _EXTREME = {kind.largest for kind in FLOATS.values()} | {math.inf}
-_SCALARS = 1e-6  # relative difference of settings that went through a narrower type
+_SCALARS = 1e-6  # relative difference allowed for settings that were stored in a narrower type
 
 
 class Pair(NamedTuple):
-    """Two tensors at the same place; None: that dump lacks it."""
+    """Two tensors at the same position; None: that dump lacks the tensor."""
 
     key: str
     place: str
@@ -59,14 +59,14 @@ def compare(
     """Compare two dumps of the same layout.
 
     Args:
-        reference: A run that is believed (golden).
+        reference: The trusted run (golden).
         target: The run to judge.
         profile: The standard.
-        bench: A third run, for standards that want one.
-        steps: Only these.
+        bench: A third run, for standards that need one.
+        steps: Compare only these steps.
         common: Calls and ranks that only one dump has do not make the runs incomparable.
-        progress: Called with the number of calls done and of all.
-        problems: Rows of tensors that could not be merged (``compare_merge.py``).
+        progress: Called with the number of calls done and the number of all calls.
+        problems: Rows of tensors that could not be merged (``dump/merge.py``).
 
     Raises:
         BadInputError: A dump is broken.
@@ -80,7 +80,7 @@ def compare(
     first = _FirstFlips()
     mixed = False
     was = None
-    spread = False  # flips of this step change all ranks' weights of the next
+    spread = False  # flips of this step change the weights of all ranks in the next
     for step, rank in wanted:
         if step != was:
             mixed, was = mixed or spread, step
@@ -105,14 +105,14 @@ def compare(
 def outcome_of(
     rows: list[Row], flips: dict[str, list[str]], profile: Profile, nbytes: int, alone: bool
 ) -> Outcome:
-    """Return what rows come to together.
+    """Return the outcome that rows amount to.
 
     Args:
-        rows: Of all tensors.
+        rows: Rows of all tensors.
         flips: As in :class:`Outcome`.
         profile: The standard.
-        nbytes: Of values read.
-        alone: There is no third run.
+        nbytes: Bytes of values that were read.
+        alone: Whether there is no third run.
     """
     counts = Counter(row.status for row in rows)
     notes: list[str] = []
@@ -135,13 +135,13 @@ def outcome_of(
 
 
 class _FirstFlips:
-    """Where on other ranks the first choice comes out differently."""
+    """Finds where choices first differ on other ranks."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], int | None] = {}
 
     def of(self, reference: Dump, target: Dump, step: int, ranks: Sequence[int]) -> int | None:
-        """Return the number of that call; None: nowhere."""
+        """Return the number of the first call whose choice differs; None: no call's does."""
         found = [self._one(reference, target, step, rank) for rank in ranks]
         return min((f for f in found if f is not None), default=None)
 
@@ -188,7 +188,7 @@ class _Rank:
         common: bool,
         progress: Callable[[int, int], None] | None,
     ) -> Iterator[Row]:
-        """Yield a row for each tensor, in the order of the reference; then what only the target has."""
+        """Yield a row for each tensor in the order of the reference, then rows for what only the target has."""
         lacking = "not judged" if common else "not comparable"
         total = len(self.golden.calls)
         for i, (key, call) in enumerate(self.golden.calls.items()):
@@ -283,7 +283,7 @@ class _Rank:
         return measured(row, measure, arrays[0], keep)
 
     def _settings(self, call: Call, other: Call) -> list[Row]:
-        """Return a row for each number or flag that the runs were given differently."""
+        """Return a row for each number or flag that differs between the runs."""
         found: list[Row] = []
         pairs = [
             (f"input.{i}", a, b)
@@ -299,7 +299,7 @@ class _Rank:
         return found
 
     def _replayed(self, rows: list[Row], call: Call, pinned: Pinned) -> list[Row]:
-        """Return the rows of a call, those judged by replay that earlier flips may have changed."""
+        """Return the rows of a call; those that earlier flips may have changed are judged by replay."""
         wrong = [
             r for r in rows if r.status == "diverged" and r.basis not in ("decision", "setting")
         ]
@@ -332,7 +332,7 @@ def _absent(step: int, rank: int, said: str, common: bool) -> Row:
 
 
 def _other(a: Any, b: Any) -> bool:
-    """Return whether two settings are different numbers or flags; texts name types and devices."""
+    """Return whether two settings are different numbers or flags; texts, which name types and devices, never are."""
     if isinstance(a, bool) != isinstance(b, bool) or isinstance(a, str) != isinstance(b, str):
         return False
     if isinstance(a, int | float) and isinstance(b, int | float):
@@ -361,7 +361,7 @@ def _unlike(golden: TensorRecord, target: TensorRecord, profile: Profile) -> tup
 
 
 def chunks(arrays: Sequence[Array], keep: Array | None = None) -> Iterator[Chunk]:
-    """Yield parts of tensors of one shape, in the order of their elements; of some rows only."""
+    """Yield chunks of tensors of one shape, in the order of their elements; with ``keep``, of those rows only."""
     if keep is not None:
         parts = _kept(arrays, keep)
     elif all(a.flags.c_contiguous for a in arrays):
@@ -405,12 +405,12 @@ def _reals(x: Array) -> Array:
 
 
 def measured(row: Row, measure: Measure, values: Array, keep: Array | None) -> Row:
-    """Return a row with what a standard's measure found.
+    """Return a row with the results of a standard's measure.
 
     Args:
-        row: Which tensor.
-        measure: Has seen all chunks.
-        values: Of the target.
+        row: The row of the tensor.
+        measure: A measure that has seen all chunks.
+        values: The target's values.
         keep: Rows of tokens that were compared; None: all.
     """
     size = values.size

@@ -1,8 +1,8 @@
-"""Compare by a published standard what a map names: runs of other layouts or frameworks, whose calls are not the same.
+"""Compare the tensors that a map names by a published standard: for runs of other layouts or frameworks.
 
-Each entry of the map is one tensor, put together from all ranks on either side (``points.py``), one after another. What
-the map does not name is not compared. A choice of experts that comes out otherwise ends the comparison of its step: two
-frameworks' routers cannot be pinned to each other, so whole tensors after it are not comparable.
+Each entry of the map is one tensor, merged from all ranks of each run (``points.py``), one by one. Tensors that the map
+does not name are not compared. A choice of experts that differs ends the comparison of its step: two frameworks'
+routers cannot be pinned to each other, so whole tensors after it are not comparable.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ def compare_linked(
     """Compare the tensors of a map.
 
     Args:
-        reference: A run that is believed (golden).
+        reference: The trusted run (golden).
         target: The run to judge.
-        profile: The standard; one without a third run.
+        profile: The standard; one that needs no third run.
         links: The map (``points.read_map``).
-        steps: Only these.
-        common: What one side lacks does not make the runs incomparable.
-        progress: Called with the number of entries done and of all.
+        steps: Compare only these steps.
+        common: Tensors that one run lacks do not make the runs incomparable.
+        progress: Called with the number of entries done and the number of all entries.
 
     Raises:
         BadInputError: A dump is broken.
@@ -59,7 +59,7 @@ def compare_linked(
 
 
 def weight_links(dump: Dump) -> list[Link]:
-    """Return the map of what any two runs of one model have: gradients, weights and states of each update, by name."""
+    """Return the map for two runs of one model: gradients, weights and states of each update, by name."""
     found: dict[str, Link] = {}
     for rank in dump.ranks.values():
         for call in rank.calls.values():
@@ -88,7 +88,7 @@ class _Map:
         self.nbytes = 0
 
     def row(self, step: int, link: Link, one: Point, other: Point) -> Row:
-        """Return what is said of one entry."""
+        """Return the row of one entry."""
         shape = () if other.values is None else other.values.shape
         row = Row(step, other.rank, link.name, "", "", other.dtype, shape, "pass", "values")
         for side, point in (("target", other), ("reference", one)):

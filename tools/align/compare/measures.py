@@ -1,9 +1,9 @@
-"""What two tensors are measured by, chunk by chunk: one class for each kind of published standard.
+"""Measure the difference of two tensors, chunk by chunk: one class for each kind of published standard.
 
-Each takes :class:`Chunk` after chunk and gives :class:`Check` lines at the end. A check's observed value is an error with
-an upper limit, also where the standard words it the other way round (cosine above 0.99: ``1 - cosine`` below 0.01).
-Infinities and NaN at the same places, infinities with the same sign, agree and have error 0; at different places the
-error is infinite. What a standard does otherwise, its class says.
+Each class takes :class:`Chunk` after chunk and returns :class:`Check` lines at the end. A check's observed value is an
+error with an upper limit, even if the standard words it the other way round (cosine above 0.99: ``1 - cosine`` below
+0.01). Infinities of the same sign, and NaN, agree where both tensors have them in the same positions, with error 0;
+otherwise the error is infinite. A class names what its standard does differently.
 """
 
 import math
@@ -26,11 +26,11 @@ class Check(NamedTuple):
     """One line of a standard.
 
     Attributes:
-        metric: What was measured.
-        observed: Found.
-        limit: Allowed.
+        metric: Name of the metric.
+        observed: Value found.
+        limit: Value allowed.
         ok: Whether the standard is met.
-        at: Flat index of the worst element; None: of the tensor as a whole.
+        at: Flat index of the worst element; None: the check is of the tensor as a whole.
     """
 
     metric: str
@@ -41,7 +41,7 @@ class Check(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Observed over limit; infinite where nothing is allowed and something was found."""
+        """Return observed over limit; infinite where nothing is allowed and something was found."""
         if math.isnan(self.observed) or math.isnan(self.limit):
             return math.inf
         if self.observed == 0:
@@ -52,13 +52,13 @@ class Check(NamedTuple):
 
 
 class Chunk:
-    """A part of two flattened tensors.
+    """A range of the elements of two flattened tensors.
 
     Args:
-        target: Of the judged run.
-        golden: Of the believed run, as long.
+        target: Elements of the judged run.
+        golden: Elements of the trusted run, as many.
         begin: Index of the first element.
-        bench: Of a third run, as long; None: there is none.
+        bench: Elements of a third run, as many; None: there is none.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Chunk:
 
     @cached_property
     def golden(self) -> Array:
-        """The believed run's elements in float64."""
+        """The trusted run's elements in float64."""
         return widened(self.raw_golden)
 
     @cached_property
     def magnitude(self) -> Array:
-        """``|golden|``; 1 where :attr:`error` is no difference of numbers."""
+        """``|golden|``; 1 where :attr:`error` is not a difference of finite numbers."""
         magnitude = np.abs(self.golden)
         return magnitude if self.special is None else np.where(self.special, 1.0, magnitude)
 
@@ -103,7 +103,7 @@ class Chunk:
         return errors(self.target, self.golden)
 
     def against_golden(self) -> "Chunk":
-        """Return the third run's elements in place of the target's."""
+        """Return a chunk with the third run's elements instead of the target's."""
         assert self.raw_bench is not None
         return Chunk(self.raw_bench, self.raw_golden, self.begin)
 
@@ -121,11 +121,11 @@ def errors(target: Array, golden: Array) -> tuple[Array, Array | None]:
 
 
 class Measure(ABC):
-    """Takes chunks, says in the end whether a standard is met.
+    """Takes chunks and reports in the end whether a standard is met.
 
     Attributes:
-        note: What a reader must know of the answer.
-        undefined: Why the standard says nothing of these tensors.
+        note: What a reader must know about the result.
+        undefined: Why the standard does not apply to these tensors.
     """
 
     note = ""
@@ -146,7 +146,7 @@ class Close(Measure):
     Args:
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        nan_equal: Two NaN at the same place agree.
+        nan_equal: Two NaN in the same position agree.
     """
 
     def __init__(self, rtol: float, atol: float, nan_equal: bool = False) -> None:
@@ -181,12 +181,12 @@ class Close(Measure):
 
 
 class Ulps(Measure):
-    """Steps from number to number of a type, as a walk with ``nextafter`` counts them.
+    """Distance in steps from number to number of a type, as repeated ``nextafter`` would count them.
 
-    The golden value is first rounded to the type; -0 and 0 are one number, an infinity is reached from no number.
+    The golden value is first rounded to the type; -0 and 0 are one number, and infinity is infinitely far.
 
     Args:
-        dtype: Of the target, as the program computed it.
+        dtype: Type that the target was computed in.
         most: Steps allowed.
     """
 
@@ -213,8 +213,8 @@ class Relative(Measure):
     """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both.
 
     Args:
-        mean: MERE must be below.
-        largest: MARE must be below.
+        mean: Upper limit of MERE, exclusive.
+        largest: Upper limit of MARE, exclusive.
     """
 
     def __init__(self, mean: float, largest: float) -> None:
@@ -271,11 +271,11 @@ class RelativeErrors:
 
 
 class DoubleBenchmark(Measure):
-    """The target's MARE, MERE and RMSE against the golden run over those of a third run.
+    """The target's MARE, MERE and RMSE against the golden run, over those of a third run.
 
     Args:
-        limits: Of the three ratios.
-        least: The third run's errors count at least so much (a third run without error would forbid any).
+        limits: Limits of the three ratios.
+        least: Lower limit of the third run's errors (without it, a third run without error would forbid any error).
     """
 
     def __init__(self, limits: tuple[float, float, float], least: float) -> None:
@@ -306,15 +306,15 @@ class Mixed(Measure):
     """Mixed tolerance: nearly all elements within rtol and atol, and a cap on the largest absolute error.
 
     The cap is ``max(floor, 32 ULP)``, the ULP of the golden value at the largest error, narrowed to the target's type.
-    Infinities and NaN must be at the same places; a golden value that overflows the target's type is its infinity.
+    Infinities and NaN must be in the same positions; a golden value that overflows the target's type is infinity.
 
     Args:
-        dtype: Of the target.
+        dtype: Type of the target.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        floor: Of the cap.
-        unmatched: Share of elements that may be beyond.
-        ulps: Of the cap.
+        floor: Lower limit of the cap.
+        unmatched: Share of elements that may be beyond the tolerance.
+        ulps: ULPs of the cap.
     """
 
     def __init__(
@@ -366,7 +366,7 @@ class Mixed(Measure):
 
 
 class Equal(Measure):
-    """Equal integers and booleans, whatever their width; of other values, equal numbers."""
+    """Equality of integers and booleans, whatever their width; of other values, equality of the numbers."""
 
     metric = "unequal elements"
 
@@ -393,7 +393,7 @@ class Equal(Measure):
 
 
 class Bitwise(Equal):
-    """Equal bytes: -0 is not 0, and NaN are equal only with equal payloads."""
+    """Equality of bytes: -0 is not 0, and NaN are equal only if their payloads are."""
 
     metric = "elements with other bits"
 
@@ -402,5 +402,5 @@ class Bitwise(Equal):
 
 
 def bits(x: Array) -> Array:
-    """Return the bits of elements, none of them complex, as unsigned integers."""
+    """Return the bits of elements as unsigned integers; elements must not be complex."""
     return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")

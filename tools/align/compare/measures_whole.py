@@ -14,12 +14,12 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class Cosine(Measure):
     """MindFormers' PrecisionChecker: cosine, sum of magnitudes, divergence of the softmax over all elements.
 
-    As published, the sum of magnitudes may be too small by any amount; a note says where that lets a tensor pass.
+    As published, the sum of magnitudes may be too small by any amount; a note says if a tensor passes because of that.
 
     Args:
-        cosine: Must be larger.
-        magnitude: ``sum |target| / sum |golden| - 1`` must be smaller.
-        divergence: Kullback-Leibler divergence must be smaller.
+        cosine: Lower limit, exclusive.
+        magnitude: Upper limit of ``sum |target| / sum |golden| - 1``, exclusive.
+        divergence: Upper limit of the Kullback-Leibler divergence, exclusive.
     """
 
     def __init__(self, cosine: float, magnitude: float, divergence: float) -> None:
@@ -64,13 +64,13 @@ class Cosine(Measure):
 
 
 class _Softmax:
-    """Running sum of exponentials."""
+    """A running sum of exponentials."""
 
     def __init__(self) -> None:
         self.largest, self.total = -math.inf, 0.0
 
     def add(self, x: Array, terms: Array) -> float:
-        """Return by how much earlier terms shrink; the chunk's terms go into ``terms``."""
+        """Return the factor by which earlier terms shrink; write the chunk's terms into ``terms``."""
         largest = max(self.largest, float(x.max())) if x.size else self.largest
         scale = math.exp(self.largest - largest) if self.largest > -math.inf else 0.0
         np.subtract(x, largest, out=terms)
@@ -84,11 +84,11 @@ class _Softmax:
 
 
 _TINY = float(np.finfo(float).eps)
-"""A tensor with no larger magnitude counts as zero."""
+"""A tensor without a larger magnitude counts as zero."""
 
 
 def _high(x: Array, squares: float) -> float:
-    """Return the largest magnitude, or less if that is beyond :data:`_TINY`, too: the root of the mean square."""
+    """Return the root mean square if it is well above :data:`_TINY`, else the largest magnitude."""
     mean = math.sqrt(squares / max(1, x.size))
     return mean if mean > 2 * _TINY else float(np.abs(x).max())
 
@@ -96,14 +96,14 @@ def _high(x: Array, squares: float) -> float:
 class Thousandths(Measure):
     """msprobe's acc_check: cosine, then largest error, then shares with a relative error of 1 %, 0.1 %, 0.01 %.
 
-    As published, NaN is tested by the shares alone, so that few of them pass; a note says where.
+    As published, only the shares test NaN, so a tensor with few NaN passes; a note says where.
 
     Args:
-        cosine: Must be larger, if there are several elements that are not all zero.
-        error: A largest error below passes without further tests.
-        shares: For each test the limit of the relative error, which is that of the share, too; True: failing is an
-            error, False: a warning.
-        epsilon: Added to the golden value's magnitude: unit of the golden tensor's type.
+        cosine: Lower limit, exclusive, if there are several elements that are not all zero.
+        error: A tensor whose largest error is below this passes without further tests.
+        shares: For each test the limit of the relative error, which also limits the share of elements beyond it; True:
+            failing is an error, False: a warning.
+        epsilon: Added to the golden value's magnitude: unit roundoff of the golden tensor's type.
     """
 
     def __init__(

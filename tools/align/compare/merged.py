@@ -1,4 +1,4 @@
-"""Dumps of many ranks brought to one rank of whole tensors, so that runs of other layouts can be compared."""
+"""Merge dumps of many ranks into one rank of whole tensors, so that runs of other layouts can be compared."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ _SURE = (
     "dump",
     "said",
     "inferred",
-)  # layouts that were not guessed: copies that differ there are wrong
+)  # layouts that are not guesses: copies that differ are a fault
 
 
 def merged(dump: Dump, said: Said, folder: Path, steps: Sequence[int]) -> tuple[Dump, list[Row]]:
     """Return a dump with one rank in each step, and a row for each tensor that could not be merged or whose copies differ.
 
     Args:
-        dump: Of all ranks.
-        said: What it does not say of layouts.
-        folder: Where whole tensors are kept; as large as the merged dump.
-        steps: Those wanted.
+        dump: The dump of all ranks.
+        said: Information on layouts that the dump lacks.
+        folder: Folder for the whole tensors; they need as much space as the merged dump.
+        steps: The steps to merge.
 
     Raises:
         BadInputError: The dump is broken.

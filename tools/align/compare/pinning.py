@@ -1,8 +1,9 @@
-"""What a legal flip changes downstream, and how a comparison goes on.
+"""What a legal flip changes downstream, and how a comparison continues after it.
 
-Going forward, rows of tokens that went the same way in both runs are compared, the others left out. Where tokens met
-(attention, experts' batches) they may still differ: then the call is replayed in isolation, on the target's own inputs.
-Gradients, and whatever comes after a collective, have no rows to leave out: compared as a whole, or replayed.
+In the forward pass, rows of tokens that were routed alike in both runs are compared and the others left out. Where
+tokens mix (attention, experts' batches) even those rows may differ: then the call is replayed in isolation, on the
+target's own inputs. Gradients, and everything after a collective, have no rows to leave out: they are compared as a
+whole, or replayed.
 """
 
 import math
@@ -18,22 +19,22 @@ from telechat_moe.tools.align.judge.replay import forward_key, replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict
 
 LARGEST = 1 << 22
-"""Elements of a call that is replayed: in float64 with their bounds this is what fits into the memory."""
+"""The most elements of a call that is replayed: in float64, with their bounds, they must fit into memory."""
 
 
 class Pinned:
-    """The flips of a rank in a step, and what they changed.
+    """The flips of a rank in a step, and what they change.
 
     Args:
-        golden: A run that is believed.
-        target: The run to judge, calls named as the reference's.
-        profile: Says how far tensors may differ.
-        mixed: Flips of an earlier step changed the weights.
+        golden: The trusted run.
+        target: The run to judge, with calls named as the reference's.
+        profile: Standard that says how far tensors may differ.
+        mixed: Whether flips of an earlier step changed the weights.
 
     Attributes:
-        said: Flips as sentences, by answer.
+        said: Flips as sentences, by legality.
         foreign: Number of the call from which on other ranks have flips; None: they have none.
-        active: Differences may follow from legal flips.
+        active: Whether differences may follow from legal flips.
     """
 
     def __init__(
@@ -52,14 +53,14 @@ class Pinned:
         return self._mixed or bool(self._tokens)
 
     def enter(self, number: int, call: Call) -> None:
-        """Begin a call of the reference."""
+        """Go on to a call of the reference."""
         if self.foreign is not None and number >= self.foreign and kind_of(call) is not None:
             self._mixed = True
         if self._tokens and call.phase is not Phase.FORWARD:
             self._mixed = True
 
     def keep(self, shape: tuple[int, ...]) -> Array | None:
-        """Return which rows of a tensor to compare; None: all, or its rows are no tokens."""
+        """Return which rows of a tensor to compare; None: all, or its rows are not tokens."""
         if not self._tokens or self._mixed:
             return None
         lead = next((d for d in (1, 2) if math.prod(shape[:d]) == self._count), None)
@@ -70,7 +71,7 @@ class Pinned:
         return kept.reshape(shape[:lead])
 
     def decide(self, key: str, chosen: tuple[Array, Array]) -> tuple[str, str] | None:
-        """Return status and reason of differing indices; None: they are no choice."""
+        """Return status and reason for differing indices; None: they are not a choice."""
         found = decide(self.golden, self.target, key, chosen, self.profile, self.active)
         if found is None:
             return None
@@ -102,7 +103,7 @@ class Pinned:
         )
 
     def replay(self, key: str) -> dict[str, Verdict]:
-        """Return the verdicts of a call of the target on its own inputs, by place; empty: it cannot be replayed."""
+        """Return the verdicts of replaying a call of the target, by position; empty: it cannot be replayed."""
         call = self.target.calls[key]
         elements = sum(math.prod(r.shape) for _, r in call.tensors())
         if elements > LARGEST or call.kind != "api" or kind_of(call) is not None:

@@ -1,8 +1,8 @@
-"""Published standards for the difference of two tensors, by name, with their numbers and where these stand.
+"""Published standards for the difference of two tensors, by name, with their numbers and sources.
 
-A standard's thresholds go by the type in which the judged program computed (a record's ``dtype``, not that of a file that
-holds it widened). Integers and booleans must be equal in all of them. What each does at infinities, NaN and zero is said
-with the class in ``measures.py`` that measures it.
+A standard's thresholds depend on the type that the judged program computed in (a record's ``dtype``, not that of a file
+that holds it widened). Integers and booleans must be equal in all standards. How a standard treats infinities, NaN and
+zero is documented with its class in ``measures.py``.
 """
 
 import math
@@ -25,7 +25,7 @@ from telechat_moe.tools.align.compare.measures_whole import Cosine, Thousandths
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 HF32 = "tfloat32"
-"""What Ascend's HF32 keeps of a float32."""
+"""The precision that Ascend's HF32 keeps of a float32."""
 
 ASCEND_RATIO: Mapping[str, tuple[float, float, float]] = {
     "l0": (10.0, 2.0, 2.0),
@@ -36,10 +36,10 @@ ASCEND_RATIO: Mapping[str, tuple[float, float, float]] = {
 benchmark; the same numbers in msprobe 26.2.0, ``precision_standard/standard_config.py``."""
 
 ASCEND_CASES: Mapping[str, int] = {"l0": 5_000, "l1": 10_000, "l2": 30_000}
-"""Cases that the standard wants of each level."""
+"""Number of test cases that the standard requires for each level."""
 
 ASCEND_LEAST: Mapping[str, float] = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 2**-14}
-"""The third chip's error counts at least so much. Source: msprobe 26.2.0, ``_minmum_err``."""
+"""The lower limit of the third chip's error. Source: msprobe 26.2.0, ``_minmum_err``."""
 
 ECOSYSTEM: Mapping[str, float] = {
     "float16": 2**-10,
@@ -115,16 +115,16 @@ class Profile:
 
     Attributes:
         name: As on the command line.
-        source: Where its numbers stand.
-        measures: Returns a measure for a target and a golden type; None: the standard says nothing of them.
-        same_dtype: The types must be equal.
-        third: It wants a third run, whose errors against the golden run are compared with the target's.
+        source: Where its numbers are published.
+        measures: Returns a measure for a target type and a golden type; None: the standard does not cover them.
+        same_dtype: Whether the types must be equal.
+        third: Whether it needs a third run, whose errors against the golden run are compared with the target's.
         envelope: Returns rtol and atol that no element of a passing tensor exceeds, for a type and the largest golden
             magnitude; None: there is no such limit.
-        tolerance: Returns rtol and atol that most elements of a passing tensor keep, for a type; None: unknown.
-        cases: Tensors that the standard wants to see.
-        nan_differs: NaN are unequal, so that equal bits do not pass.
-        kind: Tensors of wider types are judged by the thresholds of this one: what they hold was computed from it.
+        tolerance: Returns rtol and atol that most elements of a passing tensor meet, for a type; None: unknown.
+        cases: Number of tensors that the standard requires.
+        nan_differs: Whether NaN are unequal, so that equal bits may fail.
+        kind: Tensors of wider types are judged by the thresholds of this type, from which their values were computed.
     """
 
     name: str
@@ -139,17 +139,17 @@ class Profile:
     kind: str | None = None
 
     def line(self, dtype: str) -> str:
-        """Return the type whose thresholds count for a tensor of another one."""
+        """Return the type whose thresholds apply to a tensor of this type."""
         if self.kind is None or dtype not in FLOATS or FLOATS[dtype].bits <= FLOATS[self.kind].bits:
             return dtype
         return dtype if self.kind == HF32 and dtype != "float32" else self.kind
 
     def measure(self, dtype: str, golden: str) -> Measure | None:
-        """Return a measure for a tensor; None: the standard has no line for its type.
+        """Return a measure for a tensor; None: the standard does not cover its type.
 
         Args:
-            dtype: Of the target.
-            golden: Of the believed run.
+            dtype: Type of the target.
+            golden: Type of the golden tensor.
         """
         if not is_float(dtype) and not dtype.startswith("complex") and self.name != "bitwise":
             return Equal()
@@ -157,7 +157,7 @@ class Profile:
 
 
 class Options(NamedTuple):
-    """What a user says beside a profile's name; None: its default."""
+    """A user's options for a profile; None: the profile's default."""
 
     rtol: float | None = None
     atol: float | None = None
@@ -335,7 +335,7 @@ def _ulp(o: Options) -> Profile:
         if dtype not in FLOATS:
             return None
         f = FLOATS[dtype]
-        # Steps grow with the numbers that are stepped over; and rounding golden to the type takes half a step.
+        # Steps grow with the magnitude, and rounding golden to the type takes half a step.
         grown = (most + 1) * 2.0 ** (1 - f.bits)
         return math.expm1(grown), (most + 1) * math.ldexp(1.0, f.low - f.bits + 1)
 

@@ -1,4 +1,4 @@
-"""What a comparison says: a row for each tensor, and all of them together."""
+"""The results of a comparison: a row for each tensor, and the outcome of all of them."""
 
 import math
 from collections import Counter
@@ -11,24 +11,24 @@ from telechat_moe.tools.align.compare.measures import Check
 
 @dataclass(frozen=True)
 class Row:
-    """What is said of one tensor.
+    """The result for one tensor.
 
     Attributes:
         step: Step.
         rank: Rank.
-        key: Of the call, as the target has it.
-        place: Within it.
-        phase: Of the call.
-        dtype: Of the target.
-        shape: Of the target.
+        key: Key of the call in the target.
+        place: Position of the tensor in the call.
+        phase: Phase of the call.
+        dtype: Type of the target.
+        shape: Shape of the target.
         status: ``pass``, ``diverged``, ``not comparable`` or ``not judged``.
         basis: What it was judged by: ``values``, ``tokens`` (of those routed alike), ``replay``, ``fingerprint``,
             ``checksum``, ``statistics``, ``setting``, ``decision``.
         checks: Lines of the standard.
-        reason: Why, where it is not a line that says it.
-        note: What a reader must know of a line.
+        reason: Reason of the status, where no line gives it.
+        note: What a reader must know about a line.
         element: Index of the worst element.
-        elements: How many were compared.
+        elements: Number of elements compared.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def worst(self) -> Check | None:
-        """The line that decides."""
+        """The line that decides the status."""
         return max(self.checks, key=lambda c: (not c.ok, c.ratio), default=None)
 
     @property
@@ -95,15 +95,15 @@ ORDER = {"diverged": 0, "not comparable": 1, "not judged": 2, "pass": 3}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a comparison came to.
+    """The outcome of a comparison.
 
     Attributes:
         verdict: ``pass``, ``diverged`` or ``not comparable``.
-        reason: Why it is not comparable.
+        reason: Why the runs are not comparable.
         profile: Name of the standard.
         rows: One for each tensor, in the order of the run.
         flips: Legal and illegal flips, as sentences, and those that cannot be judged.
-        notes: What the standard wants beside.
+        notes: What the standard requires besides.
         nbytes: Bytes of values that were read.
     """
 
@@ -117,12 +117,12 @@ class Outcome:
 
     @property
     def counts(self) -> Counter[str]:
-        """Tensors by status."""
+        """The number of tensors by status."""
         return Counter(row.status for row in self.rows)
 
     @property
     def unknown(self) -> Counter[str]:
-        """Why tensors were not judged or are not comparable, and how many each."""
+        """Why tensors were not judged or are not comparable, with the number of tensors for each reason."""
         return Counter(r.reason for r in self.rows if r.status in ("not judged", "not comparable"))
 
     def sorted(self) -> list[Row]:

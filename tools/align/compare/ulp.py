@@ -1,4 +1,4 @@
-"""How many numbers of a type lie between two values: the walk with ``nextafter``, counted without walking."""
+"""Count the numbers of a type between two values, as repeated ``nextafter`` would, without the walk."""
 
 from functools import lru_cache
 from typing import Any
@@ -11,11 +11,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
-    """Return how many numbers of a type lie from ``golden``, rounded to it, to ``target``; infinite if never.
+    """Return how many steps of a type lead from ``golden``, rounded to it, to ``target``; infinite if none do.
 
     Args:
-        target: Numbers of the type, maybe widened.
-        golden: Of the same type, or of a wider one.
+        target: Numbers of the type, possibly widened.
+        golden: Numbers of the same type, or of a wider one.
         dtype: Canonical name of the type.
     """
     golden = _rounded(golden, dtype)
@@ -24,7 +24,7 @@ def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
     low, high = np.minimum(own, other), np.maximum(own, other)
     if (
         own.dtype == np.int64
-    ):  # the difference may not fit a signed number, but it does an unsigned one
+    ):  # the difference may not fit a signed integer, but it fits an unsigned one
         steps = (high - low).view(np.uint64).astype(np.float64)
     else:
         steps = np.subtract(high, low, dtype=np.float64)
@@ -36,7 +36,7 @@ def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
 
 
 def _rounded(x: Array, dtype: str) -> Array:
-    """Return numbers of a type, given numbers that may be of a wider one."""
+    """Return numbers rounded to a type; they may come from a wider one."""
     if dtype in ("float64", "float32", "float16"):
         with np.errstate(over="ignore"):
             return np.ascontiguousarray(x.astype(dtype, copy=False))
@@ -48,7 +48,7 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def _ordinal(x: Array, dtype: str) -> tuple[Array, bool]:
-    """Return the number of each value among those of its type, 0 for 0, and whether any is infinite or NaN."""
+    """Return the ordinal of each value among the numbers of its type, 0 for 0, and whether any is infinite or NaN."""
     if dtype not in ("float64", "float32", "float16", "bfloat16"):
         table, finite = _numbers(dtype), np.isfinite(x)
         place = np.searchsorted(table, np.where(finite, np.abs(x), 0.0))

@@ -1,4 +1,4 @@
-"""Tensors of which a dump has no values: what fingerprints, checksums and statistics can say of them."""
+"""Judge tensors whose values a dump lacks by fingerprints, checksums and statistics."""
 
 import math
 import zlib
@@ -16,9 +16,7 @@ from telechat_moe.tools.align.dump import statistics as metrics
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
-_ESTIMATE = (
-    2.0  # an estimated distance counts as too large only beyond so many times what is allowed
-)
+_ESTIMATE = 2.0  # an estimated distance is too large only beyond this multiple of the allowed one
 _BYTES = 1 << 22
 
 
@@ -52,7 +50,7 @@ def _fingerprint(record: TensorRecord) -> fingerprint.Fingerprint | None:
 
 
 def _crc(record: TensorRecord, other: TensorRecord) -> str | None:
-    """Return the checksum of a tensor, of the kind that the other one has."""
+    """Return the checksum of a tensor, of the same kind as the other tensor's."""
     if record.crc is not None or record.read is None or other.crc is None:
         return record.crc
     if other.crc.startswith("0x"):
@@ -100,7 +98,7 @@ def _by_fingerprint(
 
 
 def _by_statistics(row: Row, golden: Stats, target: Stats, profile: Profile) -> Row:
-    """Judge by extremes and norm: more than a passing tensor's elements can move them shows that it fails."""
+    """Judge by extremes and norm: differences larger than a passing tensor's elements allow show that it fails."""
     row = replace(row, basis="statistics")
     unknown = replace(row, status="not judged", basis="")
     named = ("max", "min", "norm")
@@ -138,7 +136,7 @@ def _necessary(
         if name == "norm":
             if not is_float(row.dtype):
                 continue
-            # Norms are themselves rounded, in the tensor's type at worst.
+            # Norms are rounded themselves, at worst in the tensor's type.
             own = 4 * FLOATS[row.dtype].unit + 1e-4 if row.dtype in FLOATS else 1e-4
             limit = atol * math.sqrt(row.elements) + (rtol + own) * abs(g)
         found.append(Check(f"difference of {name}", abs(t - g), limit, abs(t - g) <= limit))

@@ -1,12 +1,13 @@
-"""What noise does not explain in a run's losses: the evidence that :mod:`telechat_moe.tools.align.loss.verdict` judges by.
+"""Find what noise does not explain in a run's losses: evidence for :mod:`telechat_moe.tools.align.loss.verdict`.
 
-Three kinds of noise are told apart:
+Three kinds of noise are distinguished:
 
-- of the step: both runs see a batch a little differently; it is autocorrelated, of changing size, and averages out;
-- of the run: where runs part through rounding alone (:func:`_chaos`), they settle on slightly different ways for good.
-  This does not average out. Its size is taken from the base runs and from a prior, and the rest needs evidence from
-  the steps before rounding errors have grown (:func:`_early`);
-- single steps: judged by the tail that the noise itself has.
+- noise of the step: both runs see a batch slightly differently; it is autocorrelated, of changing size, and averages
+  out;
+- noise of the run: where runs diverge through rounding alone (:func:`_chaos`), they settle on slightly different
+  courses for good. This does not average out. Its size is estimated from the base runs and from a prior, and a smaller
+  difference needs evidence from the steps before rounding errors have grown (:func:`_early`);
+- noise of single steps: judged by the tail of the noise itself.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from telechat_moe.tools.align.loss import statistics as stats
 Floats = NDArray[np.float64]
 
 WANDER = 0.5
-"""Prior of how far runs alike drift apart for good, as a share of the spread of their single steps' difference."""
+"""Prior for the lasting drift between equivalent runs, as a share of the spread of their single steps' difference."""
 PRIOR = 8.0
 """Degrees of freedom of that prior."""
 ROUNDING = 6e-8
@@ -32,14 +33,14 @@ ROUNDING = 6e-8
 
 @dataclass(frozen=True)
 class Settings:
-    """What counts.
+    """Thresholds of the tests.
 
     Attributes:
-        margin: A lasting relative difference below this is as good as none (proved, not assumed).
-        negligible: A difference below this is no divergence, however certain it is.
-        spike: A single step below this is none either.
-        alpha: Probability of `diverged` for two runs alike; half of it goes to single steps and stretches.
-        steps: Fewest steps of a `pass`.
+        margin: A lasting relative difference below this is acceptable (which must be proved, not assumed).
+        negligible: A lasting difference below this is no divergence, however certain it is.
+        spike: A difference of a single step below this is no divergence.
+        alpha: Probability of `diverged` for two equivalent runs; half of it goes to single steps and stretches.
+        steps: The fewest steps for a `pass`.
     """
 
     margin: float = 0.003
@@ -51,7 +52,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that noise does not explain.
+    """A difference that noise does not explain.
 
     Attributes:
         kind: ``not finite``, ``first loss``, ``early departure``, ``single step``, ``lasting difference`` or ``passing
@@ -59,10 +60,10 @@ class Finding:
         first: First step concerned.
         last: Last step concerned.
         size: Relative difference; positive: the target's loss is higher.
-        low: With ``high`` the 90 % range of the first step, where it is estimated.
-        high: See ``low``.
-        p: Probability of such a thing under noise; None where noise cannot do it.
-        text: All of it in words.
+        low: Lower end of the 90 % range of the first step, where it is estimated.
+        high: Upper end of that range.
+        p: Probability of such a difference under noise; None where noise cannot cause it.
+        text: The finding in words.
     """
 
     kind: str
@@ -77,7 +78,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Spike:
-    """A jump of the loss: where, how high over its surroundings in base and target, and which of them has it."""
+    """A jump of the loss: its step, its height over its surroundings in base and target, and which of them has it."""
 
     step: int
     base: float
@@ -87,7 +88,7 @@ class Spike:
 
 @dataclass
 class LossComparison:
-    """Curves on common steps, and what has been found about them."""
+    """Curves on their common steps, and the findings about them."""
 
     steps: NDArray[np.int64]
     bases: list[Floats]
@@ -104,16 +105,16 @@ class Evidence:
     """What was measured. Differences are relative; ``difference`` has NaN where a loss is not finite.
 
     Attributes:
-        difference: At each compared step.
-        blocks: Of the difference, with the inflation that the base runs ask for.
+        difference: Difference at each compared step.
+        blocks: Blocks of the difference, with the inflation that the base runs require.
         time: Correlation time.
-        spread: Of single steps.
+        spread: Spread of single steps.
         mean: Test of the mean.
-        error: Standard error of the mean, drift of runs alike included.
-        wander: Part of it that is drift.
-        interval: 90 % interval of the mean that these runs had.
-        margin: That the mean must keep.
-        envelope: Half-width in which the smoothed difference of runs alike stays (95 %).
+        error: Standard error of the mean, including the drift of equivalent runs.
+        wander: The share of the error that is drift.
+        interval: 90 % interval of these runs' mean.
+        margin: Margin that the mean must keep within.
+        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
     """
 
     difference: Floats
@@ -131,7 +132,7 @@ class Evidence:
 def examine(
     compared: LossComparison, finite: NDArray[np.bool_], gate: gates.Gate
 ) -> Evidence | None:
-    """Test the differences; add findings, reasons and notes to the comparison. None: too few steps."""
+    """Test the differences; add findings, reasons and notes to the comparison. Return None: there are too few steps."""
     settings = compared.settings
     kept = np.flatnonzero(finite)
     logs = [np.log(x[kept]) for x in compared.bases]
@@ -153,7 +154,7 @@ def examine(
             f"the difference is correlated over {white.time:.0f} values; at least "
             f"{int(stats.MIN_BLOCKS * white.time) * compared.every:,} steps are needed"
         )
-        factor *= 2  # the noise is known badly: only what is far outside of it counts
+        factor *= 2  # the noise is poorly known: only differences far beyond it count
     blocks = stats.Blocks.of(white).inflated(factor)
     early = chaos and _early(compared, d, steps, spread, white.time)
     wander, freedom = _wander(d, logs, spread) if chaos else (0.0, np.inf)
@@ -182,12 +183,12 @@ def examine(
 
 
 def _chaos(d: Floats, spread: float) -> bool:
-    """Whether the runs were as good as equal at first, so that all their difference has grown from rounding."""
+    """Return whether the runs were almost equal at first, so that their whole difference has grown from rounding."""
     return float(np.sqrt(np.mean(np.square(d[1:9])))) < 0.05 * spread
 
 
 def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, float]:
-    """Return the standard deviation of lasting differences between runs alike (target to base), and its freedom."""
+    """Return the standard deviation of lasting differences between equivalent runs, and its degrees of freedom."""
     ratio = 1 + 1 / len(logs)
     variance, freedom = (WANDER * spread) ** 2 / ratio, PRIOR
     if len(logs) > 1:
@@ -202,9 +203,9 @@ def _early(
 ) -> bool:
     """Look for a systematic difference before rounding errors have grown.
 
-    Grown rounding errors have the sign of the moment. A target that computes something else departs smoothly: many
-    steps in a row on one side, far above the rounding of the first losses. Such steps are evidence however small they
-    are, and a finding if they are not negligible.
+    Grown rounding errors change their sign from time to time. A target that computes something else departs smoothly:
+    many steps in a row on one side, far above the rounding of the first losses. Such steps are evidence however small
+    they are, and a finding if they are not negligible.
     """
     floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(compared))
     grown = np.flatnonzero(np.abs(d) > 0.5 * spread)
@@ -230,7 +231,7 @@ def _early(
 
 
 def _resolution(compared: LossComparison) -> float:
-    """Return the relative size of the last digit that the files give."""
+    """Return the relative size of the last digit in the files."""
     values = np.concatenate([compared.target[:64], *(b[:64] for b in compared.bases)])
     values = values[np.isfinite(values)]
     for digits in range(2, 8):
@@ -240,7 +241,7 @@ def _resolution(compared: LossComparison) -> float:
 
 
 class _Drift(NamedTuple):
-    """Lasting differences of runs alike: how large they may be, and how large base runs show them."""
+    """Lasting differences of equivalent runs: how large they may be, and how large they are between base runs."""
 
     allowed: float
     shown: float
@@ -249,9 +250,9 @@ class _Drift(NamedTuple):
 def _base_noise(
     compared: LossComparison, logs: list[Floats], share: float, chaos: bool
 ) -> tuple[float, float, float]:
-    """Return by how much base runs exceed noise among themselves, the margin they leave, and how far they are apart.
+    """Return by how much base runs exceed noise among themselves, the margin they leave, and their distance.
 
-    Where they part through rounding alone, their lasting differences are drift and not badly estimated noise.
+    Where they diverge through rounding alone, their lasting differences are drift and not badly estimated noise.
     """
     factor, margin, apart = 1.0, compared.settings.margin, 0.0
     for one, other in combinations(logs, 2):
@@ -263,7 +264,7 @@ def _base_noise(
             found = stats.scan(blocks, 3 * share)
             mean = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, share)
             excess = max(abs(found.statistic) / found.limit, abs(mean.statistic) / mean.limit)
-            # One pair shows such an excess only roughly: what is seen once is allowed twice.
+            # One pair shows such an excess only roughly, so twice the excess is allowed.
             factor = max(factor, 2 * excess if excess > 1 else 1.0)
     if factor > 1:
         compared.notes.append(
@@ -288,7 +289,7 @@ def _single_steps(
     target = np.log(compared.target[kept])
     jumps = [curve - stats.rolling_median(curve, 51) for curve in (base, target)]
     runs: list[list[tuple[int, float]]] = []
-    for single in singles:  # neighbours are one event
+    for single in singles:  # neighbouring steps are one event
         if runs and single[0] - runs[-1][-1][0] <= 3:
             runs[-1].append(single)
         else:
@@ -307,7 +308,7 @@ def _single_steps(
 def _first_loss(
     compared: LossComparison, d: Floats, steps: NDArray[np.int64], gate: gates.Gate
 ) -> None:
-    """The first loss is before any update: noise that grows later is no excuse for it."""
+    """Judge the first loss, which is computed before any update: noise that grows later does not excuse it."""
     rest = d[1:31]
     first = int(steps[0])
     known = any(f.first == first for f in compared.findings)
@@ -332,7 +333,7 @@ def _lasting(
     scanned: stats.Scan,
     drift: _Drift,
 ) -> None:
-    """Look for a mean other than 0, over the run or a stretch of it, that runs alike do not show."""
+    """Look for a mean other than 0, over the run or a stretch of it, that equivalent runs do not show."""
     limit = compared.settings.negligible
     test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, compared.settings.alpha / 5)
     certain = abs(test.statistic) > test.limit
@@ -372,7 +373,7 @@ def _lasting(
 def _when(
     tamed: Floats, white: stats.Whitened, blocks: stats.Blocks, scanned: stats.Scan | None
 ) -> tuple[int, int, tuple[int, int]]:
-    """Return first index and one past the last of the difference, and the 90 % range of the first."""
+    """Return the first index and one past the last index of the difference, and the 90 % range of the first."""
     count, a = len(blocks.means), white.coefficients
     if scanned is None:
         return 0, len(tamed), (0, 0)
@@ -388,7 +389,7 @@ def _when(
 
 
 def _shape(d: Floats) -> str:
-    """Say whether a difference grows or fades, if it clearly does."""
+    """Say whether a difference grows or fades, if it clearly does either."""
     if len(d) < 80:
         return ""
     blocks = stats.Blocks.of(stats.whiten(d), most=40)
@@ -436,7 +437,7 @@ def _fill(d: Floats, finite: NDArray[np.bool_]) -> Floats:
 
 
 def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) -> Floats:
-    """Half-width at each compared step in which a mean over 1/25 of the run stays under noise (95 %)."""
+    """Return the half-width, at each compared step, that the mean over 1/25 of the run keeps under noise (95 %)."""
     middle = (blocks.edges[:-1] + blocks.edges[1:]) / 2
     each = len(blocks.means) / 25
     width = 1.96 * np.hypot(blocks.errors / np.sqrt(max(1.0, each)), wander)

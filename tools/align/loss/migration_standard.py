@@ -7,9 +7,9 @@
 - if the benchmark itself fluctuates more than this, the standard is relaxed to its fluctuation;
 - the error must fluctuate around 0.
 
-Where the guide leaves a choice, it is made here: errors are averaged without their sign; the first base run is the
-benchmark; its fluctuation is the largest such error between two base runs, times :data:`SLACK` since two or three runs
-show it only roughly. "Around 0" has no number in the guide: the share of positive errors is given, and
+Where the guide leaves a choice open, it is made here: errors are averaged without their sign; the first base run is the
+benchmark; its fluctuation is the largest such error between two base runs, times :data:`SLACK` because two or three
+runs show it only roughly. "Around 0" has no number in the guide: the share of positive errors is reported, and
 :mod:`telechat_moe.tools.align.loss.verdict` tests it.
 """
 
@@ -29,13 +29,13 @@ AVERAGE = (0.01, 0.01)
 NORM = 0.10
 """Average relative error of the global norm."""
 STEPS = 1000
-"""Fewest steps of a verdict."""
+"""The fewest steps for a verdict."""
 SLACK = (3.0, 1.5)
-"""How many times the base runs' own error is allowed: first loss, average."""
+"""The allowed multiple of the base runs' own error: of the first loss, of the average."""
 
 
 class Check(NamedTuple):
-    """One line of the standard: what was found, what is allowed (with relaxation), whether it is met."""
+    """One line of the standard: the value found, the value allowed (with relaxation), and whether it is met."""
 
     absolute: float
     relative: float

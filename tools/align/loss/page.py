@@ -1,4 +1,4 @@
-"""The verdict on a loss curve as one HTML page without anything from elsewhere, and as JUnit XML."""
+"""The verdict on a loss curve as one self-contained HTML page, and as JUnit XML."""
 
 from html import escape
 
@@ -21,7 +21,7 @@ def page(report: Report) -> str:
 
 
 def body(report: Report) -> str:
-    """Return what the page shows below its heading."""
+    """Return the content of the page below its heading."""
     word = report.verdict
     name = escape(str(report.inputs[-1]["path"]))
     sentence = escape(report.sentence.split(": ", 1)[-1])
@@ -59,7 +59,7 @@ def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width
 
 
 def _thin(steps: Floats, values: Floats, most: int = 900) -> tuple[Floats, Floats]:
-    """Keep the smallest and largest of each group, so that no spike is lost."""
+    """Return the smallest and largest value of each group, so that no spike is lost."""
     if len(steps) <= 2 * most:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), most)
@@ -74,7 +74,7 @@ def _thin(steps: Floats, values: Floats, most: int = 900) -> tuple[Floats, Float
 
 
 def _mean(values: Floats, width: int) -> Floats:
-    """Return the mean over a centred window, at the ends and gaps over what there is of it."""
+    """Return the mean over a centred window; at ends and gaps, over the values that are there."""
     good = np.isfinite(values)
     kernel = np.ones(width)
     sums = np.convolve(np.where(good, values, 0.0), kernel, "same")
@@ -122,7 +122,7 @@ def _differences(report: Report) -> str:
     width = _window(report)
     known = np.isfinite(d)
     tamed = d.copy()
-    tamed[known] = stats.tame(d[known])  # or a spike would lift the whole window around it
+    tamed[known] = stats.tame(d[known])  # otherwise a spike would lift the whole window around it
     smooth = _mean(tamed, width)
     envelope = report.envelope * 100
     logs = np.log(np.where(np.array(report.bases) > 0, report.bases, np.nan))
@@ -202,7 +202,7 @@ def _marks(report: Report, axes: Axes) -> list[str]:
 
 
 def checks(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return what was checked: name, found, allowed, and ``pass``, ``fail``, ``not judged`` or ``monitored``."""
+    """Return the checks: name, value found, value allowed, and ``pass``, ``fail``, ``not judged`` or ``monitored``."""
     kinds = {f.kind for f in report.findings}
     finite = "fail" if "not finite" in kinds else "pass"
     rows = [*_standard(report), ("finite", "", "NaN and Inf where the base has them", finite)]
@@ -292,7 +292,7 @@ def _inputs(report: Report) -> str:
 
 
 def junit(report: Report) -> str:
-    """Return the checks as JUnit XML: what is not judged is skipped, with the reason."""
+    """Return the checks as JUnit XML; a check that was not judged is skipped, with the reason."""
     cases: list[JunitCase] = []
     reason = "; ".join(report.reasons) or "not judged"
     verdict = {PASS: "pass", DIVERGED: "fail"}.get(report.verdict, "not judged")

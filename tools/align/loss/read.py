@@ -1,4 +1,4 @@
-"""Loss curves out of files, whoever wrote them.
+"""Read loss curves from files of several writers.
 
 =====================  ==========================================================================================
 ``metrics.jsonl``      ours: a JSON object a line with ``event``, ``step``, ``loss``, ``grad_norm``
@@ -7,8 +7,8 @@ Megatron-LM's values   JSON: ``{"lm loss": {"start_step", "end_step", "step_inte
 CSV                    columns step, loss and maybe grad_norm, by their titles or in this order; ``,``, ``;`` or tab
 =====================  ==========================================================================================
 
-The kind is told from the content. What is broken is refused with file and line, never skipped; only a line that a kill
-tore off at the end of a file is left out.
+The kind of a file is recognised by its content. Broken content is refused with file and line, never skipped; only a
+last line that was torn off when the writer was killed is left out.
 """
 
 import itertools
@@ -41,13 +41,13 @@ class Curve:
     """Losses of one run.
 
     Attributes:
-        path: Where they were read.
-        kind: Which format.
-        metric: Its own name of the loss.
-        steps: Increasing.
-        loss: Of each step; NaN and Inf as they were.
+        path: File or folder that they were read from.
+        kind: Format of the file.
+        metric: The file's name of the loss.
+        steps: Steps, increasing.
+        loss: Loss of each step; NaN and infinity are kept.
         norm: Norm of the gradient; NaN where there is none.
-        notes: What the reader had to do.
+        notes: What the reader had to correct or leave out.
     """
 
     path: str
@@ -104,7 +104,7 @@ def _reader(text: str) -> Callable[[Path, str, str | None], Curve]:
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):
-        # A file of lines that begins with a broken one, or an object over several lines.
+        # Lines that begin with a broken one, or an object over several lines.
         return _jsonl if first.rstrip().endswith("}") or '"event"' in first else _golden
     return _jsonl if isinstance(record, dict) and "step" in record else _golden
 
@@ -132,7 +132,7 @@ def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """Return a JSON object; an empty one in place of anything else."""
+    """Return a JSON object; an empty one instead of anything else."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
@@ -178,7 +178,7 @@ def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
         value = math.nan if norm in ("", "None") else _number(path, number, "global_norm", norm)
         rows.append(_Row(number, step, _number(path, number, "loss", loss), value))
     again = len(rows) - len({row.step for row in rows})
-    if again:  # a log goes on after a restart; what was trained last is what counts
+    if again:  # a log goes on after a restart; the last training of a step counts
         notes.add(
             f"{again} steps are in the log more than once (restarts): the last of each counts"
         )

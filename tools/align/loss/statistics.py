@@ -1,11 +1,11 @@
-"""Statistics of the difference between two loss curves: is it noise, and if not, since when and how much.
+"""Statistics of the difference between two loss curves: is it noise, and if not, since when and how large?
 
-The input is always d, the relative difference ``ln(target) - ln(base)`` at each compared step. Noise that both runs
-share (the batches) is gone from it; what is left is autocorrelated and of changing size. In this order:
+The input is always d, the relative difference ``ln(target) - ln(base)`` at each compared step. It is free of the noise
+that both runs share (the batches); what is left is autocorrelated and of changing size. In this order:
 
-1. :func:`tame` cuts single steps that stand out, so that a spike is no bias;
-2. :func:`whiten` takes out autocorrelation and keeps means (y = (d_t - sum a_i d_t-i) / (1 - sum a_i));
-3. :class:`Blocks` are means of y over some steps, nearly independent, each with a variance that neighbours give;
+1. :func:`tame` clips single steps that deviate strongly, so that a spike is no bias;
+2. :func:`whiten` removes autocorrelation and keeps means (y = (d_t - sum a_i d_t-i) / (1 - sum a_i));
+3. :class:`Blocks` are means of y over some steps, nearly independent, each with a variance estimated from neighbours;
 4. :func:`mean_test`, :func:`scan` and :func:`equivalence` judge the blocks; :func:`onset` dates a change by step.
 
 All differences are fractions: 0.003 is 0.3 %.
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 FLOOR = 1e-9
 """Relative noise below which losses are equal for every purpose (a float32 loss has 6e-8)."""
 MIN_BLOCKS = 24
-"""With fewer independent blocks no test is made."""
+"""The fewest independent blocks for a test."""
 
 
 class Whitened(NamedTuple):
@@ -38,9 +38,9 @@ class Whitened(NamedTuple):
 
 
 def spread(values: Floats) -> float:
-    """Return the standard deviation that distances from the median suggest.
+    """Return a standard deviation estimated from distances from the median.
 
-    From the middle one; or from the ninetieth percentile if that gives more, as where most values are equal.
+    It uses the median distance, or the ninetieth percentile if that gives more, as where most values are equal.
     """
     n = len(values)
     if n == 0:
@@ -56,14 +56,14 @@ def local_spread(values: Floats, width: int = 60) -> Floats:
     bins = max(1, n // width)
     edges = np.linspace(0, n, bins + 1).astype(int)
     found = [spread(values[a:b]) for a, b in itertools.pairwise(edges)]
-    # A bin in which nearly all is equal has no spread though its values differ.
+    # A bin in which almost all values are equal has no spread although its values differ.
     whole = np.sqrt(np.mean(np.square(values))) * 1e-3
     middle = (edges[:-1] + edges[1:] - 1) / 2
     return np.maximum(np.interp(np.arange(n), middle, found), max(FLOOR, float(whole)))
 
 
 def rolling_median(values: Floats, width: int) -> Floats:
-    """Return the median over a centred window of an odd width, at the ends of what there is of it."""
+    """Return the median over a centred window of an odd width; at the ends, over the values that are there."""
     half = min(width, len(values) | 1) // 2
     padded = np.concatenate([values[half:0:-1], values, values[-2 : -half - 2 : -1]])
     windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
@@ -71,7 +71,7 @@ def rolling_median(values: Floats, width: int) -> Floats:
 
 
 def levels(d: Floats) -> Floats:
-    """Return the best fit of d by two levels, or by three where a third explains a quarter of the rest."""
+    """Return the best fit of d by two levels, or by three if the third explains a quarter of the remaining variance."""
     at = _split(d)
     pieces = [d[:at], d[at:]]
     fits = [np.full(len(piece), piece.mean()) for piece in pieces]
@@ -91,7 +91,7 @@ def levels(d: Floats) -> Floats:
 
 
 def _split(d: Floats) -> int:
-    """Return the index at which means before and after differ most clearly, a tenth from the ends or more."""
+    """Return the index at which the means before and after differ most clearly, at least a tenth from either end."""
     n = len(d)
     k = np.arange(1, n)
     gain = np.abs(np.cumsum(d - d.mean())[:-1]) / np.sqrt(k * (n - k))
@@ -100,17 +100,17 @@ def _split(d: Floats) -> int:
 
 
 def tame(d: Floats, limit: float = 4.5) -> Floats:
-    """Return d with what stands out from its surroundings cut to ``limit`` spreads."""
+    """Return d with deviations from the surroundings clipped to ``limit`` spreads."""
     level = rolling_median(d, 31)
     bound = limit * local_spread(d - level)
     return level + np.clip(d - level, -bound, bound)
 
 
 def whiten(d: Floats, most: int = 6) -> Whitened:
-    """Fit an autoregressive model to the noise of d and take it out.
+    """Fit an autoregressive model to the noise of d and remove it.
 
-    The order (0 to ``most``) is chosen by the Bayesian information criterion; a change of level does not count as
-    correlation, a change of the noise's size neither.
+    The order (0 to ``most``) is chosen by the Bayesian information criterion; neither a change of level nor a change of
+    the noise's size counts as correlation.
     """
     residual = d - levels(d)
     # Stretches of little noise, such as before rounding errors have grown, say nothing about the rest.
@@ -131,7 +131,7 @@ def whiten(d: Floats, most: int = 6) -> Whitened:
             best = (score, a)
     a = best[1]
     if len(a):
-        # Estimated correlation is too small by about (1 + 3 rho) / n.
+        # The estimated correlation is too small by about (1 + 3 rho) / n.
         total = float(a.sum())
         a = a * min(
             1.0 + (1 + 3 * max(total, 0.0)) / n / max(abs(total), 0.05), 0.995 / max(total, 0.01)
@@ -149,10 +149,10 @@ class Blocks:
     """Means of whitened differences over blocks of nearly equal length.
 
     Attributes:
-        means: Of each block.
+        means: Mean of each block.
         edges: Index of each block's first difference in d, and one past the last.
-        inflation: Factor on standard errors: 1, or more where long blocks vary more than short ones promise, or
-            where base runs differ from each other more than noise explains.
+        inflation: Factor on standard errors: 1, or more where long blocks vary more than short ones suggest, or where
+            base runs differ from each other more than noise explains.
     """
 
     means: Floats
@@ -161,18 +161,18 @@ class Blocks:
 
     @classmethod
     def of(cls, white: Whitened, most: int = 120) -> "Blocks":
-        """Cut whitened differences into at most ``most`` blocks of 5 steps or more."""
+        """Divide whitened differences into at most ``most`` blocks of 5 steps or more."""
         n = len(white.y)
         count = max(1, min(most, n // 5))
         edges = np.linspace(0, n, count + 1).astype(np.int64)
         sums = np.concatenate([[0.0], np.cumsum(white.y)])
         means = np.diff(sums[edges]) / np.diff(edges)
-        # The correlation is an estimate: more than one standard error of it adds to the noise.
+        # The correlation is an estimate: what exceeds one standard error adds to the noise.
         unsure = 1 + 1.5 * np.sqrt(white.time / n) if len(white.coefficients) else 1.0
         return cls(means, edges + len(white.coefficients), _excess(means) * float(unsure))
 
     def inflated(self, factor: float) -> "Blocks":
-        """Return the same with larger errors."""
+        """Return the same blocks with larger errors."""
         return Blocks(self.means, self.edges, self.inflation * factor)
 
     @cached_property
@@ -192,7 +192,7 @@ class Blocks:
 
     @property
     def freedom(self) -> float:
-        """Degrees of freedom of :attr:`error`: differences of neighbours carry two thirds of the blocks."""
+        """Degrees of freedom of :attr:`error`: differences of neighbours have two thirds of the number of blocks."""
         return max(1.0, 2 / 3 * len(self.means))
 
 
@@ -208,9 +208,9 @@ def _variances(means: Floats) -> Floats:
 
 
 def _excess(means: Floats) -> float:
-    """Return how much more long blocks vary than independent short ones would make them, as a standard deviation.
+    """Return the excess variation of long blocks over independent short ones, as a standard deviation.
 
-    Two runs that are alike wander apart and back over hundreds of steps; no short-range model of the noise holds that.
+    Two equivalent runs drift apart and back over hundreds of steps; no short-range model of the noise covers that.
     """
     most = 1.0
     means = means - levels(means) if len(means) >= 40 else means  # a change of level is no noise
@@ -225,7 +225,7 @@ def _excess(means: Floats) -> float:
 
 
 class MeanTest(NamedTuple):
-    """Is the mean difference over the whole run 0?"""
+    """The test whether the mean difference over the whole run is 0."""
 
     statistic: float
     limit: float
@@ -233,7 +233,7 @@ class MeanTest(NamedTuple):
 
 
 def t_limit(freedom: float, alpha: float) -> float:
-    """Return what the size of Student's t passes with a probability of ``alpha``."""
+    """Return the limit that the size of Student's t exceeds with a probability of ``alpha``."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - alpha / 2))
@@ -250,8 +250,8 @@ def mean_test(mean: float, error: float, freedom: float, alpha: float) -> MeanTe
 class Scan(NamedTuple):
     """The stretch of blocks that is least like noise.
 
-    ``first`` and ``last`` are block numbers (``last`` is one past), ``statistic`` its mean over its error, ``limit``
-    what noise passes with probability alpha, ``p`` the probability of such a stretch anywhere under noise.
+    ``first`` and ``last`` are block numbers (``last`` is one past), ``statistic`` is its mean over its error, ``limit``
+    the value that noise exceeds with probability alpha, ``p`` the probability of such a stretch anywhere under noise.
     """
 
     first: int
@@ -264,8 +264,8 @@ class Scan(NamedTuple):
 def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, seed: int = 0) -> Scan:
     """Search all stretches of the run for a mean other than 0, at least of size ``least``.
 
-    What noise alone gives is found by random signs: were the runs alike, each block's difference could as well
-    have come out the other way round.
+    The distribution under noise alone is simulated by random signs: in equivalent runs each block's difference could as
+    well have had the other sign.
     """
     generator = np.random.default_rng(seed)
     count = len(blocks.means)
@@ -287,7 +287,7 @@ def scan(blocks: Blocks, alpha: float, least: float = 0.0, draws: int = 400, see
 
 @functools.lru_cache(maxsize=64)
 def _stretches(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return first and last (one past) of the stretches looked at: all that reach the end, others by length."""
+    """Return first and last block (one past) of the stretches to test: all that reach the end, others by length."""
     pairs = {(k, count) for k in range(count - 2)}
     length = 3
     while length < count:
@@ -306,7 +306,7 @@ def _statistics(means: Floats, firsts: NDArray[np.int64], lasts: NDArray[np.int6
 
 
 class Onset(NamedTuple):
-    """When a difference began: likeliest index in d, 90 % range, size of the difference from then on."""
+    """When a difference began: the likeliest index in d, its 90 % range, and the size of the difference since then."""
 
     first: int
     low: int
@@ -319,13 +319,13 @@ def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
 
     Args:
         d: Differences, tamed.
-        coefficients: Of the model of their noise.
-        doubt: Factor on the noise, for the range.
+        coefficients: Coefficients of the model of their noise.
+        doubt: Factor on the noise, which widens the range.
     """
     order = len(coefficients)
     taps = np.concatenate([[1.0], -coefficients])
     noise = np.convolve(d, taps, "valid")
-    level = np.cumsum(taps)  # what a unit step becomes in the noise
+    level = np.cumsum(taps)  # the response of the noise model to a unit step
     final = float(level[-1])
     residual = noise - rolling_median(noise, 101)
     weight = 1 / np.square(local_spread(residual, 200))
@@ -351,7 +351,7 @@ def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
 
 
 class Interval(NamedTuple):
-    """Where the mean difference lies with 90 % confidence."""
+    """The 90 % confidence interval of the mean difference."""
 
     low: float
     high: float
@@ -360,7 +360,7 @@ class Interval(NamedTuple):
 def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> Interval:
     """Return the 90 % interval of the mean from a bootstrap over blocks.
 
-    Two one-sided tests at 5 % each show equivalence within a margin if the whole interval lies within it.
+    Two one-sided tests at 5 % each show equivalence within a margin if the whole interval is within it.
     """
     generator = np.random.default_rng(seed)
     count = len(blocks.means)
@@ -387,10 +387,10 @@ def detectable(error: float, chance: float, limit: float) -> float:
 
 
 def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
-    """Return the indices at which single differences stand out from what the noise's own tail explains.
+    """Return the indices at which single differences exceed what the tail of the noise explains.
 
-    Were the runs alike, positive and negative differences would have the same tail: each side is judged by the
-    other one's (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding.
+    In equivalent runs, positive and negative differences have the same tail: each side is judged by the other one's
+    (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding.
 
     Args:
         d: Differences.
@@ -398,11 +398,11 @@ def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
         least: Differences below this are no finding.
 
     Returns:
-        Index and difference of each.
+        Index and difference of each finding.
     """
     level = rolling_median(d, 31)
     scale = local_spread(d - level)
-    # Where noise sets in, its size just after counts.
+    # Where noise sets in, its size just afterwards counts.
     scale = np.lib.stride_tricks.sliding_window_view(np.pad(scale, 60, "edge"), 121).max(axis=1)
     unit = (d - level) / scale
     found: list[tuple[int, float]] = []

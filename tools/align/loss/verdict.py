@@ -1,14 +1,14 @@
-"""The verdict on a loss curve: pass, diverged, or not judged, with the power that it has.
+"""The verdict on a loss curve: pass, diverged, or not judged, with the power of the test.
 
     report = judge([read("base1/metrics.jsonl"), read("base2/metrics.jsonl")], read("run/metrics.jsonl"))
     print(report.verdict, report.sentence)
 
-``diverged`` needs a finding that noise does not explain: a NaN, a first loss or single step out of the noise's own
-tail, a mean difference over the run or over a stretch of it. ``pass`` needs proof of the opposite: the mean difference
-lies within the margin with 95 % confidence on either side, the published standard is met
-(:mod:`telechat_moe.tools.align.loss.migration_standard`), and enough steps were seen. Everything between is ``not judged``.
+``diverged`` needs a finding that noise does not explain: a NaN, a first loss or a single step beyond the noise's own
+tail, a mean difference over the run or a stretch of it. ``pass`` needs proof of the opposite: the mean difference is
+within the margin with 95 % confidence on either side, the published standard is met
+(:mod:`telechat_moe.tools.align.loss.migration_standard`), and there are enough steps. Anything else is ``not judged``.
 
-With two base runs or more, what they differ from each other is noise by definition: errors and margin grow to it.
+With two or more base runs, their differences from each other are noise by definition: errors and margin grow to them.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ EXIT_CODES = {PASS: 0, DIVERGED: 1, NOT_JUDGED: 4}
 
 @dataclass(frozen=True)
 class Report:
-    """The verdict and what it rests on; :meth:`plain` is what ``--json`` writes.
+    """The verdict and its evidence; :meth:`plain` is what ``--json`` writes.
 
     Attributes:
         verdict: pass, diverged or not judged.
@@ -48,18 +48,18 @@ class Report:
         findings: What noise does not explain, the earliest first.
         gate: The published standard's answer; None if no step can be compared.
         bias: Mean difference, its error, interval and test; None where noise could not be estimated.
-        power: What would have been seen.
-        noise: Of the differences: ``spread`` of single steps, ``correlation_time`` in values, ``inflation`` of
-            standard errors, ``wander`` (lasting differences of runs alike, as a standard deviation).
+        power: What difference the test would have found.
+        noise: Noise of the differences: ``spread`` of single steps, ``correlation_time`` in values, ``inflation`` of
+            standard errors, ``wander`` (lasting differences of equivalent runs, as a standard deviation).
         spikes: Jumps of either curve.
         notes: What a reader should know.
-        inputs: Path, kind, metric, steps of each curve.
-        settings: As given.
+        inputs: Path, kind, metric and steps of each curve.
+        settings: Settings of the tests.
         steps: Compared steps.
-        difference: Relative difference at each; NaN where a loss is not finite.
+        difference: Relative difference at each step; NaN where a loss is not finite.
         base: Mean loss of the base runs.
         target: Loss of the judged run.
-        envelope: Half-width in which the smoothed difference of runs alike stays (95 %).
+        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
         bases: Loss of each base run.
     """
 
@@ -127,12 +127,12 @@ def _json_safe(value: Any) -> Any:
 
 
 def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = None) -> Report:
-    """Compare a run's losses with those of one base run or, better, several.
+    """Judge a run's losses against those of one base run or, better, several.
 
     Args:
-        bases: Runs of the benchmark: same weights, data and settings, nothing deterministic switched on.
+        bases: Runs of the benchmark: same weights, data and settings, without enforced determinism.
         target: The run to judge.
-        settings: Margins and risks.
+        settings: Margins and risks of the tests.
     """
     chosen = settings or Settings()
     curves = [*bases, target]
@@ -274,7 +274,7 @@ def _gate_reasons(
     gate: gates.Gate, settings: Settings, noise: dict[str, float] | None
 ) -> list[str]:
     reasons: list[str] = []
-    # Where differences are of this size all the time, the first is no sign of a wrong forward pass.
+    # Where all differences are of this size, the first one is no sign of a wrong forward pass.
     common = noise is not None and gate.first.relative < 3 * noise["spread"]
     if gate.steps < settings.steps:
         reasons.append(f"{gate.steps:,} steps; a verdict needs {settings.steps:,}")
