@@ -22,7 +22,7 @@ class AttentionMask(nn.Cell):
     refuses any other mask when it is called with one. The plain backend takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
-    times faster on CPU than broadcasting one inside every layer. ``stretch`` False turns that off.
+    times faster on CPU than broadcasting one inside every layer. The attribute ``stretch`` False turns this off.
 
     Args:
         num_heads: Attention heads.

@@ -20,7 +20,7 @@ from telechat_moe.ops.dvm import Builder, ProgramError, Value, ir
 
 
 class Region(NamedTuple):
-    """A cell that was looked at.
+    """A cell that :func:`fuse_cells` examined.
 
     Attributes:
         name: Path of the cell in the model.
@@ -81,7 +81,7 @@ def _descend(parent: nn.Cell, path: str, regions: list[Region]) -> None:
 
 
 class _Recorded:
-    """A value while a construct is recorded; looks enough like a tensor."""
+    """A value while a construct is recorded; has what a construct uses of a tensor."""
 
     def __init__(self, value: Value) -> None:
         self.value = value

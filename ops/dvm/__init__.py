@@ -2,7 +2,8 @@
 
 A Python function is traced once into a small graph with symbolic extents; the native library fuses it, encodes
 bytecode for each distinct shape in about a microsecond and interprets it tile by tile. Nothing here needs mindspore,
-except :func:`custom_op`. Begin with :mod:`telechat_moe.ops.dvm.builder`, which has an example.
+except :func:`custom_op`. May import errors, ``ops.native`` and ``ops.custom``. Begin with
+:mod:`telechat_moe.ops.dvm.builder`, which has an example.
 """
 
 from telechat_moe.ops.dvm.builder import Builder, Value, build

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Arithmetic(Generic[T]):
-    """Arithmetic and comparison operators of what records operations by name."""
+    """Arithmetic and comparison operators for classes that record operations by name."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class Value(Arithmetic["Value"]):
 
 
 class Builder:
-    """Collects nodes; the ``k`` of a kernel function."""
+    """Collect the nodes of a program; the ``k`` of a kernel function."""
 
     if TYPE_CHECKING:  # operations are added below, from the tables of ir.py
 

@@ -1,4 +1,4 @@
-"""Which shards each rank holds and writes, and whole tensors gathered from them through files.
+"""Choose which rank writes each shard, and gather whole tensors from shards through files.
 
 Of a shard that several ranks hold, one writes the values, all write its checksum, and rank 0 refuses copies that
 differ: a layout that lets replicas drift apart is wrong, however good the loss looks.

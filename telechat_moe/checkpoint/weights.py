@@ -1,4 +1,4 @@
-"""Weights of any source, those of a checkpoint that several ranks wrote together included, read tensor by tensor."""
+"""Read weights tensor by tensor from any source, also from a checkpoint that several ranks wrote together."""
 
 import math
 from collections.abc import Iterator

@@ -103,7 +103,7 @@ def open_blend(
         seq_length: Tokens of a sample's input.
         size: Samples wanted. With weights the dataset serves 0.5 % more, with a prefix alone all
             samples of whole epochs. None, without weights only: one epoch.
-        seed: Of the order.
+        seed: Seed of the order.
         split: Shares of the documents that go to train, valid and test. None if the files are for
             one phase only (``train_data_path``): all documents, and a single prefix with a weight
             is then opened as one without.

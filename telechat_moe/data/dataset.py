@@ -24,7 +24,7 @@ from telechat_moe.data.sample import Batch, SampleOptions, collate
 from telechat_moe.errors import BadInputError
 
 FEW_PIECES = 16
-"""Up to so many documents are copied one by one; more, all tokens at once."""
+"""Up to this many documents are copied one by one; of more, all tokens at once."""
 
 
 class Dataset(Protocol):
@@ -55,7 +55,7 @@ class GptDataset:
         seq_length: Tokens of a sample's input, ``S``.
         num_samples: At least this many samples, from as many epochs as that takes; None for one
             epoch. ``len()`` is all samples of those epochs, as in MindFormers.
-        seed: Of the order.
+        seed: Seed of the order.
         documents: Documents to use, a range; None for all.
         drop_last: Drop the tokens at the end that do not fill a sample; else they are padded.
         options: What a sample contains.

@@ -54,7 +54,7 @@ def build_indices(
         seq_length: Tokens of a sample's input.
         num_samples: At least this many samples are made, from as many whole epochs as that takes;
             None means one epoch.
-        seed: Of the shuffles.
+        seed: Seed of the shuffles.
         drop_last: Drop the tokens at the end that do not fill a sample.
         extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
 

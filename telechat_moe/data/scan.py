@@ -26,7 +26,7 @@ LEARN_BYTES_PER_DOCUMENT = 1 << 20
 
 @dataclass(frozen=True)
 class Scan:
-    """What the first reading found.
+    """The result of the first reading of a corpus.
 
     Attributes:
         identity: Hash of all documents in order.
@@ -91,7 +91,7 @@ def scan_corpus(corpus: Corpus, progress: Progress | None) -> Scan:
 
 
 def hash64(data: bytes) -> int:
-    """Return the hash by which a document is known."""
+    """Return the hash that identifies a document."""
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
 

@@ -1,4 +1,5 @@
 """A rank's real graph: compiled for Ascend on this machine, read, rewritten for CPU, and run.
 
-Knows no mesh and no recipe: callers hand in what a graph is about. Begin with ``compile.py``, then ``read.py``.
+May import errors, files, units, html and processes; knows no mesh and no recipe: callers say what a graph is about.
+Begin with ``compile.py``, then ``read.py``.
 """

@@ -53,7 +53,7 @@ def compile_ranks(
     """Compile what ``build`` returns for each of ``ranks``, as many at a time as there are cores.
 
     Args:
-        build: Takes a rank; called in a forked child, where MindSpore takes itself for that rank, target
+        build: Takes a rank; called in a forked child, where MindSpore runs as that rank; the target is
             still CPU.
         ranks: Global ranks.
         devices: Number of devices.

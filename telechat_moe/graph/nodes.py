@@ -44,7 +44,7 @@ Shape = tuple[tuple[int, ...], int]
 
 
 class GraphNode(NamedTuple):
-    """A node of a graph, with what is needed of it."""
+    """A node of a graph, with the fields that its readers need."""
 
     proto: Any
     kind: str

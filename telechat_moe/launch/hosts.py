@@ -118,7 +118,7 @@ def choose(hosts: Sequence[Host], processes: int, path: Path) -> list[Host]:
     """Return the first hosts that have room for the processes, with the slots that are used.
 
     ``msrun`` numbers ranks as node times processes of a node, so all nodes run equally many, and starts a scheduler
-    wherever the first address is local, so a machine is one node.
+    wherever the first address is local, so each machine is one node.
 
     Raises:
         BadInputError: They do not fit.

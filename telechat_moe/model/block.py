@@ -80,7 +80,7 @@ class Block(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         """Return ``(y_TH, aux)``, this block's balance losses added to ``aux``.
 
-        Added here, not between blocks: a pipeline chunk ends with its block.
+        They are added here, not between blocks, so that a pipeline chunk can end with a block.
         """
         o = self.attention(self.input_norm(x_TH), cos_BS1r, sin_BS1r, mask)
         normed, h = self.add_attention(x_TH, self.to_residual(o, x_TH.dtype))

@@ -35,7 +35,7 @@ class Router(nn.Cell):
         shape = (self.num_experts, config.hidden_size)
         params = DTYPES[config.params_dtype]
         self.weight = weight(shape, config.initializer_range, "weight", params)
-        # TeleChat3, as MindFormers: whole on every device, also under optimizer sharding.
+        # As in MindFormers: whole on every device, also under optimizer sharding.
         self.expert_bias = self._state("expert_bias")
         self.expert_load = self._state("expert_load")
         self.use_bias = config.moe_router_enable_expert_bias

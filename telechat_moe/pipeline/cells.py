@@ -27,10 +27,10 @@ Outputs = tuple[Tensor, ...]
 
 
 class _OneTerm(nn.Cell):
-    """A cell whose input's gradient is one term before it meets other gradients.
+    """Make the gradient of a cell's input one term before other gradients are added to it.
 
-    Its input is multiplied by one. One is a parameter, because MindSpore takes a product with a constant one, or an
-    identity with its own backward, out of the graph and adds all terms in one row.
+    Its input is multiplied by one. The one is a parameter, because MindSpore removes a product with a constant one, or
+    an identity with its own backward, from the graph and adds all terms in one sum.
     """
 
     def __init__(self, name: str, cell: nn.Cell) -> None:
@@ -85,7 +85,7 @@ class Logits(nn.Cell):
 
 
 class ChunkModel(nn.Cell):
-    """The forward of a chunk, built from the cells of a whole model, which is used up.
+    """The forward of a chunk, built from the cells of a whole model, which must not be used afterwards.
 
     Between chunks go the balance loss so far and hidden states: one within the decoder; after the final norm that of
     each depth, since the head wants them all.
@@ -234,7 +234,7 @@ class InputGradient(nn.Cell):
         """Return the gradients of the chunk's inputs and of the parameters.
 
         Args:
-            args: Batch, ``(*hidden, aux)``, gradient of each output. In a row: MindSpore takes tuples as constants.
+            args: Batch, ``(*hidden, aux)``, gradient of each output. Not nested: MindSpore treats tuples as constants.
         """
         end = BATCH + self.states
         inputs, params = self.gradient(self.model, self.params)(*args[:end], args[end:])

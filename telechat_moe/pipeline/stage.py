@@ -48,7 +48,7 @@ class ChunkGraphs:
     """The three graphs of a chunk, compiled at their first call.
 
     Args:
-        model: A whole model, which is used up.
+        model: A whole model, which must not be used afterwards.
         chunk: What the graphs compute of it.
     """
 
@@ -102,7 +102,7 @@ class ChunkGraphs:
 
 
 class NoGraphs:
-    """A chunk that holds nothing."""
+    """An empty chunk; its methods are those of :class:`ChunkGraphs`."""
 
     def forward(self, batch: list[Tensor], state: Arrays) -> Arrays:
         """Return what it gets."""

@@ -4,10 +4,10 @@ Conventions, the same everywhere in this package:
 
 * A parameter is a trained number. The expert bias, which is set from the load and not trained, is
   not one.
-* Active parameters are those that one token meets: K of E routed experts, all of the rest, the
+* Active parameters are those that one token uses: K of E routed experts, all of the rest, the
   embedding and the head included.
 * FLOPs count matrix products only, two per multiply-add. Attention is causal: a token at position
-  t meets t + 1 keys, so a sequence of S tokens counts (S + 1) / 2 keys per token. The backward pass
+  t attends to t + 1 keys, so a sequence of S tokens counts (S + 1) / 2 keys per token. The backward pass
   counts twice the forward pass; recomputation is not counted.
 """
 
@@ -34,7 +34,7 @@ class ModelPart:
     """Parameters of one."""
 
     active: int
-    """Parameters of one that a token meets."""
+    """Parameters of one that a token uses."""
 
     mtp: bool = False
     """Belongs to multi-token prediction."""
@@ -95,7 +95,7 @@ _PARTS = (
 
 
 def _active(c: ModelConfig, weight: Weight) -> int:
-    """Return the elements of a weight that a token meets."""
+    """Return the elements of a weight that a token uses."""
     if not weight.stacked:
         return math.prod(weight.shape)
     return math.prod(weight.shape[1:]) * c.num_experts_per_tok

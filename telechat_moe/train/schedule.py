@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, equal to MindFormers' classes of that name."""
+"""Learning-rate schedules: pure functions of the step, equal to the MindFormers classes that they name."""
 
 import math
 from collections.abc import Callable

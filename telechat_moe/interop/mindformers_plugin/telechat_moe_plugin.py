@@ -1,6 +1,8 @@
-"""The module that recipes name: ``trainer.auto_register: telechat_moe_plugin.TelechatMoeTrainer``.
+"""Register our trainer with MindFormers.
 
-MindFormers copies this one file and imports the copy, so everything else lies in the installed package.
+Recipes name this module: ``trainer.auto_register: telechat_moe_plugin.TelechatMoeTrainer``.
+
+MindFormers copies this one file and imports the copy, so everything else is in the installed package.
 """
 
 from telechat_moe.interop.mindformers_model import TelechatMoeTrainer

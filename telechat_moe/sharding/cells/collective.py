@@ -183,7 +183,7 @@ class VocabularyShard(nn.Cell):
         self.equal, self.cast = ops.Equal(), ops.Cast()
 
     def construct(self, id_t: Tensor, v: int, dtype: Any) -> tuple[Tensor, Tensor]:
-        """Return each token's row among ``v``, any row for those of other shards, and 1 if this shard has it, else 0."""
+        """Return each token's row among ``v``, any row for those of other shards, and 1 if it is here, else 0."""
         own_t = self.sub_first(id_t, Tensor(self.index * v, ms.int32))
         row_t = self.at_least(self.at_most(own_t, Tensor(v - 1, ms.int32)), Tensor(0, ms.int32))
         return row_t, self.cast(self.equal(own_t, row_t), dtype)
