@@ -22,11 +22,11 @@ class AttentionMask(nn.Cell):
     refuses any other mask when it is called with one. The plain backend takes any mask, ``S`` times as much memory.
 
     The mask is stretched over the heads here: adding a tensor of the scores' own shape is four
-    times faster on CPU than broadcasting one inside every layer. The attribute ``stretch`` False turns this off.
+    times faster on CPU than broadcasting one inside every layer. Where the attribute ``stretch`` is False it is not.
 
     Args:
         num_heads: Attention heads.
-        compute_dtype: Of attention's products; mask and attention must agree on the backend.
+        compute_dtype: Data type of attention's products; mask and attention must agree on the backend.
     """
 
     MASKED = -1e30  # finite, so that a row with no visible key gives no NaN
@@ -183,7 +183,7 @@ class FlashAttention(nn.Cell):
 
     Args:
         scale: Factor of the scores.
-        compute_dtype: Of the products' operands; sums and softmax are fp32.
+        compute_dtype: Data type of the products' operands; sums and softmax are fp32.
 
     Source: Dao et al. 2022, algorithms 1 and 4.
     """
@@ -258,7 +258,7 @@ class MlaAssemble(nn.Cell):
             kv_TA: ``[T, N * (nope + D)]``.
             k_rope_TR: The rotary key that all heads share.
             cos_BS1r: ``[B, S, 1, R / 2]`` fp32.
-            sin_BS1r: Likewise.
+            sin_BS1r: ``[B, S, 1, R / 2]`` fp32.
         """
         return self.forward(q_TA, kv_TA, k_rope_TR, cos_BS1r, sin_BS1r)
 

@@ -39,7 +39,7 @@ class FusedGroupedMatmul(nn.Cell):
     """The fused backend: tasks over experts and row blocks, both gradients in one call.
 
     Args:
-        compute_dtype: Of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
+        compute_dtype: Data type of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
     """
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
@@ -125,7 +125,7 @@ class GroupedSwiGLU(nn.Cell):
     """``silu(x gate) * (x up)`` of each expert; the activation is applied while its rows are in cache.
 
     Args:
-        compute_dtype: Of the operands of the products.
+        compute_dtype: Data type of the operands of the products.
     """
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:

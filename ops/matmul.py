@@ -32,7 +32,7 @@ def matmul(compute_dtype: ms.Type = ms.float32) -> nn.Cell | ops.Primitive:
     """Return ``(x_TI, w_OI) -> y_TO = x w^T``; ``MatMul`` itself where it serves.
 
     Args:
-        compute_dtype: Of the operands; the sum is fp32. The fused backend takes and gives fp32 and
+        compute_dtype: Data type of the operands; the sum is fp32. The fused backend takes and gives fp32 and
             rounds the operands to bfloat16 if asked to.
     """
     return Matmul(compute_dtype) if _fused(compute_dtype) else ops.MatMul(transpose_b=True)

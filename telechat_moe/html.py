@@ -87,7 +87,7 @@ def table(
     """Return a table.
 
     Args:
-        titles: Of the columns; one that ends in a space aligns its column to the right. Empty: no head.
+        titles: Titles of the columns; one that ends in a space aligns its column to the right. Empty: no head.
         rows: Cells as :func:`html` takes them.
         kinds: Class of a row, by its number.
         most: Rows that are shown, with a line that says how many follow; None: all.

@@ -210,7 +210,7 @@ class Control:
 
     @staticmethod
     def fresh(job: Path, nonce: str | None = None, task: Any = None) -> "Control":
-        """Make the folder anew in a job's folder.
+        """Make an empty control folder in a job's folder, replacing an old one.
 
         Args:
             job: Folder of the job.

@@ -176,7 +176,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
 
 
 def _agree(job: Path, control: Control, rank: int) -> None:
-    """Make the control folder anew on rank 0; wait for it on the others.
+    """Make a new control folder on rank 0; wait for it on the others.
 
     What an earlier run left there must not be taken for this one's, so rank 0 draws a nonce and tells it to the others
     through MindSpore.
@@ -239,7 +239,7 @@ def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
     """Write the job of a recipe in another process: MindSpore has met the other ranks in this one.
 
     Raises:
-        RankFailedError: With what it said.
+        RankFailedError: The process failed; carries its message.
     """
     sets = [x for pair in overrides for x in ("--set", pair)]
     command = [sys.executable, "-m", "telechat_moe.launch.job", recipe, *sets]

@@ -1,7 +1,7 @@
 """Write a program as source for the upstream DVM's Python API on Ascend.
 
 The source was never run on an NPU. The names are those of its published tests and documentation
-(``k.load``, ``k.sum``, ``k.select``, ...); what that API lacks is composed of what it has.
+(``k.load``, ``k.sum``, ``k.select``, ...); operations that this API lacks are composed of others.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ NAMES = {code: name for name, code in OPCODES.items()}
 
 
 class ProgramError(BadInputError):
-    """An operation that cannot be built: says which, where, what it found and what it expected."""
+    """An operation cannot be built; the message says which, where, what was found and what was expected."""
 
 
 class ProgramNode(NamedTuple):

@@ -53,7 +53,7 @@ class Compiled:
 
         Args:
             *inputs: In the order of the loads; bfloat16 as its bits in uint16.
-            out: Arrays to write to, C-contiguous; made anew if not given.
+            out: Arrays to write to, C-contiguous; new ones if not given.
 
         Raises:
             ProgramError: An input does not fit, or an index is out of range.

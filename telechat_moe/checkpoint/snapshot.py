@@ -1,7 +1,7 @@
 """Copy all parameters between two steps: the only time that a save stops training.
 
-On CPU MindSpore hands out a parameter's own memory, so that a copy needs no call into MindSpore: the view is kept from
-save to save and taken anew when the parameter has other memory. The copies go into memory that is kept, too, because
+On CPU MindSpore gives access to a parameter's own memory, so that a copy needs no call into MindSpore: the view is kept
+from save to save and replaced when the parameter has other memory. The copies go into memory that is kept, too, because
 fresh pages would cost more than the copy.
 """
 

@@ -33,7 +33,7 @@ class Start:
         step: Last step done before.
         layout: How the model was split.
         steps: Steps that it did.
-        kept: Of these, the steps that no resume and no rollback undid.
+        kept: Those of these steps that no resume and no rollback undid.
     """
 
     line: int

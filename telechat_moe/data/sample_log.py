@@ -39,7 +39,7 @@ class SampleLog:
 
     Args:
         path: The file. A line that a kill truncated is kept, on a line of its own.
-        fresh: It is a new run's: a file that is there is kept as ``samples.previous.jsonl``.
+        fresh: The file is a new run's: an existing one is kept as ``samples.previous.jsonl``.
     """
 
     def __init__(self, path: Path, *, fresh: bool) -> None:

@@ -133,7 +133,7 @@ class RankProgram:
         from mindspore import ops
 
         # In place: after the first call the graph's branches keep a parameter's memory, and what
-        # set_data puts in its stead never reaches them (MindSpore 2.9.0).
+        # set_data sets instead never reaches them (MindSpore 2.9.0).
         for name, value in zip(SCHEDULE, (rate, epsilon, decay), strict=True):
             if name in self.parameters:  # MindSpore drops what a graph does not read
                 ops.assign(self.parameters[name], value)

@@ -35,13 +35,13 @@ class Tensor:
 
     Attributes:
         size: Bytes.
-        phase: Of its operator.
+        phase: Phase of its operator.
         node: Its operator; None: a parameter or an input.
         shape: Shape and type.
-        weights: Made of weights alone.
+        weights: Whether it is computed from weights alone.
         born: Position of its operator in the step.
         dies: Position of its last reader.
-        gradient: Only the update reads it.
+        gradient: Whether only the update reads it.
         call: Number of the call that makes it; 0 = the main function.
     """
 
@@ -69,7 +69,7 @@ class Alive:
 
     Attributes:
         peak: Bytes of activations.
-        tensors: Of the peak, ``(phase, module, primitive, shape)`` to bytes.
+        tensors: Those of the peak, ``(phase, module, primitive, shape)`` to bytes.
         kept: The most that the call of a forward pass leaves behind; without calls: what is alive when the first
             recomputed or backward operator runs.
         copies: Bytes of weights gathered or cast, at most.

@@ -82,11 +82,11 @@ class Collective(NamedTuple):
         group: Axes of the mesh, ``dp``, ``dp x tp = ep``; ``pp`` between stages.
         ranks: Global ranks of the group that this rank is in; of Send and Receive: this rank and the other.
         phase: One of :data:`PHASES`.
-        module: Module, of a gradient's the parameter's; ``unknown`` where MindSpore keeps none.
+        module: Module, for a gradient that of its parameter; ``unknown`` where MindSpore keeps none.
         purpose: ``activations``, ``weights`` (gathered from a sharded optimizer), ``gradients``, ``step``
             (norm, losses, loads) or ``pipeline``.
         micro: Micro-batch; None: not in one.
-        shape: Of the output; -1 where it depends on the routing.
+        shape: Shape of the output; -1 where it depends on the routing.
         times: Calls a step.
         bytes: The larger of input and output, one call; for AlltoAllV with evenly spread tokens.
         sent: What a device sends in a call: ring, or direct for exchanges.
@@ -143,7 +143,7 @@ class Reading:
         operators: Phase to kind to calls a step.
         memory: Bytes.
         parameters: Name to own shape.
-        order: Of micro-batches; empty without them.
+        order: Order of the micro-batches; empty without them.
     """
 
     rank: int

@@ -39,7 +39,7 @@ class Subject(NamedTuple):
     """What a report is about.
 
     Attributes:
-        name: Of the recipe.
+        name: Name of the recipe.
         mesh: Its devices.
         expected: Sizes of dynamic exchanges.
         model: Whose model was compiled from it.
@@ -178,7 +178,7 @@ def check_derived(
 
     Args:
         result: From :func:`report`; its ``check`` is set.
-        mesh: Of the ranks.
+        mesh: Mesh of the ranks.
         graphs: Compiled ranks, among them one of the same stage.
         other: The rank to check.
 

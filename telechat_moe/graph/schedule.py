@@ -35,7 +35,7 @@ class Event(NamedTuple):
         chunk: Chunk of layers, 0 without interleaving.
         peer: Other rank of a send or receive.
         tag: MindSpore's number of the pair.
-        bytes: Of what is sent or received.
+        bytes: Size of what is sent or received.
     """
 
     kind: str
@@ -188,8 +188,8 @@ def in_flight(order: Sequence[Event]) -> int:
 def unmatched(orders: Mapping[int, Sequence[Event]]) -> list[str]:
     """Return sends without a receive on the other side, and the reverse, between the ranks given, by their kind.
 
-    Compared by micro-batch and size. Not by MindSpore's numbers of the pairs: it numbers what it finds in a rank's
-    graph, and where other stages are stubs that order differs.
+    They are compared by micro-batch and size, not by MindSpore's numbers of the pairs: it numbers what it finds in a
+    rank's graph, and where other stages are stubs that order differs.
 
     Args:
         orders: Rank to its order.

@@ -59,7 +59,7 @@ class Saved:
     Attributes:
         path: Folder or file that was read.
         step: Finished steps, over all epochs.
-        updates: Of them, those that changed the weights (the others had an infinite gradient).
+        updates: Those of them that changed the weights (the others had an infinite gradient).
         global_batch: Samples of a step.
         tensors: Weights and optimizer states, in the groups of a checkpoint of ours.
     """
@@ -128,7 +128,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
 
     Args:
         path: ``iteration_...`` folder, ``..._rank_...safetensors`` file, or the folder of them (the newest is read).
-        recipe: What it was trained with.
+        recipe: The recipe that it was trained with.
 
     Raises:
         BadInputError: There is none, or it is broken.

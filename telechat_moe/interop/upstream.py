@@ -53,8 +53,8 @@ class Component(NamedTuple):
 
     Attributes:
         name: As in the table.
-        upstream: Of the dotted name of a module, without the layer in front.
-        ours: The same.
+        upstream: Regular expression for the dotted names of its modules, without the layer in front.
+        ours: Likewise for our modules.
     """
 
     name: str

@@ -118,7 +118,7 @@ def run_ranks(
     Args:
         recipe: Loaded recipe.
         job: Folder of the job.
-        logs: Folder for the logs of the processes; made anew.
+        logs: Folder for the logs of the processes; an old one is replaced.
         steps: How many steps.
         taps: See :func:`run_rank`.
 

@@ -45,7 +45,7 @@ class Event(NamedTuple):
     """One pass as it was run; seconds since the step began.
 
     Attributes:
-        part: Which pass.
+        part: The pass.
         asked_s: When the stage came to it.
         start_s: When its inputs were there.
         end_s: When it was computed.
@@ -63,9 +63,9 @@ class Step:
 
     Attributes:
         gradients: Sum over the micro-batches, in their order, of each weight's gradient.
-        losses: Of each micro-batch: next-token, MTP, balance and z-loss.
+        losses: Losses of each micro-batch: next-token, MTP, balance and z-loss.
         loads: Tokens that each expert got, by router.
-        events: Of each stage, in the order in which they ran.
+        events: The passes of each stage, in the order in which they ran.
         peak_bytes: Most that each stage kept for its backward passes: inputs of chunks, operands of dW.
         sent_bytes: What each stage sent to others.
     """

@@ -25,7 +25,7 @@ class Spec:
 
     Attributes:
         config: Model section; fp32 throughout.
-        seed: Of the initial weights.
+        seed: Seed of the initial weights.
         block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
         capacity_tokens: ``telechat_moe.moe_capacity_tokens`` of the recipe.
 

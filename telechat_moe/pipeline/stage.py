@@ -105,7 +105,7 @@ class NoGraphs:
     """An empty chunk; its methods are those of :class:`ChunkGraphs`."""
 
     def forward(self, batch: list[Tensor], state: Arrays) -> Arrays:
-        """Return what it gets."""
+        """Return the state unchanged."""
         return state
 
     def backward(

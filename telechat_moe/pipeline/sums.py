@@ -18,8 +18,8 @@ class InOrder:
     """Gradients, summed in the order of the micro-batches whatever the order in which they come.
 
     Attributes:
-        sums: Of the weights that only one chunk on one stage uses.
-        apart: Of all others, by weight and micro-batch, each use; the process that has all of them sums.
+        sums: Sums for the weights that only one chunk on one stage uses.
+        apart: Gradients of all others, by weight, micro-batch and use; the process that has all of them sums.
     """
 
     sums: Named = field(default_factory=dict)

@@ -38,12 +38,12 @@ class Spike:
     """A step whose update was not applied.
 
     Attributes:
-        step: Which.
+        step: Number of the step.
         reason: ``gradient norm``, ``loss`` or ``not finite``.
         loss: Its loss.
         norm: Its gradient norm.
         limit: What it had to be below; None if it is not finite.
-        median: Of the window; None if a fixed threshold holds, or the window is empty.
+        median: Median of the window; None if a fixed threshold holds, or the window is empty.
         window: Steps in the window.
     """
 

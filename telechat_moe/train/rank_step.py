@@ -46,7 +46,7 @@ class RankStep(UpdateStep):
         optimizer: Updates the model's parameters.
         shares: For each of its parameters, one over the number of devices that hold the same shard of the
             gradient; so square sums over all devices count each shard once.
-        loss_share: Likewise for the losses; 0 on a stage that has none.
+        loss_share: The same for the losses; 0 on a stage that has none.
         routers: Routers of this stage with their positions among all.
         router_count: Routers of the whole model.
         experts: Experts of each.

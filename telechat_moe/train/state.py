@@ -39,7 +39,7 @@ def put(
 
     Args:
         groups: Parameters by group and name.
-        arrays: What to put in, likewise; other groups are left alone.
+        arrays: Saved tensors by group and name; other groups are left alone.
         source: Where the arrays come from, for messages.
         in_place: Write into the memory that the parameters have. Needed once a graph with branches has run: it holds
             on to that memory (MindSpore 2.9.0).

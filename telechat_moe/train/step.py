@@ -203,7 +203,7 @@ class TrainStep(UpdateStep):
         bias_rate: float = 0.0,
     ) -> None:
         cells = [cell for _, cell in model.cells_and_names()]
-        # Parameters, so that a change does not compile anew; AdamW's scalars come with every call.
+        # Parameters, so that a change does not recompile the graph; AdamW's scalars come with every call.
         limits = (
             Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
             for name in LIMITS

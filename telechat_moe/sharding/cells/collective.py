@@ -56,7 +56,7 @@ class Morphed(nn.Cell):
     Args:
         body: Takes and returns tensors; sees local shapes.
         infer_shape: Global shapes of the inputs to those of the outputs.
-        infer_dtype: Likewise data types.
+        infer_dtype: Data types of the inputs to those of the outputs.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class RouterLosses(nn.Cell):
     """Balance loss and z-loss of tokens that are spread over devices.
 
     Args:
-        balance: The cell that it replaces.
-        z_loss: Likewise.
+        balance: The balance loss that it replaces.
+        z_loss: The z-loss that it replaces.
         sequences: ``B`` of the micro-batch, over all devices.
         replicas: Groups of devices that hold different sequences.
         first_row: Row of the device's first token among the tokens of its group's sequences.

@@ -121,7 +121,7 @@ class HiddenStub(nn.Cell):
     """Shape-only stub of a norm or of the head: ``[T, H]`` to ``[T, H]``, which the loss stub accepts.
 
     Args:
-        dtype: Of the result; None = the input's.
+        dtype: Data type of the result; None = the input's.
     """
 
     def __init__(self, dtype: ms.Type | None = None) -> None:
