@@ -1,7 +1,8 @@
 """Record what a MindSpore graph computes, on CPU: ``capture(net, x, out="dump")``, or a recipe's training steps.
 
-The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``capture_ms_graph.py``) and runs. So
-forward, backward and updates are all there if the net differentiates and updates, and fused operators appear as what runs.
+The net is compiled as MindSpore compiles it (MindIR), gets a tap behind each operator (``ms_graph.py``) and runs. So a
+net that differentiates and updates is recorded with forward, backward and updates, and fused operators appear as they
+run.
 """
 
 import fnmatch
@@ -34,11 +35,11 @@ TAPS = ".taps"
 
 @dataclass(frozen=True)
 class Filter:
-    """Which operators are recorded.
+    """Selects the operators to record.
 
     Attributes:
-        layers: Numbers of layers; None: all, and what is in none.
-        only: Patterns of names such as ``Primitive.*.attention.*``; none: all.
+        layers: Numbers of layers; None: all layers, and operators outside of layers.
+        only: Patterns of names such as ``Primitive.*.attention.*``; empty: all.
     """
 
     layers: frozenset[int] | None = None
@@ -56,11 +57,11 @@ class Filter:
 
 
 class Tapped:
-    """A net whose graph has taps; it is called like the net, and shares its weights.
+    """A net with taps in its graph; it is called like the net and shares its weights.
 
     Args:
-        net: Cell, its mode (training or not) set.
-        wanted: Which operators get one.
+        net: A cell whose mode (training or not) is set.
+        wanted: Selects the operators to tap.
         states: See :func:`tapped`.
     """
 
@@ -87,7 +88,7 @@ class Tapped:
         self.started = False
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run; weights that the net writes are written there, too."""
+        """Run the net; weights that the net writes change in the net itself, too."""
         from mindspore import Tensor, ops
 
         if self.cell is None:
@@ -96,7 +97,7 @@ class Tapped:
         for name, parameter in self.weights.items():
             if name in self.own:
                 value = Tensor(self.own[name].asnumpy())
-                # After the first run a graph's branches hold on to a parameter's memory.
+                # After the first run a graph's branches keep using a parameter's old memory.
                 if self.started:
                     ops.assign(parameter, value)
                 else:
@@ -129,13 +130,13 @@ def capture(
 ) -> Any:
     """Run a net once and write what it computes as a tree of msprobe.
 
-    Any cell that MindSpore compiles for CPU in graph mode; one that differentiates (``ms.value_and_grad``) or updates
-    weights is recorded with that.
+    The cell may be any that MindSpore compiles for CPU in graph mode. If it differentiates (``ms.value_and_grad``) or
+    updates weights, these are recorded, too.
 
     Args:
         net: The cell.
         *inputs: Its inputs.
-        out: Folder to make.
+        out: Folder to create.
         values: ``tensor``, ``statistics`` or ``fingerprint``.
         layers: Numbers of the layers to record; None: all operators.
         only: Patterns of names to record, such as ``Primitive.*.attention.*``.
@@ -161,7 +162,7 @@ def capture(
 
 
 def fresh(out: Path | str) -> Path:
-    """Return a folder that can be made."""
+    """Return the path of a folder that does not exist yet."""
     out = Path(out)
     if out.exists():
         raise BadInputError(f"{out}: it exists; give a new folder")
@@ -190,19 +191,19 @@ def capture_recipe(
     ranks: Sequence[int] | None = None,
     edit: Edit | None = None,
 ) -> Dump:
-    """Run the first steps of a recipe, as it trains, and write what the chosen ones compute.
+    """Run the first steps of a recipe as in training, and write what the selected operators compute.
 
-    A recipe for several devices runs as ``telechat-moe run-sharded`` runs it: one process each, graphs of the parallel
-    compiler.
+    A recipe for several devices runs as in ``telechat-moe run-sharded``: one process for each rank, graphs of the
+    parallel compiler.
 
     Args:
         recipe: Loaded recipe.
-        out: Folder to make.
+        out: Folder to create.
         steps: Steps to record, from 0.
         values: ``tensor``, ``statistics`` or ``fingerprint``.
-        wanted: Which operators.
-        ranks: Which ranks; None: all.
-        edit: Changes the graph of each rank before it runs, to see that a fault is found.
+        wanted: Selects the operators to record.
+        ranks: Ranks to record; None: all.
+        edit: Changes the graph of each rank before it runs, to test that a fault is found.
 
     Raises:
         BadInputError: ``out`` exists, or the recipe cannot run here.
@@ -236,7 +237,7 @@ _Found = dict[
 
 
 class _Step:
-    """A training step with taps in the place of the trainer's own."""
+    """A training step with taps, which replaces the trainer's own."""
 
     accumulate = None
 

@@ -1,8 +1,8 @@
-"""Put taps into a MindIR graph: a custom operator behind each operator that writes down what it is given.
+"""Put taps into a MindIR graph: behind each operator a custom operator that writes down what it is given.
 
-A graph that MindSpore has compiled for training holds forward, backward and updates in one (``mindspore`` dumps such
-graphs on Ascend only). Nothing in it is changed but the order in which a weight is written: after the taps that read it.
-``plan`` says which operator took what from where, so that ``capture_ms_read.py`` can put the records together.
+A graph that MindSpore has compiled for training holds forward, backward and updates in one (MindSpore's own dump of
+such graphs needs Ascend). The graph is unchanged except for the order of writes to a weight: they follow the taps that
+read it. The plan says which operator took its inputs from where, so that ``ms_read.py`` can assemble the records.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ rank_size index fusion mean_flag module mirror_user_id BatchParallel self_define
 split_count num N n use_locking checkpoint
 """
 _NOISE = frozenset(_NO_MATTER.split())
-"""Attributes that change nothing in what is computed."""
+"""Attributes that do not affect what is computed."""
 
 _WRITES: Mapping[str, int] = {
     "AdamWeightDecay": 3,
@@ -48,7 +48,7 @@ _WRITES: Mapping[str, int] = {
     "AssignAdd": 1,
     "AssignSub": 1,
 }
-"""How many of its first inputs an operator writes; of others with side effects: every weight that they take."""
+"""The number of leading inputs that an operator writes; others with side effects write all weights they take."""
 
 
 @dataclass(eq=False)
@@ -68,13 +68,13 @@ class _Closure:
 
 
 class _Monad(NamedTuple):
-    """What orders side effects, on memory or on files and screens."""
+    """A value that orders side effects on memory, or on files and screens."""
 
     memory: bool
 
 
 class _Named(NamedTuple):
-    """A value and its name in a graph."""
+    """A value with its name in a graph."""
 
     name: str
     value: Any
@@ -86,12 +86,12 @@ Wanted = Callable[[TappedOperator], bool]
 def tapped(
     mindir: bytes, library: str, wanted: Wanted = lambda node: True, states: bool = True
 ) -> tuple[bytes, TapPlan]:
-    """Return a graph with taps behind the operators that are wanted, and what they record.
+    """Return a graph with taps behind the selected operators, and the plan of what they record.
 
     Args:
         mindir: Serialised graph.
         library: Path of the library that has the operator ``Tap``.
-        wanted: Takes an operator without its outputs.
+        wanted: Selects operators; it is called with an operator without its outputs.
         states: Record an optimizer's states before their update, too, not only after it.
     """
     model = Model(mindir)
@@ -122,7 +122,7 @@ class _Tapper:
         self.called = False  # whether a function may have run
 
     def _references(self) -> dict[str, int]:
-        """Return how often each function is referred to: one that is called from one place has known arguments."""
+        """Return how often each function is referenced: one that is called only once has known arguments."""
         names = {f.name for f in self.model.proto.functions}
         found: dict[str, int] = dict.fromkeys(names, 0)
         for graph in self.model.graphs():
@@ -325,7 +325,7 @@ class _Tapper:
         return found
 
     def _written(self, name: str, places: list[tuple[str, _Variable]], wanted: bool) -> None:
-        """Let what follows see the new values of weights."""
+        """Make the new values of weights visible to later operators, and tap them."""
         if not wanted:
             return
         self._update(name)
@@ -333,7 +333,7 @@ class _Tapper:
             self._see(place, variable)
 
     def _see(self, name: str, value: Any) -> None:
-        """Tap a value, unless it is."""
+        """Tap a value unless it is tapped already."""
         if is_list(value):
             for item in value:
                 if item.name:
@@ -354,7 +354,7 @@ class _Tapper:
         self._update(self.editor.node(self._tap(number), [name, self.monad], [1], 1, "tap"))
 
     def _tap(self, number: int) -> str:
-        """Return a primitive: ours, with a number."""
+        """Return a tap primitive with a number."""
         reference = self.editor.primitive(
             "Custom", func_type="aot", imply_path="", reg_op_name="Tap", tap=number
         )
@@ -377,7 +377,7 @@ class _Tapper:
     # ------------------------------------------------------------------ order
 
     def _order(self, node: Any, values: Sequence[Any]) -> None:
-        """Let a node with side effects wait for the taps before it."""
+        """Make a node with side effects wait for the taps before it."""
         for i, value in enumerate(values):
             if isinstance(value, _Monad) and value.memory and self.monad is not None:
                 node.input[i] = self.monad
@@ -409,7 +409,7 @@ class _Tapper:
         return node.name
 
     def _close(self) -> None:
-        """Let the graph's result wait for its taps."""
+        """Make the graph's result wait for its taps."""
         if self.begin == self.plan.taps or not self.graph.output:
             return
         result = self.graph.output[0]
@@ -430,7 +430,7 @@ class _Tapper:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as the plan keeps it."""
+    """Return a value in the form that the plan keeps."""
     if isinstance(value, _Variable):
         return value.tensor
     if is_list(value):

@@ -1,8 +1,9 @@
-"""Layouts of the tensors of a rank's graph, as far as the graph and the recipe give them.
+"""Derive the layouts of the tensors of a rank's graph, as far as the graph and the recipe determine them.
 
-Operators carry the layouts of their inputs and outputs from the parallel compiler; weights and moments follow from the
-recipe; a gradient lies like its weight, and before its reduction holds terms. What is element by element keeps the layout
-of its input; a product over a dimension that is cut makes terms of a sum. Of others nothing is said.
+Operators carry the layouts of their inputs and outputs from the parallel compiler; those of weights and moments follow
+from the recipe; a gradient has the layout of its weight, and holds terms of a sum before its reduction. An elementwise
+operator keeps the layout of its input; a product over a sharded dimension makes terms of a sum. Other layouts are
+unknown.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,7 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
     """Return the layouts of the tensors of a rank's graph by their ``id``.
 
     Args:
-        plan: Of its graph.
+        plan: Plan of its graph.
         recipe: Its recipe.
         rank: The rank.
     """
@@ -62,7 +63,7 @@ def _said(node: TappedOperator, stage: tuple[int, ...], found: dict[int, TensorL
 
 
 def _flat(values: list[Argument]) -> list[Any]:
-    """Return arguments with the one tuple that Concat and others take in its place."""
+    """Return arguments without the tuple that Concat and others take as their only one."""
     return values[0] if len(values) and isinstance(values[0], list) else values
 
 
@@ -80,7 +81,7 @@ def _layout(entry: Mapping[str, Any], tensor: Tensor, stage: tuple[int, ...]) ->
 
 
 def _follows(node: TappedOperator, found: dict[int, TensorLayout]) -> None:
-    """Lay out the result of an operator whose inputs are laid out."""
+    """Set the layout of the result of an operator whose inputs have layouts."""
     made = next(iter(tensors(node.outputs)), None)
     if made is None or id(made) in found or node.writes:
         return
@@ -96,7 +97,7 @@ def _follows(node: TappedOperator, found: dict[int, TensorLayout]) -> None:
 
 
 def _product(x: TensorLayout, y: TensorLayout, flags: list[bool]) -> TensorLayout:
-    """Return the layout of a matrix product: an axis that cuts the summed dimension makes terms."""
+    """Return the layout of a matrix product: an axis that shards the summed dimension makes terms."""
     rows, inner = x.dims[::-1] if flags[0] else x.dims
     columns = y.dims[0] if flags[1] else y.dims[1]
     cut = {axis for axis in inner if x.mesh[x.axes.index(axis)] > 1}

@@ -1,4 +1,4 @@
-"""From what taps have written to the calls of a rank: ``calls(plan, folder)``."""
+"""Assemble the calls of a rank from what taps have written: ``calls(plan, folder)``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -33,10 +33,10 @@ VALUES, STATISTICS, FINGERPRINT = "tensor", "statistics", "fingerprint"
 MODES: Sequence[str] = (VALUES, STATISTICS, FINGERPRINT)
 """What a tap writes, in the order of the library's numbers."""
 
-_LONG = 32  # numbers in a list that is written as one text
+_LONG = 32  # numbers in a list, from which it is written as one text
 
 GRADIENTS, REDUCTION = "Gradients", "Reduction"
-"""In names: operators of the backward pass, collectives that sum a weight's gradient."""
+"""In names: marks of operators of the backward pass, and of collectives that sum a weight's gradient."""
 
 UPDATES: Mapping[str, tuple[str, ...]] = {
     "AdamWeightDecay": (
@@ -58,10 +58,10 @@ class Written(NamedTuple):
 
 
 def index(folder: Path) -> dict[int, list[Written]]:
-    """Return what each tap has written, in order of its runs.
+    """Return what each tap has written, in the order of its runs.
 
     Raises:
-        BadInputError: The folder is not what the library writes.
+        BadInputError: The folder does not have the library's format.
     """
     found: dict[int, list[Written]] = {}
     try:
@@ -79,11 +79,11 @@ class Reader:
     """The records of one rank in one step.
 
     Args:
-        plan: Of its graph.
-        folder: With ``values.bin`` and ``index.txt``.
-        mode: What was written.
-        layouts: Of tensors, by their ``id``.
-        groups: Communication groups by name, global ranks.
+        plan: Plan of its graph.
+        folder: Folder with ``values.bin`` and ``index.txt``.
+        mode: What was written of each tensor.
+        layouts: Layouts of tensors, by their ``id``.
+        groups: Global ranks of communication groups, by name.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Reader:
         outputs: list[Value],
         more: dict[str, Value],
     ) -> Iterator[Call]:
-        """One operator that updates all weights, as a call a weight."""
+        """Return one operator that updates all weights as one call for each weight."""
         decayed: Sequence[Any] = node.attributes.get("decayed") or []
         n = len(decayed)
         weights, m, v, grads = (inputs[i * n : (i + 1) * n] for i in range(4))
@@ -195,14 +195,14 @@ class Reader:
 
 
 class Cell(NamedTuple):
-    """A cell and what it hands to the cells around it, in the forward pass."""
+    """A cell and the tensors that it hands to other cells in the forward pass."""
 
     name: str
     outputs: list[Tensor]
 
 
 def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[Cell]]:
-    """Return the cells that end with each operator, by its place."""
+    """Return the cells that end with each operator, by the operator's position."""
     takers: dict[int, list[tuple[str, ...]]] = {}
     for node in nodes:
         if not node.backward:

@@ -1,4 +1,4 @@
-"""What a tapped graph records: operators, their inputs and outputs, and the taps that record these."""
+"""The plan of a tapped graph: its operators, their inputs and outputs, and the taps that record these."""
 
 import re
 from collections.abc import Mapping
@@ -18,22 +18,22 @@ TYPES: Mapping[int, str] = {
     13: "uint64",
     16: "bfloat16",
 }
-"""Element type of MindIR: canonical name."""
+"""Canonical name of each MindIR element type."""
 
 _PART = re.compile(r"^(?P<attribute>.+?)-(?P<kind>[^-]*)$")
 
 
 @dataclass(eq=False)
 class Tensor:
-    """A tensor of a run, and the taps that see it, by graph.
+    """A tensor of a run, with the taps that record it in each graph.
 
     Attributes:
-        shape: As the graph says.
+        shape: Shape in the graph.
         dtype: Canonical name.
-        taps: Graph to number of the tap.
+        taps: Number of the tap, by graph.
         constant: Its values, if the graph has them.
         parameter: Name of the weight or state whose value it is.
-        early: A tap of the main graph has seen it before any function ran: no function needs its own.
+        early: A tap of the main graph records it before any function runs, so that no function needs its own tap.
     """
 
     shape: tuple[int, ...]
@@ -55,21 +55,21 @@ Argument = Tensor | Number | list["Argument"]
 
 @dataclass(frozen=True)
 class TappedOperator:
-    """An operator.
+    """An operator of a tapped graph.
 
     Attributes:
-        path: Cell that it belongs to, ``model.layers.0.attention``; backward ones the same.
+        path: Cell that it belongs to, such as ``model.layers.0.attention``; the same for backward operators.
         classes: Classes of the cells of the path.
-        kind: Primitive; of a custom operator of ours ``Telechat`` and its name.
-        backward: It belongs to the backward pass.
+        kind: Primitive; for a custom operator of this package ``Telechat`` and its name.
+        backward: Whether it belongs to the backward pass.
         index: Number among those of the same path, kind and direction.
-        inputs: What it takes.
-        outputs: What it makes; of one that writes to weights, their new values.
-        attributes: Of the primitive.
+        inputs: Its inputs.
+        outputs: Its outputs; for an operator that writes to weights, their new values.
+        attributes: Attributes of the primitive.
         graph: Function that it belongs to.
-        writes: Places of the inputs that it writes to.
-        weight: Whose gradient it reduces.
-        layouts: Of inputs and of outputs, as the parallel compiler has written them down.
+        writes: Positions of the inputs that it writes to.
+        weight: Weight whose gradient it reduces.
+        layouts: Layouts of inputs and of outputs, as the parallel compiler has recorded them.
     """
 
     path: tuple[str, ...]
@@ -88,11 +88,11 @@ class TappedOperator:
 
 @dataclass
 class TapPlan:
-    """What a tapped graph records.
+    """The plan of what a tapped graph records.
 
     Attributes:
         nodes: Operators, in an order in which they can run.
-        taps: How many there are.
+        taps: Number of taps.
     """
 
     nodes: list[TappedOperator] = field(default_factory=list[TappedOperator])
@@ -114,7 +114,7 @@ def constant_tensor(proto: Any) -> Tensor:
 
 
 def scalar_of(attribute: Any) -> Any:
-    """Return the value of an attribute; of None, types and what else is no number, text."""
+    """Return the value of an attribute; as text if it is None, a type or anything else that is no number."""
     kinds = pb.AttributeProto
     if attribute.type == kinds.NONE:
         return None
@@ -140,7 +140,7 @@ def weight_of(node: Any) -> str:
 
 
 def layouts_of(attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the layouts of inputs and outputs that the parallel compiler has written down."""
+    """Return the layouts of inputs and outputs that the parallel compiler has recorded."""
     found: list[list[Any]] = [
         scalar_of(attributes[n]) if n in attributes else [] for n in ("in_layout", "out_layout")
     ]
@@ -148,7 +148,7 @@ def layouts_of(attributes: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def kind_of(primitive: Any) -> str:
-    """Return the name of a primitive; of a custom operator ``Telechat`` and its own."""
+    """Return the name of a primitive; for a custom operator ``Telechat`` and its own name."""
     if primitive.op_type != "Custom":
         return primitive.op_type
     for attribute in primitive.attribute:

@@ -1,12 +1,12 @@
 """Record every torch function of a script, forward and backward, as calls of a dump.
 
-One line makes it happen, in the script or around it::
+One line is enough, in the script or around it::
 
     with capture() as calls: ...            # or: telechat-moe align capture --torch script.py
 
 Each use of a tensor by a function gets a node of its own in torch's graph, so the gradient of an input is the one through
-this function alone, not the sum over all uses. Of a function that writes in place the gradients are those of torch's own
-node; into a view: forward only.
+this function alone, not the sum over all uses. For a function that writes in place, the gradients are those of torch's
+own node; for one that writes into a view, only the forward call is recorded.
 """
 
 import runpy
@@ -40,7 +40,7 @@ from telechat_moe.tools.align.dump.records import (
 )
 from telechat_moe.tools.align.narrowing import is_list, is_object, is_sequence
 
-# Questions about a tensor and making one from nothing: not computations.
+# Functions that query a tensor or create one from nothing: no computations.
 _QUERIES = """
 size dim numel nelement ndimension stride is_contiguous data_ptr storage_offset element_size get_device
 is_floating_point is_complex is_nonzero is_same_size requires_grad_ retain_grad register_hook backward
@@ -100,7 +100,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, calls: dict[str, Call]) -> None:
         super().__init__()
         self.calls, self.count = calls, Counter[str]()
-        self.paused = False  # in an optimizer, whose updates are recorded whole
+        self.paused = False  # in an optimizer, whose updates are recorded as a whole
         self._pending: dict[str, tuple[str, int, list[Any], list[Any]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def _in_backward(self) -> Generator[None, None, None]:
-        """Record what hooks, checkpoints and functions of a script compute while torch goes back."""
+        """Record what hooks, checkpoints and functions of a script compute during torch's backward pass."""
         engine: Any = torch.autograd
         run = engine._engine_run_backward
 
@@ -168,7 +168,7 @@ class _Recorder(TorchFunctionMode):
             engine._engine_run_backward = run
 
     def _watch(self, call: Call, outputs: Sequence[Any]) -> None:
-        """Record what torch's node of a call that wrote into one tensor takes and gives."""
+        """Record what enters and leaves torch's node of a call that wrote into one tensor."""
         wanted = [t for place, t in call.tensors() if place[0] == "i" and t.requires_grad]
         node = outputs[0].grad_fn if len(outputs) == 1 else None
         if node is None or outputs[0]._is_view():
@@ -205,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         return used
 
     def finish(self) -> None:
-        """Make the calls of functions of which some inputs needed no gradient."""
+        """Finish the backward calls of functions of which some inputs needed no gradient."""
         for key in list(self._pending):
             if any(g is not None for g in self._pending[key][-1]):
                 self._finish(key)
@@ -230,7 +230,7 @@ class _Recorder(TorchFunctionMode):
 def _own_node(
     result: Any, args: Any, own: Any, gradients: list[torch.Tensor | None]
 ) -> tuple[Any, list[torch.Tensor | None]]:
-    """Return a result that is one of the arguments (a conversion to what it is) with a node of its own; a leaf stays itself."""
+    """Give a result that is one of the arguments (a no-op conversion) a node of its own; return a leaf itself."""
     for given, used in zip(args, own, strict=True):
         if isinstance(result, torch.Tensor) and result is used and used is not given:
             if given.is_leaf:
@@ -248,7 +248,7 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
-    """Return tensors with how often they were written to, in order."""
+    """Return tensors with the number of times they were written to, in order."""
     found: list[tuple[torch.Tensor, int]] = []
     for x in values:
         if isinstance(x, torch.Tensor):
@@ -259,7 +259,7 @@ def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
 
 
 def _is_traced(values: Any) -> bool:
-    """Return whether a tensor stands for others (vmap, meta) and has no values of its own."""
+    """Return whether a tensor represents others (vmap, meta) and has no values of its own."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
     return any(
         (wrapped(x) or x.is_meta)
@@ -270,7 +270,7 @@ def _is_traced(values: Any) -> bool:
 
 
 class _Optimizers:
-    """Record each weight's update: before and after of the step of any optimizer."""
+    """Records each weight's update: its tensors before and after the step of any optimizer."""
 
     def __init__(self, calls: dict[str, Call], recorder: _Recorder, modules: Modules) -> None:
         self.calls, self.recorder, self.modules = calls, recorder, modules
@@ -342,10 +342,10 @@ def _weights(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any],
 
 @contextmanager
 def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
-    """Record the torch functions that are called in the block, and their backward; yield the calls.
+    """Record the torch functions that are called in the block and their backward; yield the calls.
 
     Args:
-        modules: Record what modules return, too.
+        modules: Whether to record what modules return, too.
     """
     calls: dict[str, Call] = {}
     recorder = _Recorder(calls)
@@ -365,7 +365,7 @@ def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
 
 
 def _name(func: Callable[..., Any]) -> str | None:
-    """Return the name of a function as msprobe spells it, None for one that computes nothing."""
+    """Return the name of a function as msprobe spells it; None: it computes nothing."""
     short = getattr(func, "__name__", "")
     if short in _SKIPPED:
         return None
@@ -387,14 +387,14 @@ def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 class _Steps:
-    """Cut a recording into steps, each ending with an optimizer's."""
+    """Splits a recording into steps, each of which ends with an optimizer's step."""
 
     def __init__(self, calls: dict[str, Call], wanted: range) -> None:
         self.calls, self.wanted, self.step = calls, wanted, 0
         self.found: dict[int, dict[str, Call]] = {}
 
     def end(self, *_: Any) -> None:
-        """Keep what was recorded as a step."""
+        """Store what was recorded as a step."""
         if self.step in self.wanted and self.calls:
             self.found[self.step] = dict(self.calls)
         self.calls.clear()
@@ -404,14 +404,14 @@ class _Steps:
 def run_script(
     script: str, arguments: list[str], out: Path, steps: range, modules: bool = False
 ) -> Dump:
-    """Run a script as if it were called, record its steps and write them as a tree of msprobe.
+    """Run a script as if from the command line, record its steps and write them as a tree of msprobe.
 
     Args:
         script: Path of the Python file.
         arguments: Its arguments.
-        out: Folder to make.
+        out: Folder to create.
         steps: Steps to record, from 0; an optimizer's step ends one.
-        modules: Record what modules return, too.
+        modules: Whether to record what modules return, too.
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -1,6 +1,6 @@
-"""Names for a recording of torch: what each module returns, and whose update an optimizer makes.
+"""Names for a recording of torch: what each module returns, and which weight an optimizer updates.
 
-Modules are known by the first one that is called from outside of any: the model. Nothing in a script has to change.
+The model is the first module that is called from outside of any other; names begin there. Scripts need no change.
 """
 
 from collections import Counter
@@ -18,12 +18,12 @@ from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 
 class Modules:
-    """Record the outputs of modules, as calls of kind ``module``.
+    """Records the outputs of modules as calls of kind ``module``.
 
     Args:
-        calls: Where they go.
+        calls: The calls to add to.
         record: Makes a record of a value.
-        outputs: Record; else only names are learnt.
+        outputs: Whether to record outputs; otherwise only names are collected.
     """
 
     def __init__(self, calls: dict[str, Call], record: Any, outputs: bool) -> None:
@@ -45,7 +45,7 @@ class Modules:
             hook.remove()
 
     def stack(self, weight: torch.Tensor) -> tuple[str, ...]:
-        """Return the line that tells whose update a call is."""
+        """Return the stack line that names the weight of an update."""
         name = self.weights.get(id(weight))
         return () if name is None else (f"weight {name}",)
 

@@ -1,13 +1,14 @@
-"""Fingerprints of tensors: 2 KiB each, from which equality and distance of two tensors can be told.
+"""Fingerprints of tensors: 2 KiB each, which show whether two tensors are equal and how far apart they are.
 
 ``of(values)`` is the fingerprint of a tensor. ``distance`` estimates the relative L2 distance of two tensors from their
-fingerprints alone; the checksum is equal only for equal bits in equal positions. The kernel of ``ops/tap.py`` computes the
-same numbers.
+fingerprints alone; the checksum is equal only for equal bits in equal positions. The kernel of ``ops/tap.py`` computes
+the same numbers.
 
-The sketch is a count sketch (Charikar, Chen and Farach-Colton 2002) whose hash is cheap: element i of the whole, row-major,
-is lane ``i % 241`` of row ``i // 241``; 32 rows are a block. It is multiplied by a sign of its place in the block and one
-of its block, and added to the bucket ``lane + shift(block)`` modulo 241. The checksum is the sum over i of
-``odd(place) * odd(block) * mix(bits)`` modulo 2^64; ``mix`` is one-to-one, so one changed element always shows.
+The sketch is a count sketch (Charikar, Chen and Farach-Colton 2002) with a cheap hash: element i of the whole,
+row-major, is lane ``i % 241`` of row ``i // 241``; 32 rows are a block. The element is multiplied by a sign for its
+position in the block and a sign for its block, and added to the bucket ``lane + shift(block)`` modulo 241. The checksum
+is the sum over i of ``odd(position) * odd(block) * mix(bits)`` modulo 2^64; ``mix`` is one-to-one, so one changed
+element always shows.
 """
 
 import math
@@ -24,7 +25,7 @@ from telechat_moe.tools.align.dump.value_files import release
 from telechat_moe.tools.align.numerics import Array, einsum, widened
 
 BUCKETS = 241
-"""A prime, so that no common length of a row meets the same bucket again and again."""
+"""The number of buckets: a prime, so that no common length of a row returns to the same bucket in every row."""
 
 _ROWS = 32
 _BLOCK = _ROWS * BUCKETS
@@ -34,18 +35,18 @@ _HEADER = struct.Struct("<4sHHQQQQd")
 _MAGIC = b"TCF1"
 _EXACT, _NORM = 1, 2
 _RELEASE = 512
-"""Chunks after which the pages of a mapped file are let go."""
+"""Chunks after which the pages of a mapped file are released."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """A tensor in 2 KiB.
+    """The fingerprint of a tensor, in 2 KiB.
 
     Attributes:
         buckets: The sketch, ``[241]`` in float64; infinities and NaN count as 0 in it.
-        count: Elements that went in.
-        total: Elements of the whole tensor.
-        special: Infinities and NaN among them.
+        count: Number of elements that were added.
+        total: Number of elements of the whole tensor.
+        special: Number of infinities and NaN among the added elements.
         checksum: See the module; None where the writer of the fingerprint has not seen the bits.
         squares: Sum of the squares of the finite elements; None where the writer has not seen the elements.
     """
@@ -65,7 +66,7 @@ class Fingerprint:
 
     @property
     def whole(self) -> bool:
-        """Whether every element went in once."""
+        """Whether every element was added once."""
         return self.count == self.total
 
     def to_bytes(self) -> bytes:
@@ -81,7 +82,7 @@ class Fingerprint:
         """Return what :meth:`to_bytes` wrote.
 
         Raises:
-            BadInputError: It is something else.
+            BadInputError: The content is not a fingerprint.
         """
         if len(content) != _HEADER.size + 8 * BUCKETS:
             raise BadInputError(
@@ -106,7 +107,8 @@ def of(values: Array) -> Fingerprint:
     """Return the fingerprint of a whole tensor.
 
     Args:
-        values: Any shape and type of numbers, maybe mapped: it is read in shards. bfloat16 and float8 widened to float32.
+        values: Numbers of any shape and type, maybe mapped: they are read in chunks. bfloat16 and float8 widened to
+    float32.
     """
     values = _numbers(values)
     sketch = _Sketch(values.size)
@@ -116,9 +118,9 @@ def of(values: Array) -> Fingerprint:
 
 
 def distance(target: Fingerprint, golden: Fingerprint) -> float:
-    """Return an estimate of the L2 norm of the difference over that of ``golden``, within 20 % in 99 of 100 cases.
+    """Estimate the L2 norm of the difference over that of ``golden``, within 20 % in 99 of 100 cases.
 
-    0 where all bits are equal; NaN where it cannot be told: parts only, or infinities and NaN in one of them.
+    Return 0 where all bits are equal, NaN where one fingerprint is not of a whole tensor or has infinities or NaN.
 
     Raises:
         ValueError: They are of tensors of different sizes.
@@ -136,7 +138,7 @@ def distance(target: Fingerprint, golden: Fingerprint) -> float:
 
 
 def equal(a: Fingerprint, b: Fingerprint) -> bool | None:
-    """Return whether the bits of two tensors are equal; None where no checksum can say."""
+    """Return whether the bits of two tensors are equal; None: a checksum is missing."""
     if a.checksum is None or b.checksum is None or not (a.whole and b.whole):
         return None
     return a.checksum == b.checksum and a.total == b.total
@@ -152,7 +154,7 @@ def _numbers(values: Array) -> Array:
 
 
 def _contiguous(values: Array) -> Iterator[tuple[int, Array]]:
-    """Yield flat parts of a tensor with their begin, in chunks."""
+    """Yield flat chunks of a tensor, each with its first index."""
     if values.flags.c_contiguous or values.ndim < 2:
         flat = values.reshape(-1)
         for i in range(0, flat.size, _CHUNK):
@@ -200,7 +202,7 @@ class _Sketch:
         self._aligned(flat, first)
 
     def _zeros(self, size: int, dtype: Any) -> Array:
-        """Return whole blocks of zeros, in memory that the next call takes again."""
+        """Return whole blocks of zeros, in memory that the next call reuses."""
         size = -(-size // _BLOCK) * _BLOCK
         if self._spare.dtype != dtype or self._spare.size < size:
             self._spare = np.empty(size, dtype)
@@ -224,7 +226,7 @@ class _Sketch:
         self._checksum = (self._checksum + int(terms.sum(dtype=np.uint64))) % (1 << 64)
 
     def _wide(self, values: Array) -> Array:
-        """Return elements in float64; count what is no number, and take it for 0."""
+        """Return elements in float64; count infinities and NaN and replace them by 0."""
         wide = widened(values)
         squares = _squares(wide)
         if not math.isfinite(squares):
@@ -236,7 +238,7 @@ class _Sketch:
         return wide
 
     def _turn(self, lanes: Array, shifts: Array, signs: Array) -> None:
-        """Add the sums over blocks, each turned by its shift."""
+        """Add the sums over blocks, each rotated by its shift."""
         lanes *= signs[:, None]
         turned = (np.arange(BUCKETS) - shifts[:, None]) % BUCKETS
         self._buckets += np.take_along_axis(lanes, turned, 1).sum(0)
@@ -257,7 +259,7 @@ def _splitmix(x: Array) -> Array:
 
 @lru_cache(1)
 def _places() -> tuple[Array, Array]:
-    """Return sign and odd factor of each place in a block."""
+    """Return the sign and the odd factor of each position in a block."""
     bits = _splitmix(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(1 << 40))
     signs = 1.0 - 2.0 * (bits >> np.uint64(63)).astype(np.float64)
     odds = _splitmix(bits) | np.uint64(1)

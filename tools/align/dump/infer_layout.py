@@ -1,6 +1,6 @@
 """Infer the layout of shards from their shapes: every layout that fits is tried, and their copies decide.
 
-A reference's values never decide: a layout chosen because it looks like the reference would explain faults away.
+Values of a reference never decide: a layout chosen because it resembles the reference would explain faults away.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from telechat_moe.tools.align.dump.records import TensorLayout
 from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 
 MOST = 4096
-"""Candidates that are tried at most."""
+"""The most candidates that are tried."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Candidate:
 
     Attributes:
         layout: The layout.
-        copies: How many shards could be compared with a copy.
-        problem: Why it is refused; None: it is not.
-        digest: Of the merged tensor.
+        copies: Number of shards that could be compared with a copy.
+        problem: Why it is rejected; None: it is not.
+        digest: Digest of the merged tensor.
     """
 
     layout: TensorLayout
@@ -39,10 +39,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Inferred:
-    """What was found.
+    """The result of inferring a layout.
 
     Attributes:
-        layout: The layout; None: it cannot be told, the tensor is not comparable.
+        layout: The layout; None: it cannot be inferred, and the tensor is not comparable.
         why: How it was decided, or why it was not.
         candidates: All that fit the shapes.
     """
@@ -61,7 +61,7 @@ def infer(
 
     Args:
         shards: What the ranks hold; the mesh lists the ranks in ascending order.
-        shape: Of the whole, from a run on one device.
+        shape: Shape of the whole tensor, from a run on one device.
         mesh: Axes and their lengths, outermost first; None: unknown, every nesting is tried.
 
     Raises:
@@ -120,7 +120,7 @@ def _tried(shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]
 
 
 def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
-    """Leave out layouts that put every shard where an earlier one does."""
+    """Leave out layouts that locate every shard where an earlier one does."""
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for layout in layouts:
         sizes = dict(zip(layout.axes, layout.mesh, strict=True))
@@ -162,7 +162,7 @@ def _candidates(
 def _roles(
     ratios: Sequence[int], ranks: tuple[int, ...], axes: tuple[tuple[str, int], ...], nested: bool
 ) -> Iterator[TensorLayout]:
-    """Yield layouts in which each axis cuts a dimension or holds copies."""
+    """Yield layouts in which each axis shards a dimension or holds copies."""
     cut = [d for d, n in enumerate(ratios) if n > 1]
     sizes = dict(axes)
     for roles in itertools.product([-1, *cut], repeat=len(axes)):

@@ -1,4 +1,4 @@
-"""The number of a layer in the whole model, from its pipeline stage, its chunk and its number there.
+"""Compute the number of a layer in the whole model from its pipeline stage, its chunk and its number in the chunk.
 
 Megatron numbers the layers of each stage and chunk from 0; MindSpore uses the numbers of the whole model. Names of the
 first kind are rewritten here.

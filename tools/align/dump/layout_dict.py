@@ -1,11 +1,12 @@
-"""Layouts as dumps write them: MindSpore's ``layout`` of a tensor, with a few more keys for what it cannot say.
+"""Layouts as dumps write them: MindSpore's ``layout`` of a tensor, with a few more keys for what it cannot express.
 
 ``Device Matrix`` is the length of each axis, ``Alias Name`` their names, ``Rank List`` the devices in the order of the
-matrix. ``Tensor Map`` has for each dimension -1 or the axis that cuts it, counted from the right, or a list of axes, the
-outermost first. ``Partial`` has for each axis null or a reduction. The axis ``interleaved_parallel``, always the last,
-is no device: a device holds all shards along it, one after another, and the matrix times it counts virtual devices.
+matrix. ``Tensor Map`` has for each dimension -1 or the axis that shards it, counted from the right, or a list of axes,
+outermost first. ``Partial`` has null or a reduction for each axis. The axis ``interleaved_parallel``, always the last,
+does not count devices: a device holds all shards along it, one after another, and the matrix with it counts virtual
+devices.
 
-Ours beside these: ``Cyclic`` (axes), ``Blocks``, ``Local`` (axes), ``Calls`` (axis), ``Sizes``, ``Owned``, ``Padded``
+This package adds ``Cyclic`` (axes), ``Blocks``, ``Local`` (axes), ``Calls`` (axis), ``Sizes``, ``Owned``, ``Padded``
 (by dimension; ``flat`` is the flattened shard) and ``Flat`` (axes); see :class:`records.TensorLayout`.
 """
 
@@ -28,10 +29,10 @@ def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Tensor
 
     Args:
         found: The value of ``layout``.
-        shard_size: Of ``hsdp_shard_size``: so many copies share a tensor's first dimension among them.
+        shard_size: The value of ``hsdp_shard_size``: the number of copies that share a tensor's first dimension.
 
     Raises:
-        BadInputError: It is not of that form.
+        BadInputError: The value does not have that form.
         LayoutError: It contradicts itself.
     """
     try:
@@ -79,11 +80,11 @@ def of_parameter(
     """Return the layout of a weight as MindSpore's compiler gives it (``parameter_layout_dict``).
 
     Args:
-        entry: Device matrix, tensor map, and five more; the eighth: the view that the tensor map is of, where a
-            dimension is cut by several axes.
+        entry: Device matrix, tensor map, and five more; the eighth is the view that the tensor map refers to if a
+            dimension is sharded over several axes.
         shape: Whole shape of the weight.
-        ranks: Of the stage, in order.
-        sharing: Members of the optimizer's group (the sixth entry), which share the first dimension.
+        ranks: Ranks of the stage, in order.
+        sharing: Number of members of the optimizer's group (the sixth entry), which share the first dimension.
 
     Raises:
         LayoutError: The entry does not fit the shape.
@@ -101,7 +102,7 @@ def of_parameter(
 def _regrouped(
     parts: Sequence[int], view: Sequence[int], matrix: Sequence[int], shape: Sequence[int]
 ) -> list[list[int]]:
-    """Return the axes of each dimension of a shape; ``view`` has what is left of each part of a dimension."""
+    """Return the axes of each dimension of a shape; ``view`` has the local length of each factor of a dimension."""
     found: list[list[int]] = []
     position = 0
     for length in shape:
@@ -123,10 +124,10 @@ def _regrouped(
 
 
 def shared(layout: TensorLayout, by: int) -> TensorLayout:
-    """Return the layout of a tensor whose copies share its first dimension among them (parallel optimizer).
+    """Return the layout of a tensor whose copies divide its first dimension among them (parallel optimizer).
 
     Raises:
-        LayoutError: There are not so many neighbouring copies, or the tensor has no dimension.
+        LayoutError: There are fewer neighbouring copies than that, or the tensor has no dimension.
     """
     used = {a for axes in layout.dims for a in axes} | {
         *layout.partial,

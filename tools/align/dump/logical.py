@@ -4,7 +4,7 @@ Shards, replicas, partial sums, interleaved, expert-owned, flattened and micro-b
 (``ranges.py``). A layout that contradicts its shards is refused. Copies of one shard are compared: where they differ,
 the finding names rank, element and values.
 
-Values are read in blocks of the whole tensor, so a tensor of any size merges in a bounded memory.
+Values are read in blocks of the whole tensor, so a tensor of any size merges in bounded memory.
 """
 
 import math
@@ -39,7 +39,7 @@ BLOCK_BYTES = 16 << 20
 
 
 class Bound(NamedTuple):
-    """How far copies of one shard may differ: ``atol + rtol |x|`` or some ULPs, whichever is more."""
+    """How far copies of one shard may differ: ``atol + rtol |x|`` or a number of ULPs, whichever is more."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -54,9 +54,9 @@ class Difference:
         key: Rank, and call, that holds it.
         reference: Rank and call of the first copy.
         elements: Number of elements that differ by more than the bound.
-        index: The first of them, in the whole tensor.
-        value: There in the copy.
-        expected: There in the first copy.
+        index: Index of the first of them in the whole tensor.
+        value: The copy's value at that index.
+        expected: The first copy's value at that index.
     """
 
     key: ShardKey
@@ -75,12 +75,12 @@ class Difference:
 
 @dataclass
 class Copies:
-    """What was found of copies while a tensor was merged.
+    """The results of comparing copies while a tensor was merged.
 
     Attributes:
-        compared: Copies that were compared with the first of their kind; 0: every shard is held once.
-        bitwise: All are equal to the last bit.
-        differences: Those beyond the bound, by rank and call.
+        compared: Number of copies that were compared with the first copy; 0: every shard is held once.
+        bitwise: Whether all copies are equal to the last bit.
+        differences: Copies beyond the bound, by rank and call.
     """
 
     compared: int = 0
@@ -98,10 +98,10 @@ class Copies:
 
 
 class CopiesDifferError(LayoutError):
-    """Copies of one shard differ: a fault of the run, or a layout that calls copies what is none (exit code 4).
+    """Copies of one shard differ: a fault of the run, or a layout that wrongly declares copies (exit code 4).
 
     Attributes:
-        copies: What was found.
+        copies: The results of comparing copies.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -110,13 +110,13 @@ class CopiesDifferError(LayoutError):
 
 
 class Merged(NamedTuple):
-    """A tensor put together.
+    """A merged tensor.
 
     Attributes:
-        values: The whole; sums, means and products of terms in float64 (integers: int64).
+        values: The whole tensor; sums, means and products of terms in float64 (integers: int64).
         dtype: Canonical name of the type that the program computed in.
-        ranks: Ranks whose values it consists of.
-        copies: What was found of copies.
+        ranks: Ranks that contributed values.
+        copies: The results of comparing copies.
     """
 
     values: Array
@@ -127,20 +127,20 @@ class Merged(NamedTuple):
 
 @dataclass(frozen=True)
 class _Region:
-    """One region of the whole: for each term of a reduction its copies."""
+    """A region of the whole tensor: for each term of a reduction its copies."""
 
     dims: tuple[Any, ...]
     terms: list[list[tuple[ShardKey, ShardValues | FlatShards]]]
 
 
 class Logical:
-    """A tensor that is put together as it is read.
+    """A tensor that is merged as it is read.
 
     Args:
         shards: What the ranks hold.
         where: Ranges of the shards in the whole tensor.
         bound: How far copies may differ; None: not at all.
-        keep: Go on where copies differ, with the first one; else :class:`CopiesDifferError` at the end.
+        keep: Whether to go on with the first copy where copies differ; otherwise :class:`CopiesDifferError` at the end.
 
     Raises:
         LayoutError: The shards are of different types.
@@ -162,17 +162,17 @@ class Logical:
 
     @property
     def mean(self) -> bool:
-        """Values are means of terms."""
+        """Whether values are means of terms."""
         return self._plan.divide > 1
 
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[tuple[slice, ...], Array]]:
-        """Yield the whole in C order, block by block.
+        """Yield the whole tensor in C order, block by block.
 
         Args:
-            limit: Bytes of a block, more or less.
+            limit: Approximate number of bytes of a block.
 
         Raises:
-            CopiesDifferError: After the last block, if copies differ and they must not.
+            CopiesDifferError: After the last block, if copies differ and ``keep`` is not set.
             BadInputError: A file is broken.
         """
         self.copies, self._seen = Copies(), set()
@@ -182,7 +182,7 @@ class Logical:
             raise CopiesDifferError(self.copies)
 
     def merge(self) -> Merged:
-        """Return the whole in memory; raises as :meth:`blocks`."""
+        """Return the whole tensor in memory; raises like :meth:`blocks`."""
         whole: Array | None = None
         for box, block in self.blocks():
             if whole is None:
@@ -194,12 +194,12 @@ class Logical:
         return Merged(whole, self.dtype, self.ranks, self.copies)
 
     def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
-        """Write the whole as a ``.npy`` file, block by block; raises as :meth:`blocks`.
+        """Write the whole tensor as a ``.npy`` file, block by block; raises like :meth:`blocks`.
 
         Args:
-            path: File to make.
+            path: File to create.
             dtype: NumPy type of the values in the file; None: that of :attr:`Merged.values`.
-            limit: Bytes of a block, more or less.
+            limit: Approximate number of bytes of a block.
         """
         with path.open("wb") as file:
             stored: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
@@ -259,7 +259,7 @@ class Logical:
         where: list[Indexer],
         box: tuple[slice, ...],
     ) -> None:
-        """Compare a rank's elements of a copy with the first one; note what is found."""
+        """Compare a rank's elements of a copy with the first copy; record the differences."""
         if key not in self._seen and mine.any() and copy.size:
             self._seen.add(key)
             self.copies.compared += 1
@@ -297,17 +297,17 @@ def logical(
     bound: Bound | None = None,
     keep: bool = False,
 ) -> Logical:
-    """Return the tensor that shards make up; nothing is read yet.
+    """Return the tensor that shards form; nothing is read yet.
 
     Args:
         shards: What the ranks hold, in any order.
-        layout: Their layout; None: each is a record that has one.
-        shape: Of the whole; needed where filler hides it.
+        layout: Their layout; None: each shard is a record that has one.
+        shape: Shape of the whole tensor; needed where filler hides it.
         bound: How far copies may differ; None: not at all.
-        keep: Go on where copies differ.
+        keep: Whether to go on where copies differ.
 
     Raises:
-        LayoutError: TensorLayout, shards and shape contradict each other; a shard is missing or there twice.
+        LayoutError: Layout, shards and shape contradict each other; a shard is missing or present twice.
         BadInputError: Values were not dumped.
     """
     sources = _sources(shards)
@@ -345,15 +345,15 @@ def merge(
     bound: Bound | None = None,
     keep: bool = False,
 ) -> Merged:
-    """Put shards together in memory; see :func:`logical`."""
+    """Merge shards in memory; see :func:`logical`."""
     return logical(shards, layout, shape, bound=bound, keep=keep).merge()
 
 
 def common_layout(shards: Sequence[Shard]) -> TensorLayout:
-    """Return the layout that all records name.
+    """Return the common layout of all records.
 
     Raises:
-        LayoutError: One names none, or two differ.
+        LayoutError: A record has no layout, or two layouts differ.
     """
     found: TensorLayout | None = None
     for shard in shards:
@@ -410,7 +410,7 @@ def _one_dtype(shards: Mapping[ShardKey, ShardValues]) -> str:
 
 
 def _regions(shards: Mapping[ShardKey, ShardValues], where: ShardMap) -> list[_Region]:
-    """Group shards by region, term and flat part; copies in the order of keys."""
+    """Group shards by region, term and flat range; copies in the order of keys."""
     grouped: dict[Any, dict[int, dict[Any, list[ShardKey]]]] = {}
     for key in sorted(where.places):
         place = where.places[key]
@@ -431,7 +431,7 @@ def _holders(
 ) -> list[tuple[ShardKey, ShardValues | FlatShards]]:
     if None in parts:
         return [(key, shards[key]) for key in parts[None]]
-    # Flat parts are put together copy by copy; the first rank of each copy stands for it.
+    # Flat shards are joined copy by copy; the first rank of each copy represents it.
     found: list[tuple[ShardKey, ShardValues | FlatShards]] = []
     ordered = sorted(f for f in parts if f[0] < f[1]) or sorted(parts)[:1]
     for copy in zip(*(parts[flat] for flat in ordered), strict=True):

@@ -1,7 +1,8 @@
 """Merge a dump of many ranks into one of whole tensors, as a run on one device would have written it.
 
-A tensor's layout is what its records say, else what the caller says (:class:`Said`), else it is taken for copies where
-all ranks that have it hold the same bits. What contradicts itself is not merged: it is named, with the reason.
+A tensor's layout is the one in its records, else the one that the caller gives (:class:`Said`); without either, tensors
+whose bits are equal on all their ranks are copies. A tensor whose shards contradict its layout is not merged: it is
+reported with the reason.
 """
 
 import json
@@ -37,16 +38,16 @@ _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
 class Outcome(NamedTuple):
-    """What became of one tensor.
+    """The result of merging one tensor.
 
     Attributes:
-        key: Of the call, in the merged dump.
-        place: Of the tensor within it: ``output.0``.
-        ranks: That hold a shard.
-        how: Where the layout came from: ``dump``, ``said``, ``inferred``, ``copies``, ``one rank``, ``none``.
+        key: Key of the call in the merged dump.
+        place: Position of the tensor in the call, such as ``output.0``.
+        ranks: Ranks that hold a shard.
+        how: Source of the layout: ``dump``, ``said``, ``inferred``, ``copies``, ``one rank``, ``none``.
         copies: ``none``, ``bitwise``, ``within bound``, ``differ``.
-        problem: Why it was not merged, or where copies differ; None: it was, and they do not.
-        merged: It is in the merged dump.
+        problem: Why it was not merged, or where copies differ; None: it was merged and they do not.
+        merged: Whether it is in the merged dump.
     """
 
     key: str
@@ -60,16 +61,16 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Said:
-    """What a dump does not say itself.
+    """Information that a dump lacks.
 
     Attributes:
-        tensors: TensorLayout and whole shape by a pattern for ``KEY PLACE``; the first that fits counts.
-        stages: Of each rank: its pipeline stage.
-        layers: Which layers the stages hold, where a stage counts its own from 0.
-        calls: Calls of one name and direction on one rank that are micro-batches of one step: their number; 1: none.
-        batch: Axes that cut a batch; a dimension that they cut is cut by micro-batches too, within a rank.
-        reference: A run on one device: where no layout is said, one is inferred from its shapes and verified.
-        mesh: Axes and their lengths for that, outermost first; None: unknown.
+        tensors: TensorLayout and whole shape by a pattern for ``KEY PLACE``; the first match counts.
+        stages: Pipeline stage of each rank.
+        layers: The layers of each stage, where a stage counts its own from 0.
+        calls: Number of calls of one name and direction on one rank that are micro-batches of one step; 1: none are.
+        batch: Axes that shard the batch; a dimension that they shard is also divided into micro-batches within a rank.
+        reference: A run on one device: layouts that are not given are inferred from its shapes and verified.
+        mesh: Axes and their lengths for that inference, outermost first; None: unknown.
     """
 
     tensors: Mapping[str, tuple[TensorLayout, tuple[int, ...] | None]] = field(
@@ -90,7 +91,7 @@ class Said:
         {"stage,chunk": [numbers]}, ``micro_batches``: number, ``batch_axes``: [names], ``mesh``: {axis: length}.
 
         Raises:
-            BadInputError: It is not of that form.
+            BadInputError: The file does not have that form.
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -124,7 +125,7 @@ class Said:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
 
     def of(self, key: str, place: str) -> tuple[TensorLayout, tuple[int, ...] | None] | None:
-        """Return the layout and whole shape of a tensor; None: nothing is said."""
+        """Return the layout and whole shape of a tensor; None: they are not given."""
         return next((x for p, x in self.tensors.items() if fnmatchcase(f"{key} {place}", p)), None)
 
     def name(self, text: str, rank: int) -> str:
@@ -143,7 +144,7 @@ class _Part(NamedTuple):
 
 
 Write = Callable[[str, str, Logical], TensorRecord]
-"""Takes call, place and the tensor; reads it to its end and returns a record of it."""
+"""Takes a call's key, a position and the tensor; reads the tensor to its end and returns a record of it."""
 
 
 def merge_ranks(
@@ -156,14 +157,14 @@ def merge_ranks(
     """Merge the ranks of a step.
 
     Args:
-        ranks: Of one step.
-        said: What the dump does not say.
-        write: Where merged tensors go.
+        ranks: The ranks of one step.
+        said: Information that the dump lacks.
+        write: Writes merged tensors.
         bound: How far copies may differ.
-        keep: Write tensors whose copies differ, too: the first copy.
+        keep: Whether to write tensors whose copies differ, too, with the first copy.
 
     Returns:
-        The merged dump, as rank 0, without what could not be merged; and what became of each tensor.
+        The merged dump, as rank 0, without tensors that could not be merged; and the result for each tensor.
 
     Raises:
         BadInputError: The dump is broken.
@@ -204,7 +205,7 @@ def into(folder: Path) -> Write:
 
 
 def _stored(dtype: str) -> str | None:
-    """Return the NumPy type that a dump stores a type in; None: as it was read."""
+    """Return the NumPy type in which a dump stores a type; None: the type that was read."""
     try:
         return "float32" if dtype in WIDENED else np.dtype(dtype).name
     except TypeError:
@@ -212,7 +213,7 @@ def _stored(dtype: str) -> str | None:
 
 
 def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
-    """Group calls by name, in an order of one device: forward by stage, backward against it."""
+    """Group calls by name, in the order of one device: forward by stage, backward in reverse."""
     forward: dict[str, list[_Part]] = {}
     backward: dict[str, list[_Part]] = {}
     other: dict[str, list[_Part]] = {}
@@ -272,7 +273,7 @@ class _Merger:
                 self.shards.setdefault(place, []).append((part, record))
 
     def call(self, said: Said) -> Call:
-        """Return the call with merged tensors; places that could not be merged hold None."""
+        """Return the call with merged tensors; None replaces tensors that could not be merged."""
         model = max((p.call for p in self.parts), key=lambda c: sum(1 for _ in c.tensors()))
         done = {place: self._tensor(place, found) for place, found in self.shards.items()}
         parent = None if model.parent is None else said.name(model.parent, self.parts[0].rank)
@@ -322,7 +323,7 @@ class _Merger:
     def _inferred(
         self, place: str, found: list[tuple[_Part, TensorRecord]]
     ) -> TensorLayout | str | None:
-        """Return a layout inferred from the reference's shape, or why there is none; None: not wanted."""
+        """Return a layout inferred from the reference's shape, or why there is none; None: inference is not wanted."""
         call = self.said.reference.calls.get(self.key) if self.said.reference else None
         model = None if call is None else dict(call.tensors()).get(place)
         alone = len({part.rank for part, _ in found}) < len(found) or len(found) < 2
@@ -340,7 +341,7 @@ class _Merger:
     def _layouts(
         self, place: str, found: list[tuple[_Part, TensorRecord]], inferred: TensorLayout | None
     ) -> Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]]:
-        """Yield the layouts to try, and where each comes from."""
+        """Yield the layouts to try, each with its source."""
         told = self.said.of(self.key, place)
         known = {id(r.layout): r.layout for _, r in found}
         layouts = list(known.values())
@@ -371,7 +372,7 @@ class _Merger:
 def _with_calls(
     layout: TensorLayout, said: Said, records: Sequence[TensorRecord]
 ) -> Iterator[TensorLayout]:
-    """Yield a layout with an axis of micro-batches: they cut the batch, or hold copies."""
+    """Yield a layout with an axis of micro-batches, which shard the batch or hold copies."""
     more = replace(layout, mesh=(*layout.mesh, said.calls), axes=(*layout.axes, MICRO), calls=MICRO)
     cut = [d for d, axes in enumerate(layout.dims) if set(axes) & set(said.batch)]
     if not cut:

@@ -111,7 +111,7 @@ class Evidence:
         spread: Spread of single steps.
         mean: Test of the mean.
         error: Standard error of the mean, including the drift of equivalent runs.
-        wander: The share of the error that is drift.
+        wander: The drift that the error includes.
         interval: 90 % interval of these runs' mean.
         margin: Margin that the mean must keep within.
         envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
