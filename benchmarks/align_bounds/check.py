@@ -1,10 +1,10 @@
-"""Are the derived bounds right? Correct programs by the million elements against them, operator by operator.
+"""Check the derived bounds against correct programs, millions of elements for each operator.
 
-A bound is wrong if a correct program breaks it, and useless if no wrong one does. So each operator is computed by
+A bound is wrong if a correct program exceeds it, and useless if no wrong program does. So each operator is computed by
 programs that share nothing with its formula (``specs/``: NumPy in the stated type, sums in six orders, results
-rounded after each operation or after the last; torch's CPU kernels, backward ones included, where torch is there), and
-each result is judged by ``judge/verdict.py``. Counted are elements beyond their bound, which must be none, and how far the bound
-is from what is observed: the median bound of a case over the 99.9 % quantile of its errors.
+rounded after each operation or after the last; torch's CPU kernels, backward ones included, where torch is installed),
+and ``judge/verdict.py`` judges each result. Two figures are counted: the elements beyond their bound, which must be
+none, and how wide the bound is: the median bound of a case over the 99.9 % quantile of its errors.
 """
 
 import zlib
@@ -40,7 +40,7 @@ BINS = 2.0 ** np.arange(-30, 2, 1 / 16)
 
 @dataclass
 class Tally:
-    """What was seen of one operator.
+    """The counts of one operator's checks.
 
     Attributes:
         checks: Elements compared.
@@ -59,7 +59,7 @@ class Tally:
     broken: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally") -> None:
-        """Add another count."""
+        """Add the counts of another tally."""
         self.checks += other.checks
         self.violations += other.violations
         for dtype, counts in other.ratios.items():
@@ -199,7 +199,7 @@ def _judge(
 
 
 def _count(tally: Tally, found: Array, value: Approx, dtype: str) -> None:
-    """Add errors over bounds, but of numbers near the smallest ones, which may be flushed to zero, and of exact results."""
+    """Add errors over bounds; skip exact results, and numbers so small that they may be flushed to zero."""
     bound = value.bound(dtype)
     error = np.abs(found.astype(np.float64) - value.value)
     if dtype == "float64" or not error.any():

@@ -1,4 +1,4 @@
-"""Inputs and correct programs for every operator: what derived bounds must never be broken by.
+"""Draw inputs for every operator, and compute them by correct programs, which must never exceed a derived bound.
 
 A program is an implementation in the stated type that shares nothing with the formulas of ``operators/``: float32
 arithmetic of NumPy (float64 for float64), sums in a chosen order, results rounded to the narrow type after the last
@@ -64,7 +64,7 @@ def draw(rng: Rng, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
         x = np.where(rng.random(shape) < 0.1, 0.0, rng.uniform(0.05, 5))
     elif (
         kind == "drifting"
-    ):  # neighbours are alike, as tokens of one document: partial sums are far above the sum
+    ):  # neighbours are similar, like tokens of one document: partial sums are far above the sum
         turns = sum(np.indices(shape)[i] / n for i, n in enumerate(shape)) if shape else 0.0
         wave = np.cos(2 * np.pi * (turns + rng.random()))
         x = rng.uniform(1, 5) * wave + rng.uniform(-1, 1, shape)
@@ -76,7 +76,7 @@ def draw(rng: Rng, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 class Machine:
-    """Arithmetic of a program.
+    """The arithmetic of a program.
 
     Args:
         dtype: Type of the tensors.
@@ -89,11 +89,11 @@ class Machine:
         self.work = np.float64 if dtype == "float64" else np.float32
 
     def r(self, x: Any) -> Any:
-        """Return what one kernel passes to the next."""
+        """Return values rounded as one kernel passes them to the next."""
         return narrow(x, self.dtype) if self.stores else np.asarray(x, self.work)
 
     def sum(self, x: Array, axis: int = -1, keepdims: bool = False) -> Array:
-        """Sum along one axis."""
+        """Return the sum along one axis."""
         x = np.moveaxis(np.asarray(x, self.work), axis, 0)
         total = self._sum(x)
         return np.expand_dims(total, axis) if keepdims else total
@@ -121,7 +121,7 @@ class Machine:
         return total
 
     def matmul(self, a: Array, b: Array) -> Array:
-        """Matrix product; ``pairwise`` splits the inner dimension in two, others go along it in steps."""
+        """Return a matrix product; ``pairwise`` divides the inner dimension in two, other orders follow it in steps."""
         a, b = np.asarray(a, self.work), np.asarray(b, self.work)
         n = a.shape[-1]
         if self.order == "numpy":

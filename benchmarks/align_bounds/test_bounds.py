@@ -1,4 +1,4 @@
-"""Bounds against correct programs: none broken, and none useless. The count of 10^8 is benchmarks/align_bounds/__main__.py."""
+"""Test that no derived bound is exceeded by a correct program and none is useless; `__main__` runs 10^8 checks."""
 
 import importlib.util
 
@@ -32,7 +32,7 @@ def test_every_operator_is_in_the_corpus():
 
 @pytest.mark.torch
 def test_no_bound_is_broken():
-    """A share of the corpus: every operator, each in all types (7 has no divisor in common with their number)."""
+    """Check a sample: every operator in every type (7 shares no divisor with the number of operators)."""
     found = tally(1024, every=7)
     assert set(found) == set(bounds_specs.SPECS)
     assert [t.broken for t in found.values() if t.violations] == []
@@ -43,7 +43,7 @@ def test_no_bound_is_broken():
 @pytest.mark.torch
 @pytest.mark.slow
 def test_no_bound_is_broken_in_10_to_the_8_checks():
-    """Also: the bound of the median operator is at most 8 times the 99.9 % quantile of observed errors."""
+    """Check also that the median operator's bound is at most 8 times the 99.9 % quantile of observed errors."""
     found = tally(8192)
     assert sum(t.checks for t in found.values()) > 10**8
     assert [t.broken for t in found.values() if t.violations] == []
@@ -84,7 +84,7 @@ def test_a_wrong_program_breaks_its_bound(name, monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["normal", "repeated", "drifting"])
 def test_long_sums(kind, order):
-    """Terms of a batch that drift from token to token make partial sums far larger than the sum."""
+    """Test terms that drift from token to token, so that partial sums are far larger than the sum."""
     rng, machine = np.random.default_rng(0), Machine("float32", order, stores=False)
     for count in (1024, 4096):
         a, b = draw(rng, kind, (64, count), "float32"), draw(rng, kind, (count, 16), "float32")

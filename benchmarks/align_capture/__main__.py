@@ -148,13 +148,13 @@ def _row(
 
 
 def tensor_bytes(line: str) -> int:
-    """Return how large the tensor of a line of the index is."""
+    """Return the bytes of the tensor that a line of the index describes."""
     _, _, _, kind, *shape = line.split()
     return int(np.prod([int(n) for n in shape])) * (1 if kind in ("bool", "uint8") else 4)
 
 
 def recorded(step: Tapped, inputs: tuple[object, ...], folder: Path, kind: str) -> object:
-    """Run a step that is recorded."""
+    """Run a step and record it."""
     with recording(folder, kind):
         return _synced(step.cell(*inputs))
 

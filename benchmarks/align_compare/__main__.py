@@ -46,7 +46,7 @@ code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
 usage = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(code, time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024)
 """
-"""A small process starts each command: the peak memory of a command begins with that of its parent."""
+"""Program of a small process that starts each command, because a command's peak memory includes its parent's."""
 
 
 class Timed(NamedTuple):
@@ -128,7 +128,7 @@ def our_errors(report: Path) -> dict[str, float]:
 def measure(
     tree: str, folder: Path, msprobe: str | None, profiles: list[str], rounds: int
 ) -> list[dict[str, Any]]:
-    """Time all tools on one pair of trees, in turns."""
+    """Time all tools in turn on one pair of trees."""
     count, shape = TREES[tree]
     size = write(folder, count, shape)
     names: list[str] = [*profiles, *(["msprobe compare"] if msprobe else [])]
@@ -226,7 +226,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Run all."""
+    """Parse the arguments and run all measurements."""
     parser = argparse.ArgumentParser(description="Time align compare beside msprobe compare.")
     parser.add_argument("--msprobe", default=shutil.which("msprobe"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""Element by element."""
+"""Specify the operators that work element by element."""
 
 from math import erf
 from typing import Any

@@ -1,4 +1,4 @@
-"""Gathering, scattering, sorting."""
+"""Specify the operators that gather, scatter and sort."""
 
 from typing import Any
 

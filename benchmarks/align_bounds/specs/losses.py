@@ -1,4 +1,4 @@
-"""Losses, attention, and what experts need."""
+"""Specify losses, attention, and the operators of experts."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def _nll(m: Machine, log_p: Any, target: Any, reduction: str) -> Any:
 
 
 def _nll_in_type(m: Machine, log_p: Any, target: Any, reduction: str) -> Any:
-    """Add up in the tensors' type, as torch's CPU kernel does: each partial sum is rounded."""
+    """Return the loss summed in the tensors' type, as torch's CPU kernel does: each partial sum is rounded."""
     loss = _nll(m, log_p, target, "none")
     if reduction == "none":
         return loss
@@ -57,7 +57,7 @@ def _attention(m: Machine, q: Any, k: Any, v: Any, is_causal: bool) -> Any:
 
 
 def _flash(m: Machine, q: Any, k: Any, v: Any, is_causal: bool) -> Any:
-    """Dao et al. 2022: keys in tiles, the running sum divided out at the end."""
+    """Return attention by tiles of keys, normalised by the running sum at the end (Dao et al. 2022)."""
     n = k.shape[-2]
     keep = (
         np.tril(np.ones((q.shape[-2], n), bool)) if is_causal else np.ones((q.shape[-2], n), bool)
@@ -76,7 +76,7 @@ def _flash(m: Machine, q: Any, k: Any, v: Any, is_causal: bool) -> Any:
 
 
 def narrow_p(m: Machine, p: Any) -> Any:
-    """Return probabilities as a matrix unit takes them: in the tensors' type."""
+    """Return probabilities rounded to the tensors' type, as a matrix unit reads them."""
     return m.r(p)
 
 

@@ -1,4 +1,4 @@
-"""What only moves elements."""
+"""Specify the operators that only move elements."""
 
 from typing import Any
 

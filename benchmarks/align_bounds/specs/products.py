@@ -1,4 +1,4 @@
-"""Matrix products."""
+"""Specify the matrix products."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from benchmarks.align_bounds.specs.table import spec
 
 
 def _factors(left: Any, right: Any) -> Callable[[Source], Sample]:
-    """Two matrices; ``left`` and ``right`` take rows, inner length and columns."""
+    """Draw two matrices; ``left`` and ``right`` take rows, inner length and columns."""
 
     def make(s: Source) -> Sample:
         k, columns = s.length(16, 64, 256, 1024), s.length(16, 64)

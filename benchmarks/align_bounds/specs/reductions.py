@@ -1,4 +1,4 @@
-"""Sums, softmaxes and norms."""
+"""Specify sums, softmaxes and norms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def _exps(m: Machine, x: Any) -> Any:
 
 
 def softmax(m: Machine, x: Any, dim: int = -1) -> Any:
-    """Exponentials over their sum; over the last axis."""
+    """Return exponentials divided by their sum along the last axis."""
     e = _exps(m, x)
     return e / m.r(m.sum(e, -1, True))
 
@@ -39,7 +39,7 @@ def _softmax_by_reciprocal(m: Machine, x: Any, dim: int = -1) -> Any:
 
 
 def _softmax_online(m: Machine, x: Any, dim: int = -1) -> Any:
-    """Tile after tile with a running maximum."""
+    """Return the softmax, computed tile by tile with a running maximum."""
     top = np.full((*x.shape[:-1], 1), -np.inf, m.work)
     total = np.zeros_like(top)
     for i in range(0, x.shape[-1], 16):
@@ -51,7 +51,7 @@ def _softmax_online(m: Machine, x: Any, dim: int = -1) -> Any:
 
 
 def log_softmax(m: Machine, x: Any, dim: int = -1) -> Any:
-    """Shifted input less the logarithm of its exponentials' sum; over the last axis."""
+    """Return the shifted input minus the logarithm of its exponentials' sum along the last axis."""
     shifted = m.r(x - x.max(-1, keepdims=True))
     return shifted - m.r(np.log(m.r(m.sum(m.r(np.exp(shifted)), -1, True))))
 
@@ -79,7 +79,7 @@ def _layer_norm(m: Machine, x: Any, shape: Any, weight: Any, bias: Any, eps: flo
 
 
 def _squares(s: Source) -> float | None:
-    """Return how large values may be whose squares are added up in their type."""
+    """Return how large values may be so that the sum of their squares stays within their type."""
     return 8.0 if s.dtype == "float16" else None
 
 

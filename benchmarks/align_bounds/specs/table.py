@@ -1,4 +1,4 @@
-"""Where operators register, and the samples that many share."""
+"""The table of operators' specifications, and samples that many of them share."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ def one(**options: Any) -> Callable[[Source], Sample]:
 
 
 def pair(**options: Any) -> Callable[[Source], Sample]:
-    """Draw two arguments; now and then the second is a row that is broadcast."""
+    """Draw two arguments; sometimes the second is a row that is broadcast."""
 
     def make(s: Source) -> Sample:
         other = s.x(64, **options) if s.rng.random() < 0.3 else s.x(s.rows(64), 64, **options)
@@ -34,7 +34,7 @@ def exact(name: str, make: Any, function: Any, torch: Any = None) -> None:
 
 
 def few(*lengths: int, **options: Any) -> Callable[[Source], Sample]:
-    """Draw fewer elements, of rows of these lengths: for results that are shorter than the input."""
+    """Draw fewer elements, in rows of these lengths, for results that are shorter than the input."""
 
     def make(s: Source) -> Sample:
         n = s.length(*lengths)

@@ -1,4 +1,4 @@
-"""Optimizer updates."""
+"""Specify the optimizer's updates."""
 
 from typing import Any
 

@@ -1,10 +1,11 @@
 """List, tensor by tensor, what the compiled graph of this package's training step keeps and needs.
 
 Other frameworks keep other tensors: see `memory.layer_activations`. This table is that of the Ascend backend: bfloat16
-products, float32 norms and router, the experts' rows in every form that a backward operator reads. The liveness analysis of the dry run's graph confirms it (`telechat-moe dryrun RECIPE --confirm`).
+products, float32 norms and router, the experts' rows in every form that a backward operator reads. The liveness
+analysis of the dry run's graph confirms it (`telechat-moe dryrun RECIPE --confirm`).
 
-Symbols: W rows of whole sequences, T those of a context part, R those of the residual stream (over t with sequence parallelism),
-D those of a device, P pairs of token and expert; H width, n heads of a device.
+Symbols: W rows of whole sequences, T those of a context-parallel shard, R those of the residual stream (divided over
+t with sequence parallelism), D those of a device, P pairs of token and expert; H width, n heads of a device.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Lower bounds of the makespan of any schedule on a placement: what no order of operations can beat.
+"""Prove lower bounds of the makespan on a placement that no order of operations can beat.
 
-The arguments, the largest counts:
+There are four arguments, and the largest bound counts:
 
-path    one micro-batch through all chunks and back, then the longest dW that is left.
+path    one micro-batch through all chunks and back, then the longest dW that remains.
 stage   a stage cannot begin before the first micro-batch reaches it, must do all its work, and after its last operation
         those of other stages follow. Taken over sets of its operations (kinds and chunks, all micro-batches): the least
         head of the set + its work + its least tail (Carlier and Pinson's one-machine bound on these sets).
@@ -26,12 +26,12 @@ from telechat_moe.tools.plan.schedules.program import Times
 
 @dataclass(frozen=True)
 class Rules:
-    """What a schedule may do."""
+    """What a schedule is allowed to do."""
 
     split: bool = True
-    """dX and dW may be apart."""
+    """Whether dX and dW may be separate operations."""
     pairs: bool = False
-    """A forward and a backward of two micro-batches may overlap."""
+    """Whether a forward and a backward of two micro-batches may overlap."""
 
 
 @dataclass(frozen=True)
@@ -40,32 +40,32 @@ class Bound:
 
     makespan: float
     reason: str
-    """Which argument gives it, and on which stage."""
+    """Which argument proves it, and on which stage."""
 
 
 @dataclass(frozen=True)
 class _Ways:
-    """Shortest times along one micro-batch's way; arrays have a value a chunk."""
+    """Shortest times on one micro-batch's way through the pipeline; arrays have one value for each chunk."""
 
     head_f: NDArray[Any]
-    """Until F can start."""
+    """Time until F can start."""
     head_b: NDArray[Any]
-    """Until D (or B) can start."""
+    """Time until D (or B) can start."""
     tail_f: NDArray[Any]
-    """From the end of F to the end of the step."""
+    """Time from the end of F to the end of the step."""
     tail_b: NDArray[Any]
-    """From the end of D (or B) to the end of the step."""
+    """Time from the end of D (or B) to the end of the step."""
     back: NDArray[Any]
-    """D, or B where dX and dW stay together."""
+    """Time of D, or of B where dX and dW are one operation."""
     weight: NDArray[Any]
-    """W, or zero where it is part of B."""
+    """Time of W, or zero where it is included in B."""
 
 
 def _ways(times: Times, route: tuple[int, ...], rules: Rules) -> _Ways:
     stage = np.array(route)
     link = np.where(stage[1:] != stage[:-1], times.comm, 0.0)
     if rules.split:
-        # B, where it is shorter than D and W apart, may replace both
+        # B may replace D and W where it is shorter than both together
         weight = np.minimum(times.dw, np.maximum(times.backward - times.dx, 0.0))
         back = np.minimum(times.dx, times.backward)
     else:
@@ -96,7 +96,7 @@ def lower_bound(
     memory: NDArray[Any],
     rules: Rules,
 ) -> Bound:
-    """Return the best of the bounds above.
+    """Return the largest of the bounds that the module describes.
 
     Args:
         times: Of each chunk, filled in (`Times.full`).
@@ -130,7 +130,7 @@ def lower_bound(
 
 
 def _usable(times: Times, own: NDArray[Any], cap: float, kept: float) -> float:
-    """Return the memory without the rest that no chunk's activation fits into."""
+    """Return the memory that whole activations can fill, without the remainder that fits none."""
     sizes = times.activation[own]
     if kept not in (0.0, 1.0) or np.ptp(sizes) > 1e-12 * sizes.max() or not sizes[0]:
         return cap
@@ -188,15 +188,15 @@ def _stage_bound(
 
 
 def _savings(times: Times, ways: _Ways, own: NDArray[Any], inside: NDArray[Any]) -> float:
-    """Return the most that pairs save of the work of a set of operations, for one micro-batch.
+    """Return the most time that overlapped pairs can save on a set of operations, for one micro-batch.
 
-    A pair has one forward and one backward, so all of them save no more than the forwards can, and no more than the backwards.
-    Only what is inside counts: an operation takes its whole time beside one from outside. Beside D and W as one backward (FB) a
-    forward hides more than beside D alone.
+    A pair has one forward and one backward, so all pairs save no more than the forwards can, and no more than the
+    backwards can. Only operations of the set count: one that overlaps an operation outside the set takes its whole
+    time. A forward hides more beside D and W as one backward (FB) than beside D alone.
 
     Args:
         times: Of each chunk.
-        ways: Theirs.
+        ways: Shortest times of these chunks.
         own: Chunks of the stage.
         inside: Of F, D and W of each of them, whether it is in the set.
     """

@@ -1,4 +1,4 @@
-"""Whether a program can run at all: complete, each operation on its stage, and no cycle of waiting.
+"""Check that a program can run: it is complete, each operation is on its stage, and nothing waits in a cycle.
 
 Sends and receives count: every transfer between stages is two further operations. A send is posted after
 its producer and a receive before its consumer, each in the order of its stage's program. With `rendezvous` a send ends
@@ -25,7 +25,7 @@ def check(program: Program, rendezvous: bool = False) -> None:
         rendezvous: Whether sends block until they are received; programs that pass without may fail with it.
 
     Raises:
-        BadInputError: What is missing or double, or the cycle.
+        BadInputError: An operation is missing or doubled, or operations wait in a cycle.
     """
     problems = complete(program)
     if problems:
@@ -39,7 +39,7 @@ def check(program: Program, rendezvous: bool = False) -> None:
 
 
 def complete(program: Program) -> list[str]:
-    """Return what is wrong with the set of operations: missing, twice, or on a stage without the chunk."""
+    """Return what is wrong with the set of operations: one is missing, doubled, or on a stage without its chunk."""
     found: Counter[tuple[str, int, int]] = Counter()
     problems: list[str] = []
     for s, ops in enumerate(program.ops):
@@ -80,14 +80,14 @@ def find_cycle(program: Program, rendezvous: bool = False) -> list[str]:
     except CycleError as error:
         cycle: list[Event] = error.args[
             1
-        ]  # each before the next, the first one once more at the end
+        ]  # each before the next; the first one is repeated at the end
         return [graph.text[event] for event in reversed(cycle[1:])]
     return []
 
 
 @dataclass
 class _Graph:
-    """What each event waits for, and how each is written."""
+    """What each event waits for, and its text for messages."""
 
     before: dict[Event, list[Event]] = field(default_factory=dict[Event, list[Event]])
     text: dict[Event, str] = field(default_factory=dict[Event, str])
@@ -137,6 +137,6 @@ def _graph(program: Program, rendezvous: bool) -> _Graph:
                 for then in (*receives.get(node, ()), node):
                     graph.edge(first, then)
             previous = [node]
-            if rendezvous:  # the stage goes on when what it sends has been received
+            if rendezvous:  # the stage continues when what it sends has been received
                 previous += sent.get(node, ())
     return graph

@@ -11,14 +11,14 @@ from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_ro
 
 
 class _Stage:
-    """Writes the operations of a stage that serves two lanes, each with its own micro-batches in order."""
+    """Writer of a stage's operations for two lanes, each with its own micro-batches in order."""
 
     def __init__(self, chunk: tuple[int, int], micros: tuple[range, range]) -> None:
         self.chunk = chunk
         self.micros = micros
         self.forwards = [0, 0]
         self.backwards = [0, 0]
-        self.waiting: deque[tuple[int, int]] = deque()  # chunk, micro-batch of each dW held back
+        self.waiting: deque[tuple[int, int]] = deque()  # chunk and micro-batch of each postponed dW
         self.ops: list[Op] = []
 
     def _next(self, counts: list[int], lane: int) -> tuple[int, int]:
@@ -75,7 +75,7 @@ def _fill(stage: _Stage, rank: int, ranks: int, each: int) -> tuple[Op, ...]:
 
 
 def dualpipe(stages: int, micro_batches: int) -> Program:
-    """Return DualPipe: micro-batches enter at both ends; stage s holds chunks s and P - 1 - s, so weights twice.
+    """Return DualPipe: micro-batches enter at both ends; stage s holds chunks s and P - 1 - s, so weights exist twice.
 
     Micro-batches 0 .. m/2-1 go from stage 0 to P - 1, the others from P - 1 to 0.
 
@@ -108,7 +108,7 @@ def dualpipe(stages: int, micro_batches: int) -> Program:
 
 
 def dualpipev(stages: int, micro_batches: int) -> Program:
-    """Return DualPipeV: DualPipe cut in half and folded; two chunks a stage in the shape of a V, weights once.
+    """Return DualPipeV, the folded half of DualPipe: two chunks a stage in the shape of a V, weights exist once.
 
     Raises:
         BadInputError: Fewer than 2P micro-batches.

@@ -1,4 +1,4 @@
-"""1F1B and interleaved 1F1B (virtual pipeline, VPP), and the form that overlaps a forward with a backward."""
+"""Generate 1F1B, interleaved 1F1B (VPP), and the variant that overlaps a forward with a backward."""
 
 from collections.abc import Sequence
 
@@ -38,15 +38,15 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Program:
 def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True) -> Program:
     """Return interleaved 1F1B whose steady state overlaps each forward with a backward.
 
-    The experts' all-to-all of one micro-batch hides behind the computation of the other. Each stage runs one forward
-    more ahead, so that a pair's forward does not wait for the backward of its own pair. With `split` the pair holds dX
+    The experts' all-to-all of one micro-batch hides behind the computation of the other. Each stage runs one more
+    forward ahead, so that a pair's forward does not wait for the backward of its own pair. With `split` the pair holds dX
     only and dW follows it (`--overlap-moe-expert-parallel-comm --delay-wgrad-compute` of Megatron-LM).
 
     Args:
         stages: P.
         micro_batches: m, a multiple of P.
         chunks: Chunks of a stage, V; 1 is plain 1F1B with twice its activations.
-        split: Whether dX and dW are apart.
+        split: Whether dX and dW are separate operations.
 
     Raises:
         BadInputError: m is not a multiple of P.
@@ -70,19 +70,19 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
 
 
 def plain_warm_up(stages: int) -> list[int]:
-    """Return how many forwards each stage of 1F1B runs before it begins to take turns."""
+    """Return how many forwards each stage of 1F1B runs before it alternates with backwards."""
     return list(range(stages - 1, -1, -1))
 
 
 def interleaved_warm_up(stages: int, chunks: int) -> list[int]:
-    """Return how many chunk forwards each stage of interleaved 1F1B runs before it begins to take turns."""
+    """Return how many chunk forwards each stage of interleaved 1F1B runs before it alternates with backwards."""
     return [2 * (stages - 1 - s) + (chunks - 1) * stages for s in range(stages)]
 
 
 def orders(
     stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
 ) -> list[NDArray[np.int32]]:
-    """Return the order of every stage: some forwards ahead, then a forward and a backward in turn.
+    """Return the order of every stage: some forwards ahead, then alternating forwards and backwards.
 
     Operations are numbers, ``(kind * P V + chunk) * m + micro-batch``, with kind 0 for F and 1 for B.
 
@@ -90,7 +90,7 @@ def orders(
         stages: P.
         micro_batches: m; a multiple of P where V is above 1.
         chunks: Chunks of a stage, V.
-        ahead: Forwards that each stage runs before it begins to take turns.
+        ahead: Forwards that each stage runs before it alternates.
 
     Raises:
         BadInputError: m is not a multiple of P.

@@ -1,4 +1,4 @@
-"""A schedule as one self-contained page: a bar for each operation, a curve of the activations of each stage."""
+"""Draw a schedule as one self-contained page: a bar for each operation, a curve of each stage's activations."""
 
 from html import escape
 
@@ -15,7 +15,7 @@ NAMES = {
     Kind.FB: "F and B overlapped",
     Kind.FD: "F and D overlapped",
 }
-"""Legend of each kind; the style sheet has a colour of its name, later chunks of a stage are lighter."""
+"""Legend of each kind; the style sheet has a colour of that name, lighter for later chunks of a stage."""
 _ROW, _BAR, _LEFT, _WIDE = 26, 20, 70, 2400
 _MEMORY = 44
 

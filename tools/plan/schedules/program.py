@@ -1,6 +1,6 @@
-"""What a pipeline schedule is: for each stage the order of its operations.
+"""Define a pipeline schedule: for each stage the order of its operations.
 
-A program says nothing about time. `Times` gives durations, `simulate` puts both together.
+A program says nothing about time: `Times` gives the durations, and `simulate` combines both.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from telechat_moe.errors import BadInputError
 
 
 class Kind(str, Enum):
-    """What one operation computes for a chunk of layers and a micro-batch."""
+    """What one operation computes for a chunk and a micro-batch."""
 
     F = "F"
     """Forward."""
@@ -32,7 +32,7 @@ class Kind(str, Enum):
 
 
 PAIRS = frozenset({Kind.FB, Kind.FD})
-"""Kinds of two micro-batches."""
+"""Kinds that compute two micro-batches."""
 
 
 class Op(NamedTuple):
@@ -40,16 +40,16 @@ class Op(NamedTuple):
 
     kind: Kind
     chunk: int
-    """Number of the chunk along the model, 0 .. chunks-1: of the forward for FB and FD."""
+    """Number of the chunk in the model's order, 0 .. chunks-1; for FB and FD that of the forward."""
     micro: int
-    """Number of the micro-batch: of the forward for FB and FD."""
+    """Number of the micro-batch; for FB and FD that of the forward."""
     back_chunk: int = -1
     """Chunk of the backward of FB and FD."""
     back_micro: int = -1
     """Micro-batch of the backward of FB and FD."""
 
     def parts(self) -> tuple[tuple[Kind, int, int], ...]:
-        """Return what it computes as (F, B, D or W; chunk; micro-batch)."""
+        """Return the computations of the operation as (F, B, D or W; chunk; micro-batch)."""
         if self.kind not in PAIRS:
             return ((self.kind, self.chunk, self.micro),)
         back = Kind.B if self.kind is Kind.FB else Kind.D
@@ -65,21 +65,21 @@ class Program:
     """A schedule: the operations of each stage in their order."""
 
     name: str
-    """Such as `1f1b`."""
+    """Name of the schedule, such as `1f1b`."""
     stages: int
     """Pipeline stages P."""
     micro_batches: int
     """Micro-batches m of a step."""
     routes: tuple[tuple[int, ...], ...]
-    """Ways through the pipeline: stage of each chunk. One, but for DualPipe's two directions."""
+    """Ways through the pipeline, each the stage of every chunk; only DualPipe has two, one for each direction."""
     ops: tuple[tuple[Op, ...], ...]
     """For each stage its operations in order."""
     route_of: tuple[int, ...] = field(default=())
-    """Route of each micro-batch; all take route 0 where it is empty."""
+    """Number of each micro-batch's route; empty: all take route 0."""
 
     @property
     def chunks(self) -> int:
-        """Chunks that the model is cut into."""
+        """Number of chunks of the model."""
         return len(self.routes[0])
 
     def stage(self, chunk: int, micro: int = 0) -> int:
@@ -96,7 +96,7 @@ class Program:
         return tuple(tuple(sorted(h)) for h in held)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data: `Program.from_json` reads it again."""
+        """Return the program as plain data that `Program.from_json` reads."""
         ops = [
             [[op.kind.value, *op[1 : 3 + 2 * (op.kind in PAIRS)]] for op in own] for own in self.ops
         ]
@@ -114,7 +114,7 @@ class Program:
         """Return the program of `to_json`'s data.
 
         Raises:
-            BadInputError: It is something else.
+            BadInputError: The data is no program.
         """
         try:
             return Program(
@@ -133,9 +133,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Times:
-    """How long operations take, and what they hold; all arrays are float64, one value a chunk.
+    """How long operations take and what memory they hold; all arrays are float64 with one value for each chunk.
 
-    Any unit of time does; the same one everywhere.
+    Any unit of time will do, if all times use the same one.
     """
 
     forward: NDArray[Any]
@@ -149,14 +149,14 @@ class Times:
     backward: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
     """B; D + W where it is empty."""
     forward_exposed: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
-    """Part of F that communicates (experts' all-to-all) and that FB and FD can hide; none where empty."""
+    """Time of F that is communication (experts' all-to-all), which FB and FD can hide; none where empty."""
     backward_exposed: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
-    """Part of D that communicates and that FB and FD can hide; none where empty."""
+    """Time of D that is communication, which FB and FD can hide; none where empty."""
     activation: NDArray[Any] = field(default_factory=lambda: np.zeros(0))
-    """What F leaves behind, in units of the activations of an average stage for one micro-batch;
+    """Activations that F keeps, in units of an average stage's activations for one micro-batch;
     stages / chunks each where it is empty (then 1F1B's first stage holds P)."""
     kept_for_w: float = 1.0
-    """Share of it that W needs and D does not free."""
+    """Share of `activation` that W needs, so that D does not free it."""
 
     @staticmethod
     def even(
@@ -181,7 +181,7 @@ class Times:
         return Times(one * forward, one * dx, one * dw, comm)
 
     def full(self, stages: int) -> "Times":
-        """Return the same with every empty array filled in.
+        """Return these times with every empty array filled in.
 
         Args:
             stages: P, for the unit of activations.
@@ -222,7 +222,7 @@ def _array(values: NDArray[Any], length: int) -> NDArray[Any]:
 
 
 def v_route(stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the zigzag placement: chunk 0..P-1 on stages 0..P-1, the next P on P-1..0, and so on."""
+    """Return the zigzag placement: chunks 0..P-1 on stages 0..P-1, the next P on P-1..0, and so on."""
     there = list(range(stages))
     return tuple(s for k in range(chunks) for s in (there if k % 2 == 0 else there[::-1]))
 

@@ -1,4 +1,4 @@
-"""The published schedules, by name, for any number of chunks a stage."""
+"""Generate the published schedules by name, for any number of chunks a stage."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 Generator = Callable[[int, int, int], Program]
-"""From P, m and the chunks of a stage."""
+"""Function that makes a program from P, m and the chunks of a stage."""
 
 GENERATORS: dict[str, tuple[int, Generator]] = {
     "gpipe": (1, lambda p, m, _v: gpipe(p, m)),
@@ -31,7 +31,7 @@ GENERATORS: dict[str, tuple[int, Generator]] = {
     "dualpipe": (1, lambda p, m, _v: dualpipe(p, m)),
     "dualpipev": (2, lambda p, m, _v: dualpipev(p, m)),
 }
-"""By name: chunks of a stage that it needs (0: any), and its generator."""
+"""For each name the chunks of a stage that the schedule needs (0: any), and its generator."""
 
 
 def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program:
@@ -44,7 +44,7 @@ def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program
         chunks: Chunks of a stage, V.
 
     Raises:
-        BadInputError: There is none of that name, or not for these numbers.
+        BadInputError: No schedule has this name, or it does not exist for these numbers.
     """
     if name not in GENERATORS:
         raise BadInputError(
@@ -61,12 +61,12 @@ class Known:
     """A published schedule on the given times."""
 
     chunks: int
-    """Chunks of a stage that it uses; the given ones are merged to them."""
+    """Chunks of a stage that it uses; the given chunks are merged into these."""
     times: Times
-    """Of its chunks."""
+    """Times of these merged chunks."""
     result: Result
     fits: bool
-    """Whether no stage holds more than it may."""
+    """Whether no stage holds more activations than it may."""
 
     @property
     def program(self) -> Program:
@@ -80,7 +80,7 @@ class Known:
 
 
 def merge(times: Times, chunks: int) -> Times:
-    """Return fewer, larger chunks: neighbours added up.
+    """Return the times of fewer, larger chunks: neighbours are added up.
 
     Args:
         times: Filled in (`Times.full`).
@@ -103,7 +103,7 @@ def merge(times: Times, chunks: int) -> Times:
 
 
 def allowed(times: Times, rules: Rules) -> Times:
-    """Return the times as the rules let them be: nothing hides where no pair may overlap."""
+    """Return the times under the rules: where pairs may not overlap, no communication can be hidden."""
     if rules.pairs:
         return times
     zero = np.zeros(len(times.forward))
@@ -116,7 +116,7 @@ def known(
     """Yield every published schedule that these numbers allow, simulated.
 
     Args:
-        times: Of each chunk of the finest cut, filled in (`Times.full`), a multiple of P of them.
+        times: Of each chunk of the finest division, filled in (`Times.full`); their number is a multiple of P.
         stages: P.
         micro_batches: m.
         memory: Per stage the most activations it may hold.
@@ -130,9 +130,9 @@ def known(
             try:
                 program = generate(name, stages, micro_batches, chunks)
             except BadInputError:
-                continue  # not for these numbers
+                continue  # the schedule does not exist for these numbers
             if chunks == 1 and name == "interleaved":
-                continue  # 1F1B with more warm-up
+                continue  # this is 1F1B with a longer warm-up
             if not rules.split and uses_split(program):
                 continue
             result = simulate(program, merged)
@@ -141,5 +141,5 @@ def known(
 
 
 def uses_split(program: Program) -> bool:
-    """Whether dX and dW are apart somewhere."""
+    """Return whether some dX and dW are separate operations."""
     return any(op.kind in (Kind.D, Kind.W, Kind.FD) for ops in program.ops for op in ops)

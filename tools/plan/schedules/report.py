@@ -1,4 +1,4 @@
-"""What `telechat-moe plan schedule` prints and writes."""
+"""Report what `telechat-moe plan schedule` prints and writes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from telechat_moe.tools.plan.schedules.simulate import Result
 from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
 
 HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B = 1) ", "fits"]
-"""Of `rows`."""
+"""Headers of `rows`."""
 
 LONGEST = 1e100
-"""Of all times; sums of longer ones may leave the range of a float."""
+"""The longest time that is accepted; sums of longer ones may exceed the range of a float."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A synthesis and what was asked for."""
+    """A synthesis and the request that it answers."""
 
     synthesis: Synthesis
     stages: int
@@ -63,7 +63,7 @@ def find(
         memory: The most activations a stage may hold, 1F1B's = 1.
         kept_for_w: Share of the activations that only dW frees.
         overlap: Share of F and D that communicates and can be hidden; pairs are allowed where it is positive.
-        split: Whether dX and dW may be apart.
+        split: Whether dX and dW may be separate operations.
         placement: A key of `PLACEMENTS`; all where it is None.
         effort: See `synthesise`.
         seed: Of the search.
@@ -136,7 +136,7 @@ def _chunk_times(
 
 
 def rows(found: Found) -> list[list[str]]:
-    """Return the table: ours first, then the published schedules, the shortest first."""
+    """Return the table: our schedule, then the published ones from shortest to longest."""
     s, p = found.synthesis, found.stages
     ours = "ours" if s.source == "synthesised" else f"ours = {s.source}"
     result = [_row(ours, s.program.chunks // p, s.result, p, "yes")]

@@ -1,4 +1,4 @@
-"""When each operation of a program starts and ends: the longest path through its dependencies.
+"""Compute when each operation of a program starts and ends: the longest path through its dependencies.
 
 A stage computes one operation at a time, in the program's order. F of a chunk waits for F of the chunk before it, D and
 B for D or B of the chunk after it (for their own F on the last chunk), W for its own D; between different stages
@@ -17,7 +17,7 @@ from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times
 
 @dataclass(frozen=True)
 class Result:
-    """A program in time."""
+    """A program with the times of its operations."""
 
     program: Program
     start: tuple[NDArray[Any], ...]
@@ -31,7 +31,7 @@ class Result:
     bubble: float
     """Mean of `idle`: the idle share of the makespan, start-up included."""
     memory: tuple[NDArray[Any], ...]
-    """Per stage: activations held while each operation runs, in the unit of `Times.activation`."""
+    """Per stage: activations held while each of its operations runs, in the unit of `Times.activation`."""
     peak: NDArray[Any]
     """Per stage: the most activations held."""
 
@@ -39,8 +39,8 @@ class Result:
 def durations(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     """Return how long each operation of each stage takes.
 
-    An overlapped pair takes what its two streams need: no less than the computation of both, the communication of both,
-    and either alone.
+    An overlapped pair takes the longest of the computation of both, the communication of both, and either operation
+    alone.
     """
     times = times.full(program.stages)
     return tuple(np.array([_duration(op, times) for op in ops]) for ops in program.ops)
@@ -64,7 +64,8 @@ def _duration(op: Op, times: Times) -> float:
 def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     """Return per stage the activations held while each operation runs.
 
-    F takes its own before it starts; D, B and W free theirs after they end. So the order alone decides, not the times.
+    F allocates its activations before it starts; D, B and W free theirs after they end. So only the order matters,
+    not the times.
     """
     times = times.full(program.stages)
     freed = {Kind.F: 0.0, Kind.B: 1.0, Kind.D: 1.0 - times.kept_for_w, Kind.W: times.kept_for_w}
@@ -82,7 +83,7 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
 
 
 def simulate(program: Program, times: Times) -> Result:
-    """Return when everything happens.
+    """Return the start and end of every operation.
 
     Args:
         program: The order.
@@ -114,11 +115,11 @@ def simulate(program: Program, times: Times) -> Result:
 
 
 Key = tuple[str, int, int]
-"""What an operation waits for or makes: F, D or B's input gradient as "D"; chunk; micro-batch."""
+"""A result that an operation waits for or makes: "F", or "D" for the gradient of D or B; chunk; micro-batch."""
 
 
 def needs(op: Op, chunks: int) -> list[Key]:
-    """Return what must be there before an operation starts."""
+    """Return the results that an operation needs before it starts."""
     found: list[Key] = []
     for kind, chunk, micro in op.parts():
         if kind is Kind.F:
@@ -134,7 +135,7 @@ def needs(op: Op, chunks: int) -> list[Key]:
 
 
 def makes(op: Op) -> list[Key]:
-    """Return what others wait for."""
+    """Return the results of an operation that others wait for."""
     return [("F" if k is Kind.F else "D", c, m) for k, c, m in op.parts() if k is not Kind.W]
 
 

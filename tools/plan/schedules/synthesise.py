@@ -1,10 +1,10 @@
-"""Searches a schedule for given times, memory and rules; never worse than the published ones, with a proven bound.
+"""Search a schedule for given times, memory and rules, never worse than the published ones, and bound it.
 
 A schedule is made by list scheduling: each stage runs the operation that is due first among those that are ready and for
 which there is memory. Due dates come from a pattern that repeats for each micro-batch (how far the chunks' forwards and
 backwards are apart, how late dW may be, a shorter period while the pipeline fills), or from a published schedule.
-Several patterns are tried on several placements; from the best the due dates of single operations are then moved while
-that does not make it worse. The scheduler is native (`tools/plan/native/pipeline_schedule.cc`); `simulate` checks what it returns.
+Several patterns are tried on several placements; then single due dates of the best are moved as long as that does not
+make it worse. The scheduler is native (`tools/plan/native/pipeline_schedule.cc`); `simulate` checks what it returns.
 """
 
 import ctypes
@@ -30,18 +30,18 @@ from telechat_moe.tools.plan.schedules.published import Known, allowed, known, m
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 
 EFFORT = 20_000_000
-"""Operations that are scheduled in all tries together: about 2 s."""
+"""Operations that all tries together may schedule, which takes about 2 s."""
 PLACEMENTS = {"v": v_route, "loop": loop_route}
-"""Of chunks on stages."""
+"""Placements of chunks on stages."""
 _PAIR = 1 << 30
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Due dates of a repeating pattern; in units of the mean time of an operation unless said otherwise."""
+    """Due dates of a repeating pattern, in units of an operation's mean time unless stated otherwise."""
 
     hop_f: float
-    """From a chunk's forward to the next chunk's: times its own time and the mean, halved."""
+    """From a chunk's forward to the next chunk's, as a multiple of the average of its own time and the mean."""
     hop_b: float
     """The same for backwards."""
     turn: float
@@ -49,19 +49,19 @@ class Pattern:
     late_w: float
     """From D to W."""
     wait: float = 0.5
-    """How much later a due date counts for each unit of time that the stage would wait for it."""
+    """How much a due date is postponed for each unit of time that the stage would wait for the operation."""
     eager: float = 0.0
-    """Share of W by which it may delay what arrives meanwhile."""
+    """Share of W's time by which it may delay operations that become ready meanwhile."""
     warm: float = 1.0
-    """Period of the first micro-batches, relative to the busiest stage's work for one."""
+    """Period of the first micro-batches, relative to the busiest stage's work for one micro-batch."""
     warm_n: float = 16.0
-    """How many they are."""
+    """Number of these first micro-batches."""
     jump_b: float = 0.0
-    """Added between backwards where the model returns to a stage."""
+    """Time added between backwards where the model returns to a stage."""
     pace: float = 0.0
-    """Time between micro-batches that enter, relative to the busiest stage's work for one; 0: as soon as they fit."""
+    """Time between entering micro-batches, relative to the busiest stage's work for one; 0: as soon as they fit."""
     burst: float = 0.0
-    """How many enter at once before."""
+    """How many micro-batches enter at once before that."""
 
 
 PATTERNS = (
@@ -91,8 +91,8 @@ PATTERNS = (
     Pattern(1, 1, 0, 1000, 5, 0, 1, 10, 0, 1.1, 0),
     Pattern(4, 3, 5, 100, 0.5, 0.5, 0.75, 10, 0, 0, 0),
 )
-"""Tried first, in this order: of 350 drawn at random those that together came closest to the bound on 74 random cases,
-each the one that helps most beside those before it."""
+"""Patterns that are tried first, in this order: out of 350 random ones those that together came closest to the bound on
+74 random cases; each is the one that helps most in addition to those before it."""
 
 
 @dataclass(frozen=True)
@@ -100,21 +100,21 @@ class Synthesis:
     """The best schedule found."""
 
     result: Result
-    """Simulated; its program may have fewer chunks than were given, merged."""
+    """The simulated schedule; its program may have fewer chunks than were given, because some were merged."""
     times: Times
-    """Of the program's chunks."""
+    """Times of the program's chunks."""
     bound: Bound
-    """No schedule on any allowed placement is shorter."""
+    """Lower bound: no schedule on any allowed placement is shorter."""
     source: str
     """How it was found: `synthesised`, or the name of a published schedule."""
     table: tuple[Known, ...] = field(repr=False)
     """The published schedules on the same times."""
     tries: int
-    """Schedules made."""
+    """Number of schedules that were made."""
 
     @property
     def gap(self) -> float:
-        """How much longer than the bound it may be than needed: makespan / bound - 1."""
+        """How far the schedule is above the bound: makespan / bound - 1."""
         return self.result.makespan / self.bound.makespan - 1
 
     @property
@@ -133,7 +133,7 @@ def synthesise(
     effort: int = EFFORT,
     seed: int = 0,
 ) -> Synthesis:
-    """Return the best schedule found, and how far from the best possible it is at most.
+    """Return the best schedule found, and how far it is from the best possible one at most.
 
     Args:
         times: Of each chunk along the model, P * V of them.
@@ -168,7 +168,7 @@ class _Problem(ctypes.Structure):
 
 @dataclass
 class _Instance:
-    """One placement of one cut of the model, and what was found on it."""
+    """One placement of one division of the model into chunks, and the best schedule found for it."""
 
     times: Times
     route: tuple[int, ...]
@@ -235,7 +235,7 @@ class _Instance:
         return np.maximum(i - pattern.burst, 0.0) * pattern.pace * self.busiest
 
     def imitate(self, result: Result) -> "_Policy":
-        """Return due dates by which a schedule on this placement would come about: its starts."""
+        """Return the due dates that reproduce a schedule on this placement: its start times."""
         due = np.zeros((3, len(self.route), self.micro_batches))
         for ops, starts in zip(result.program.ops, result.start, strict=True):
             for op, start in zip(ops, starts.tolist(), strict=True):
@@ -436,7 +436,7 @@ class _Search:
             raise AssertionError(
                 f"the scheduler claimed {claimed}, simulated {result.makespan}; memory {result.peak}"
             )
-        # B where it is shorter than D and W, chunk by chunk: what waits for D gets it later
+        # use B for each chunk where it is shorter than D and W; operations that wait for D then get it later
         shorter = instance.times.backward < (instance.times.dx + instance.times.dw) * (1 - 1e-12)
         for chunk in np.flatnonzero(shorter).tolist():
             tried = _fuse(ops, chunk)

@@ -1,8 +1,8 @@
-"""What layers, embedding and head cost in every configuration of the space, and proven lower bounds from it.
+"""Probe what layers, embedding and head cost in every configuration, and prove lower bounds from these costs.
 
-The step is the makespan of the schedule, operation by operation, and a rest that depends on the largest stage: gradient
-reduction, update and host (`simulate_step`). Both are linear in the layers of the stages, but for maxima; `Costs` holds the
-coefficients of all configurations of one depth, found by probing the cost model with single layers.
+A step is the makespan of the schedule, operation by operation, and a rest that depends on the largest stage: gradient
+reduction, update and host (`simulate_step`). Except for maxima, both are linear in the layers of the stages; `Costs`
+holds the coefficients of all configurations of one depth, found by probing the cost model with single layers.
 """
 
 import math
@@ -30,17 +30,17 @@ from telechat_moe.tools.plan.search.placement_problem import (
 )
 
 PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
-"""StageCapacity of the probe: the first with the embedding only, one layer each, the last two with head and MTP only."""
+"""Stages of the probe: the first has only the embedding, then one layer each, the last two have only head and MTP."""
 
 NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
 
 
 @dataclass
 class Costs:
-    """Per configuration [n]: seconds for one micro-batch, bytes and parameters of a device. Kinds: dense, MoE."""
+    """Costs of each configuration [n]: seconds a micro-batch, bytes and parameters a device; kinds: dense, MoE."""
 
     times: Array
-    """F, B (D where dW is apart), W of a layer of each kind, [n, 2, 3]."""
+    """F, B (D where dW is separate) and W of a layer of each kind, [n, 2, 3]."""
 
     recompute_time: Array
     """Further backward time of a recomputed layer, [n, 2]."""
@@ -49,10 +49,10 @@ class Costs:
     """F, B, W of the embedding, [n, 3]."""
 
     before: Array
-    """The same of MTP without its head, in the chunk before the last one; or of nothing."""
+    """The same for MTP without its head where it is in the chunk before the last one; else zero."""
 
     last: Array
-    """Of head and MTP."""
+    """The same for head and MTP."""
 
     send: Array
     states: Array
@@ -71,22 +71,22 @@ class Costs:
     """Working set of a stage that has layers."""
 
     fixed: Array
-    """Bytes of each stage without layers, but for `logits`, [n, P]."""
+    """Bytes of each stage without layers and without `logits`, [n, P]."""
 
     logits: Array
-    """Bytes of the last stage that hold its layers' working set as well."""
+    """Bytes of the last stage that its layers' working set may use as well."""
 
     last_stage: NDArray[Any]
     weights: Array
-    """Parameters of a layer that all copies of the data hold, and experts', [n, 2 kinds, 2]."""
+    """Parameters of a layer that all data-parallel copies hold, and its experts' parameters, [n, 2 kinds, 2]."""
 
     fixed_weights: Array
-    """Of each stage without layers, [n, 2, P]."""
+    """The same for each stage without layers, [n, 2, P]."""
 
     base: Array
     start: Array
     reduce: Array
-    """Seconds of gradient reduction for a parameter, [n, 2]; `start` for none."""
+    """Seconds of gradient reduction for each parameter, [n, 2]; `start` holds the seconds without any."""
 
     update: Array
     exposed: float
@@ -99,12 +99,12 @@ class Costs:
     overlap: Array
     micro_batches: Array
     choice: NDArray[Any]
-    """Whether the recomputed layers of each chunk may be chosen."""
+    """Whether the number of recomputed layers of each chunk is free."""
 
     _least: Array | None = None
 
     def rest(self, row: int) -> Rest:
-        """Return what follows the pipeline of a configuration."""
+        """Return the rest of a configuration's step after the pipeline."""
         return Rest(
             base=float(self.base[row]),
             start=float(self.start[row]),
@@ -116,7 +116,7 @@ class Costs:
         )
 
     def least_weights(self, a: Architecture) -> Array:
-        """Return the parameters that the largest stage has at least, [n, 2]."""
+        """Return the least parameters that the largest stage can have, [n, 2]."""
         if self._least is None:
             g = int(a.moe_layers >= a.dense_layers)
             number = max(a.moe_layers, a.dense_layers)
@@ -124,7 +124,10 @@ class Costs:
         return self._least
 
     def least_rest(self, a: Architecture, makespan: Array) -> Array:
-        """Return a lower bound on what follows a pipeline of at most `makespan` seconds, [n]: some stage has the average number of layers."""
+        """Return a lower bound on the rest of the step after a pipeline of at most `makespan` seconds, [n].
+
+        Some stage has at least the average number of layers.
+        """
         largest = self.least_weights(a)
         whole = self.start + (self.reduce * largest).sum(axis=1)
         hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
@@ -146,12 +149,12 @@ def with_stages(x: Columns, **arrays: Array) -> Columns:
 
 
 def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
-    """Return what everything costs.
+    """Return the costs of all configurations.
 
     Args:
         x: Configurations of one depth; see `space_columns`.
         device: Device and network.
-        choice: Whether each may choose how many layers are recomputed; else all are, by its policy.
+        choice: Whether the number of recomputed layers of each is free; else all layers are, by its policy.
     """
     n = len(x)
     probe = np.zeros((4, n, END + 1))
@@ -207,7 +210,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
 
 
 def _weight_gradients(x: Columns, seen: Columns, r: Rates, backward: Array) -> tuple[Array, Array]:
-    """Return W of a layer of each kind, [n, 2], and of the head, [n]; 0 where the schedule does not split it off."""
+    """Return W of a layer of each kind, [n, 2], and of the head, [n]; 0 where the schedule does not separate dW."""
     n, split = len(x), x.order >= 2
     own = [weight_gradient(layer(seen, r, moe)) for moe in (False, True)]
     own = np.column_stack([np.broadcast_to(o, (n,)) for o in own]) * split[:, None]
@@ -217,7 +220,7 @@ def _weight_gradients(x: Columns, seen: Columns, r: Rates, backward: Array) -> t
 
 
 def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Array, Array]:
-    """Return seconds of reducing no parameter, [n], and of reducing and updating one of each kind, [n, 2] each."""
+    """Return the seconds to reduce no parameter, [n], and to reduce and to update one of each kind, [n, 2] each."""
     few, many = np.zeros(len(x)), np.full(len(x), 1e9)
     pairs = ((few, few), (many, few), (few, many))
     each = [reduction(x, device, device.constants, *pair) for pair in pairs]
@@ -227,7 +230,7 @@ def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Arra
 
 
 def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
-    """Return the bytes that a layer of each kind keeps at the peak, [n, 2, P], plain and recomputed, and of no layer."""
+    """Return the bytes at the peak of a layer of each kind, plain and recomputed, [n, 2, P] each, and of no layer."""
     ones = np.ones_like(x.stage_moe)
     zero = {name: np.zeros_like(ones) for name in NAMES}
 
@@ -238,7 +241,7 @@ def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Arra
     idle = empty.peak.copy()
     last = x.last_stage.astype(int)
     rows = np.arange(len(x))
-    if x.stage_moe.shape[1] > 1:  # logits are counted apart
+    if x.stage_moe.shape[1] > 1:  # logits are counted separately
         other = np.where(last == 0, 1, 0)
         idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
     else:
@@ -255,7 +258,7 @@ def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Arra
 
 
 def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
-    """Return how much a layer hides at most of a second of its time, and by how much embedding and head exceed it, [n, 2]."""
+    """Return the most that a layer hides in a second of its time, and what embedding and head hide more, [n, 2]."""
     layers = [DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED]
     there = np.column_stack([np.broadcast_to(v, (len(x),)) for v in (x.dense_layers, x.moe_layers)])
     whole, hidden = forward + backward, hides[:, :1] * forward + hides[:, 1:] * backward
@@ -315,7 +318,7 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
 
 
 class StageCapacity:
-    """How many layers of the larger kind a stage can hold: by memory, by time, and by the time that saves memory."""
+    """How many layers of the larger kind a stage can hold within its memory and time, with recomputation."""
 
     def __init__(self, c: Costs, a: Architecture, room: float, some: NDArray[Any]) -> None:
         g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
@@ -347,7 +350,7 @@ class StageCapacity:
         return np.minimum(self.fit, np.floor(within + 1e-9))
 
     def shortest(self, number: int, steps: int = 45) -> tuple[Array, Array]:
-        """Return a makespan in which the stages cannot hold `number` layers, [n], and whether they can in any."""
+        """Return a makespan that is too short for `number` layers, [n], and whether any makespan is long enough."""
 
         def holds(makespan: Array) -> NDArray[Any]:
             here = self.most(makespan)
@@ -367,8 +370,8 @@ class StageCapacity:
 def lower_bound(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
     """Return a lower bound on the step time, and by how many bytes, on which stage, a configuration does not fit.
 
-    A stage with n layers of the larger kind takes m times their time, and holds no more than fit with all recomputed; so many
-    must be held together. Infinity: they do not fit.
+    A stage with n layers of the larger kind takes m times their time, and holds no more layers than fit with all of
+    them recomputed; together the stages must hold all layers. Infinity: they do not fit.
     """
     number = max(a.moe_layers, a.dense_layers)
     s = StageCapacity(c, a, room, np.arange(len(c.fixed)))
@@ -383,7 +386,10 @@ def lower_bound(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, A
 
 
 def estimate(c: Costs, a: Architecture, chunks: NDArray[Any], bound: Array) -> Array:
-    """Return about what the step takes, [n]: its bound and the start-up of equal chunks. Orders the search and proves nothing."""
+    """Return an estimate of the step, [n]: its bound and the start-up of equal chunks.
+
+    It orders the search and proves nothing.
+    """
     counts = np.array([a.dense_layers, a.moe_layers])
     stages = c.fixed.shape[1]
     total = (c.times.sum(axis=2) * counts).sum(axis=1) + (c.first + c.before + c.last).sum(axis=1)
@@ -399,7 +405,7 @@ def prove(
     room: float,
     target: float,
 ) -> Array:
-    """Return what multipliers prove for configurations with the same schedule, for any placement of their layers.
+    """Return the bounds that multipliers prove for any placement of configurations with the same schedule.
 
     Args:
         c: Costs.

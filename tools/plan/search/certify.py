@@ -1,4 +1,7 @@
-"""Writes what :mod:`.check_certificate` reads: every configuration of the space, the layout, and the proof that none is faster."""
+"""Write the certificate that :mod:`.check_certificate` reads.
+
+It holds every configuration of the space, the layout, and the proof that none is faster.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,11 +23,11 @@ from telechat_moe.tools.plan.search.search import SearchResult
 from telechat_moe.tools.plan.search.space import NAMES, SCHEDULES, describe
 
 NEIGHBOURS = 6
-"""Proofs of configurations with the same schedule that are tried before another one is made."""
+"""Proofs of configurations with the same schedule that are tried before a new one is made."""
 
 
 class Writer:
-    """Collects configurations and what they share: arrays, schedules with their paths, proofs."""
+    """Collector of configurations and of what they share: arrays, schedules with their paths, proofs."""
 
     def __init__(self, pools: dict[ScheduleKey, PathPool]) -> None:
         self.pools = pools
@@ -95,7 +98,7 @@ class Writer:
         return self._known[key][0]
 
     def _tree(self, p: Problem, tree: ProofTree, box: int = 0) -> Any:
-        """Return why no placement is faster, as the checker reads it: boxes in two, a proof's number, -1 or nothing."""
+        """Return the tree that the checker reads: a box divided in two, or a proof's number, -1 or nothing."""
         cut, at, layers, first, count, proof = map(int, tree.boxes[box])
         if not count:
             if proof in (EMPTY, EXHAUSTED):
@@ -148,7 +151,7 @@ class Writer:
 
 
 def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int], left: int) -> Any:
-    """Return a tree that divides placements of a kind chunk by chunk; `left` layers are in none of the chunks before."""
+    """Return a tree that divides placements of a kind chunk by chunk; `left` layers are not in an earlier chunk."""
     if not left or not ways:
         return ways[0][1] if ways else None
     chunk, found = chunks[0], None
@@ -162,14 +165,14 @@ def _nest(ways: list[tuple[tuple[int, ...], Any]], kind: int, chunks: list[int],
 def _tree(
     plan: SearchResult, row: int, p: Problem, bound: float, made: dict[ScheduleKey, list[ProofTree]]
 ) -> ProofTree:
-    """Return the tree that proves a configuration; where many were pruned at once, it is made here."""
+    """Return the tree that proves a configuration; it is made here for one that was pruned with many others."""
     search = PlacementSearch(p, plan.pools.setdefault(p.key, PathPool()))
     tree = search.empty()
     if plan.by[row] == -2:
         tree = plan.answers[row].tree
     elif plan.by[row] >= 0:
         tree = search.with_first(plan.proofs[int(plan.by[row])])
-    # the quick bounds of many at once are not always to the letter those of one
+    # the quick bounds of many configurations at once are not always exactly those of one
     own = made.setdefault(p.key, [])
     for known in (tree, *reversed(own)):
         if search.proves(known, bound):
@@ -180,7 +183,7 @@ def _tree(
 
 
 def certificate(plan: SearchResult) -> dict[str, Any]:
-    """Return the certificate of a plan as plain data; its bound is what was proven, the best step or less.
+    """Return the certificate of a plan as plain data; its bound is the one proven, at most the best step.
 
     Raises:
         UsageError: The space has schedules that the checker does not know.

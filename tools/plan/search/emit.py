@@ -1,4 +1,4 @@
-"""A layout as what programs read: a recipe, Megatron's layout string, MindSpeed's arguments."""
+"""Write a layout for programs: as a recipe, as Megatron's layout string, or as MindSpeed's arguments."""
 
 from itertools import groupby
 from typing import Any
@@ -66,10 +66,10 @@ def settings(layout: Layout, layers: int) -> dict[str, Any]:
 def _refuse(
     layout: Layout, who: str, swap: bool = False, ends: bool = False, zero: bool = False
 ) -> None:
-    """Refuse what a program cannot say, but for what it can.
+    """Refuse a layout with a setting that a program cannot express.
 
     Raises:
-        BadInputError: Always naming the layout and what cannot be said.
+        BadInputError: The program cannot express it; the message names the layout and the setting.
     """
     found: list[str] = []
     if layout.schedule not in ("1f1b", "interleaved", "gpipe"):
@@ -88,13 +88,13 @@ def _refuse(
 
 
 def _rows(numbers: list[int], pp: int, vpp: int) -> list[Any]:
-    """Return numbers of chunks as recipes have them: a list, or a list of every round."""
+    """Return one number for each chunk in the form of recipes: a list, or a list for every round."""
     rows = [numbers[v * pp : (v + 1) * pp] for v in range(vpp)]
     return rows[0] if vpp == 1 else rows
 
 
 def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) -> str:
-    """Return the text of a ready recipe: another one's, with this layout.
+    """Return the text of a complete recipe: that of `name` with this layout.
 
     Args:
         name: Recipe to start from.
@@ -141,7 +141,7 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 def layout_string(a: Architecture, layout: Layout) -> str:
     """Return Megatron's `--pipeline-model-parallel-layout`: E embedding, t layer, m MTP, L loss, | between chunks.
 
-    It says nothing of recomputation or swapping.
+    The string does not express recomputation or swapping.
 
     Raises:
         BadInputError: Megatron cannot say it.
@@ -159,7 +159,7 @@ def layout_string(a: Architecture, layout: Layout) -> str:
 
 
 def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
-    """Return arguments for MindSpeed-LLM; chunks of unlike size are filled up with no-op layers.
+    """Return arguments for MindSpeed-LLM; smaller chunks are filled up with no-op layers.
 
     Raises:
         BadInputError: MindSpeed cannot say it.
@@ -179,7 +179,7 @@ def mindspeed_arguments(a: Architecture, layout: Layout) -> list[str]:
     ]  # fmt: skip
     if idle:
         found += ["--noop-layers", ",".join(map(str, idle))]
-    if a.dense_layers and a.moe_layers:  # counted with the no-op layers before them
+    if a.dense_layers and a.moe_layers:  # positions count the no-op layers before them
         there = [i for i in range(size * len(counts)) if i not in idle]
         found += ["--first-k-dense-replace", there[a.dense_layers - 1] + 1]
     if a.mtp:

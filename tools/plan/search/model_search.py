@@ -1,9 +1,9 @@
-"""Scores architectures for a device and a budget: which model of this size trains fastest.
+"""Score architectures for a device and a budget: find the model of a given size that trains fastest.
 
-Every combination of the choices is an architecture. Those that break an alignment rule or leave the budget are refused, with
-the reason counted; the others are scored under each of a few layouts, at once, and keep the fastest that fits in memory. The
-layouts are those that `search` finds best for the first architecture that is allowed. `plan_models` then searches all layouts and
-placements of a few of them.
+Every combination of the choices is an architecture. Those that break an alignment rule or exceed the budget are
+refused, and the reasons are counted. The others are scored under a few layouts at once, and keep the fastest that fits in
+memory; these layouts are the ones that `search` finds best for the first allowed architecture. `plan_models` then
+searches all layouts and placements of a few architectures.
 """
 
 import time
@@ -44,12 +44,12 @@ KEYS = (
 )
 BUDGET = ("parameters", "active_parameters")
 BATCH = 4096
-"""Architectures that are scored at once."""
+"""Number of architectures that are scored at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """A file with the space."""
+    """The choices of a model search, as read from a file."""
 
     base: Architecture
     layout: Layout
@@ -59,10 +59,10 @@ class Choices:
     choices: Mapping[str, list[int]]
     budget: Mapping[str, tuple[float, float]]
     width: int = 256
-    """Widths and ranks are multiples of it."""
+    """Widths and ranks of latents must be multiples of this number."""
 
     block: int = 16
-    """Each device's shard of a width is a multiple of it: the matrix unit is 16 x 16."""
+    """Each device's shard of a width must be a multiple of this number; the matrix unit is 16 x 16."""
 
     layouts: int = 12
     """Layouts that are tried with every architecture."""
@@ -76,7 +76,7 @@ class Scored:
     layout: Layout
     step_s: float
     tokens_per_s: float
-    """Of one device."""
+    """Bytes of one device."""
 
     peak_bytes: float
 
@@ -86,10 +86,10 @@ class Result:
     """What a model search finds."""
 
     scored: list[Scored]
-    """Most tokens a second first."""
+    """Scored architectures, fastest in tokens a second first."""
 
     front: list[Scored]
-    """No other has at least as many parameters and as many tokens a second."""
+    """Those that no other exceeds or equals in both parameters and tokens a second."""
 
     refused: Counter[str]
     number: int
@@ -205,7 +205,7 @@ def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
 
 
 def search_models(s: Choices) -> Result:
-    """Score the space."""
+    """Score every architecture of the space."""
     refused, number = Counter[str](), 0
     allowed: list[Architecture] = []
     for a in architectures(s):
@@ -259,11 +259,11 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[PlannedM
 
     Args:
         s: The space; each device's shard of a width stays in whole blocks.
-        some: Scored ones.
-        limit_s: Seconds for all of them together; what one leaves, the next ones have.
+        some: Scored architectures.
+        limit_s: Seconds for all of them together; the next ones may use the time that one does not need.
 
     Returns:
-        One for each; None: nothing was found in its time.
+        One plan for each architecture; None: no layout was found in its time.
     """
     until = time.perf_counter() + limit_s
     found: list[PlannedModel | None] = []

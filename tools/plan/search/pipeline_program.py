@@ -1,4 +1,4 @@
-"""A pipeline program laid out once, and its longest paths for any times of its chunks.
+"""Lay out a pipeline program once, and find its longest paths for any times of its chunks.
 
 The makespan is the length of the longest path through the program, and the length of a path is the sum of the times of
 its operations. So the makespan is a convex function of the times, and every path is a lower bound for all of them: the
@@ -25,7 +25,7 @@ from telechat_moe.tools.plan.schedules.program import Kind
 
 
 class PipelineProgram:
-    """The order of one schedule, stages, micro-batches and chunks a stage; see :func:`pipeline`."""
+    """The order of operations for a schedule, stages, micro-batches and chunks a stage; see :func:`pipeline`."""
 
     def __init__(self, schedule: str, stages: int, micro_batches: int, chunks: int) -> None:
         self.schedule, self.stages, self.micro_batches = schedule, stages, micro_batches

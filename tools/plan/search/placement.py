@@ -1,14 +1,15 @@
-"""The inner problem, solved and proven: branch and bound over linear programs whose rows are paths (`../native/placement*.cc`).
+"""Solve the inner problem with a proof: branch and bound over linear programs (`../native/placement*.cc`).
 
-The makespan is the largest of the lengths of all paths through the schedule. A path's length is linear in the layers of the
-chunks, so any few paths give a linear program that is a lower bound; the longest path at its solution is the next row, until
-there is none that is longer (Kelley 1960). Its multipliers are the proof. Where the solution is not whole, layers of a stage or
-of a chunk are bounded from above and below, and each of these boxes starts from that program. Good placements come from
-rounding these solutions and from moving single layers off the longest path.
+The rows of the linear programs are paths. The makespan is the length of the longest path through the schedule, and a
+path's length is linear in the layers of the chunks. So any few paths give a linear program whose solution is a lower
+bound; the longest path at this solution becomes the next row, until none is longer (Kelley 1960). The program's
+multipliers are the proof. Where the solution is not whole, the layers of a stage or a chunk are bounded from above and
+below, and each of these boxes starts from the same program. Good placements come from rounding these solutions and from
+moving single layers off the longest path.
 
-Multipliers weigh paths through the schedule, stages' memory and parameters into one number for a layer in each chunk, and the
-least sum of those is found by sorting. They hold for every configuration with the same schedule, so one program prunes many.
-All of it is defined once, in C++; `check_certificate.py` repeats it on purpose.
+Multipliers combine paths through the schedule, stages' memory and parameters into one number for a layer in each chunk,
+and sorting finds the least sum of these numbers. They are valid for every configuration with the same schedule, so one
+program prunes many. All of this is defined once, in C++; `check_certificate.py` implements it a second time on purpose.
 """
 
 import ctypes
@@ -32,21 +33,21 @@ CLOSE = 1e-7
 """Relative difference below which two steps are the same."""
 
 CUTS = ("", "longest", "structure", "stage", "chunk")
-"""What the boxes that a box is cut into differ in, by its number in `ProofTree.boxes`: nothing; `longest` (each stage in turn
-has more layers than `ProofTree.longest` says); `structure` (where the layers of the smaller kind are); `stage` or `chunk` (at
-most a number of layers of the larger kind, or more)."""
+"""How a box is divided into smaller ones, by the number in `ProofTree.boxes`: not at all; `longest` (each stage in turn
+has more layers than `ProofTree.longest` says); `structure` (where the layers of the smaller kind are); `stage` or
+`chunk` (at most a number of layers of the larger kind, or more)."""
 
 EMPTY, EXHAUSTED = -1, -2
-"""Proofs of a box without multipliers: it does not hold that many layers at all; all layers are placed, and each of the few
-ways to recompute was looked at."""
+"""Proofs of a box without multipliers: the box has no room for that many layers; or all layers are placed, and each of
+the few ways to recompute was examined."""
 
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Weights that add rows of the program up to one bound; any that are not negative prove something."""
+    """Weights that combine rows of the program into one bound; any weights that are not negative prove a bound."""
 
     share: float
-    """Of the two lines of `Rest.lines`, the weight of the first; the second has the rest."""
+    """Weight of the first of the two lines of `Rest.lines`; the second has 1 minus this weight."""
 
     paths: tuple[tuple[int, float], ...]
     """Number of a path in its pool and its weight; they add up to 1."""
@@ -56,31 +57,32 @@ class Multipliers:
 
     sends: float
     parameters: NDArray[np.float64]
-    """Weight of each stage's parameters, and of what some stage has at least, [2, stages + 1]; each row adds up to 1."""
+    """Weights of each stage's parameters and of the largest stage's least ones, [2, stages + 1]; rows add up to 1."""
 
     memory: NDArray[np.float64]
-    """Seconds for a byte of each stage."""
+    """Seconds for each byte of each stage."""
 
     most: NDArray[np.float64]
-    """Seconds for a layer of each stage, for the rows that say how many at most fit and are fast enough."""
+    """Seconds for a layer of each stage, from the rows that limit the layers by memory and time."""
 
     fewest: NDArray[np.float64]
-    """Seconds for a layer of each stage, for the rows that say how many there are at least."""
+    """Seconds for a layer of each stage, from the rows that demand a least number of layers."""
 
 
 @dataclass(frozen=True)
 class ProofTree:
-    """Why no placement is faster: a box of all placements, cut into boxes of which each is proven by itself."""
+    """Why no placement is faster: the box of all placements, divided into boxes that are each proven separately."""
 
     search: "PlacementSearch"
-    """Whose multipliers the proofs are: of this configuration, or of another one with the same schedule."""
+    """The search whose multipliers prove the boxes: this configuration's, or that of one with the same schedule."""
 
     boxes: NDArray[np.int32]
-    """[boxes, 6], the first one holds all: number of the cut in `CUTS`; chunk or stage, and layers, of the cut; number of the
-    first of the boxes that it is cut into, and how many; number of its proof."""
+    """One row for each box, [boxes, 6]; the first is the box of all placements. A row holds the kind of division (its
+    number in `CUTS`), the chunk or stage and the layers of the division, the number of its first smaller box, how many
+    of these there are, and the number of its proof."""
 
     longest: tuple[int, ...]
-    """Layers of every stage that are too few together."""
+    """Layers of every stage that are too few in total."""
 
 
 class PathPool:
@@ -106,20 +108,20 @@ class Answer:
     search: "PlacementSearch"
     best: Placed | None
     bound: float
-    """No placement is faster; at most what was asked for."""
+    """Lower bound of all placements, but no more than the target that was asked for."""
 
     nodes: int
-    """Boxes that were looked at."""
+    """Number of boxes that were examined."""
 
     tree: ProofTree
-    """Why no placement is faster than `bound`, where the search came to its end."""
+    """Proof that no placement is faster than `bound`, if the search came to its end."""
 
     first_proofs: tuple[int, ...]
     """Proofs of the first boxes."""
 
     @cached_property
     def first(self) -> list[Multipliers]:
-        """Of the first boxes, one for each stage that may be the longest: they are tried on other configurations."""
+        """Multipliers of the first boxes, one per stage that may be the longest, to try on other configurations."""
         return [self.search.multipliers(number) for number in self.first_proofs]
 
 
@@ -139,11 +141,11 @@ class PlacementSearch:
         """Layers of every stage that are too few together: some stage has more. Empty: nothing is known."""
 
     def solve(self, target: float, *, nodes: int = 400, until: float = math.inf) -> Answer:
-        """Prove that no placement takes less than `target`, or find those that do; continues where the last call ended.
+        """Prove that no placement takes less than `target`, or find those that do; continue where the last call ended.
 
         Args:
             target: Only placements below it are wanted, s; not above that of the last call.
-            nodes: Further boxes that are looked at; then the bound stays where it is.
+            nodes: How many further boxes are examined; after that the bound is returned as it is.
             until: `time.perf_counter()` after which the search ends.
         """
         bound, size = ctypes.c_double(), np.zeros(4, dtype=np.int32)
@@ -168,7 +170,7 @@ class PlacementSearch:
         )
 
     def proves(self, tree: ProofTree, target: float) -> bool:
-        """Return whether a tree, of a neighbour perhaps, proves that no placement takes less than `target`."""
+        """Return whether a tree, possibly of another search, proves that no placement takes less than `target`."""
         longest = np.array(tree.longest, dtype=np.int32)
         return load().telechat_placement_proves(
             self._at, tree.search._at, address(tree.boxes), address(longest), len(longest), target
@@ -179,7 +181,7 @@ class PlacementSearch:
         return ProofTree(self, np.array([[0, 0, 0, -1, 0, EMPTY]], dtype=np.int32), ())
 
     def with_first(self, answer: Answer) -> ProofTree:
-        """Return the first boxes, proven with the multipliers of another configuration's."""
+        """Return the tree of the first boxes, proven with another configuration's multipliers."""
         proofs = answer.first_proofs
         boxes = [[0, 0, 0, -1, 0, proofs[0]]]
         if len(proofs) > 1 and self.longest:
@@ -245,7 +247,7 @@ class PlacementSearch:
         )
 
     def even(self, rng: random.Random) -> NDArray[np.int64]:
-        """Return layers by rounds: the chunks of a round have equally many, some rounds one more."""
+        """Return the layers of every chunk: equal within a round of chunks, one more in some rounds."""
         p = self.p
         total = sum(g.count for g in p.layers)
         counts = np.clip(total // p.number, p.lowest, p.highest)

@@ -1,7 +1,7 @@
-"""The inner problem: layers into pipeline chunks, and which of them are recomputed, for one configuration.
+"""Define the inner problem: the layers of each chunk, and how many of them are recomputed, for one configuration.
 
-Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds consecutive layers. Wanted
-is the least step
+Decoder layers come in one or two kinds that follow each other (dense, then MoE); a chunk holds consecutive layers. The
+aim is the shortest step
 
     makespan(times of the chunks)  +  rest(largest stage)
 
@@ -20,10 +20,10 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.search.pipeline_program import PipelineProgram, pipeline
 
 ScheduleKey = tuple[str, int, int, int]
-"""Schedule, stages, micro-batches, chunks of a stage: problems that have it in common share paths."""
+"""Schedule, stages, micro-batches and chunks of a stage: problems with the same key share paths."""
 
 Times = tuple[int, int, int]
-"""F, B (D where the schedule has dW apart), W of one micro-batch, ps."""
+"""F, B (D where the schedule separates dW) and W of one micro-batch, ps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +33,27 @@ class Layers:
     count: int
     times: Times
     states: int
-    """Bytes of parameters, gradients and optimizer of one."""
+    """Bytes of one layer's parameters, gradients and optimizer."""
 
     kept: tuple[int, ...]
-    """Bytes that one on each stage keeps at the peak, for all micro-batches in flight."""
+    """Bytes that one layer keeps at the peak of each stage, for all micro-batches in flight."""
 
     recompute_time: int = 0
-    """Further backward time of one that is recomputed, ps."""
+    """Additional backward time of a recomputed layer, ps."""
 
     entry: tuple[int, ...] = ()
-    """Bytes that a recomputed one keeps."""
+    """Bytes that a recomputed layer keeps."""
 
     working: int = 0
-    """Bytes of a stage while it recomputes one of them; the larger of both kinds counts."""
+    """Bytes that a stage needs while it recomputes one of these layers; the larger of both kinds counts."""
 
     weights: tuple[int, int] = (0, 0)
-    """Parameters of one on a device: those that all copies of the data hold, and experts."""
+    """Parameters of one layer on a device: those that all data-parallel copies hold, and experts'."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """What follows the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
+    """The rest of the step after the pipeline, s: ``max(all - hidden, exposed * all) + update + base``.
 
     ``all = sum_i reduce_i U_i + start``, ``update = sum_i update_i U_i``, with U_0 and U_1 the parameters of the largest
     stage that all copies hold and experts; hidden behind the longest backward pass of a stage, or more of it (`hides`).
@@ -85,41 +85,41 @@ class Rest:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be placed, and where."""
+    """The layers to place, and the stages that they are placed on."""
 
     schedule: str
     stages: int
     micro_batches: int
     chunks: int = 1
-    """Of a stage."""
+    """Chunks of a stage."""
 
     layers: tuple[Layers, ...]
     first: Times = (0, 0, 0)
-    """Times of the first chunk besides its layers: the embedding."""
+    """Times of the first chunk without its layers: the embedding."""
 
     before: Times = (0, 0, 0)
-    """Of the chunk before the last: MTP without its head."""
+    """The same of the chunk before the last one: MTP without its head."""
 
     last: Times = (0, 0, 0)
-    """Of the last chunk: MTP and head, or heads only."""
+    """The same of the last chunk: MTP and head, or only heads."""
 
     send: int = 0
-    """From one stage to another, ps."""
+    """Time of a send from one stage to another, ps."""
 
     memory: tuple[int, ...]
     """Bytes of each stage for layers and what they keep."""
 
     buffer: tuple[int, ...]
-    """Bytes of each stage that hold a layer's working set as well, such as logits; the larger one counts."""
+    """Bytes of each stage that a layer's working set may use as well, such as logits; the larger one counts."""
 
     choice: bool = False
-    """The recomputed layers of every chunk, its first ones, are chosen; else none is."""
+    """Whether the number of recomputed layers of each chunk is free (its first ones); else none is recomputed."""
 
     held: int = 0
     """Working set of every stage that has layers."""
 
     weights: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Parameters of each stage besides layers, as `Layers.weights`."""
+    """Parameters of each stage without its layers, as in `Layers.weights`."""
 
     rest: Rest = Rest()
     most: tuple[int, ...] = ()
@@ -143,7 +143,7 @@ class Problem:
 
     @property
     def key(self) -> ScheduleKey:
-        """What a pipeline is made of."""
+        """Key of the problem's pipeline program."""
         return self.schedule, self.stages, self.micro_batches, self.chunks
 
     @property
@@ -203,7 +203,7 @@ class Problem:
 
 
 def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArray[Any]:
-    """Return a lower bound on what the largest stage has when equal layers are divided among the stages.
+    """Return a lower bound on the parameters of the largest stage when equal layers are divided among the stages.
 
     Args:
         fixed: What stages have without them, [n, any, stages].
@@ -211,7 +211,7 @@ def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArr
         number: Layers.
 
     Returns:
-        [n, any], a hair below.
+        The bound, [n, any], reduced slightly for rounding.
     """
     low = fixed.max(axis=2)
     high = low + each * number
@@ -227,7 +227,7 @@ def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArr
 def _least_largest(
     fixed: tuple[tuple[int, ...], ...], each: tuple[int, int], number: int
 ) -> NDArray[Any]:
-    """Return it for one problem: many have the same parameters."""
+    """Return the bound for one problem; it is cached, because many problems have the same parameters."""
     one, more = np.array(fixed, dtype=np.float64), np.array(each, dtype=np.float64)
     return least_largest(one[None], more[None], number)[0]
 
@@ -240,6 +240,6 @@ class Placed:
     """Decoder layers of each chunk."""
 
     recomputed: tuple[int, ...]
-    """Of them, recomputed."""
+    """Recomputed decoder layers of each chunk."""
 
     seconds: float

@@ -1,4 +1,4 @@
-"""From a recipe and a number of devices to the layout: what `telechat-moe plan layout` does."""
+"""Find the layout for a recipe and a number of devices; `telechat-moe plan layout` runs this."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ FRONT_S = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be planned."""
+    """A planning problem: model, space, device and limits."""
 
     recipe: str
     overrides: list[str]
@@ -39,10 +39,10 @@ class Question:
         limit_s: float = 300.0,
         done: Callable[[float, int], object] = lambda share, solved: None,
     ) -> SearchResult:
-        """Search; see `search`.
+        """Run the search; see `search`.
 
         Raises:
-            UsageError: No layout is as it must be, whatever the memory.
+            UsageError: No layout satisfies the settings, however much memory there is.
         """
         plan = search(
             self.architecture, self.space, self.device, top=top, limit_s=limit_s, done=done
@@ -72,7 +72,7 @@ class Question:
 
         Args:
             plan: What was found.
-            pick: Number of the layout in the ranked table.
+            pick: The layout's number in the ranked table.
 
         Raises:
             UsageError: There is no such layout.
@@ -114,7 +114,7 @@ def question(
         memory_bytes: Of a device; None: all that is not reserved.
         global_batch: Sequences of a step; None: the recipe's.
         fixed: Settings `name=value` of the layout.
-        beyond_recipes: Layouts, too, that recipes cannot say.
+        beyond_recipes: Also search layouts that recipes cannot express.
         documents: File of their lengths, which attention stays in; None: one a sequence.
 
     Raises:

@@ -1,9 +1,9 @@
-"""The best layout of a model on a number of devices under the event simulation, with a proven bound.
+"""Search the best layout of a model on a number of devices under the event simulation, with a proven bound.
 
-1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.lower_bound`), all at once in NumPy;
+1. every configuration of the outer space gets a lower bound from its longest stage (`bounds.lower_bound`);
 2. good placements of promising configurations give a step to beat;
 3. in the order of the bounds a configuration's linear program is solved (`placement`); its multipliers are tried on all
-   configurations with the same schedule, which prunes most; what stays below the best step is branched on;
+   configurations with the same schedule, which prunes most; those still below the best step are branched on;
 4. the step of a placement is what `simulate_step` says, and it must agree with what the bounds are made of.
 """
 
@@ -44,13 +44,13 @@ from telechat_moe.tools.plan.search.space import (
 )
 
 FIRST = 40
-"""Schedules of which a placement is tried before anything is proven."""
+"""Number of schedules for which a placement is tried before anything is proven."""
 
 WORKERS = 2
-"""Configurations that are looked at at a time, in threads."""
+"""Configurations that are examined at once, in threads."""
 
 BOXES = (60, 5000)
-"""Boxes of a configuration that are looked at beyond its first ones, at first and at most at a time."""
+"""How many more boxes of a configuration are examined at a time after its first ones: initially, and at most."""
 
 RUNNERS_UP = 3
 """Configurations that are placed for each that is wanted in the ranked table."""
@@ -63,12 +63,12 @@ AGREE = 1e-6
 
 
 Done = Callable[[float, int], object]
-"""Told the share that is done, 0 where that is not known, and how many configurations are solved."""
+"""Callback with the share that is done (0 where it is not known) and the number of solved configurations."""
 
 
 @dataclass
 class Candidate:
-    """A configuration that was looked at closely."""
+    """A configuration whose layers were placed."""
 
     row: int
     layout: Layout
@@ -76,13 +76,13 @@ class Candidate:
     """Simulated."""
 
     bound_s: float
-    """No placement of this configuration is faster."""
+    """Lower bound: no placement of this configuration is faster."""
 
     peak_bytes: float
-    """As searched: micro-batches in flight are a mean over a stage's chunks."""
+    """Peak memory as in the search, where micro-batches in flight are a mean over a stage's chunks."""
 
     simulated_bytes: float
-    """The same, operation by operation."""
+    """Peak memory of the simulation, operation by operation."""
 
     bubble: float
     problem: Problem
@@ -104,16 +104,16 @@ class SearchResult:
     """Lower bound of each; infinity: it does not fit in memory."""
 
     missing: NDArray[np.float64]
-    """Bytes that each lacks where it does not fit, and the tightest stage, [n, 2]."""
+    """Bytes that each lacks where it does not fit, and the stage with the least room, [n, 2]."""
 
     by: NDArray[np.int64]
     """Which of `proofs` prunes each configuration; -1: its longest stage or its memory; -2: `answers`."""
 
     best: list[Candidate] = field(default_factory=list[Candidate])
-    """Found, fastest first."""
+    """Candidates that were found, fastest first."""
 
     lower_bound_s: float = math.inf
-    """Proven: no layout of the space is faster."""
+    """Proven lower bound: no layout of the space is faster."""
 
     seconds: float = 0.0
     solved: int = 0
@@ -125,7 +125,7 @@ class SearchResult:
     costs: dict[int, tuple[Costs, NDArray[np.int64]]] = field(
         default_factory=dict[int, tuple[Costs, NDArray[np.int64]]]
     )
-    """By pipeline stages: costs, and the configurations that they are of."""
+    """For each number of pipeline stages the costs, and the configurations that they belong to."""
 
     timed_out: bool = False
 
@@ -136,7 +136,7 @@ class SearchResult:
 
     @property
     def optimal(self) -> bool:
-        """Whether nothing is faster, but for rounding."""
+        """Whether nothing is faster, apart from rounding."""
         return bool(self.best) and self.gap <= 1e-6
 
     def problem(self, row: int) -> Problem:
@@ -148,7 +148,7 @@ class SearchResult:
 
 
 def usable(device: Device, memory_bytes: float | None) -> Device:
-    """Return the device with as much memory as may be used."""
+    """Return the device with its memory limited to what may be used."""
     if memory_bytes is None:
         return device
     return replace(device, memory_bytes=memory_bytes + device.reserved_bytes)
@@ -167,10 +167,10 @@ def search(
 
     Args:
         a: The model.
-        space: What is free.
+        space: The configurations to search.
         device: Device and network; its memory less what is reserved is the limit of a stage.
-        top: So many configurations are wanted: the fastest with its proof, the others as good as found.
-        limit_s: After it the best found is returned, with the bound proven so far.
+        top: How many configurations to return: the fastest with its proof, the others without one.
+        limit_s: Seconds after which the best layout found is returned with the bound proven so far.
         done: See `Done`.
 
     Raises:
@@ -194,12 +194,12 @@ def search(
 
 
 class _Search:
-    """Fills in a result."""
+    """A search in progress, which fills in a result."""
 
     def __init__(self, found: SearchResult, top: int, until: float, done: Done) -> None:
         self.found, self.top, self.until, self.done = found, top, until, done
         self.guess = np.full(len(found.rows), np.inf)
-        """About what each configuration takes; orders the search."""
+        """Estimated step of each configuration, which orders the search."""
 
         self.groups: dict[ScheduleKey, NDArray[np.int64]] = {}
         self.searches: dict[int, PlacementSearch] = {}
@@ -208,7 +208,7 @@ class _Search:
         self.rng = random.Random(1)
 
     def run(self) -> None:
-        """Search; what is found is in `found`."""
+        """Search; the result is in `found`."""
         self._start()
         first = np.argsort(self.guess, kind="stable")
         seen: set[ScheduleKey] = set()
@@ -279,7 +279,7 @@ class _Search:
             self.best = min(self.best, placed.seconds)
 
     def _twin(self, row: int) -> int:
-        """Return the configuration that recomputes nothing and is like this one otherwise; itself if that is not searched."""
+        """Return the same configuration without recomputation, or this one if that is not searched."""
         rows, at = self.found.rows, NAMES.index("policy")
         if rows[row, at] not in CHOSEN:
             return row
@@ -289,7 +289,7 @@ class _Search:
         return twin if twin >= 0 and (rows[twin] == expected).all() else row
 
     def _try(self, row: int) -> None:
-        """Place a configuration without a proof."""
+        """Place a configuration's layers without a proof."""
         placements = self._placements(row)
         self._keep(row, placements.improve(placements.even(self.rng), 1, self.until))
 
@@ -341,13 +341,13 @@ class _Search:
         for row in map(int, np.argsort(value, kind="stable")[: 4 * WORKERS]):
             if not np.isfinite(value[row]) or len(found) == WORKERS:
                 break
-            twin = self._twin(row)  # the smaller problem first: its proof often holds for both
+            twin = self._twin(row)  # the smaller problem first: its proof is often valid for both
             row = twin if np.isfinite(value[twin]) else row
             found.setdefault(self._key(row), row)
         return list(found.values())
 
     def _take(self, row: int, answer: Answer) -> None:
-        """Keep what is known of a configuration."""
+        """Keep the bound and the placement of a configuration."""
         initial = row not in self.found.answers
         self.found.solved += initial
         self.found.answers[row] = answer

@@ -1,7 +1,7 @@
-"""The outer space of the planner: every combination of degrees, micro-batches, schedule and recomputation policy.
+"""Enumerate the planner's outer space: all combinations of degrees, micro-batches, schedule and recomputation policy.
 
-What a recipe can express, and nothing else: the rules are those of `telechat_moe.recipe.rules.parallel`. Configurations
-are rows of an integer table; only those that are looked at more closely become a `Layout`.
+The space holds what a recipe can express, by the rules of `telechat_moe.recipe.rules.parallel`. Configurations are rows
+of an integer table; only those that are examined more closely become a `Layout`.
 """
 
 import math
@@ -24,7 +24,7 @@ POLICIES = ("none", "full", "norm+activation", "swap")
 of whole layers go to the host's memory, of as many layers of each chunk as wanted; recipes cannot say that."""
 
 CHOSEN = tuple(POLICIES.index(word) for word in ("full", "swap"))
-"""Policies of which the layers are chosen."""
+"""Policies for which the number of layers is free."""
 
 SCHEDULES = ("1f1b", "interleaved", "zb-v")
 ENDS: tuple[Ends, ...] = ("last", "mtp-before")
@@ -55,16 +55,16 @@ FIXABLE = {
 
 
 WORDS = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true"), "ends": ENDS}
-"""Columns whose values have names."""
+"""Columns whose values have names, and these names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is free, and what is not."""
+    """The limits of the outer space: what is fixed, and what is searched."""
 
     devices: int
     global_batch: int
-    """Sequences of a step, over all devices."""
+    """Sequences of a step on all devices."""
 
     base: Layout
     """Types, kernels and overlap, which are not searched."""
@@ -72,13 +72,13 @@ class Space:
     fixed: Mapping[str, int | tuple[int, ...]] = field(
         default_factory=dict[str, int | tuple[int, ...]]
     )
-    """Columns of the table that must have a value, or one of some."""
+    """The values that some columns of the table may have."""
 
     beyond_recipes: bool = False
-    """What recipes cannot say, too: V shapes, swapping, MTP before its head, ZeRO 2 and 3."""
+    """Whether to search what recipes cannot express: V shapes, swapping, MTP before its head, ZeRO 2 and 3."""
 
     swaps: bool = True
-    """The device's link to its host is known, so swapping may be looked at."""
+    """Whether the device's link to its host is known, so that swapping can be searched."""
 
     most_tp: int = 16
     most_cp: int = 8
@@ -88,7 +88,7 @@ class Space:
 
 
 def parse_fixed(settings: list[str]) -> dict[str, tuple[int, ...]]:
-    """Return what `--fix name=value` says, by column; `name=value,value` leaves several.
+    """Return the values that `--fix name=value` allows, by column; `name=value,value` allows several.
 
     Raises:
         UsageError: An unknown name, a value that it cannot have, or two settings of one name.
@@ -212,7 +212,7 @@ def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, in
     if pp == 1:
         return
     for vpp in range(2, space.most_vpp + 1):
-        # a chunk has a layer, but for the first (embedding) and the last (head)
+        # every chunk but the first (embedding) and the last (head) has a layer
         if pp * vpp <= min(len(a.layers) + 2, len(a.layers) + a.mtp):
             yield vpp, 1
             if vpp == 2 and space.beyond_recipes:
@@ -220,7 +220,7 @@ def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, in
 
 
 def layout_of(row: NDArray[Any], space: Space) -> Layout:
-    """Return the layout of a configuration, its layers not placed yet."""
+    """Return the layout of a configuration whose layers are not yet placed."""
     v = dict(zip(NAMES, (int(x) for x in row), strict=True))
     return space.base.but(
         **{name: v[name] for name in NAMES[:9]},
@@ -237,7 +237,7 @@ def layout_of(row: NDArray[Any], space: Space) -> Layout:
 
 
 def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
-    """Return the arrays of configurations of one depth `pp`, without a placement: no stage has a layer."""
+    """Return the arrays of configurations with one number of stages, before placement: no stage has a layer."""
     one = columns(
         [(a, space.base.but(pp=1, vpp=1, chunks=None, recompute="none", recompute_layers=None))]
     )
