@@ -140,7 +140,7 @@ def processor_seconds(pid: int) -> float:
 
 @dataclass
 class HangDetector:
-    """Finds processes that give no sign of life and do not compute.
+    """Find processes that give no sign of life and do not compute.
 
     Args:
         silence_s: For how long, before a process counts as hanging.

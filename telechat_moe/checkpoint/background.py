@@ -17,7 +17,7 @@ _LAST_SAVE_S = 60.0
 
 
 class Saver:
-    """Runs one save after another in a thread.
+    """Run one save after another in a thread.
 
     Args:
         sources: Parameters by group and name.

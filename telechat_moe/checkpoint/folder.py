@@ -87,7 +87,7 @@ def locked(root: Path) -> Iterator[bool]:
 
 @contextmanager
 def only_run(output: Path) -> Iterator[None]:
-    """Keep other runs out of an output folder while this one lasts; the system ends that when the process dies.
+    """Keep other runs out of an output folder while this one lasts; the system drops the lock when the process dies.
 
     Raises:
         UsageError: Another run is alive.

@@ -34,7 +34,7 @@ def region(job: Job, rank: int, name: str) -> Region | None:
 
 
 class ShardOwners:
-    """Which ranks hold each shard and which one writes it: each is written once, bytes are balanced over its holders.
+    """Say which ranks hold each shard and which one writes it, so that all write about as many bytes.
 
     Args:
         job: The job; its layouts say which rank holds what.
@@ -87,7 +87,7 @@ def _size(region: Region) -> int:
 
 
 class ShardExchange:
-    """Gathers shards on rank 0 through files.
+    """Gather shards on rank 0 through files.
 
     Args:
         sharing: Which rank holds what.

@@ -384,7 +384,7 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep other builds out of the folder; the lock goes with the process."""
+    """Keep other builds out of the folder; the system drops the lock when the process dies."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):

@@ -33,7 +33,7 @@ LINE_SUFFIXES = (".jsonl", ".ndjson")
 PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 TABLE_FOLDERS = frozenset({"encodings", "pydoc_data"})
-"""Folders of the standard library that hold tables, a fifth of its bytes: no text to learn from."""
+"""Folders of the standard library with tables, a fifth of its bytes, which are no text to learn from."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def content(input_ids: Iterable[np.ndarray]) -> str:
 
 
 class SampleLog:
-    """Appends to a samples.jsonl; every line is in the file when a method returns.
+    """Append to a samples.jsonl; every line is in the file when a method returns.
 
     Args:
         path: The file. A line that a kill truncated is kept, on a line of its own.

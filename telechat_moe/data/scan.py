@@ -16,7 +16,7 @@ from telechat_moe.data.corpus import Corpus
 from telechat_moe.errors import BadInputError
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with what is being done, how much of it is done, and how much there is (None: not known)."""
+"""Called with what is being done, how much of it is done, and how much there is (None: unknown)."""
 
 SHARD_BYTES = 1 << 21
 LEARN_BYTES = 32 << 20

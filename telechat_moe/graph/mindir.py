@@ -126,7 +126,7 @@ def output_shapes(node: Any) -> list[tuple[tuple[int, ...], int]]:
 
 
 class Editor:
-    """Adds nodes to a graph, in front of those that follow.
+    """Add nodes to a graph, in front of those that follow.
 
     Args:
         model: Where new primitives go.

@@ -267,7 +267,7 @@ def _likely_size(expected: Expected) -> Callable[[Shape], int]:
 
 
 class _Links:
-    """Finds the forward node of a backward one."""
+    """Find the forward node of a backward one."""
 
     def __init__(self, functions: Iterable[Graph]) -> None:
         self.forward: dict[str, tuple[Graph, GraphNode]] = {}

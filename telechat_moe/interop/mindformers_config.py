@@ -20,7 +20,7 @@ TRAINER = "TelechatMoeTrainer"
 REFERENCE = f"telechat_moe_plugin.{TRAINER}"
 NAME = "MindFormers' configuration"
 
-# Put in by MindFormers 1.9.0 while it reads a file or sets itself up; None: the whole section.
+# Keys that MindFormers 1.9.0 adds while it reads a file or sets itself up; None: the whole section.
 _FILLED_IN: dict[str, tuple[str, ...] | None] = {
     "": (
         "checkpoint",

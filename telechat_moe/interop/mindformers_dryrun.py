@@ -1,6 +1,6 @@
 """Compile the graph of a rank of MindFormers' own model, from a MindFormers recipe, without an NPU.
 
-:func:`compile_mindformers` hands MindFormers' unchanged classes to the compiler that serves our own graphs
+:func:`compile_mindformers` gives MindFormers' unchanged classes to the compiler of our own graphs
 (:func:`telechat_moe.graph.compile.compile_ranks`): the configuration is read, the context set and the network,
 optimizer and step built by the methods of its trainer, in the order of ``BaseTrainer.training_process``. Not
 called are the data loader (the batch has its shapes), loading of weights and callbacks. Made for MindFormers
@@ -29,7 +29,7 @@ from telechat_moe.sharding.mesh import Mesh
 TESTED = "1.9.0"
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
 UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
-# What is for a real device, a real disk or another program; None means the whole section.
+# Settings for a real device, a real disk or another program; None means the whole section.
 _DROPPED: dict[str, tuple[str, ...] | None] = {
     "context": ("ascend_config", "save_graphs", "save_graphs_path", "affinity_cpu_list"),
     "telechat_moe": None,

@@ -210,7 +210,7 @@ class _SumLoads(nn.Cell):
 
 
 class _Balance:
-    """Moves expert biases between two steps, by the rule of :class:`telechat_moe.model.balance.BiasUpdate`.
+    """Move expert biases between two steps, by the rule of :class:`telechat_moe.model.balance.BiasUpdate`.
 
     Args:
         rate: Step of the bias.

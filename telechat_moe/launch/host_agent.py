@@ -1,8 +1,8 @@
-"""The agent on one host of a run on several: starts the host's processes, watches them, reports.
+"""The agent on one host of a run on several: start the host's processes, watch them, report.
 
 ``python -m telechat_moe.launch.host_agent``, started by :mod:`telechat_moe.launch.multi_host`. It reads its task and
 then ``go`` from standard input and writes lines of JSON: ``up``, ``beat`` every second, and at the end an ``answer``.
-When standard input ends, it ends its processes, so whatever cuts the connection stops them.
+When standard input ends, it ends its processes, so whatever breaks the connection stops them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The processes of a job on one host under ``msrun``: start them, watch them, end them together.
+"""Start, watch and end the processes of a job on one host, under ``msrun``.
 
 Every process asks the kernel to be killed when its parent dies, so none outlives the command. Jobs on several
 hosts: :mod:`telechat_moe.launch.multi_host`.
@@ -79,10 +79,10 @@ class HostProcesses:
         logs: Folder for their logs; made if it is not there.
         program: What they run: ``python`` and its arguments, or a script; the job folder must be one of the words.
         out: Where to show what rank 0 prints; None: nowhere.
-        describe: Says how far the run is, for the message when a process dies.
+        describe: Returns how far the run is, for the message when a process dies.
         silence_s: A process that neither gives signs of life nor computes for this long hangs.
         can_stop: The processes know how to stop between two steps, so Ctrl-C asks them to; else it ends them.
-        abandoned: Says whether nobody wants the processes any more.
+        abandoned: Returns whether the launcher is gone, so that the processes must end.
     """
 
     job: Path

@@ -1,4 +1,4 @@
-"""A run on several hosts: an agent on each, started through a remote shell, watched from here.
+"""Run a job on several hosts: start an agent on each through a remote shell, and watch the agents.
 
 The launcher talks with an agent through its standard input and output, so that nothing depends on how soon a shared
 file system shows a file; when a connection ends, the agent ends its processes
@@ -201,7 +201,7 @@ class MultiHostProcesses:
         """Raise the best explanation there is, once an agent reports an end that is not a good one."""
         if not self._bad():
             return
-        deadline = time.monotonic() + PATIENCE_S  # others may know better
+        deadline = time.monotonic() + PATIENCE_S  # other agents may report the cause
         while time.monotonic() < deadline and self._bad()[0]["kind"] != "failed":
             self._hear()
             time.sleep(POLL_S)

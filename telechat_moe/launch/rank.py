@@ -1,4 +1,4 @@
-"""The process of one rank, which ``msrun`` starts: meet the others, work under supervision.
+"""Run the process of one rank, which ``msrun`` starts: meet the others, work under supervision.
 
 As a program, ``python -m telechat_moe.launch.rank JOB``, it runs the steps of the task in the job's control folder
 (``telechat-moe run-sharded``); training is started by :mod:`telechat_moe.run`. The scheduler that ``msrun`` starts runs

@@ -1,7 +1,7 @@
-"""Messages between the processes of a pipeline: frames on a socket, checked.
+"""Send messages between the processes of a pipeline: frames on a socket, with checksums.
 
-A frame is ``TCPL``, length of the header, length of the payload, CRC-32 of both; the header, JSON; the payload, arrays one
-after the other. A reader thread takes frames as they come, so a sender waits for no receiver's order.
+A frame is ``TCPL``, length of the header, length of the payload, CRC-32 of both; the header, JSON; the payload, arrays
+one after the other. A reader thread takes frames as they come, so a sender waits for no receiver's order.
 """
 
 import json

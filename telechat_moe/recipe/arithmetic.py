@@ -28,7 +28,7 @@ class ModelPart:
 
     name: str
     count: int
-    """How many of these parts there are."""
+    """How many of these layers or modules there are."""
 
     each: int
     """Parameters of one."""
@@ -52,7 +52,7 @@ class ModelPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameters:
-    """Parameters of a model, part by part."""
+    """Parameters of a model, by kind of layer or module."""
 
     parts: tuple[ModelPart, ...]
 

@@ -1,4 +1,4 @@
-"""The vocabulary in which the schema states what a value may be.
+"""Types by which the schema states what a value may be.
 
 The schema's annotations are read three times: by the checker (``check.py``), by the generator of
 ``docs/recipes.md`` (``docs.py``) and by the generator of ``recipes/schema.json``

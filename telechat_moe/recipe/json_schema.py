@@ -40,7 +40,7 @@ def _limit(limit: object) -> dict[str, Any]:
 
 
 class _Writer:
-    """Collects the definitions of all sections."""
+    """Collect the definitions of all sections."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, dict[str, Any]] = {}

@@ -109,7 +109,7 @@ def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") 
 
 
 class _Loader:
-    """Loads one file and collects its problems."""
+    """Load one file and collect its problems."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

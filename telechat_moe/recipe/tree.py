@@ -177,7 +177,7 @@ def _as_float(text: str) -> str:
 
 
 class _Builder:
-    """Turns parser events into a tree; problems go to ``report`` and leave a broken node."""
+    """Turn parser events into a tree; problems go to ``report`` and leave a broken node."""
 
     def __init__(self, events: Iterator[Any], report: Report) -> None:
         self.events = events

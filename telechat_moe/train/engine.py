@@ -62,7 +62,7 @@ class Engine(Protocol):
         ...
 
     def begin(self) -> None:
-        """Take the weights that were put into the model, before the first step."""
+        """Begin training with the weights that are in the model, before the first step."""
         ...
 
     def collect_weights(self) -> None:

@@ -99,7 +99,7 @@ def last_step(path: Path) -> int:
 
 
 class MetricsFile:
-    """Appends to a metrics.jsonl; every line is in the file when `write` returns.
+    """Append to a metrics.jsonl; every line is in the file when `write` returns.
 
     Args:
         path: The file. On resume it is rewritten (atomically) without the lines after

@@ -30,7 +30,7 @@ STEP_NUMBERS = ("loss", "lm_loss", "mtp_loss", "aux_loss", "grad_norm", "learnin
 
 
 class Monitor:
-    """Receives what happens in a run and shows it. Use it in a ``with`` statement, or call `close`.
+    """Show and record what happens in a run. Use it in a ``with`` statement, or call `close`.
 
     Args:
         output_dir: Folder for ``metrics.jsonl``, ``loss.png`` and ``tensorboard/``; made if missing.

@@ -65,6 +65,6 @@ class Ranks:
             self.control.write("last", str(step))
 
     def end_step(self, step: int) -> None:
-        """Take note, alike on all processes, of whether this step was the last one."""
+        """Find out, alike on all processes, whether this step was the last one."""
         last = self.control.read("last") if self.control is not None else None
         self.interrupted |= last is not None and step >= int(last)

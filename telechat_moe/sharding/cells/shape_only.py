@@ -1,8 +1,8 @@
 """Shape-only stubs of the cells of other pipeline stages.
 
-A rank's graph keeps only its own stage; MindSpore parses the rest, differentiates it in part and throws it away. A stub
+A rank's graph keeps only its own stage; MindSpore parses the rest, differentiates some of it and discards it. A stub
 has the inputs, outputs and layouts of the cell that it replaces, so that the same tensors cross between stages, and no
-weights. What it computes is never part of a graph.
+weights. What it computes is in no rank's final graph.
 """
 
 from typing import Any
