@@ -1,8 +1,8 @@
 """Read dumps of msprobe, written under MindSpore or PyTorch, without either of them: ``read("dump")``.
 
-``step*/rank*|proc*`` (also below ``pynative/`` and ``graph/``) with ``dump.json``, maybe ``stack.json`` and
-``construct.json``, and ``dump_tensor_data/``. The order of the keys is the order in which calls ended, and is kept.
-Whatever is broken gives a :class:`BadInputError` with file and key.
+``step*/rank*|proc*`` (also below ``pynative/`` and ``graph/``) with ``dump.json``, perhaps ``stack.json`` and
+``construct.json``, and ``dump_tensor_data/``. The order of the keys, in which calls ended, is kept. Broken input raises
+a :class:`BadInputError` with file and key.
 """
 
 import json
@@ -34,7 +34,7 @@ from telechat_moe.tools.align.narrowing import is_list, is_object
 
 DATA = "dump_tensor_data"
 FINGERPRINT = "fingerprint"
-"""Key of ours in a tensor's entry: the fingerprint in hexadecimal."""
+"""This package's key in a tensor's entry: the fingerprint in hexadecimal."""
 
 _MODULE = re.compile(
     r"(?P<name>(?:Module|Cell)\..+)\.(?P<way>forward|backward)\.(?P<index>\d{1,18})"
@@ -64,12 +64,12 @@ _CACHE_BYTES = 48 << 20
 
 
 def read(root: Path | str) -> Dump:
-    """Return the dump in a folder: of a run, of a step, or of one rank.
+    """Return the dump in a folder: the folder of a run, of a step, or of one rank.
 
-    A rank is parsed when it is asked for; a few stay in memory.
+    A rank is parsed on demand; a few stay in memory.
 
     Raises:
-        BadInputError: No dump there, or a step with unclear ranks. Broken ranks raise when asked for.
+        BadInputError: There is no dump, or a step has ambiguous ranks. Broken ranks raise when they are accessed.
     """
     root = Path(root)
     found = _folders(root)
@@ -87,10 +87,10 @@ def canonical(name: str) -> str:
 
 
 def parse_json(path: Path, root: Path) -> dict[str, Any]:
-    """Return the object in a JSON file whose keys are unique; NaN and Infinity are taken.
+    """Return the object in a JSON file, whose keys must be unique; NaN and Infinity are accepted.
 
     Raises:
-        BadInputError: Missing, outside of the root, or anything else than that.
+        BadInputError: The file is missing, outside of the root, or not such an object.
     """
     try:
         text = value_files.within(path, root).read_bytes().decode("utf-8-sig")
@@ -113,7 +113,7 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
 
 
 class _Ranks(Mapping[tuple[int, int], RankDump]):
-    """Ranks of a dump, parsed when asked for; the last ones asked for are kept."""
+    """The ranks of a dump, parsed on demand; the last ones are cached."""
 
     def __init__(self, root: Path, folders: Mapping[tuple[int, int], list[Path]]) -> None:
         self._root, self._folders = root, folders
@@ -187,7 +187,7 @@ def _walk(folder: Path, root: Path, depth: int) -> Iterator[Path]:
 
 
 def _number(folder: Path, root: Path, word: str) -> int | None:
-    """Return N of the part ``wordN`` of a path; the root's own name and its parent's count too."""
+    """Return N of the component ``wordN`` of a path; the root's own name and its parent's count, too."""
     parts = [*root.absolute().parts[-2:], *folder.relative_to(root).parts]
     for part in reversed(parts):
         match = re.fullmatch(rf"(?i){word}[_-]?(\d{{0,18}})", part)
@@ -222,7 +222,7 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     stacks = _stacks(folder / "stack.json", root)
     context = _Context(path, folder / DATA, root)
     calls: dict[str, Call] = {}
-    while data:  # what is parsed is let go
+    while data:  # what is parsed is released
         key = next(iter(data))
         calls[key] = _call(context, key, data.pop(key), parents.get(key), stacks.get(key, ()))
     if not about["framework"]:
@@ -233,7 +233,7 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
 
 
 def _joined(parts: list[RankDump]) -> RankDump:
-    """Return eager and compiled calls of a rank as one; a key in both gets ``graph/`` before it."""
+    """Join eager and compiled calls of a rank; a key in both gets the prefix ``graph/``."""
     first = parts[0]
     calls = dict(first.calls)
     for part in parts[1:]:
@@ -265,7 +265,7 @@ def _call(
     backward = gradients is not None or (match["way"] == "backward" if match else False)
     name, index = (match["name"], int(match["index"] or 0)) if match else (key, 0)
     phase = Phase.BACKWARD if backward else Phase.FORWARD
-    if key.startswith("Optimizer."):  # of our captures: the update of a weight
+    if key.startswith("Optimizer."):  # from this package's captures: the update of a weight
         phase = Phase.OPTIMIZER
     if match is None:  # single tensors that a program saved
         return Call(
@@ -309,7 +309,7 @@ def _list(context: _Context, place: str, entry: Any) -> list[Value]:
 
 
 def _holds_tensor(entry: Any) -> bool:
-    """Return whether something is a tensor's entry, or a list of some."""
+    """Return whether a value is a tensor's entry, or a list that holds one."""
     if is_list(entry):
         return any(_holds_tensor(v) for v in entry)
     return is_object(entry) and "dtype" in entry and "shape" in entry
@@ -420,7 +420,7 @@ def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorLa
     if not is_object(found):
         raise context.bad(f"{place}.layout", found, "an object")
     if found.get("Device Matrix") is None or found.get("Tensor Map") is None:
-        return None  # msprobe leaves out what the tensor does not say
+        return None  # msprobe leaves out what the tensor does not give
     try:
         return from_dict(found, shard)
     except TelechatMoeError as error:

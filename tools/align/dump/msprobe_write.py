@@ -45,9 +45,9 @@ def write(dump: Dump, out: Path | str, values: bool = True, prints: bool = False
 
     Args:
         dump: The dump.
-        out: Folder to make.
-        values: Write values; else statistics only, which are computed where the dump has none.
-        prints: Write a fingerprint of each tensor with values (a key that msprobe ignores).
+        out: Folder to create.
+        values: Whether to write values; otherwise only statistics, which are computed where the dump has none.
+        prints: Whether to write a fingerprint of each tensor with values (under a key that msprobe ignores).
 
     Raises:
         BadInputError: ``out`` exists, or values cannot be read.
@@ -171,7 +171,7 @@ class _Writer:
     def _save(self, place: str, dtype: str, values: Any) -> str:
         suffix = ".pt" if self._torch else ".npy"
         name = place.replace("/", "_").replace("\0", "_")
-        # Names of files have an end, and different places must not meet in one.
+        # File names are limited in length, and different positions must not share one.
         if len(name.encode()) > 240 or name + suffix in self._names or name != place:
             name = f"{name[:60]}.{hashlib.sha256(place.encode()).hexdigest()[:24]}"
         self._names.add(name + suffix)

@@ -1,6 +1,6 @@
-"""Turn a layout into the ranges of indices that each shard holds of the whole tensor, or refuse it.
+"""Compute the ranges of indices of the whole tensor that each shard of a layout holds, or refuse the layout.
 
-Every refusal is a :class:`LayoutError` whose sentence says what contradicts what.
+Every refusal is a :class:`LayoutError` whose message says what contradicts what.
 """
 
 import math
@@ -17,7 +17,7 @@ from telechat_moe.errors import TelechatMoeError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
 
 KINDS = ("sum", "mean", "max", "min", "prod", "all")
-"""Reductions that a partial value may wait for."""
+"""Reductions that a partial value may need."""
 
 Shape = tuple[int, ...]
 Runs = tuple[tuple[int, int], ...]
@@ -33,7 +33,7 @@ class LayoutError(TelechatMoeError):
 
 
 class ShardKey(NamedTuple):
-    """A shard: the rank that holds it and, where an axis is made of calls, the number of the call."""
+    """The name of a shard: the rank that holds it and, if an axis consists of calls, the number of the call."""
 
     rank: int
     call: int = 0
@@ -46,9 +46,9 @@ class ShardRanges(NamedTuple):
     """The ranges of a shard in the whole tensor.
 
     Attributes:
-        dims: Its ranges in each dimension of the whole; what is beyond the end of a dimension is filler.
-        term: Which term of a reduction it is.
-        flat: Its range in the flattened region ``dims``; None: it is the region.
+        dims: Its ranges in each dimension of the whole; a range beyond the end of a dimension is filler.
+        term: The term of a reduction that it belongs to.
+        flat: Its range in the flattened region ``dims``; None: it is the whole region.
     """
 
     dims: tuple[Runs, ...]
@@ -58,14 +58,14 @@ class ShardRanges(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardMap:
-    """The ranges of all shards of a tensor; made by :func:`locate` or :func:`locate_regions`, which checked it.
+    """The ranges of all shards of a tensor; made and checked by :func:`locate` or :func:`locate_regions`.
 
     Attributes:
-        shape: Of the whole.
-        places: Of each shard.
-        reduce: How the terms of a partial value combine; None: there is one.
-        terms: Their number.
-        divide: What their sum is divided by (``mean``).
+        shape: Shape of the whole tensor.
+        places: The ranges of each shard.
+        reduce: How the terms of a partial value combine; None: there is only one.
+        terms: Number of terms.
+        divide: Divisor of their sum (``mean``).
     """
 
     shape: Shape
@@ -81,9 +81,9 @@ def locate(
     """Return the ranges of the shards of a layout.
 
     Args:
-        layout: Of the tensor.
+        layout: Layout of the tensor.
         shapes: Shape of every shard.
-        shape: Of the whole; needed where filler hides it (``padded``, ``flat``).
+        shape: Shape of the whole tensor; needed where filler hides it (``padded``, ``flat``).
 
     Raises:
         LayoutError: The layout contradicts itself, the shards, or the shape.
@@ -131,9 +131,9 @@ def locate_regions(
     """Return the ranges of shards whose regions are given, as (begin, end) of every dimension.
 
     Args:
-        regions: Of every shard.
-        shapes: Of every shard.
-        shape: Of the whole.
+        regions: Region of every shard.
+        shapes: Shape of every shard.
+        shape: Shape of the whole tensor.
 
     Raises:
         LayoutError: Regions overlap, leave gaps, or do not fit shards or shape.
@@ -204,7 +204,7 @@ def _check_axes(layout: TensorLayout) -> None:
 
 
 def _check_dimensions(layout: TensorLayout) -> None:
-    """Refuse what is said of dimensions that do not exist or are said twice."""
+    """Refuse settings of dimensions that do not exist or are set twice."""
     rank = len(layout.dims)
     if len(layout.block) > rank or any(b < 1 for b in layout.block):
         raise LayoutError(f"blocks {list(layout.block)} do not fit {rank} dimensions")
@@ -250,7 +250,7 @@ def _reduction(layout: TensorLayout) -> str | None:
 
 
 def _coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
-    """Return the place in the mesh of each shard."""
+    """Return the position of each shard in the mesh."""
     devices = [a for a in layout.axes if a not in layout.local and a != layout.calls]
     extent = [sizes[a] for a in devices]
     if math.prod(extent) != len(layout.ranks):
@@ -370,7 +370,7 @@ def _flat_sizes(layout: TensorLayout, sizes: Mapping[str, int], elements: int) -
 def _position(
     axes: Sequence[str], sizes: Mapping[str, int], place: Mapping[str, int], skip: Iterable[str]
 ) -> int:
-    """Return the number of a shard along axes, the first the slowest."""
+    """Return the number of a shard along axes, the first of which is the slowest."""
     position = 0
     for axis in axes:
         if axis not in skip:
@@ -410,7 +410,7 @@ def _runs(
 def _cut(
     run: tuple[int, int], n: int, p: int, block: int, d: int, axis: str
 ) -> list[tuple[int, int]]:
-    """Return shard p of n of a range; with blocks: in turns."""
+    """Return the ranges of shard p of n of a range; with blocks, shards take turns."""
     begin, length = run[0], run[1] - run[0]
     if length % (n * max(block, 1)):
         raise LayoutError(
@@ -424,7 +424,7 @@ def _cut(
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return ranges without empty ones, neighbours joined."""
+    """Return ranges without empty ones, with neighbours joined."""
     found: list[tuple[int, int]] = []
     for a, b in runs:
         if found and found[-1][1] == a:
@@ -480,7 +480,7 @@ def _tiles(parts: Sequence[Runs], length: int) -> bool:
 
 
 def _inside(edges: NDArray[np.int64], runs: Runs) -> NDArray[np.int64]:
-    """Return the numbers of the cells between edges that ranges cover."""
+    """Return the numbers of the cells between edges that the ranges cover."""
     found = [np.arange(*np.searchsorted(edges, run), dtype=np.int64) for run in runs]
     return np.concatenate(found) if found else np.zeros(0, np.int64)
 

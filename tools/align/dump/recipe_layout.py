@@ -1,6 +1,6 @@
-"""Layouts of our own runs, from the recipe: weights, their gradients and moments, and activations.
+"""Layouts of this package's own runs, from the recipe: weights, their gradients and moments, and activations.
 
-The only file here that needs the product's own model of layouts; it is imported when a function is called.
+This is the only file here that needs the product's own model of layouts; functions import it when they are called.
 """
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def cuts_of(recipe: "Recipe") -> "WeightShards":
-    """Return how a recipe cuts its weights."""
+    """Return how a recipe shards its weights."""
     from telechat_moe.sharding.shards import WeightShards
 
     return WeightShards.of(recipe)
@@ -24,12 +24,12 @@ def cuts_of(recipe: "Recipe") -> "WeightShards":
 def weight(
     cuts: "WeightShards", name: str, itemsize: int = 4, reduce: str | None = None
 ) -> tuple[TensorLayout, tuple[int, ...]]:
-    """Return the layout of a weight, or of what has its shape, and the shape of the whole.
+    """Return the layout of a weight, or of a tensor of its shape, and the shape of the whole tensor.
 
     Args:
-        cuts: Of the recipe.
-        name: Of a weight, or ``adam_m.`` or ``adam_v.`` and a weight's.
-        itemsize: Bytes of an element; which weights are shared (ZeRO) depends on it.
+        cuts: How the recipe shards its weights.
+        name: Name of a weight, or ``adam_m.`` or ``adam_v.`` and the name of a weight.
+        itemsize: Bytes of an element; it decides which weights are divided (ZeRO).
         reduce: ``sum`` or ``mean``: a gradient that data-parallel ranks have not reduced yet; each holds all rows.
 
     Raises:
@@ -59,13 +59,13 @@ def weight(
 def activation(
     mesh: "Mesh", words: str, stage: int = 0, partial: str | None = None
 ) -> TensorLayout:
-    """Return the layout of an activation, in the words of ``telechat_moe.sharding.layouts``: ``stream .``.
+    """Return the layout of an activation, in the words of ``telechat_moe.sharding.layouts`` such as ``stream .``.
 
     Args:
-        mesh: Of the recipe.
-        words: One for each dimension.
+        mesh: Mesh of the recipe.
+        words: One word for each dimension.
         stage: Pipeline stage that holds it.
-        partial: Axis word whose ranks hold terms of a sum: ``tp`` after a row-cut product.
+        partial: Axis whose ranks hold terms of a sum: ``tp`` after a row-parallel product.
     """
     from telechat_moe.sharding.layouts import dimensions, resolve
 

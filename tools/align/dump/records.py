@@ -1,6 +1,6 @@
 """Records of a dump of any writer: its ranks, their calls of operators and modules, and the tensors of these.
 
-Readers (``msprobe.py``, ``statistic_csv.py``) make these records; everything else of ``tools/align`` works on them alone.
+Readers (``msprobe.py``, ``statistic_csv.py``) make these records; all other code of ``tools/align`` uses only them.
 Values stay on disk until :meth:`TensorRecord.load`.
 """
 
@@ -15,7 +15,7 @@ from telechat_moe.tools.align.numerics import Array
 
 
 class Phase(str, Enum):
-    """Phase of a step that a call belongs to, in the order of a step."""
+    """The phase of a step that a call belongs to; values are in the order of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -24,7 +24,7 @@ class Phase(str, Enum):
 
 
 class Stats(NamedTuple):
-    """Statistics as a dump gives them; None where it gives none."""
+    """Statistics that a dump gives; None where it gives none."""
 
     max: float | None
     min: float | None
@@ -33,34 +33,34 @@ class Stats(NamedTuple):
 
 
 FLAT = -1
-"""In :class:`TensorLayout`, the dimension of a shard once it is flattened."""
+"""Key in :class:`TensorLayout` for a shard's dimension after it is flattened."""
 
 
 @dataclass(frozen=True)
 class TensorLayout:
     """The layout of a tensor over devices.
 
-    Each axis of the mesh cuts a dimension, holds terms of a reduction, or holds copies.
+    Each axis of the mesh shards a dimension, holds terms of a reduction, or holds copies.
 
     Attributes:
         mesh: Length of each axis, outermost first.
         axes: Names of the axes.
-        ranks: Global rank of each device, in the order of the mesh; axes in :attr:`local` and :attr:`calls` are no
-            devices.
-        dims: For each dimension of the tensor the axes that cut it, outermost first; empty: whole.
-        partial: Axes over which values must still be reduced, and how (``sum``, ``mean``, ``max``, ``min``, ``prod``,
-            ``all``).
-        interleaved: The shards of a cut dimension are interleaved over these axes: shard p of n holds the indices
-            p, p + n ... in blocks of :attr:`block`.
+        ranks: Global rank of each device, in the order of the mesh; axes in :attr:`local` and :attr:`calls` do not
+            count devices.
+        dims: For each dimension of the tensor the axes that shard it, outermost first; empty: not sharded.
+        partial: Axes over which values must still be reduced, with the reduction (``sum``, ``mean``, ``max``, ``min``,
+            ``prod``, ``all``).
+        interleaved: Axes over which the shards of a dimension are interleaved: shard p of n holds the indices p, p + n
+            ... in blocks of :attr:`block`.
         block: For each dimension the size of such a block; 1 where not given.
         local: Axes along which one tensor holds all shards, one after another (MindSpore's ``interleaved_parallel``).
         calls: Axis whose shards are the calls of one rank (micro-batches), in order.
         sizes: For a dimension the lengths of its shards, in order, where they are not equal.
         owned: For a dimension the indices that each of its shards holds, in the order in which it holds them (experts
             of a rank, positions of a balanced context).
-        padded: For a dimension its length with filler at the end.
-        flat: Axes over which each shard, cut as ``dims`` says, is flattened, filled up and cut again (ZeRO); ``sizes``
-            and ``padded`` of the dimension :data:`FLAT` belong to it.
+        padded: For a dimension its length including filler at the end.
+        flat: Axes over which each shard, made as ``dims`` says, is flattened, padded and divided further (ZeRO);
+            ``sizes`` and ``padded`` of the dimension :data:`FLAT` apply to it.
     """
 
     mesh: tuple[int, ...]
@@ -85,14 +85,14 @@ class TensorRecord:
     """One tensor of one call on one rank.
 
     Attributes:
-        dtype: Canonical name of the type that the program computed in (``bfloat16``, ``int32`` ...), not of the file.
-        shape: On this rank.
+        dtype: Canonical name of the type that the program computed in (``bfloat16``, ``int32`` ...), not of the file's
+        type. shape: Shape on this rank.
         stats: Statistics from the dump.
         crc: Checksum from the dump, as written there.
         path: File with the values; None: not dumped.
         layout: Its layout over devices; None: unknown.
-        requires_grad: As dumped.
-        fingerprint: Sketch and checksum, where the capture made them (``fingerprint.py``).
+        requires_grad: Value in the dump.
+        fingerprint: Sketch and checksum, if the capture made them (``fingerprint.py``).
         read: Returns the values; set by the reader.
     """
 
@@ -120,7 +120,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Scalar:
-    """An argument that is no tensor: number, bool, string, None, slice, dtype, process group."""
+    """An argument that is not a tensor: number, bool, string, None, slice, dtype, process group."""
 
     type: str
     value: Any
@@ -131,10 +131,10 @@ Value = TensorRecord | Scalar | None | list["Value"] | dict[str, "Value"]
 
 @dataclass(frozen=True)
 class Call:
-    """One run of an operator or module on one rank.
+    """One execution of an operator or module on one rank.
 
     Attributes:
-        key: As in the dump, unique on the rank.
+        key: Key in the dump, unique on the rank.
         kind: ``api``, ``module`` or ``parameters_grad``.
         name: Without number and direction: ``Mint.matmul``, ``Cell.layers.0.attention.MLA``.
         index: Number of the call among those of the same name and direction, from 0.
@@ -144,7 +144,7 @@ class Call:
         outputs: Results; backward: gradients of the inputs.
         parameters: Weights of a module, or their gradients.
         parent: Key of the module that it ran in.
-        stack: ShardValues lines, innermost first.
+        stack: Lines of the call stack, innermost first.
     """
 
     key: str
@@ -161,13 +161,13 @@ class Call:
 
     @property
     def stage(self) -> Phase:
-        """Phase of the step; other than :attr:`phase` for a compiled graph, whose operators all run forward."""
+        """The phase of the step; it differs from :attr:`phase` in a compiled graph, whose operators all run forward."""
         if self.name.startswith("Primitive.Gradients."):
             return Phase.BACKWARD
         return Phase.REDUCTION if self.name.startswith("Primitive.Reduction.") else self.phase
 
     def tensors(self) -> Sequence[tuple[str, TensorRecord]]:
-        """Return every tensor with its place: ``input.0``, ``input.weight``, ``output.0.1``, ``parameters.gamma``."""
+        """Return every tensor with its position, such as ``input.0``, ``output.0.1`` or ``parameters.gamma``."""
         return self._places
 
     @cached_property
@@ -199,7 +199,7 @@ class RankDump:
 
     @cached_property
     def dtypes(self) -> frozenset[str]:
-        """Types of its tensors."""
+        """The types of its tensors."""
         return frozenset(t.dtype for call in self.calls.values() for _, t in call.tensors())
 
 
@@ -212,7 +212,7 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """Steps, in order."""
+        """The steps, in order."""
         return sorted({step for step, _ in self.ranks})
 
     def at(self, step: int) -> list[RankDump]:

@@ -1,4 +1,4 @@
-"""The values of a shard, of which only the elements asked for are read: an array, or a record of a dump."""
+"""Values of a shard (an array, or a record of a dump), of which only the requested elements are read."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ from telechat_moe.tools.align.dump.ranges import ShardKey
 from telechat_moe.tools.align.dump.records import Array, TensorRecord
 
 Indexer = slice | Array
-"""Positions along a dimension: a range, or numbers."""
+"""Positions along a dimension: a range, or their numbers."""
 
 
 class ShardValues:
     """Values of one shard.
 
     Args:
-        shape: Of the shard.
+        shape: Shape of the shard.
         dtype: Canonical name of the type that the program computed in.
-        load: Returns the values; only what is asked for is read of a mapped file.
+        load: Returns the values; of a mapped file only the requested elements are read.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShardValues:
         return ShardValues(array.shape, array.dtype.name, lambda: array)
 
     def take(self, indexers: Sequence[Indexer]) -> Array:
-        """Return some elements, as ``numpy.ix_`` takes them; maybe a view, not to be changed.
+        """Return elements selected as by ``numpy.ix_``; the result may be a view and must not be changed.
 
         Raises:
             BadInputError: The file is missing, broken or of another shape.
@@ -61,12 +61,12 @@ class ShardValues:
         return np.asarray(values[(*indexers, ...)])
 
     def holders(self, key: ShardKey, indexers: Sequence[Indexer]) -> list[tuple[ShardKey, Array]]:
-        """Return who holds which of the elements that :meth:`take` returns, as masks."""
+        """Return the holders of the elements that :meth:`take` returns, each with a mask of its elements."""
         del indexers
         return [(key, np.ones((), np.bool_))]
 
     def keys(self, key: ShardKey) -> list[ShardKey]:
-        """Return who holds the shard."""
+        """Return the holders of the shard."""
         return [key]
 
     def _open(self) -> Array:
@@ -75,7 +75,7 @@ class ShardValues:
 
 
 class Shard(NamedTuple):
-    """Values that one rank holds.
+    """The values that one rank holds.
 
     Attributes:
         rank: The rank.
@@ -92,8 +92,8 @@ class FlatShards:
     """Flat shards of one region, read as if they were the region (ZeRO shards of a parameter).
 
     Args:
-        shape: Of the region.
-        shards: The flat shards in order: who holds it, the shard, its range in the flattened region.
+        shape: Shape of the region.
+        shards: The flat shards in order: holder, shard, range in the flattened region.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ def intersect(
     """Return the positions, in a shard, of the elements of a dimension between ``low`` and ``high``.
 
     Args:
-        runs: Ranges of the whole, in the order in which the shard holds them.
-        low: Begin in the whole.
-        high: End in the whole.
+        runs: Ranges of the whole dimension, in the order in which the shard holds them.
+        low: First element in the whole dimension.
+        high: One past the last element in the whole dimension.
 
     Returns:
         Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.

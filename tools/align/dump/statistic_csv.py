@@ -62,7 +62,7 @@ def read(root: Path | str) -> Dump:
     """Return a native dump: a tree, or one file.
 
     Raises:
-        BadInputError: None there, or broken; with file and line.
+        BadInputError: There is no such file, or it is broken; names file and line.
     """
     root = Path(root)
     files = find(root)

@@ -1,4 +1,4 @@
-"""What a dump holds, as plain data and as a table; dumps of any kind: ``read(path)``."""
+"""Summarise a dump of any kind as plain data and as a table: ``read(path)``."""
 
 import csv
 import math
@@ -21,10 +21,10 @@ NO_BACKWARD = "ranks without any backward call"
 
 
 def read(path: Path) -> Dump:
-    """Return a dump of msprobe or a native one.
+    """Return the dump in a path, msprobe's or a native one.
 
     Raises:
-        BadInputError: Neither, or broken.
+        BadInputError: It is neither, or broken.
     """
     if not os.path.lexists(path):
         raise BadInputError(f"{path}: no such file or folder")
@@ -42,16 +42,16 @@ def inspect(
 
     Args:
         path: The dump.
-        step: Only this one.
-        rank: Only this one.
-        calls: Also every call.
-        verify: Open every file of values.
+        step: Only this step.
+        rank: Only this rank.
+        calls: Whether to list every call.
+        verify: Whether to open every file of values.
 
     Returns:
         Plain data, as ``telechat-moe align inspect --help`` describes it.
 
     Raises:
-        BadInputError: Broken, or no such step or rank.
+        BadInputError: The dump is broken, or has no such step or rank.
     """
     dump = read(path)
     keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
@@ -72,7 +72,7 @@ def inspect(
 
 
 def table(dump: Dump, out: Path) -> int:
-    """Write a row for each tensor; return how many.
+    """Write a row for each tensor; return the number of rows.
 
     Raises:
         BadInputError: The file exists.

@@ -1,4 +1,4 @@
-"""Values of tensors in files, mapped, never unpickled: ``.npy``, and the ``.pt`` of ``torch.save`` without torch.
+"""Values of tensors in files, mapped and never unpickled: ``.npy``, and the ``.pt`` of ``torch.save`` without torch.
 
 A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which member holds which tensor. Those opcodes
 are read as data; nothing that they name is imported or called, and any other opcode is refused.
@@ -28,7 +28,7 @@ from telechat_moe.tools.align.numerics import Array
 _NPY: Any = np.lib.format  # NumPy's stubs leave it without types
 
 WIDENED = {"bfloat16", "float8_e4m3", "float8_e5m2"}
-"""Types that NumPy lacks: files hold them widened to float32, or their bits."""
+"""Types that NumPy lacks: files hold them widened to float32, or as their bits."""
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -68,16 +68,16 @@ _STEP = 1 << 20  # elements
 
 
 def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
-    """Return the values of a tensor, mapped where the file holds a type of NumPy.
+    """Return the values of a tensor, mapped where the file holds a NumPy type.
 
     Args:
         path: ``.npy`` or ``.pt`` file.
         dtype: Canonical name of the type that the program computed in.
-        shape: As the dump says.
-        root: Folder that the file must be in, links followed.
+        shape: Shape in the dump.
+        root: Folder that must contain the file after links are followed.
 
     Raises:
-        BadInputError: Missing, outside, broken, pickled, or not of that type and shape.
+        BadInputError: The file is missing, outside of the root, broken, pickled, or not of that type and shape.
     """
     shape = tuple(shape)
     try:
@@ -119,7 +119,7 @@ def widen(bits: Array, dtype: str) -> Array:
 
 
 def _widened(bits: Array) -> Array:
-    """Return flat bfloat16 in float32; large ones in a temporary file that is removed with the array."""
+    """Return flat bfloat16 in float32; large arrays in a temporary file that is removed with the array."""
     if bits.nbytes <= _LARGE:
         return widen(np.asarray(bits), "bfloat16")
     with tempfile.TemporaryFile() as file:
@@ -137,8 +137,8 @@ def save_pt(path: Path, values: Array, dtype: str) -> None:
     """Write a tensor as ``torch.save`` does; equal values give equal bytes.
 
     Args:
-        path: File to make.
-        values: bfloat16 widened.
+        path: File to create.
+        values: The values; bfloat16 widened.
         dtype: Canonical name of the type to store.
     """
     names = {name: storage for storage, name in _STORAGES.items()}
@@ -172,7 +172,7 @@ def save_pt(path: Path, values: Array, dtype: str) -> None:
 
 
 def release(values: Array) -> None:
-    """Let the pages of a mapped file go, so that what was read of it is no longer resident."""
+    """Release the pages of a mapped file, so that what was read of it is no longer resident."""
     base: Any = values
     while base is not None and not isinstance(base, mmap.mmap):  # as_strided puts an object between
         base = getattr(base, "base", None)
@@ -181,7 +181,7 @@ def release(values: Array) -> None:
 
 
 def within(path: Path, root: Path) -> Path:
-    """Return the real path of something that must be in a folder, links followed.
+    """Return the real path of a file or folder that must be inside a folder, links followed.
 
     Raises:
         BadInputError: It is outside of the folder.
@@ -197,7 +197,7 @@ def _within(path: Path, root: Path) -> str:
 
 
 def _realpath(path: Path) -> str:
-    """Return the real path of something; of its folder it is remembered, for a dump has thousands of files in one."""
+    """Return the real path of a file; that of its folder is cached, because a dump has thousands of files in one."""
     found = os.path.join(_folder(os.fspath(path.parent)), path.name)  # noqa: PTH118 (pathlib is slow)
     known = path.name not in ("", "..") and not os.path.islink(found)  # noqa: PTH114
     return found if known else os.path.realpath(found)
@@ -232,13 +232,13 @@ def _fits(found: str, dtype: str) -> bool:
         return found == "float32"
     try:
         np.dtype(dtype)
-    except TypeError:  # a type that we do not know: the file says what it holds
+    except TypeError:  # an unknown type: the file says what it holds
         return True
     return False
 
 
 def _narrowed(values: Array, dtype: str) -> Array:
-    """Return values that a writer stored in a wider type in their own, where they are of it; others as they are."""
+    """Return values that were stored in a wider type in their own type, if they fit it; others unchanged."""
     kind = "float32" if dtype in WIDENED else dtype
     with np.errstate(all="ignore"):
         narrow = values.astype(kind)
@@ -338,7 +338,7 @@ def _load_pt(path: Path) -> Array:
         if last >= count:
             raise ValueError(f"shape {shape} with strides {strides} reaches beyond the values")
         flat = _mapped(file, stored, begin, (count,), "C")[tensor.offset :]
-    if dtype == "bfloat16":  # what an expanded tensor repeats is widened once
+    if dtype == "bfloat16":  # the repeated elements of an expanded tensor are widened once
         flat = _widened(flat)
     step = flat.itemsize
     return np.lib.stride_tricks.as_strided(
@@ -347,7 +347,7 @@ def _load_pt(path: Path) -> Array:
 
 
 def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Return where the content of a member begins, which must be stored as it is."""
+    """Return the position at which the content of a member begins, which must be stored uncompressed."""
     if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
         raise ValueError("compressed or encrypted values")
     file.seek(member.header_offset)
@@ -358,7 +358,7 @@ def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
 
 
 def _content(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
-    """Return the content of a small member; faster than ``zipfile`` does."""
+    """Return the content of a small member, faster than ``zipfile``."""
     if member.file_size > _MAX_PICKLE:
         raise ValueError(f"{member.filename} is too large")
     file.seek(_begin(file, member))
@@ -451,7 +451,7 @@ def _number(n: int) -> bytes:
 
 
 def write_npy_header(file: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-    """Write the head of a ``.npy`` file; values follow in C order."""
+    """Write the header of a ``.npy`` file; values follow in C order."""
     npy: Any = np.lib.format  # NumPy's stubs leave it without types
     header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
     npy.write_array_header_1_0(file, header)

@@ -30,13 +30,13 @@ from telechat_moe.tools.align.operators.ms_custom import rotate_pairs
 from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
 
 ROWS = 256
-"""Tokens of a case, and positions of attention."""
+"""The number of tokens of a case, and of positions in attention."""
 
 COLUMNS = 1024
-"""Columns of a result at most: inner dimensions are what bounds depend on."""
+"""The most columns of a result; bounds depend on inner dimensions only."""
 
 ELEMENTS = 1 << 20
-"""Of a tensor, about: wide ones have fewer rows or columns."""
+"""The approximate number of elements of a tensor; wide tensors have fewer rows or columns."""
 
 _HEADS = 8
 
@@ -46,17 +46,17 @@ class OperatorCase:
     """One operator at the sizes of a recipe.
 
     Attributes:
-        operator: As in ``ops/select.py``.
+        operator: Name in ``ops/select.py``.
         what: Its sizes, in words.
         build: Makes the cell that computes it; called once for each backend.
-        inputs: Floating point; gradients are taken by them.
-        formula: The same from :class:`Approx`; first argument: the implementation, because MindSpore's own
-            exponential on CPU is less exact than ours. Several results as a list.
-        constants: What it takes after its inputs: tables, labels, indices.
-        backends: The implementations that take these inputs; empty: all.
-        backward: It is differentiated, by its first result; else all its results are judged.
-        dtype: Of its values; empty: the recipe's.
-        stored: Type that it rounds what it passes on inside to: float32 on CPU, whatever type its inputs had.
+        inputs: Floating-point inputs, for which gradients are computed.
+        formula: The same computation on :class:`Approx`; its first argument is the backend, because MindSpore's own
+            exponential on CPU is less exact than ours. Several results are a list.
+        constants: Further inputs: tables, labels, indices.
+        backends: The backends that accept these inputs; empty: all.
+        backward: Whether its first result is differentiated; otherwise all its results are judged.
+        dtype: Type of its values; empty: the recipe's.
+        stored: Type to which it rounds intermediate results: float32 on CPU, whatever the type of its inputs.
     """
 
     operator: str
@@ -72,11 +72,11 @@ class OperatorCase:
 
 
 class Draw:
-    """Values for inputs.
+    """Draws values for inputs.
 
     Args:
         dtype: Type of the recipe, to which values are rounded.
-        rng: Where they come from.
+        rng: Source of the random values.
     """
 
     def __init__(self, dtype: str, rng: np.random.Generator) -> None:
@@ -93,8 +93,8 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
 
     Args:
         config: ``recipe.model_config``.
-        tokens: Of a micro-batch.
-        rng: For the values.
+        tokens: Number of tokens of a micro-batch.
+        rng: Source of the values.
     """
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
     found = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
@@ -105,12 +105,12 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
 
 
 def fewer(rows: int, width: int) -> int:
-    """Return as many rows of a width as :data:`ELEMENTS` allow, but 16 at least."""
+    """Return as many rows of a width as :data:`ELEMENTS` allows, but at least 16."""
     return min(rows, max(16, ELEMENTS // width))
 
 
 def rounded(compute: str) -> str:
-    """Return the type of what a fused operator of several products passes on inside."""
+    """Return the type of intermediate results in a fused operator of several products."""
     return "bfloat16" if compute == "bfloat16" else "float32"
 
 
@@ -227,7 +227,7 @@ def _products(config: Any) -> set[tuple[int, int]]:
 
 
 def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
-    """Return the floating-point results of a formula of the tool."""
+    """Return the floating-point results of a formula in the registry."""
     formula = find(name)
     assert formula is not None
     made = formula.compute(formula.bind(list(arguments), named))
@@ -235,7 +235,7 @@ def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
 
 
 def sigmoid(backend: str, a: Approx) -> Approx:
-    """Return a sigmoid as precise as an implementation's."""
+    """Return a sigmoid with the precision of a backend."""
     y = a.sigmoid()
     if backend == "plain":
         y = loose(y, a)
@@ -297,7 +297,7 @@ def _first(made: Any) -> Any:
 
 
 class _Attention(nn.Cell):
-    """Brings both implementations to the same inputs and result."""
+    """Gives both backends the same inputs and result."""
 
     def __init__(self, heads: int, scale: float, compute: Any) -> None:
         super().__init__()
@@ -318,12 +318,12 @@ class _Attention(nn.Cell):
 
 
 class First(nn.Cell):
-    """The first result of a cell or primitive, by which it is differentiated."""
+    """Returns the first result of a cell or primitive, which is differentiated."""
 
     def __init__(self, core: Any) -> None:
         super().__init__()
         self.core = core
 
     def construct(self, *inputs: Any) -> Any:
-        """Return it."""
+        """Return the first result."""
         return _first(self.core(*inputs))

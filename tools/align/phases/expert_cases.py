@@ -1,7 +1,7 @@
 """Cases of phase one whose rows depend on the routing, and those of the update. Needs MindSpore.
 
-Where rows go is computed here from what ``ops/permute.py`` says of each implementation: sorted by expert in a stable
-order (fused), or padded to blocks of one expert each (plain).
+The order of rows is computed here from the descriptions of each backend in ``ops/permute.py``: sorted by expert in a
+stable order (fused), or padded to blocks of one expert each (plain).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,18 +30,18 @@ from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import GlobalNorm
 
 _EXPERTS = (
-    4  # weights of a case: a bound depends on an expert's rows, not on how many experts there are
+    4  # experts of a case: a bound depends on the rows of an expert, not on the number of experts
 )
 _BLOCK = 8
 
 
 class _Rows(NamedTuple):
-    """Where pairs of token and expert go.
+    """The rows that pairs of token and expert are moved to.
 
     Attributes:
-        row: Of each pair.
-        token: Of each row; of one that no pair takes 0.
-        taken: Rows that a pair takes.
+        row: Row of each pair.
+        token: Token of each row; 0 for a row without a pair.
+        taken: Rows that have a pair.
     """
 
     row: Array
@@ -54,8 +54,8 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
 
     Args:
         config: ``recipe.model_config``.
-        tokens: Of a micro-batch.
-        rng: For the values.
+        tokens: Number of tokens of a micro-batch.
+        rng: Source of the values.
     """
     if not config.n_routed_experts:
         return []
@@ -68,13 +68,13 @@ def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCa
 
 
 def sorted_rows(index: Array) -> _Rows:
-    """Return rows in the order of their experts, equal ones in that of the pairs."""
+    """Return rows in the order of their experts, with a stable order of pairs."""
     pair = np.argsort(index.reshape(-1), kind="stable")
     return _Rows(np.argsort(pair), pair // index.shape[1], np.ones(pair.size, bool))
 
 
 def block_rows(index: Array, experts: int, block: int) -> _Rows:
-    """Return rows in whole blocks of one expert; as many blocks as the worst routing needs."""
+    """Return rows in whole blocks of one expert, with as many blocks as the worst routing needs."""
     flat = index.reshape(-1)
     blocks = -(-np.bincount(flat, minlength=experts) // block)
     begin = (np.cumsum(blocks) - blocks) * block
@@ -89,7 +89,7 @@ def block_rows(index: Array, experts: int, block: int) -> _Rows:
 
 
 def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
-    """Return different experts for each token, the first ones more often, the last (of three or more) never."""
+    """Return distinct experts for each token; the first are chosen more often, the last of three or more never."""
     known = max(per_token, experts - 1) if experts > 2 else experts
     scores = rng.standard_normal((rows, known)) - np.arange(known) * 2 / known
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
@@ -145,19 +145,19 @@ def _to_tokens(rows: _Rows) -> Callable[..., Approx]:
 
 
 class _Held(nn.Cell):
-    """A plan of integers that is not differentiated; outside a graph it would be."""
+    """Holds a plan of integers that is not differentiated; outside of a graph it would be."""
 
     def __init__(self, core: Any) -> None:
         super().__init__()
         self.core = core
 
     def construct(self, *inputs: Any) -> tuple[Tensor, ...]:
-        """Return it."""
+        """Return the plan."""
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
 
 
 class _Routed(nn.Cell):
-    """Makes the plan of either implementation from the chosen experts; block 0: the fused one."""
+    """Makes the plan of either backend from the chosen experts; block 0: the fused one."""
 
     def __init__(self, experts: int, block: int) -> None:
         super().__init__()
@@ -165,12 +165,12 @@ class _Routed(nn.Cell):
         self.held = _Held(permute.BlockPlan(experts) if block else permute.SortPlan(experts))
 
     def plan(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Return rows of pairs, and experts of blocks or pairs of rows."""
+        """Return the rows of pairs, and either the experts of blocks or the pairs of rows."""
         return self.held(index, self.block) if self.block else self.held(index)
 
 
 class _Permuted(_Routed):
-    """Tokens to the rows of their experts."""
+    """Moves tokens to the rows of their experts."""
 
     def __init__(self, experts: int, block: int) -> None:
         super().__init__(experts, block)
@@ -186,7 +186,7 @@ class _Permuted(_Routed):
 
 
 class _Unpermuted(_Routed):
-    """Rows of experts to weighted sums of tokens."""
+    """Reduces rows of experts to weighted sums of tokens."""
 
     def __init__(self, experts: int, block: int) -> None:
         super().__init__(experts, block)
@@ -204,7 +204,7 @@ class _Unpermuted(_Routed):
 
 
 def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
-    """Return which pairs an expert has room for: those of the highest weight, or the first."""
+    """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
     flat = index.reshape(-1)
     order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
     kept = np.zeros(flat.size, bool)
@@ -214,7 +214,7 @@ def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> A
 
 
 def _dropping(config: Any, rows: int, x: Draw) -> OperatorCase:
-    """Return the whole way to experts that change nothing, and back: a sum of the weights that are kept."""
+    """Return the case of dispatch to identity experts and combination: a sum of the weights that are kept."""
     index = _choices(rows, config.n_routed_experts, config.num_experts_per_tok, x.rng)
     factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
     weight = np.abs(x(*index.shape))
@@ -299,7 +299,7 @@ def _columns(inner: int, outer: int, experts: int) -> int:
 
 
 def _uneven(rows: int, experts: int) -> Array:
-    """Return rows of each expert: falling, odd ones, the last expert (of two or more) without any."""
+    """Return the number of rows of each expert: decreasing and odd, none for the last of two or more experts."""
     if experts == 1:
         return np.array([rows], np.int32)
     share = np.arange(experts - 1, 0, -1)
@@ -349,7 +349,7 @@ def _added(sizes: Array) -> Callable[..., list[Approx]]:
 
 
 class _IntoMainGrad:
-    """GMMAdd: gradient of the rows, and the main gradient that the weights' was added to."""
+    """GMMAdd: the gradient of the rows, and the main gradient to which that of the weights was added."""
 
     def __init__(self, compute: Any) -> None:
         self.core = grouped_matmul.GroupedMatmulIntoMainGrad(compute)
@@ -366,11 +366,11 @@ class _IntoMainGrad:
 
 
 def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a recipe's optimizer: its first and its tenth update, and the norm of gradients.
+    """Return the cases of a recipe's optimizer: its first and tenth update, and the norm of gradients.
 
     Args:
-        recipe: Of which ``optimizer``, ``lr_schedule`` and ``model_config`` count.
-        rng: For the values.
+        recipe: The recipe; its ``optimizer``, ``lr_schedule`` and ``model_config`` are used.
+        rng: Source of the values.
     """
     given, rate = recipe.optimizer, float(recipe.lr_schedule.learning_rate)
     hidden = recipe.model_config.hidden_size
@@ -412,7 +412,7 @@ def _norm(backend: str, *grads: Approx) -> list[Approx]:
 
 
 class _Update:
-    """AdamW on several tensors, of which the last is not decayed: weights and moments after it."""
+    """AdamW on several tensors, the last of which is not decayed: the weights and moments after the update."""
 
     def __init__(
         self, given: Any, shapes: Sequence[tuple[int, ...]], rate: float, step: int

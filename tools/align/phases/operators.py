@@ -2,9 +2,9 @@
 
     python -m telechat_moe.tools.align.phases.operators RECIPE OUT.json [KEY=VALUE ...]
 
-It runs in a separate process, because it needs MindSpore. Widths, heads' sizes and inner dimensions are the recipe's; rows and
-columns are fewer (``cases.py``), which no bound depends on. Values are drawn in the recipe's type. Each
-implementation runs forward and backward; those that only Ascend has are not judged here and counted.
+It runs in a separate process because it needs MindSpore. Widths, head sizes and inner dimensions are the recipe's; rows
+and columns are fewer (``cases.py``), since no bound depends on them. Values are drawn in the recipe's type. Each
+backend runs forward and backward; backends that only Ascend has are counted but not judged here.
 """
 
 import json
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def run_case(
     case: "OperatorCase", backend: str, dtype: str, rng: np.random.Generator
 ) -> list[Verdict]:
-    """Run one implementation, forward and backward, and judge each of its results.
+    """Run one backend, forward and backward, and judge each of its results.
 
     Args:
-        case: What to run.
-        backend: Which implementation.
-        dtype: Of the recipe.
-        rng: For the gradient that comes in.
+        case: Case to run.
+        backend: Name of the backend.
+        dtype: Type of the recipe.
+        rng: Source of the incoming gradient.
     """
     from mindspore import Tensor, ops
 
@@ -72,7 +72,7 @@ def run_case(
 
 
 def check(recipe: Any, seed: int = 0) -> dict[str, Any]:
-    """Return the report of the phase: a row for each operator and implementation."""
+    """Return the report of the phase: a row for each operator and backend."""
     import mindspore as ms
 
     from telechat_moe.ops import select
@@ -131,7 +131,7 @@ def _row(case: "OperatorCase", backend: str, dtype: str, verdicts: list[Verdict]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report of a recipe; arguments as in the module's docstring."""
+    """Write the report of a recipe; arguments are those in the module's docstring."""
     os.environ.setdefault("GLOG_v", "3")
     from telechat_moe.recipe import load
 

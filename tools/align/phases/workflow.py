@@ -1,7 +1,7 @@
-"""Three phases before a production run: operators alone, one step, the loss curve. One verdict; resumable.
+"""Run three phases before a production run: operators alone, one step, the loss curve. One verdict; resumable.
 
-Each phase writes its report into the folder and is not run again while nothing changed that it depends on. A phase that
-diverged ends the run, because those after it would only show the consequences; they are "not judged" then.
+Each phase writes its report into the folder and is repeated only if something that it depends on has changed. A phase
+that diverged ends the run, because later phases would only show the consequences; they are "not judged" then.
 """
 
 import hashlib
@@ -25,20 +25,20 @@ Phase = dict[str, Any]
 
 @dataclass(frozen=True)
 class PhasesPlan:
-    """What to check.
+    """The settings of a check.
 
     Attributes:
-        recipe: Name or file.
+        recipe: Name or file of the recipe.
         out: Folder of the reports.
         overrides: ``KEY=VALUE`` for the recipe.
-        reference: Dump of the run that is believed; None: the step is judged by replay alone.
-        target: Dump of a step of the recipe; None: it is captured here.
-        map: File that says which tensors of the two are the same, where their calls differ.
-        bases: Curves of runs that are believed.
-        curve: Curve of the recipe's run; None: it is trained here for as many steps as the recipe says.
+        reference: Dump of the trusted run; None: the step is judged by replay alone.
+        target: Dump of a step of the recipe; None: it is captured.
+        map: File that links the tensors of the two dumps, if their calls differ.
+        bases: Curves of trusted runs.
+        curve: Curve of the recipe's run; None: it is trained for as many steps as the recipe says.
         steps: Fewest steps that a curve must have.
-        again: Run all phases, whatever there is.
-        go_on: Run the phases after one that diverged, too.
+        again: Whether to run all phases, even those that are done.
+        go_on: Whether to run the phases after one that diverged, too.
     """
 
     recipe: str
@@ -56,10 +56,10 @@ class PhasesPlan:
 
 
 def run(plan: PhasesPlan) -> dict[str, Any]:
-    """Run what is not done yet; return the report, which is also in ``phases.json``.
+    """Run the phases that are not done yet; return the report, which is also in ``phases.json``.
 
     Raises:
-        BadInputError: Something given is not there, or a command that a phase needs failed.
+        BadInputError: An input is missing, or a command that a phase needs failed.
     """
     plan.out.mkdir(parents=True, exist_ok=True)
     phases: list[Phase] = []
@@ -101,7 +101,7 @@ def _unjudged(why: str) -> Phase:
 
 
 def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) -> Phase:
-    """Return a phase's report: the one in the folder while all that it depends on is as it was."""
+    """Return a phase's report: the one in the folder, if nothing that it depends on has changed; else a new one."""
     path, key = plan.out / f"phase{number}.json", _state(plan, number)
     if path.exists() and not plan.again:
         try:
@@ -109,7 +109,7 @@ def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) ->
             if kept["state"] == key:
                 return kept["report"]
         except (ValueError, KeyError, TypeError):
-            pass  # cut off while it was written
+            pass  # interrupted while it was written
     begin = time.monotonic()
     found = work(plan)
     found["wall_s"] = round(time.monotonic() - begin, 1)
@@ -134,7 +134,7 @@ def _state(plan: PhasesPlan, number: int) -> str:
 
 
 def _age(path: Path | None) -> Any:
-    """Return name, size and time of a file, of a folder those of its newest dump.json."""
+    """Return name, size and time of a file; for a folder, those of its newest dump.json."""
     if path is None or not path.exists():
         return str(path)
     files = sorted(path.rglob("dump.json")) if path.is_dir() else [path]
@@ -142,7 +142,7 @@ def _age(path: Path | None) -> Any:
 
 
 def _align(*arguments: Any) -> int:
-    """Run a sub-verb; 1 and 4 are answers, others are failures."""
+    """Run a sub-verb; exit codes 1 and 4 are answers, others are failures."""
     return _command(["-m", "telechat_moe.cli", "align", *map(str, arguments)], (0, 1, 4))
 
 
@@ -150,12 +150,12 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
     """Run a command; return its exit code.
 
     Args:
-        arguments: Of Python.
+        arguments: Arguments of Python.
         good: Exit codes that are answers; others are failures.
-        shown: On a terminal, what it prints is seen there.
+        shown: Whether to show its output on a terminal.
 
     Raises:
-        BadInputError: It failed.
+        BadInputError: The command failed.
     """
     out = sys.stderr if shown and sys.stderr.isatty() else subprocess.PIPE
     done = subprocess.run(
@@ -217,7 +217,7 @@ def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
 
 
 def _own(plan: PhasesPlan, folder: Path) -> None:
-    """Refuse what another recipe left in a folder; with ``again`` remove what this one did."""
+    """Refuse a folder with the results of another recipe; with ``again`` remove the results of this one."""
     mark = folder.with_suffix(".state")
     if not folder.exists():
         return

@@ -13,8 +13,8 @@ from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 NEIGHBOURS = 8
-_CELLS, _SIDE = 48, 12  # of the picture
-_NODE, _HIGH, _GAP, _ROW = 196, 46, 14, 92  # of the graph
+_CELLS, _SIDE = 48, 12  # of the residual's picture
+_NODE, _HIGH, _GAP, _ROW = 196, 46, 14, 92  # of the graph's drawing
 
 
 def page(
@@ -38,7 +38,7 @@ def page(
 def plain(
     outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return all that the page shows as plain JSON types: what ``align bisect --json`` writes."""
+    """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes."""
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
         "sentence": sentence(outcome),
@@ -80,7 +80,7 @@ def body(report: Mapping[str, Any]) -> str:
 
 
 def sentence(outcome: Outcome) -> str:
-    """Say what the comparison came to."""
+    """Return one sentence on the outcome of the comparison."""
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
     if not outcome.findings:
         return outcome.reason or (
@@ -127,7 +127,7 @@ def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
 
 
 def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> str:
-    """Draw the calls around one, from top to bottom as data flows."""
+    """Draw the calls around the first divergent one, from top to bottom in the direction of data."""
     levels: dict[int, list[Mapping[str, Any]]] = {}
     for node in graph["nodes"]:
         levels.setdefault(node["distance"], []).append(node)
@@ -200,7 +200,7 @@ def _short(text: str, most: int) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    return text if len(text) <= most else "…" + text[1 - most :]  # what it computes stands last
+    return text if len(text) <= most else "…" + text[1 - most :]  # its operator is at the end
 
 
 def _edge(places: Mapping[str, tuple[float, float]], edge: Mapping[str, Any], first: str) -> str:
@@ -223,7 +223,7 @@ def _edge(places: Mapping[str, tuple[float, float]], edge: Mapping[str, Any], fi
 
 
 def _fields(residual: Array) -> dict[str, Any]:
-    """Return the residual as a map: rows are the first dimension, columns all others."""
+    """Return the residual as a grid: rows are the first dimension, columns all others."""
     rows = residual.reshape(residual.shape[0] if residual.ndim > 1 else 1, -1)
     fields = _blocks(np.nan_to_num(np.abs(rows), nan=np.inf))
     shown = [[None if not np.isfinite(v) else float(f"{v:.4g}") for v in line] for line in fields]
@@ -236,7 +236,7 @@ def _fields(residual: Array) -> dict[str, Any]:
 
 
 def _picture(picture: Mapping[str, Any]) -> str:
-    """Draw it; a single row as bars."""
+    """Draw the grid; a single row as bars."""
     fields = picture["fields"]
     shape = " x ".join(map(str, picture["shape"]))
     legend = [
@@ -297,7 +297,7 @@ def _said(value: float | None) -> str:
 
 
 def _blocks(x: Array) -> Array:
-    """Return the largest value of each field of a map with at most 48 x 48 fields."""
+    """Return the largest value of each field of a grid with at most 48 x 48 fields."""
     for axis in (0, 1):
         parts = min(_CELLS, x.shape[axis])
         starts = np.linspace(0, x.shape[axis], parts, endpoint=False).astype(int)
@@ -309,7 +309,7 @@ def _blocks(x: Array) -> Array:
 
 
 def _near(outcome: Outcome) -> list[dict[str, Any]]:
-    """Return the calls before and after the first wrong one, in the order of the run."""
+    """Return the calls before and after the first divergent one, in the order of the run."""
     first = outcome.findings[0]
     calls = [c for c in outcome.calls if c[:2] == (first.step, first.rank)]
     at = next((i for i, c in enumerate(calls) if c[2] == first.verdict.key), None)

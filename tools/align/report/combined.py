@@ -1,7 +1,7 @@
-"""The answers of several `align` verbs, read from their JSON, as one page that stands alone, and as JUnit XML.
+"""Show the answers of several `align` verbs, read from their JSON, as one self-contained page, and as JUnit XML.
 
-Each verb's report is known by its keys. What it shows is the verb's own page (``bisect_page.py``, ``loss/page.py``); above them
-stand the verdict on all of it, a card for each, and what was not judged and why.
+Each verb's report is recognised by its keys and shown as the verb's own page (``bisect_page.py``, ``loss/page.py``).
+Above the reports are the overall verdict, a card for each report, and what was not judged and why.
 """
 
 import json
@@ -18,7 +18,7 @@ from telechat_moe.tools.align.report import bisect_page as bisect_page
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 VERDICTS = ("diverged", "not comparable", "not judged", "pass")
-"""Of a report, the worst first; the last two mean that nothing is wrong as far as could be judged."""
+"""The verdicts of a report, worst first; the last two mean that nothing judged is wrong."""
 
 _KEYS = {
     "phases": ("phases", "recipe"),
@@ -37,8 +37,8 @@ class Document:
     """The report of one verb.
 
     Attributes:
-        name: Of its file, or its place in a report of phases.
-        verb: Which sub-verb wrote it.
+        name: Name of its file, or its position in a report of phases.
+        verb: Sub-verb that wrote it.
         data: Its content.
     """
 
@@ -56,7 +56,7 @@ def read(path: Path) -> Document:
     """Read a file that a verb wrote with ``--json``.
 
     Raises:
-        BadInputError: There is no such file, it is no JSON, or no report of a verb that gives a verdict.
+        BadInputError: There is no such file, or it is no JSON, or no report of a verb that gives a verdict.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -70,10 +70,10 @@ def read(path: Path) -> Document:
 
 
 def document(name: str, data: Any) -> Document:
-    """Return a report with the verb that wrote it.
+    """Return a report together with the verb that wrote it.
 
     Raises:
-        BadInputError: Its keys are those of no verb.
+        BadInputError: Its keys match no verb.
     """
     content: Mapping[str, Any] = {}
     if isinstance(data, Mapping):
@@ -102,7 +102,7 @@ def _broken(one: Document, error: Exception) -> BadInputError:
 
 
 def verdict(documents: Sequence[Document]) -> str:
-    """Return the worst verdict; without a single report nothing was judged."""
+    """Return the worst verdict; without any report, that nothing was judged."""
     found = [d.verdict for d in documents]
     return next((v for v in VERDICTS if v in found), "not judged")
 
@@ -127,7 +127,7 @@ def body(one: Document) -> str:
     """Return the HTML of one report.
 
     Raises:
-        BadInputError: It lacks what its verb writes.
+        BadInputError: It lacks content that its verb writes.
     """
     try:
         return _BODIES[one.verb](one.data)
@@ -136,7 +136,7 @@ def body(one: Document) -> str:
 
 
 def junit(documents: Sequence[Document]) -> str:
-    """Return a case for each report: failed where it diverged, skipped where nothing could be judged."""
+    """Return JUnit XML with a case for each report: failed if it diverged, skipped if nothing could be judged."""
     cases: list[JunitCase] = []
     for one in documents:
         how = {"pass": None, "diverged": "failure"}.get(one.verdict, "skipped")
@@ -147,7 +147,7 @@ def junit(documents: Sequence[Document]) -> str:
 
 
 def summary(one: Document) -> str:
-    """Say in one sentence what a report came to."""
+    """Return one sentence on the outcome of a report."""
     data = one.data
     if one.verb == "bisect":
         return data.get("sentence") or _of_bisect(data)
@@ -170,7 +170,7 @@ def summary(one: Document) -> str:
 
 
 def judged(one: Document) -> tuple[int, int]:
-    """Return how many tensors (of phases and losses: checks) were judged, and how many were not."""
+    """Return how many tensors (in phases and losses: checks) were judged, and how many were not."""
     data = one.data
     if one.verb in ("replay", "compare", "bisect"):
         counts = data["judged" if one.verb == "bisect" else "tensors"]
@@ -348,7 +348,7 @@ def _ckpt(data: Mapping[str, Any]) -> str:
 
 
 def _loss(data: Mapping[str, Any]) -> str:
-    """Draw the curves if they are still where the report says, and give the same verdict."""
+    """Draw the curves if they are still in the reported files and give the same verdict."""
     from telechat_moe.tools.align.loss import page as loss_page
     from telechat_moe.tools.align.loss import read as loss_read
     from telechat_moe.tools.align.loss import verdict as loss
@@ -369,7 +369,7 @@ def _loss(data: Mapping[str, Any]) -> str:
 
 
 def _phases(data: Mapping[str, Any]) -> str:
-    """Show a phase after another, each with the report of its verb."""
+    """Show the phases one after another, each with the report of its verb."""
     rows = [[p["verdict"], p["title"], p["sentence"]] for p in data["phases"]]
     parts = [
         f"<p class=soft>{escape(str(data['recipe']))}</p>",

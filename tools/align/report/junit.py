@@ -1,4 +1,4 @@
-"""Verdicts as JUnit XML, which CI systems show."""
+"""Write verdicts as JUnit XML, which CI systems show."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from xml.sax.saxutils import escape, quoteattr
 
 @dataclass(frozen=True)
 class JunitCase:
-    """One thing that was judged.
+    """One judged item.
 
     Attributes:
-        group: What it belongs to (JUnit's ``classname``).
-        name: What was judged.
-        failure: Why it failed; None: it did not.
-        skipped: Why it was not judged; None: it was.
-        text: More about a failure.
+        group: Group of the case (JUnit's ``classname``).
+        name: Name of what was judged.
+        failure: Why it failed; None: it did not fail.
+        skipped: Why it was not judged; None: it was judged.
+        text: Details of a failure.
     """
 
     group: str
