@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
     from telechat_moe.sharding.recipe import layer_stages, mesh_of
 
-    recipe = load(args.recipe, args.set)
+    recipe = load(args.recipe, args.overrides)
     mesh = mesh_of(recipe)
     if not 0 <= args.rank < mesh.devices:
         raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")

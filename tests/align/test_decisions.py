@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from telechat_moe.tools.align.compare import compare
+from telechat_moe.tools.align.compare.compare import compare
 from telechat_moe.tools.align.compare.profiles import Options, profile
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.decisions import decide

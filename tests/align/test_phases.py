@@ -135,7 +135,7 @@ WRONG = """
 import json
 from telechat_moe.ops import grouped_matmul, norm, permute
 from telechat_moe.recipe import load
-from telechat_moe.tools.align import phase_operators
+from telechat_moe.tools.align.phases import operators as phase_operators
 from telechat_moe.train.optimizer import AdamW
 norm_, swiglu, back, scalars = norm.RMSNorm, grouped_matmul.GroupedSwiGLU, permute.Unpermute, AdamW.scalars
 norm.RMSNorm = lambda width, eps: norm_(width, 3 * eps)  # another eps

@@ -101,6 +101,7 @@ def printed(code: str, tmp_path: Path) -> str:
     return runs.run([sys.executable, str(path)], tmp_path)
 
 
+@pytest.mark.slow
 def test_step_stops_at_a_kernel_that_cpu_lacks(tmp_path: Path) -> None:
     text = printed(STEP, tmp_path)
     assert "THEIRS ran" not in text, GONE
@@ -130,6 +131,7 @@ def test_barrier_has_no_kernel(tmp_path: Path) -> None:
     assert min(left) >= max(entered)  # nobody left before everybody was there
 
 
+@pytest.mark.slow
 def test_nothing_is_bridged_elsewhere() -> None:
     """`install` does nothing where the target is not CPU."""
     code = (

@@ -100,6 +100,7 @@ def test_official_recipe_is_refused_in_mindformers_words():
     assert "rank 0 of 256" in str(e.value)
 
 
+@pytest.mark.slow
 def test_refused_layouts():
     with pytest.raises(
         BadInputError, match=r"num_attention_heads \(32\) must be a multiple of .* \(3\)"

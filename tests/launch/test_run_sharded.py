@@ -68,6 +68,7 @@ def test_the_ranks_compute_what_one_process_does(report: dict[str, Any]) -> None
     assert all(s["aux_loss"] > 0 for s in report["single"])
 
 
+@pytest.mark.slow
 def test_the_report_says_what_differs_from_ascend(report: dict[str, Any]) -> None:
     found = report["differences"]
     swapped = {row["ascend"]: row for row in found["operators"]}

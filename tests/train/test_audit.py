@@ -50,6 +50,7 @@ def test_a_run_without_incidents(done, capsys):
     assert f"{mini.STEPS} steps saw {4 * mini.STEPS} samples" in out
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(tmp_path, data, start, hold: Hold):
     output = tmp_path / "run"
     dice = random.Random(2)

@@ -93,6 +93,7 @@ def prepared(tmp_path: Path, two: Path) -> Path:
     return output
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(one: Path, two: Path) -> None:
     np.testing.assert_allclose(curve(two), curve(one), rtol=BOUND)
     evaluations = [[r["loss"] for r in records(o, "evaluation")] for o in (two, one)]
