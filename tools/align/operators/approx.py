@@ -1,19 +1,19 @@
-"""Arithmetic that knows its own rounding errors: float64 values, each with the size of error that a program makes.
+"""Arithmetic that tracks its own rounding errors: float64 values, each with the error that a program may make.
 
-A reference formula written on :class:`Approx` gives the exact result (float64, far below any error of interest) and how
-far a correct program strays from it. Such a program rounds each intermediate result to a *stored* type and adds up in
-an *accumulating* type. Two sizes are carried along:
+A reference formula written with :class:`Approx` gives the exact result (float64, far more exact than any error of
+interest) and how far a correct program may deviate from it. Such a program rounds each intermediate result to a
+*stored* type and sums in an *accumulating* type. Two sizes are propagated:
 
 * ``sigma``: roundings are independent, of mean zero and at most a unit roundoff, so they add up as root of the sum of
   squares: the probabilistic model of Higham and Mary, "A new approach to probabilistic rounding error analysis" (2019);
-* ``limit``: their sum, which nothing can exceed.
+* ``limit``: the sum of the largest errors, which nothing can exceed.
 
-An element's :meth:`Approx.bound` is the smaller of ``limit`` and :data:`SIGMAS` ``sigma``, and the rounding of the result.
+An element's :meth:`Approx.bound` is the smaller of ``limit`` and :data:`SIGMAS` ``sigma``, plus the result's rounding.
 Sums may be made in any order: over n terms of mean m and variance v, the k-th partial sum is about
 ``|m| k + sqrt(v k)``, and each is rounded once. Where neighbours are alike (tokens of one document), the partial sums in
 their order are larger: what they really are, at the ends of blocks of terms, counts as well.
 
-Operations remember where they came from, so that :func:`gradients` differentiates a formula in the same arithmetic.
+Operations remember their operands, so that :func:`gradients` differentiates a formula in the same arithmetic.
 Derivatives are taken at the stored results, as programs do.
 """
 
@@ -38,25 +38,25 @@ Back = Callable[["Approx"], "Approx"]
 Parents = Sequence[tuple["Approx", Back]]
 
 SIGMAS = 8.0
-"""Standard deviations to a bound. With 10^8 elements 6 would do for normal errors; the sizes are estimates, too."""
+"""The standard deviations in a bound. For 10^8 normal errors 6 would suffice, but the sizes are estimates, too."""
 
 _LOST = 1e-140  # squares of smaller deviations underflow
 _FUNCTION_ULPS = 4.0  # exp, log, tanh ... of vector libraries: at most 4 ULP in float32
 
 
 class Approx:
-    """An array and how far off each element may be.
+    """An array with the possible error of each element.
 
     Args:
         value: Exact values.
         stored: Type that a correct program rounds intermediate results to.
-        accumulated: Type that it adds up in.
+        accumulated: Type that it sums in.
         sigma: Standard deviations of the errors, an array or 0.
         limit: Largest errors, an array or 0.
-        parents: What it was computed from, each with the function from its gradient to theirs.
+        parents: Its operands, each with the function from its gradient to the operand's.
     """
 
-    __array_ufunc__ = None  # NumPy arrays on the left hand over to the methods below
+    __array_ufunc__ = None  # NumPy arrays on the left defer to the methods below
     __slots__ = ("accumulated", "limit", "parents", "sigma", "stored", "value")
 
     def __init__(
@@ -87,7 +87,7 @@ class Approx:
 
     @property
     def is_exact(self) -> bool:
-        """Whether no error was made yet."""
+        """Whether no error has been made yet."""
         return not np.any(self.limit)
 
     def bound(self, dtype: str) -> Array:
@@ -112,11 +112,11 @@ class Approx:
 
         Args:
             value: Its exact values.
-            terms: Derivative by each operand, and the operand.
-            roundings: In unit roundoffs. What is above 1 is the error of a function, which is computed in the
-                accumulating type, in float16 by some in that type itself, to one ULP.
+            terms: Each operand with the derivative by it.
+            roundings: Number of unit roundoffs. Those above 1 are the error of a function, which is computed in the
+                accumulating type, or for float16 by some programs in float16, to one ULP.
             parents: See :class:`Approx`.
-            own: Further error of the operation itself: standard deviation and limit.
+            own: Additional error of the operation itself: standard deviation and limit.
         """
         value = np.asarray(value, np.float64)
         with np.errstate(all="ignore"):
@@ -213,9 +213,9 @@ class Approx:
         """Return the result of a function.
 
         Args:
-            value: Its values.
-            slope: Its derivatives, for the error of the argument.
-            derivative: Makes the derivative from argument and result, as a backward kernel does.
+            value: Values of the function.
+            slope: Derivatives of the function, for the error of the argument.
+            derivative: Computes the derivative from argument and result, as a backward kernel does.
             ulps: Accuracy of the function.
         """
         result = self.made(value, [(slope, self)], ulps)
@@ -295,7 +295,7 @@ class Approx:
         return self.apply(value, slope, lambda x, y: x ** (n - 1) * n, ulps)
 
     def plus(self, error: Any) -> "Approx":
-        """Return the same value with one more error of a given size."""
+        """Return the same value with an additional error of a given size."""
         sigma, limit = np.hypot(self.sigma, error), self.limit + error
         return self.like(self.value, sigma, limit, self.parents)
 
@@ -304,9 +304,9 @@ class Approx:
         return self.times(np.sign(self.value))
 
     def times(self, factor: Array) -> "Approx":
-        """Return a product with -1, 0, 1 or other factors that round nothing.
+        """Return the product with factors that need no rounding, such as -1, 0 or 1.
 
-        A factor of 0 is a mask: it leaves 0 of NaN and infinity, too.
+        A factor of 0 is a mask: it turns NaN and infinity into 0, too.
         """
         size = np.abs(factor)
         with np.errstate(invalid="ignore"):  # 0 times what is not finite
@@ -349,7 +349,7 @@ class Approx:
         missed: Any = 0.0,
         walk: Any = 0.0,
     ) -> "Approx":
-        """Return a sum: roundings of the accumulation, errors of the terms, and the rounding when it is stored."""
+        """Return a sum with its errors: of the accumulation, of the terms, and of the rounding to the stored type."""
         kind = FLOATS[self.accumulated]
         own_sigma, own_limit = sum_errors(value, squares, count, kind, same, walk)
         own_sigma = np.hypot(own_sigma, np.minimum(missed, own_limit))
@@ -359,7 +359,7 @@ class Approx:
         return self._stored_sum(value, own_sigma, own_limit, parents)
 
     def _stored_sum(self, value: Array, sigma: Array, limit: Array, parents: Parents) -> "Approx":
-        """Return a sum; it is rounded once more where the stored type is not the accumulating one."""
+        """Return a sum, which is rounded once more if the stored type is not the accumulating one."""
         roundings = 0.0 if self.stored == self.accumulated else 1.0
         return self.made(value, (), roundings, parents, (sigma, limit))
 
@@ -415,11 +415,11 @@ class Approx:
     # ------------------------------------------------------------------ moves
 
     def moved(self, move: Callable[[Array], Array], repeats: bool = False) -> "Approx":
-        """Return all arrays moved by the same function (indices, shapes, transposition, repetition).
+        """Return all arrays moved by the same function (indexing, reshaping, transposition, repetition).
 
         Args:
             move: Takes an array of this shape.
-            repeats: It may repeat elements or leave some out; then gradients are added up.
+            repeats: Whether it may repeat elements or leave some out; gradients are summed then.
         """
         errors = [
             move(np.broadcast_to(e, self.shape)) if np.any(e) else 0.0
@@ -438,32 +438,32 @@ class Approx:
         return self.like(move(self.value), *errors, parents=[(self, back)])
 
     def spread(self, shape: Sequence[int]) -> "Approx":
-        """Return it repeated to a shape; its gradient is a sum, in the accumulating type."""
+        """Return the array repeated to a shape; its gradient is a sum in the accumulating type."""
         result = self.moved(lambda x: np.broadcast_to(x, tuple(shape)), True)
         result.parents = ((self, lambda g: fit(g, self)),)
         return result
 
     def reshape(self, *shape: int) -> "Approx":
-        """Other shape."""
+        """Return the array in another shape."""
         return self.moved(lambda x: x.reshape(shape))
 
     def transpose(self, *axes: int) -> "Approx":
-        """Other order of dimensions."""
+        """Return the array with its dimensions in another order."""
         return self.moved(lambda x: x.transpose(*axes))
 
     def swap(self, a: int, b: int) -> "Approx":
-        """Two dimensions exchanged."""
+        """Return the array with two dimensions exchanged."""
         return self.moved(lambda x: np.swapaxes(x, a, b))
 
     def __getitem__(self, key: Any) -> "Approx":
-        """Part, or rows by index."""
+        """Return a slice, or rows by index."""
         return self.moved(lambda x: x[key], repeats=True)
 
 
 def scatter_add(
     shape: tuple[int, ...], index: Any, parts: Approx, start: Approx | None = None
 ) -> Approx:
-    """Add parts to zeros, or to what is there, at an index, as ``numpy.add.at`` does, in any order.
+    """Add values to zeros, or to an existing array, at an index, as ``numpy.add.at`` does, in any order.
 
     Atomics add in the stored type.
     """
@@ -489,7 +489,7 @@ def scatter_add(
 
 
 def fit(g: Approx, like: Approx) -> Approx:
-    """Return a gradient summed over the dimensions in which its owner was repeated."""
+    """Return a gradient summed over the dimensions in which its tensor was repeated."""
     extra = len(g.shape) - len(like.shape)
     sizes = zip(g.shape[extra:], like.shape, strict=True)
     axes = tuple(range(extra)) + tuple(extra + i for i, (a, b) in enumerate(sizes) if a != b)

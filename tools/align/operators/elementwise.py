@@ -30,7 +30,7 @@ def integers(x: Any) -> Array:
 
 
 def whole(*values: Any) -> bool:
-    """Return whether none of the values is of floating point."""
+    """Return whether none of the values is floating-point."""
     return not any(
         isinstance(v, Approx) or np.asarray(v).dtype.kind == "f" for v in values if v is not None
     )
@@ -218,7 +218,7 @@ def _maximum(a: Arguments) -> Any:
 
 
 def _larger(x: Approx, y: Approx) -> Approx:
-    """Return the larger one; of two equal ones either gets the gradient, or both a part of it."""
+    """Return the larger value; of two equal ones either gets the gradient, or both get a share."""
     share = (np.sign(x.value - y.value) + 1) / 2
     slack = np.where(share == 0.5, 0.5, 0.0)
     result = where(share >= 0.5, x, y)
@@ -307,7 +307,7 @@ def _typed(x: Any, function: Callable[[Any], Any]) -> Any:
     exact=True,
 )
 def _cast(a: Arguments) -> Any:
-    return a.input  # the output's type says what it becomes
+    return a.input  # the output's type shows the type of the cast
 
 
 for _name, _value in (("zeros_like", 0.0), ("ones_like", 1.0)):

@@ -25,7 +25,7 @@ def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: st
     if reduction == "none":
         return loss.reshape(*np.shape(plain(target)))
     loss = loss.moved(lambda x: x)
-    loss.accumulated = loss.stored  # torch's CPU kernel adds up in the narrow type
+    loss.accumulated = loss.stored  # torch's CPU kernel accumulates in the narrow type
     return loss.sum() if reduction == "sum" else loss.sum() / factor.sum()
 
 
@@ -61,7 +61,7 @@ def _mse(a: Arguments) -> Any:
     stores=True,
 )
 def _attention(a: Arguments) -> Any:
-    """``softmax(q k^T scale + mask) v``; heads of keys are repeated where there are fewer."""
+    """Compute ``softmax(q k^T scale + mask) v``; heads of keys are repeated if there are fewer."""
     if a.dropout_p:
         raise NotJudgedError("attention with dropout")
     q, k, v = floating(a.query), floating(a.key), floating(a.value)
@@ -84,7 +84,7 @@ def _attention(a: Arguments) -> Any:
 
 
 def _weighted(score: Approx, v: Approx) -> Approx:
-    """Return ``softmax(score) v``; its gradient takes row sums of scores, or of the output as FlashAttention does."""
+    """Return ``softmax(score) v``; its gradient uses row sums of scores, or of the output like FlashAttention."""
     p = softmax(score, -1)
     result = p.matmul(v)
     p, y, values = p.stop(), result.stop(), v.stop()
@@ -102,7 +102,7 @@ def _weighted(score: Approx, v: Approx) -> Approx:
 
 @op("swiglu npu_swiglu Swiglu", "input dim=-1")
 def _swiglu(a: Arguments) -> Any:
-    """``silu(first half) * second half``."""
+    """Compute ``silu(first half) * second half``."""
     x = floating(a.input)
     half = x.shape[int(a.dim)] // 2
     gate, up = (
@@ -116,7 +116,7 @@ def _swiglu(a: Arguments) -> Any:
     "input cos sin mode='half' | rotary_mode=None",
 )
 def _rotary(a: Arguments) -> Any:
-    """``x cos + rotate(x) sin``, halves or pairs."""
+    """Compute ``x cos + rotate(x) sin``, with halves or pairs."""
     x = floating(a.input)
     n = x.shape[-1]
     pairs = a.mode in ("interleave", 1) or a.rotary_mode == "interleave"
@@ -133,7 +133,7 @@ def _rotary(a: Arguments) -> Any:
     "tokens index num_out_tokens=None padded_mode=False",
 )
 def _permute(a: Arguments) -> Any:
-    """Rows sorted by expert, and where each row went."""
+    """Return the rows sorted by expert, and the new row of each."""
     x, index = floating(a.tokens), plain(a.index).astype(np.int64)
     top_k = 1 if index.ndim == 1 else index.shape[1]
     order = np.argsort(index.reshape(-1), kind="stable")
@@ -148,7 +148,7 @@ def _permute(a: Arguments) -> Any:
     "permuted_tokens sorted_indices probs=None | padded_mode=False restore_shape=None",
 )
 def _unpermute(a: Arguments) -> Any:
-    """Each token's rows, weighed and summed."""
+    """Return the weighted sum of each token's rows."""
     x, went = floating(a.permuted_tokens), plain(a.sorted_indices).astype(np.int64).reshape(-1)
     top_k = 1 if a.probs is None else plain(a.probs).shape[-1]
     here = (went < x.shape[0]).astype(np.float64)

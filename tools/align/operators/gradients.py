@@ -11,11 +11,11 @@ def gradients(
     """Return the gradient of each input.
 
     Args:
-        outputs: Results with the gradients that come in.
-        inputs: What they were computed from.
+        outputs: Results, each with its incoming gradient.
+        inputs: Operands whose gradients are wanted.
 
     Returns:
-        Gradients in the order of ``inputs``; None: no output depends on it.
+        Gradients in the order of ``inputs``; None: no output depends on that input.
     """
     found: dict[int, Approx] = {}
     for output, gradient in outputs:
@@ -31,7 +31,7 @@ def gradients(
 
 
 def _sorted(roots: Sequence[Approx]) -> list[Approx]:
-    """Return all that roots depend on, each before what it was computed from."""
+    """Return everything that the roots depend on, each result before its operands."""
     order: list[Approx] = []
     seen: set[int] = set()
     stack: list[tuple[Approx, bool]] = [(root, False) for root in roots]

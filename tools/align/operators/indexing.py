@@ -31,7 +31,7 @@ def _embedding(a: Arguments) -> Any:
     exact=True,
 )
 def _gather(a: Arguments) -> Any:
-    """``torch.gather(x, dim, index)``, or MindSpore's ``gather(x, indices, axis)``, which takes rows."""
+    """Compute ``torch.gather(x, dim, index)``, or MindSpore's ``gather(x, indices, axis)``, which takes rows."""
     if isinstance(a.index, int | float) or (
         np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0
     ):
@@ -74,7 +74,7 @@ def _index_of(given: Any) -> tuple[Any, ...]:
 
 @op("setitem", "input key value", exact=True)
 def _setitem(a: Arguments) -> Any:
-    """``x[key] = value``; a place that the key names twice holds any of its values."""
+    """Compute ``x[key] = value``; a position that the key names twice may hold any of its values."""
     at = _index_of(a.key)
     size = int(plain(a.input).size)
     places: Array = np.arange(size).reshape(np.shape(plain(a.input)))[at]
@@ -189,7 +189,7 @@ def _nonzero(a: Arguments) -> Any:
 
 @op("topk TopkExt TopK", "input k dim=-1 largest=True sorted=True", exact=True)
 def _topk(a: Arguments) -> Any:
-    """Values and, ties being free, indices that :func:`legal_choice` must judge."""
+    """Return values and indices; among ties the indices are free, and :func:`legal_choice` must judge them."""
     order = _order(a, a.largest).take(np.arange(int(plain(a.k))), int(a.dim))
     return _ordered(a, order)
 
@@ -210,7 +210,7 @@ def _order(a: Arguments, descending: bool) -> Array:
 
 
 def _ordered(a: Arguments, order: Array) -> list[Any]:
-    """Return values in an order, or in that of the program, and the order."""
+    """Return the values in an order, or in the program's own order, and that order."""
     chosen = order if a.chosen is None else a.chosen
     return [move(a.input, lambda v: np.take_along_axis(v, chosen, int(a.dim)), True), chosen]
 
@@ -222,17 +222,17 @@ def _argmax(a: Arguments) -> Any:
 
 
 CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "max": 1, "min": 1}
-"""Operators with an output of indices that equal elements leave free, and which output that is."""
+"""For each operator whose indices are free among equal elements, the number of the output that holds them."""
 
 
 def same_choice(x: Array, found: Array, expected: Array, dim: int | None) -> Array:
-    """Return where an index may replace another: both point at equal elements.
+    """Return where an index may replace another because both refer to equal elements.
 
     Args:
         x: What was chosen from.
         found: Indices of the program.
         expected: Indices of the reference.
-        dim: Dimension along which they count; None: the flat array.
+        dim: Dimension that they index; None: the flat array.
     """
     if dim is None:
         flat = x.reshape(-1)

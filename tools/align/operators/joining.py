@@ -1,4 +1,4 @@
-"""Functions that make one :class:`Approx` of several, without any rounding."""
+"""Functions that combine several :class:`Approx` into one without rounding."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -41,7 +41,7 @@ def _rmatmul(a: Arguments) -> Any:
 
 @op("linear dense Dense", "input weight bias=None")
 def _linear(a: Arguments) -> Any:
-    """``x @ weight.T + bias``."""
+    """Compute ``x @ weight.T + bias``."""
     y = product(floating(a.input), floating(a.weight).swap(-1, -2))
     return y if a.bias is None else y + a.bias
 
@@ -60,7 +60,7 @@ def _outer(a: Arguments) -> Any:
 
 @op("einsum", "equation *operands")
 def _einsum(a: Arguments) -> Any:
-    """Two operands; letters of the result, of both and of one alone."""
+    """Compute an einsum of two operands; letters may be of the result, of both operands, or of one alone."""
     operands = a.operands[0] if a.operands and is_list(a.operands[0]) else a.operands
     if len(operands) != 2 or "." in a.equation or "->" not in a.equation:
         raise NotJudgedError(f"einsum {a.equation!r} with {len(operands)} operands")
@@ -97,7 +97,7 @@ def _einsum(a: Arguments) -> Any:
     "input weight *rest | group_list=None offs=None",
 )
 def _grouped_matmul(a: Arguments) -> Any:
-    """Rows of group e times the e-th matrix; ``group_list`` holds ends of the groups, or their sizes."""
+    """Multiply the rows of group e by matrix e; ``group_list`` holds the ends of the groups, or their sizes."""
     x, w = floating(_only(a.input)), floating(_only(a.weight))
     given: Any = a.group_list if a.group_list is not None else a.offs
     if given is None:

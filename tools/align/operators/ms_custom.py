@@ -1,7 +1,7 @@
 """The fused operators of ``telechat_moe.ops`` by the names that a capture gives them: ``Telechat`` and the C name.
 
-Written from what each says that it computes (docstrings of ``ops/``), not from its kernel. Backward operators are the
-derivatives of the formulas here. Kernels marked ``bf16`` round what goes into a product.
+The formulas follow what each operator documents (docstrings of ``ops/``), not its kernel. Backward operators are the
+derivatives of these formulas. Kernels marked ``bf16`` round the operands of a product.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +25,12 @@ def _operand(x: Any, bf16: Any) -> Approx:
 
 
 def _halved(x: Approx) -> Approx:
-    """Return what a kernel made itself and rounded to bfloat16 for a product; to which side is not known."""
+    """Return a kernel's own result, rounded to bfloat16 for a product; the direction of the rounding is unknown."""
     return x.plus(FLOATS["bfloat16"].unit * np.abs(x.value))
 
 
 def _product(made: Approx, given: Approx) -> Approx:
-    """Multiply what a kernel made and rounded by an operand. Values alike, as flat probabilities, round alike."""
+    """Multiply a kernel's rounded result by an operand. Equal values, such as flat probabilities, round alike."""
     out = _halved(made).matmul(given)
     return out.plus(FLOATS["bfloat16"].unit * np.abs(out.value))
 
@@ -51,7 +51,7 @@ def _back(
 
 @primitive("TelechatMatmul", "input weight | bf16=False")
 def _matmul(a: Arguments) -> Any:
-    """``x w^T``."""
+    """Compute ``x w^T``."""
     return _operand(a.input, a.bf16).matmul(_operand(a.weight, a.bf16).swap(-1, -2))
 
 
@@ -72,7 +72,7 @@ def _experts(sizes: Any) -> list[slice]:
 
 
 def grouped_product(x: Approx, w: Approx, sizes: Any) -> Approx:
-    """Return each expert's rows times its matrix."""
+    """Return the product of each expert's rows with its matrix."""
     parts = [
         x[rows].matmul(w[e]) for e, rows in enumerate(_experts(sizes)) if rows.stop > rows.start
     ]
@@ -92,7 +92,7 @@ def _grouped_matmul_grad(a: Arguments) -> Any:
 
 @primitive("TelechatGroupedSwiGLU", "input gate up sizes | bf16=False", stores=True)
 def _grouped_swiglu(a: Arguments) -> Any:
-    """``silu(x gate) * (x up)``, and both products."""
+    """Compute ``silu(x gate) * (x up)`` and both products."""
     x = _operand(a.input, a.bf16)
     g, u = (grouped_product(x, _operand(w, a.bf16), a.sizes) for w in (a.gate, a.up))
     return [g * g.sigmoid() * u, g, u]
@@ -163,7 +163,7 @@ def _flash_grad(a: Arguments) -> Any:
 
 
 def rotate_pairs(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
-    """Rotate pairs; the result has first all first members, then all second ones."""
+    """Rotate pairs; the result holds the first members of all pairs, then the second ones."""
     n = x.shape[-1]
     first = np.arange(0, n, 2) if interleaved else np.arange(n // 2)
     second = first + 1 if interleaved else first + n // 2
@@ -230,9 +230,9 @@ def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
     stores=True,
 )
 def _routing(a: Arguments) -> Any:
-    """Scores; the highest with their bias; their weights; who chose whom; how often each was chosen.
+    """Return scores; the highest by biased score; their weights; the map of chosen experts; the loads of the experts.
 
-    The choice must be what the operator's own scores say: of nearly equal ones rounding decides.
+    The choice must follow from the operator's own scores; among nearly equal ones rounding decides.
     """
     x = floating(a.input)
     score = softmax(x, 1) if a.softmax else x.sigmoid()
@@ -269,7 +269,7 @@ def _routing_grad(a: Arguments) -> Any:
 
 @primitive("TelechatPermutePlan", "input | experts=1", exact=True)
 def _permute_plan(a: Arguments) -> Any:
-    """Row of each pair, pair of each row, rows of each expert; pairs of an expert keep their order."""
+    """Return the row of each pair, the pair of each row, and the rows of each expert, whose pairs keep their order."""
     flat = integers(a.input).reshape(-1)
     pair = np.argsort(flat, kind="stable")
     return [np.argsort(pair, kind="stable"), pair, np.bincount(flat, minlength=int(a.experts))]
@@ -277,7 +277,7 @@ def _permute_plan(a: Arguments) -> Any:
 
 @primitive("TelechatPermute", "input pair row", exact=True)
 def _permute(a: Arguments) -> Any:
-    """Each token at the rows of its pairs; rows without a pair are zero."""
+    """Return each token at the rows of its pairs; rows without a pair are zero."""
     x, pair, rows = floating(a.input), integers(a.pair), integers(a.row)
     slots = rows.size // x.shape[0]
     return x[np.maximum(pair, 0) // slots].times((pair >= 0).astype(np.float64)[:, None])
@@ -291,7 +291,7 @@ def _permute_grad(a: Arguments) -> Any:
 
 
 def combine_rows(y: Approx, row: Any, weight: Approx | None) -> Approx:
-    """Return each token's rows, weighed and added up; ``row`` is ``[T, K]``."""
+    """Return the weighted sum of each token's rows; ``row`` is ``[T, K]``."""
     parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
     parts = parts.times((row >= 0).astype(np.float64)[..., None])
     return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
@@ -342,7 +342,7 @@ def _cross_entropy_grad(a: Arguments) -> Any:
 
 @primitive("TelechatSquareSums", "*input | tensors=0")
 def _square_sums(a: Arguments) -> Any:
-    """The root of all squares' sum, and each tensor's square sum."""
+    """Return the root of the sum of all squares, and the sum of squares of each tensor."""
     sums = [(floating(x) * floating(x)).sum().reshape(1) for x in a.input]
     each = concatenate(sums, 0)
     return [each.sum().sqrt().reshape(1), each]

@@ -14,22 +14,22 @@ from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedErro
 from telechat_moe.tools.align.operators.shapes import cut, ints, move
 
 EXP, EXP_SLOPE = 90.0, 9.0
-"""MindSpore's exp on CPU: roundings that it is off, and further ones for each unit of its argument.
+"""Errors of MindSpore's exp on CPU, in roundings: a constant, and an amount for each unit of its argument.
 
-Measured with 2.9 on 10^6 float32 numbers in [-1, 1], [-10, 10] and [-80, 80]: 78, 132, 683. Its vectors subtract
-``n ln 2`` with one float32 constant. Sigmoid, SiLU and softmax are made of it (53, 86, 685).
+Measured with 2.9 on 10^6 float32 numbers in [-1, 1], [-10, 10] and [-80, 80]: 78, 132, 683. Its vector code subtracts
+``n ln 2`` with one float32 constant. Sigmoid, SiLU and softmax are built on it (53, 86, 685).
 """
 TANH, LOG = (
     4000.0,
     60.0,
-)  # measured: tanh ends at 1 too early (3,376), log near 1 is off by that in absolute terms
+)  # measured: tanh reaches 1 too early (3,376); log near 1 has this absolute error
 
 _TYPES = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 42: "float16",
           43: "float32", 44: "float64", 45: "bfloat16"}  # fmt: skip
 
 
 def loose(x: Approx, argument: Any) -> Approx:
-    """Return what follows from an exponential with the error that MindSpore's has."""
+    """Return a value derived from an exponential, with the error of MindSpore's exponential."""
     size = (EXP + EXP_SLOPE * np.minimum(np.abs(plain(argument)), 100.0)) * x.unit * np.abs(x.value)
     sigma, limit = np.hypot(x.sigma, size / 3**0.5), x.limit + size
     return x.like(x.value, sigma, limit, [(x, lambda g: g)])
@@ -40,7 +40,7 @@ def loose(x: Approx, argument: Any) -> Approx:
     "input other transpose_a=None transpose_b=None | transpose_x1=False transpose_x2=False",
 )
 def _matmul(a: Arguments) -> Any:
-    """``x @ y``, the last two dimensions of either exchanged before."""
+    """Compute ``x @ y`` after exchanging the last two dimensions of either if asked."""
     x, y = floating(a.input), floating(a.other)
     unsaid = a.transpose_a is None and a.transpose_b is None
     if unsaid and x.shape[-2:] == y.shape[-2:] and x.shape[-1] == x.shape[-2]:
@@ -68,7 +68,7 @@ def _transpose(a: Arguments) -> Any:
 
 @primitive("Split", "input dim=0 parts=1", exact=True)
 def _split(a: Arguments) -> Any:
-    """Equal parts."""
+    """Split into equal ranges of a dimension."""
     shape = plain(a.input).shape
     return cut(a.input, [shape[int(a.dim)] // int(a.parts)] * int(a.parts), int(a.dim))
 
@@ -106,7 +106,7 @@ def _slice(a: Arguments) -> Any:
 
 @primitive("Gather", "input index dim batch_dims=0", exact=True)
 def _gather(a: Arguments) -> Any:
-    """Rows by index; on CPU an index outside of the table gives zeros."""
+    """Return rows by index; on CPU an index outside of the table gives zeros."""
     if int(plain(a.batch_dims)):
         raise NotJudgedError("gather with batch dimensions")
     index, axis = integers(a.index), int(plain(a.dim))
@@ -128,7 +128,7 @@ def _gather(a: Arguments) -> Any:
 
 @primitive("GatherDGradV2", "input dim index grad")
 def _gather_d_grad(a: Arguments) -> Any:
-    """The gradient of ``gather_d``: added where each element came from."""
+    """Compute the gradient of ``gather_d``: values are added at the positions that they were taken from."""
     index, dim = integers(a.index), int(plain(a.dim))
     grid = list(np.indices(index.shape))
     grid[dim] = index
@@ -137,7 +137,7 @@ def _gather_d_grad(a: Arguments) -> Any:
 
 @primitive("UnsortedSegmentSum", "input index count")
 def _segment_sum(a: Arguments) -> Any:
-    """Rows added up by segment; negative segments are left out."""
+    """Sum rows by segment; rows of negative segments are left out."""
     index, x = integers(a.index), a.input
     rows = move(x, lambda v: v.reshape(-1, *v.shape[index.ndim :]))
     flat, count = index.reshape(-1), int(plain(a.count))
@@ -174,7 +174,7 @@ def _tensor_scatter_add(a: Arguments) -> Any:
 
 @primitive("OneHot", "input depth on off dim=-1 | axis=-1", exact=True)
 def _one_hot(a: Arguments) -> Any:
-    """``on`` at the index, ``off`` at the others, along a new dimension."""
+    """Return ``on`` at the index and ``off`` at the other positions of a new dimension."""
     index, axis = integers(a.input), int(plain(a.dim))
     hot = index[..., None] == np.arange(int(plain(a.depth)))
     values = np.where(hot, plain(a.on), plain(a.off))
@@ -211,7 +211,7 @@ def _softmax(a: Arguments) -> Any:
 @primitive("LogSoftmax LogSoftmaxExt", "input dim=-1", stores=True)
 def _log_softmax(a: Arguments) -> Any:
     x = floating(a.input)
-    # An error of exp is relative, of its logarithm absolute.
+    # The error of exp is relative, that of its logarithm absolute.
     return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
 
 
@@ -255,7 +255,7 @@ def _natural(a: Arguments) -> None:
 
 @primitive("SiLUGrad", "grad input", stores=True)
 def _silu_grad(a: Arguments) -> Any:
-    """``g s (1 + x (1 - s))``."""
+    """Compute ``g s (1 + x (1 - s))``."""
     x, s = floating(a.input), loose(floating(a.input).sigmoid(), a.input)
     return floating(a.grad) * (s * (1 + x * (1 - s)))
 
@@ -280,14 +280,14 @@ def _relu_grad(a: Arguments) -> Any:
 
 @primitive("LogSoftmaxGrad", "output grad dim=-1", stores=True)
 def _log_softmax_grad(a: Arguments) -> Any:
-    """``g - exp(y) sum(g)``."""
+    """Compute ``g - exp(y) sum(g)``."""
     y, g = floating(a.output), floating(a.grad)
     return g - loose(y.exp(), y) * g.sum(a.dims(len(y.shape)), True)
 
 
 @primitive("SoftmaxBackward SoftmaxGrad", "grad output dim=-1", stores=True)
 def _softmax_grad(a: Arguments) -> Any:
-    """``y (g - sum(g y))``."""
+    """Compute ``y (g - sum(g y))``."""
     y, g = floating(a.output), floating(a.grad)
     return y * (g - (g * y).sum(a.dims(len(y.shape)), True))
 
@@ -326,7 +326,7 @@ def _assign(a: Arguments) -> Any:
     stores=True,
 )
 def _adam_weight_decay(a: Arguments) -> Any:
-    """``w -= lr (m / (sqrt(v) + eps) + decay w)``: bias correction, if any, is in the three numbers."""
+    """Compute ``w -= lr (m / (sqrt(v) + eps) + decay w)``; bias correction, if any, is in the three numbers."""
     w, g = floating(a.weight), floating(a.grad)
     g = g * floating(a.clip) if a.clip is not None else g
     beta1, beta2 = floating(a.beta1), floating(a.beta2)

@@ -1,4 +1,4 @@
-"""Updates of one weight: the call ``Optimizer.<class>`` with weight, gradient and state before, and after."""
+"""Updates of one weight: the call ``Optimizer.<class>`` with weight, gradient and state before and after it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def _number(x: Any) -> float:
 
 
 def _rest(x: Approx, beta: float, power: float = 1.0) -> Approx:
-    """Return ``1 - beta ** power``; kernels hold beta in float32, whose rounding is large beside a small rest."""
+    """Return ``1 - beta ** power``; kernels hold beta in float32, whose rounding matters in a small result."""
     value = beta**power
     error = power * FLOATS["float32"].unit * value
     return x.like(1 - value, error, 2 * error)

@@ -34,7 +34,7 @@ SAME_NAME = {
     "tensors": "input",
     "exponent": "other",
 }
-"""Other spellings of an argument's name."""
+"""Alternative names of arguments."""
 
 
 class NotJudgedError(Exception):
@@ -42,20 +42,20 @@ class NotJudgedError(Exception):
 
 
 UNFIT = (NotJudgedError, LookupError, ValueError, TypeError, AttributeError)
-"""What formulas raise for arguments that do not fit them."""
+"""The exceptions that formulas raise for unsuitable arguments."""
 
 
 @dataclass(frozen=True)
 class Formula:
-    """An operator.
+    """The formula of an operator.
 
     Attributes:
         name: Canonical name.
         signature: Arguments in order; ``*name`` takes all that remain.
-        defaults: By name.
+        defaults: Default values by name.
         compute: The formula.
-        exact: The result is one of the inputs' values (moves, comparisons): no rounding but that of the type.
-        stores: Programs make it of several kernels, which round what they pass on to the tensor's type.
+        exact: Whether the result consists of the inputs' values (moves, comparisons) and is only rounded to its type.
+        stores: Whether programs compute it in several kernels, which round intermediate results to the tensor's type.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Formula:
         """Return the arguments by name.
 
         Raises:
-            NotJudgedError: They do not fit the signature.
+            NotJudgedError: The arguments do not fit the signature.
         """
         values: dict[str, Any] = {}
         for i, name in enumerate(self.signature):
@@ -98,18 +98,18 @@ class Formula:
 
 
 class Arguments:
-    """Arguments of a call by name, as attributes; tensors of floating point are :class:`Approx`."""
+    """Arguments of a call by name, as attributes; floating-point tensors are :class:`Approx`."""
 
     def __init__(self, values: dict[str, Any]) -> None:
-        self.chosen: Array | None = None  # indices that the program chose, for its gradient
-        self.made: Any = None  # records of its outputs, for choices by scores that it makes itself
+        self.chosen: Array | None = None  # the program's chosen indices, for the gradient
+        self.made: Any = None  # records of the call's outputs, for choices by its own scores
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
         raise NotJudgedError(f"argument {name!r} is not in the dump")
 
     def dims(self, ndim: int, value: Any = ...) -> tuple[int, ...]:
-        """Return ``dim`` as a tuple of places >= 0; None = all."""
+        """Return ``dim`` as a tuple of dimensions >= 0; None: all."""
         given = self.dim if value is ... else value
         if given is None or given == () or given == []:
             return tuple(range(ndim))
@@ -119,7 +119,7 @@ class Arguments:
 
 _FORMULAS: dict[str, Formula] = {}
 _PRIMITIVES: dict[str, Formula] = {}
-"""Of MindSpore's primitives by their exact name, where their arguments differ from functions of that name."""
+"""Formulas of MindSpore's primitives by exact name, where their arguments differ from functions of that name."""
 
 
 Computes = Callable[[Arguments], Any]
@@ -132,7 +132,7 @@ def op(
 
     Args:
         names: Names of the operator, the canonical one first.
-        signature: Positional arguments, ``|``, arguments that are given by name only; ``name=value`` for a default.
+        signature: Positional arguments, ``|``, arguments given only by name; ``name=value`` for a default.
         exact: See :class:`Formula`.
         stores: See :class:`Formula`.
     """
@@ -183,7 +183,7 @@ def find(call_name: str) -> Formula | None:
 
 
 def _of_each(formula: Formula | None) -> Formula | None:
-    """Return torch's ``_foreach_*`` of a formula: of lists of tensors, element by element."""
+    """Return the formula of torch's ``_foreach_*`` variant, which takes lists of tensors one by one."""
     if formula is None:
         return None
 
@@ -200,7 +200,7 @@ def _of_each(formula: Formula | None) -> Formula | None:
 
 
 def _plain(name: str) -> str:
-    """Return a name without case, underscores and the marks of dunder, in-place and Ext variants."""
+    """Return a name without case, underscores and the affixes of dunder, in-place and Ext variants."""
     name = re.sub(r"^__(i|r)?(\w+?)__$", _dunder, name)
     name = re.sub(r"(?<=[a-z0-9])(Ext|View|_)$", "", name)
     return name.replace("_", "").lower()

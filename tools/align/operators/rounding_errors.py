@@ -1,4 +1,4 @@
-"""Sizes of rounding errors: of one rounding, and of sums and matrix products added up in any order."""
+"""Sizes of rounding errors: of a single rounding, and of sums and matrix products in any order."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
 
     Args:
         size: Magnitudes of the results.
-        roundings: In unit roundoffs of the stored type; what is above 1 counts in those of the accumulating type.
+        roundings: Number of unit roundoffs of the stored type; those above 1 count in the accumulating type.
         stored: Type that the result is rounded to.
         accumulated: Type that the operation computes in.
     """
@@ -39,7 +39,7 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
 def sum_errors(
     total: Array, squares: Array, count: Any, kind: Float, same: Any = 0.0, walk: Any = 0.0
 ) -> tuple[Array, Array]:
-    """Return standard deviation and limit of the error of a sum, from its terms' sum and sum of squares.
+    """Return standard deviation and limit of a sum's error, from the sum and the sum of squares of its terms.
 
     Each term is rounded once (products) and each partial sum once: the k-th is about ``|m| k + sqrt(v k)``. Roundings
     of equal terms are equal, not independent. The limit is ``n u`` times the sum of magnitudes, by Cauchy's inequality.
@@ -48,7 +48,7 @@ def sum_errors(
         total: Sum.
         squares: Sum of squares.
         count: Number of terms.
-        kind: Type that they are added up in.
+        kind: Type that they are accumulated in.
         same: Share of the pairs of terms that are equal, see :func:`alike`.
         walk: Mean square of the partial sums in the order of the terms, where known.
     """
@@ -75,7 +75,7 @@ def alike(x: Array, axis: Axes) -> Array:
 
 
 def walk_along(x: Array, axis: Axes) -> Array:
-    """Return the mean square of the partial sums along axes, at the ends of blocks of terms."""
+    """Return the mean square of the partial sums along axes, taken at the ends of blocks of terms."""
     rows, axes = _terms(x, axis)
     starts = _blocks(rows.shape[-1])
     if len(starts) < 2:
@@ -87,8 +87,8 @@ def walk_along(x: Array, axis: Axes) -> Array:
 def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
     """Return a matrix product, and the mean square of its partial sums at the ends of blocks of terms.
 
-    Programs with two accumulators add up even and odd terms apart (OpenBLAS does, for AVX-512): where signs alternate,
-    those partial sums are larger than the ones in order.
+    Programs with two accumulators sum even and odd terms separately (OpenBLAS does, for AVX-512): where signs
+    alternate, those partial sums are larger than the ones in order.
     """
     starts = _blocks(a.shape[-1])
     if len(starts) < 2:
@@ -105,7 +105,7 @@ def walk_of_product(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Array:
-    """Return what a sum may lack because small terms vanish beside the partial sums, as a standard deviation."""
+    """Return what a sum may lose because small terms vanish next to its partial sums, as a standard deviation."""
     partial = np.abs(total) + np.sqrt(squares)
     small = np.where(np.abs(x) < 2 * unit * partial, x, 0.0)
     if not np.any(small):
@@ -115,7 +115,7 @@ def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Arr
 
 
 def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
-    """Return an array with the axes of a sum as its last, in one, and which they are."""
+    """Return an array with the summed axes merged into its last one, and the numbers of these axes."""
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     rest = _rest(x, axes)
     count = x.size // max(int(np.prod(rest, dtype=np.int64)), 1)
@@ -124,7 +124,7 @@ def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
 
 
 def _blocks(count: int) -> list[int]:
-    """Return where blocks of about 32 terms or more begin, all at even terms, at most 16."""
+    """Return where blocks of about 32 terms or more begin: at most 16 blocks, all beginning at even terms."""
     number = min(16, count // 32)
     return [i * count // number // 2 * 2 for i in range(number)]
 

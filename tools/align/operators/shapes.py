@@ -15,12 +15,12 @@ from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedErro
 
 
 def move(x: Any, function: Callable[[Array], Array], repeats: bool = False) -> Any:
-    """Apply a move to whatever kind of array."""
+    """Apply a move to an array of any kind."""
     return x.moved(function, repeats) if isinstance(x, Approx) else function(plain(x))
 
 
 def ints(values: Any) -> tuple[int, ...]:
-    """Return sizes given one by one or as one list."""
+    """Return sizes that are given one by one or as a list."""
     given: Sequence[Any] = values if is_sequence(values) else [values]
     if len(given) == 1 and is_sequence(given[0]):
         given = given[0]
@@ -65,7 +65,7 @@ def _unflatten(a: Arguments) -> Any:
     exact=True,
 )
 def _transpose(a: Arguments) -> Any:
-    """PyTorch: two dimensions; MindSpore's Transpose: an order."""
+    """Exchange two dimensions (PyTorch), or apply an order of dimensions (MindSpore's Transpose)."""
     given = a.__dict__["order"] or [a.dim0, a.dim1]
     dims = ints(given)
     n = _ndim(a.input)
@@ -171,7 +171,7 @@ def _split(a: Arguments) -> Any:
 
 
 def cut(x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
-    """Return neighbouring ranges of a dimension, of the given sizes."""
+    """Return consecutive ranges of a dimension with the given sizes."""
     rows = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     return [move(x, partial(np.take, indices=r, axis=dim), True) for r in rows]
 
