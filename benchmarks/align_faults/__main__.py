@@ -134,7 +134,7 @@ def _show(report: suite.Report) -> None:
 
 
 def _quiet(what: str, done: int, of: int) -> None:
-    """Show nothing."""
+    """Ignore progress."""
 
 
 if __name__ == "__main__":

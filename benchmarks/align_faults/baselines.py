@@ -1,4 +1,4 @@
-"""What others would say of the same dumps: msprobe 26.2.0 and allclose.
+"""Judge the same dumps by other methods: msprobe 26.2.0 and allclose.
 
 msprobe's rules are those of its ``core/compare``: tensor mode calls an operator wrong if all its inputs have more than
 90 % of elements within a thousandth and an output less than 10 %, and doubtful if the smallest cosine falls by more than
@@ -116,7 +116,7 @@ def not_close(outputs: Pairs) -> bool:
 
 
 def _in_order(reference: Dump, target: Dump) -> Iterator[tuple[str, Call, Pairs, Pairs]]:
-    """Yield the calls of both runs whose tensors are not all equal, in order of their place on a rank."""
+    """Yield the calls whose tensors differ between both runs, in their order on a rank."""
     for step in target.steps:
         ranks = [r.rank for r in target.at(step)]
         lists = [list(target.ranks[step, rank].calls.items()) for rank in ranks]
@@ -156,7 +156,7 @@ METHODS = (
 def judged(reference: Dump, target: Dump) -> dict[str, str | None]:
     """Return for each of :data:`METHODS` the call that it names first; None: it finds nothing.
 
-    End to end names no call: an empty text says that it fails.
+    The end-to-end method names no call: an empty text says that the comparison fails.
     """
     found: dict[str, str | None] = dict.fromkeys(METHODS)
     for key, call, inputs, outputs in _in_order(reference, target):

@@ -1,7 +1,7 @@
-"""Many logical ranks in one process: operators with a tape, real collectives, every call recorded as a dump has it.
+"""Run many logical ranks in one process, with a tape and real collectives, and record every call as a dump does.
 
-All ranks of a stage run an operator at a time. A :class:`Planted` perturbs one call; everything after it goes on with what
-that call gave, as in a run.
+All ranks of a stage run an operator at the same time. A :class:`Planted` perturbs one call; everything after it
+continues with that call's result, as in a real run.
 """
 
 from collections import Counter
@@ -81,12 +81,12 @@ class Planted:
 
     Attributes:
         site: Which call.
-        rank: On which rank; of a collective the rank whose part is changed, None: all.
+        rank: On which rank; for a collective the rank whose contribution is changed, None: all.
         stage: ``given`` (arguments, as recorded), ``hidden`` (arguments that the kernel reads), ``settings``,
-            ``hidden settings``, ``numerics``, ``result``, ``skip``, ``exchange`` (of a collective: from the parts of
-            all ranks to what they receive), ``send`` (a rank's part).
+            ``hidden settings``, ``numerics``, ``result``, ``skip``, ``exchange`` (of a collective: from all ranks'
+            contributions to what they receive), ``send`` (a rank's contribution).
         change: The perturbation.
-        done: Filled by the run: arguments, settings and results, right and wrong.
+        done: Right and wrong arguments, settings and results, which the run fills in.
     """
 
     site: Site
@@ -111,10 +111,10 @@ class _Entry:
 
 
 class Engine:
-    """Runs operators on logical ranks and records them.
+    """An engine that runs operators on logical ranks and records them.
 
     Args:
-        numerics: How values are computed.
+        numerics: Types and orders of summation.
         planted: The fault; None: a right run.
         seed: Of what a fault draws.
     """
@@ -132,10 +132,10 @@ class Engine:
         self.weights: dict[str, Tensor] = {}
         """Weights of the step."""
         self.earlier: dict[str, dict[int, Array]] = {}
-        """Weights of the step before."""
+        """Weights of the previous step."""
         self.applied = False
         self.said: tuple[str, TensorLayout] | None = None
-        """What the next operators work on (``weight NAME``, ``choice NAME``), and how it lies over the ranks."""
+        """What the next operators work on (``weight NAME``, ``choice NAME``), and how it is sharded over the ranks."""
 
     def before(self, weight: Array, rank: int) -> Array:
         """Return a weight as it was before the last update."""
@@ -165,12 +165,12 @@ class Engine:
     # ------------------------------------------------------------------ operators
 
     def op(self, name: str, *inputs: Tensor, dtype: str | None = None, **settings: Any) -> Any:
-        """Run an operator on all ranks of its first input; return its outputs, one alone.
+        """Run an operator on all ranks of its first input; return its outputs, a single one without a list.
 
         Args:
             name: As in :data:`KERNELS`.
             inputs: Tensors.
-            dtype: Of floating-point results; that of the program by default.
+            dtype: Type of floating-point results; that of the program by default.
             settings: Other arguments.
         """
         ranks = inputs[0].ranks
@@ -215,7 +215,7 @@ class Engine:
         settings: dict[str, Any],
         kind: str,
     ) -> tuple[list[Array], list[Array]]:
-        """Return what a call gives and what it was given."""
+        """Return the results of a call and the arguments that it was given."""
         kernel, numerics = KERNELS[name], self.numerics
         right, shown, used, original = ins, settings, settings, dict(settings)
         hit = self._hit(rank, key)
@@ -469,5 +469,5 @@ class Engine:
     def remember(
         self, inputs: list[Tensor], outputs: list[Tensor], back: Callable[[], None]
     ) -> None:
-        """Put on the tape how gradients go back through what was no operator."""
+        """Record on the tape how gradients flow back through a step that is no operator."""
         self.tape.append(_Entry("", inputs, outputs, {}, {}, self.tag, back))

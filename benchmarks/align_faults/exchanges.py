@@ -1,4 +1,4 @@
-"""What each rank of a group receives from a collective, given what all of them send."""
+"""Compute what each rank of a group receives from a collective, given what all ranks send."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ Settings = list[dict[str, Any]]
 
 
 def _total(parts: Sequence[Array], n: Numerics, dtype: str) -> Array:
-    """Add up in the tensor's type, in a ring's order or from the end."""
+    """Return the sum in the tensor's type, in a ring's order or from the end."""
     ordered = list(parts)[::-1] if n.order == "reversed" else list(parts)
     if n.order == "wide":
         return rounded(np.sum([p.astype(np.float64) for p in ordered], 0).astype(np.float32), dtype)
@@ -23,23 +23,23 @@ def _total(parts: Sequence[Array], n: Numerics, dtype: str) -> Array:
 
 
 def all_reduce(parts: Shards, given: Settings, n: Numerics, dtype: str) -> Shards:
-    """Sum, to all."""
+    """Give the sum to all ranks."""
     total = _total(parts, n, dtype)
     return [total.copy() for _ in parts]
 
 
 def all_gather(parts: Shards, given: Settings, n: Numerics, dtype: str) -> Shards:
-    """Rows of all, to all."""
+    """Give the rows of all ranks to all ranks."""
     return [np.concatenate(parts, 0) for _ in parts]
 
 
 def reduce_scatter(parts: Shards, given: Settings, n: Numerics, dtype: str) -> Shards:
-    """Rows of the sum."""
+    """Give each rank its rows of the sum."""
     return [x.copy() for x in np.split(_total(parts, n, dtype), len(parts), 0)]
 
 
 def all_to_all(parts: Shards, given: Settings, n: Numerics, dtype: str) -> Shards:
-    """Rows by where they go."""
+    """Give each rank the rows that are addressed to it."""
     cut = [
         np.split(p, np.cumsum(g["input_split_sizes"])[:-1])
         for p, g in zip(parts, given, strict=True)
@@ -54,4 +54,4 @@ EXCHANGES: Mapping[str, Exchange] = {
     "reduce_scatter_tensor": reduce_scatter,
     "all_to_all_single": all_to_all,
 }
-"""What ranks receive, by the name of the collective."""
+"""Function that computes what ranks receive, by the name of the collective."""

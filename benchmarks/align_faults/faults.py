@@ -1,4 +1,4 @@
-"""The faults: each class says where it may be planted, how it perturbs one call, and what it is called.
+"""Define the classes of faults: where one may be planted, how it perturbs a call, and what a tool may call it.
 
 A class is a row of :data:`CLASSES`. ``pick`` chooses among the sites of a right run; ``change`` is a
 :class:`~benchmarks.align_faults.engine.Planted`'s. Nothing here knows how a tool would find it.
@@ -81,7 +81,7 @@ SUMS = {"all_reduce", "reduce_scatter_tensor"}
 
 
 def forward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pick:
-    """Forward calls of some operators with a floating-point result of a size."""
+    """Pick forward calls of some operators with a floating-point result of at least some size."""
     return lambda s: (
         not s.is_backward
         and s.phase == "forward"
@@ -94,7 +94,7 @@ def forward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pick
 
 
 def backward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pick:
-    """Backward calls of some operators."""
+    """Pick backward calls of some operators."""
     return lambda s: (
         s.is_backward
         and (s.op in ops if ops else s.op in COMPUTES)
@@ -106,7 +106,7 @@ def backward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pic
 def collective(
     ops: set[str], phases: tuple[str, ...] = ("forward", "backward", "reduction"), least: int = 8
 ) -> Pick:
-    """Collectives over more than one rank."""
+    """Pick collectives over more than one rank."""
     return lambda s: (
         s.name.startswith("Distributed.")
         and s.op in ops
@@ -118,7 +118,7 @@ def collective(
 
 
 def optimizer(op: str = "AdamW", least: int = 8, step: int | None = None) -> Pick:
-    """Updates."""
+    """Pick the optimizer's updates."""
     return lambda s: (
         s.op == op
         and s.phase == "optimizer"
@@ -128,7 +128,7 @@ def optimizer(op: str = "AdamW", least: int = 8, step: int | None = None) -> Pic
 
 
 def square(pick: Pick) -> Pick:
-    """Of these, square matrices."""
+    """Pick only those sites that have square matrices."""
     return lambda s: pick(s) and len(s.shape) >= 2 and s.shape[-1] == s.shape[-2]
 
 
@@ -218,12 +218,12 @@ def exchange(function: Callable[..., list[Array]]) -> Any:
 
 
 def rms(x: Array) -> float:
-    """Return the size of values."""
+    """Return the root mean square of values."""
     return float(np.sqrt(np.mean(np.square(x[np.isfinite(x)], dtype=np.float64)))) or 1.0
 
 
 def at_one(x: Array, rng: np.random.Generator, function: Callable[[float], float]) -> Array:
-    """Perturb one element of at least usual size."""
+    """Perturb one element that is not smaller than usual."""
     flat = x.copy().reshape(-1)
     large = np.flatnonzero(np.abs(flat) >= 0.5 * rms(flat))
     i = int(rng.choice(large)) if len(large) else 0
@@ -232,7 +232,7 @@ def at_one(x: Array, rng: np.random.Generator, function: Callable[[float], float
 
 
 def roll(x: Array, rng: np.random.Generator, axis: int = 0) -> Array:
-    """Move rows by at least one place."""
+    """Shift rows by at least one position."""
     return np.roll(x, int(rng.integers(1, x.shape[axis])), axis)
 
 
@@ -245,7 +245,7 @@ def swap(x: Array, rng: np.random.Generator, axis: int = 0) -> Array:
 
 
 def copy_row(x: Array, rng: np.random.Generator) -> Array:
-    """Put a row in another's place."""
+    """Overwrite one row with another."""
     i, j = rng.choice(len(x), 2, replace=False)
     y = x.copy()
     y[i] = x[j]
@@ -253,7 +253,7 @@ def copy_row(x: Array, rng: np.random.Generator) -> Array:
 
 
 def zero_rows(x: Array, rng: np.random.Generator) -> Array:
-    """Put zeros in some rows."""
+    """Set some rows to zero."""
     y = x.copy()
     y[rng.choice(len(x), max(1, len(x) // 4), replace=False)] = 0
     return y
@@ -270,7 +270,7 @@ def flip_bit(x: Array, rng: np.random.Generator, bits: Sequence[int]) -> Array:
 
 
 def other(x: Array, ins: list[Array], engine: Engine, rank: int, rng: np.random.Generator) -> Array:
-    """Return another tensor of the same shape that the rank has made; where it has made none, its own, moved by one."""
+    """Return another tensor of this shape that the rank has computed, or, if there is none, its own shifted by one."""
     found = [
         y for y in engine.past.get((rank, x.shape), []) if not np.array_equal(x, y) and rms(y) > 0
     ]
@@ -282,20 +282,20 @@ def other(x: Array, ins: list[Array], engine: Engine, rank: int, rng: np.random.
 
 
 def both(a: Pick, b: Pick) -> Pick:
-    """Sites of both."""
+    """Pick sites that both conditions pick."""
     return lambda s: a(s) and b(s)
 
 
 def rows(least: int) -> Pick:
-    """At least so many rows."""
+    """Pick sites with at least this many rows."""
     return lambda s: len(s.shape) > 0 and s.shape[0] >= least
 
 
 def wide(site: Site) -> bool:
-    """At least two dimensions with two rows."""
+    """Pick sites whose first two dimensions are at least 2."""
     return len(site.shape) >= 2 and site.shape[0] >= 2 and site.shape[1] >= 2
 
 
 def narrowed(numerics: Numerics, dtype: str) -> Numerics:
-    """Return numerics that add up in a narrow type."""
+    """Return numerics whose sums are rounded to a narrow type."""
     return replace(numerics, accumulator=dtype)

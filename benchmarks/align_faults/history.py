@@ -1,4 +1,4 @@
-"""Silent bugs that were real, made again; from the issues and pull requests that are named."""
+"""Reproduce real silent bugs from the named issues and pull requests."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,13 @@ from benchmarks.align_faults.kernels import Array, rounded
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug of history.
+    """A real bug from the past.
 
     Attributes:
         source: Where it was reported.
         said: What was wrong.
-        fault: How it is made again.
-        layout: In which layout.
+        fault: The fault that reproduces it.
+        layout: Layout in which it is reproduced.
         dtype: Of the program.
         quiet: The loss of the step does not change.
     """
@@ -54,7 +54,7 @@ def _norms(site: Site) -> bool:
 def _no_experts(
     x: Array, ins: list[Array], engine: Any, rank: int, rng: np.random.Generator
 ) -> Array:
-    """Leave the experts out of the norms: they are those of the weights w1 and w2."""
+    """Leave the gradients of the experts' weights, w1 and w2, out of the norms."""
     names = [n for n, w in engine.weights.items() if rank in w.values]
     return np.where([n.endswith(("w1", "w2")) for n in names], 0, x).astype(x.dtype)
 
@@ -64,14 +64,14 @@ def _mixed_tokens(got: list[Array], parts: list[Array], rng: Any, info: Any) -> 
 
 
 def _twice(parts: list[Array], engine: Any, group: list[int]) -> list[Array]:
-    """Every second row that a rank sends is the one before."""
+    """Replace every second row that a rank sends by the row before it."""
     sent = parts[0].copy()
     sent[1::2] = sent[: 2 * (len(sent) // 2) : 2]
     return [sent, *parts[1:]]
 
 
 def _off_by_one(y: Array, rng: Any) -> Array:
-    """One unit in the last place of bfloat16 in the last rows."""
+    """Change the last rows by one unit in the last place of bfloat16."""
     z = y.copy()
     bits = z[-1:].view(np.uint32)
     bits += np.uint32(1 << 16)

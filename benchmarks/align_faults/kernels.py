@@ -1,4 +1,4 @@
-"""What the benchmark's programs compute: operators forward and backward, in emulated types and orders of summation.
+"""Compute the benchmark's operators forward and backward, in emulated types and orders of summation.
 
 Arrays are float32 (or float64 for the oracle); a result is rounded to the program's type when an operator ends. Nothing
 here is shared with the formulas that judge.
@@ -470,4 +470,4 @@ KERNELS: dict[str, Kernel] = {
     "Torch.reciprocal": Kernel(lambda i, s, n: [1 / i[0]]),
     "Optimizer.AdamW": Kernel(_adamw),
 }
-"""By the name that a dump of torch would give."""
+"""Operators by the name that a dump of torch would give them."""

@@ -1,4 +1,4 @@
-"""Layouts of the benchmark: which logical rank does what."""
+"""Define the benchmark's layouts: which logical rank computes what."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankLayout:
-    """How a model lies over logical ranks; rank = ((stage dp + data) cp + context) tp + tensor.
+    """How a model is split over logical ranks; rank = ((stage dp + data) cp + context) tp + tensor.
 
     Attributes:
         name: As in tables.
         dp: Data parallel replicas.
-        cp: Pieces of a sequence.
-        tp: Pieces of weights.
+        cp: Shards of a sequence.
+        tp: Shards of weights.
         pp: Stages.
-        chunks: Pieces of the model on a stage (VPP).
-        sp: Whether norms and router see a piece of the sequence on each rank of ``tp``.
+        chunks: Chunks of the model on a stage (VPP).
+        sp: Whether norms and router see one shard of the sequence on each rank of ``tp``.
         ep: Ranks of ``dp`` and ``cp`` that share the experts; with ``extend`` also those of ``tp``.
-        extend: TP-extend-EP: experts lie whole on the ranks of ``tp``, too.
-        zero: Optimizer states are cut over ``dp`` and ``cp``.
+        extend: TP-extend-EP: the ranks of ``tp`` hold whole experts, too.
+        zero: Optimizer states are sharded over ``dp`` and ``cp``.
         micro: Micro-batches of a step.
     """
 
@@ -82,7 +82,7 @@ class RankLayout:
         return self.groups(stage, self.expert_place)
 
     def expert_place(self, rank: int) -> object:
-        """Return which experts a rank has: its index in its group, and its piece of them."""
+        """Return which experts a rank has: its index in its group, and its shard of them."""
         index, t = divmod(rank % self.stage_size, self.tp)
         if self.extend:
             return (rank % self.stage_size) % (self.ep * self.tp), 0
@@ -130,4 +130,4 @@ LAYOUTS = {
         RankLayout("dp8 ep4 zero", dp=8, ep=4, zero=True),
     )
 }
-"""By name."""
+"""Layouts by name."""

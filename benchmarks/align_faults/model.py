@@ -49,7 +49,7 @@ class Model:
         return x[:, :-1], x[:, 1:]
 
     def _local(self, x: Array, stage: int) -> Tensor:
-        """Cut ``(dp, sequence)`` to the ranks of a stage by data and context."""
+        """Divide ``(dp, sequence)`` over the ranks of a stage by data and context."""
         lay = self.layout
         return Tensor(
             {
@@ -60,7 +60,7 @@ class Model:
         )
 
     def _shard(self, x: Tensor) -> Tensor:
-        """Cut rows over the ranks of ``tp`` where the layout does."""
+        """Divide rows over the ranks of ``tp`` if the layout does."""
         lay = self.layout
         if not lay.sp or lay.tp == 1:
             return x
@@ -96,14 +96,14 @@ class Model:
         return e.op("Torch.mul", loss, other=scale)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm."""
+        """Apply RMSNorm."""
         s = self.shape
         return self.engine.op(
             "Functional.rms_norm", x, self.weights[name].model, shape=[s.hidden], eps=s.eps
         )
 
     def layer(self, x: Tensor, i: int, stage: int) -> Tensor:
-        """Attention and experts, each with a norm before and a sum after."""
+        """Apply attention and experts, each with a norm before and a sum after it."""
         e, p = self.engine, f"layers.{i}."
         e.tag = "attention"
         x = e.op("Torch.add", x, self.attention(self.norm(x, p + "norm1"), p, stage))
@@ -115,7 +115,7 @@ class Model:
         return e.op("Torch.add", x, y)
 
     def attention(self, h: Tensor, p: str, stage: int) -> Tensor:
-        """Causal attention with rotary positions; keys of a context group are gathered."""
+        """Apply causal attention with rotary positions; the keys of a context group are gathered."""
         e, s, lay, w = self.engine, self.shape, self.layout, self.weights
         h = self.ranks.enter(h, stage)
         n, dim, rows = s.heads // lay.tp, s.hidden // s.heads, s.sequence // lay.cp
@@ -141,7 +141,7 @@ class Model:
         return self.ranks.leave(e.op("Functional.linear", y, w[p + "o"].model), stage)
 
     def rotate(self, x: Tensor, dim: int, local: bool, stage: int) -> Tensor:
-        """Rotary positions."""
+        """Apply rotary positions."""
         e, s, lay = self.engine, self.shape, self.layout
         rate = 1e4 ** (-np.arange(0, dim, 2) / dim)
         cos, sin = {}, {}
@@ -159,7 +159,7 @@ class Model:
         return e.op("Torch.add", e.op("Torch.mul", x, c), e.op("Torch.mul", turned, n))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keep: dict[int, Array], dim: int) -> Tensor:
-        """Softmax attention."""
+        """Apply softmax attention."""
         e, scale = self.engine, dim**-0.5
         if self.shape.fused:
             name = "Functional.scaled_dot_product_attention"
@@ -171,7 +171,7 @@ class Model:
         return e.op("Torch.matmul", e.op("Functional.softmax", score, dim=-1), v)
 
     def swiglu(self, x: Tensor) -> Tensor:
-        """``silu(first half) * second half``."""
+        """Return ``silu(first half) * second half``."""
         e = self.engine
         if self.shape.fused:
             return e.op("NPU.npu_swiglu", x, dim=-1)
@@ -179,7 +179,7 @@ class Model:
         return e.op("Torch.mul", e.op("Functional.silu", gate), up)
 
     def mlp(self, h: Tensor, p: str) -> Tensor:
-        """The expert that sees every token; terms of the ranks of ``tp``."""
+        """Apply the expert that sees every token; return the terms of the ranks of ``tp``."""
         e, w = self.engine, self.weights
         y = self.swiglu(e.op("Functional.linear", h, w[p + "gate_up"].model))
         return e.op("Functional.linear", y, w[p + "down"].model)
@@ -200,7 +200,7 @@ class Model:
         return e.op("Tensor.to", probs, dtype=self.numerics.dtype), index
 
     def experts(self, h: Tensor, shared: Tensor, p: str, stage: int) -> Tensor:
-        """Routed experts and the sum with the shared one."""
+        """Apply the routed experts and add the shared one."""
         e, s, lay, w = self.engine, self.shape, self.layout, self.weights
         probs, index = self.route(h, p)
         e.tag = "experts"
@@ -230,7 +230,7 @@ class Model:
         stage: int,
         members: int,
     ) -> Tensor:
-        """Experts of other ranks: tokens go there and come back."""
+        """Apply experts of other ranks: tokens go there and come back."""
         e, s, groups = self.engine, self.shape, self.layout.experts(stage)
         each = s.experts // members
         sizes = {

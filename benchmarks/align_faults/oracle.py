@@ -1,8 +1,8 @@
-"""What a fault did, told by who planted it: whether it can be seen, and on which ranks.
+"""Decide, knowing the planted fault, whether it can be seen and on which ranks.
 
 The bound is not the tool's: an operator is run in float64, and some times in the program's type with operands that are
-off by one rounding and sums in other orders. What right programs spread is the noise; a fault can be seen where it moves
-an element by more than :data:`FACTOR` times the noise there.
+off by one rounding and sums in other orders. The spread of these right programs is the noise; a fault can be seen
+where it moves an element by more than :data:`FACTOR` times the noise there.
 """
 
 from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ def _differs(found: Array, exact: Array, spread: Array | None) -> bool:
 
 
 def _of_exchange(planted: Planted, rng: np.random.Generator) -> list[int]:
-    """Return the ranks that received something else than right programs give."""
+    """Return the ranks that received something other than right programs give."""
     done, site = planted.done, planted.site
     if site.op == "recv":
         return _differing(done["parts"], done["outs"], site.ranks, True)

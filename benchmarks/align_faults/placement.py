@@ -1,4 +1,4 @@
-"""How the tensors of a program lie over its ranks, as a dump says it: for comparisons across layouts."""
+"""Describe how a program's tensors are sharded over its ranks, as a dump does, to compare across layouts."""
 
 from collections.abc import Sequence
 
@@ -24,15 +24,15 @@ def weight_layout(
     halves: bool,
     cut: bool,
 ) -> Spread:
-    """Return how a weight, its gradient and its moments lie over the ranks of its stage.
+    """Return how a weight, its gradient and its moments are sharded over the ranks of its stage.
 
     Args:
         layout: Of the program.
-        shape: Of the piece that a rank computes with; a stack of experts has three dimensions.
-        groups: Ranks that hold the same.
-        tensor: The dimension that ranks of ``tp`` cut.
-        halves: That dimension holds two things (gate and up), each of them cut.
-        cut: Rows are cut once more over the ranks that hold the same (ZeRO).
+        shape: Of the shard that a rank computes with; a stack of experts has three dimensions.
+        groups: Ranks that hold the same shard.
+        tensor: The dimension that is sharded over ``tp``.
+        halves: Whether that dimension holds two things (gate and up), each of them sharded.
+        cut: Whether rows are sharded once more over the ranks that hold the same (ZeRO).
     """
     experts, tp = len(shape) == 3, layout.tp
     dims: list[tuple[str, ...]] = [() for _ in shape]
@@ -53,13 +53,13 @@ def weight_layout(
 
 
 def _halves(size: int, pieces: int) -> tuple[tuple[int, ...], ...]:
-    """Return the indices of each piece where both halves of a dimension are cut."""
+    """Return the indices of each shard where both halves of a dimension are sharded."""
     halves: list[list[Array]] = [np.split(h, pieces) for h in np.split(np.arange(size), 2)]
     return tuple(tuple(int(i) for h in halves for i in h[p]) for p in range(pieces))
 
 
 def chosen_layout(layout: RankLayout, ranks: Sequence[int]) -> Spread:
-    """Return how the rows of routing lie over the ranks of a stage and the micro-batches of a step."""
+    """Return how the rows of routing are divided over the ranks of a stage and the micro-batches of a step."""
     rows = ("micro", *AXES[:2], *(("tensor",) if layout.sp else ()))
     mesh = (layout.micro, *_mesh(layout))
     return Spread(mesh, ("micro", *AXES), tuple(ranks), (rows, ()), calls="micro")

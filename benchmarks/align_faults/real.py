@@ -1,8 +1,8 @@
-"""Faults in the real MindSpore model: a training step's own graph, in which one operator lies.
+"""Plant faults in the real MindSpore model: one operator of a training step's own graph gives a wrong result.
 
 The step of a recipe is compiled once and gets its taps (``capture/mindspore.py``). A fault is then put *between* an
-operator and its taps, so the dump shows the right operator, its right inputs and settings, and a wrong result: what a
-wrong kernel leaves. What the graph itself says wrong (data, a weight, an operator too few) is changed before.
+operator and its taps, so that the dump shows the right operator with its right inputs and settings, and a wrong result,
+as a wrong kernel would. Faults of the graph itself (data, a weight, a missing operator) are made before the step runs.
 """
 
 import fnmatch
@@ -60,12 +60,12 @@ class Value:
         )
 
     def rolled(self, axis: int = 0) -> "Value":
-        """Return rows moved by one place."""
+        """Return rows shifted by one position."""
         n = self.shape[axis]
         return self.taken([(i - 1) % n for i in range(n)], axis)
 
     def reshaped(self, *shape: int) -> "Value":
-        """Return the same numbers in another shape."""
+        """Return the same values in another shape."""
         return self._made("Reshape", [self.name, self.graph.editor.constant(shape)], shape)
 
     def transposed(self) -> "Value":
@@ -118,7 +118,7 @@ Edit = Callable[[Value], Value]
 
 @dataclass(frozen=True)
 class Lie:
-    """A fault of one operator.
+    """A fault that makes one operator's result wrong.
 
     Attributes:
         name: Of the fault.
@@ -127,9 +127,9 @@ class Lie:
         key: Pattern of the key in the dump, where it is not the operator's name.
         result: Which output is wrong; None: none directly.
         argument: Which input the operator reads wrong; None: none.
-        edit: What becomes of that tensor.
-        settings: Attributes of the primitive that are others.
-        exchanged: Two inputs that the operator takes for each other.
+        edit: Function that changes that tensor.
+        settings: Attributes of the primitive that are changed.
+        exchanged: Two inputs that the operator confuses with each other.
     """
 
     name: str
@@ -144,11 +144,11 @@ class Lie:
 
 
 def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
-    """Return a tapped graph in which one operator lies, and (a pattern of) its key in a dump.
+    """Return a tapped graph in which one operator gives a wrong result, and (a pattern of) its key in a dump.
 
     Args:
         content: Serialised graph with taps.
-        lie: The fault; of several operators that fit the first lies.
+        lie: The fault; of several operators that fit, the first gets it.
 
     Raises:
         LookupError: No operator fits.
@@ -166,7 +166,7 @@ def lying(content: bytes, lie: Lie) -> tuple[bytes, str]:
 
 
 def _name(model: Any, node: Any) -> str:
-    """Return the name of an operator's calls in a dump; empty of what is none."""
+    """Return the name of an operator's calls in a dump; empty for a node that is no operator."""
     from telechat_moe.tools.align.capture.ms_tap_plan import cell_of, kind_of
 
     primitive = model.primitive(node)
@@ -253,7 +253,7 @@ def _set(model: Any, node: Any, settings: dict[str, Any]) -> None:
 
 
 class _Watched:
-    """A training step in the trainer that keeps what it is given."""
+    """A training step in the trainer that keeps its inputs."""
 
     accumulate = None
 
@@ -302,7 +302,7 @@ class RealStep:
         between: Callable[[int, dict[str, Any]], None] = lambda step, weights: None,
         inputs: Callable[[int, list[Any]], list[Any]] = lambda step, given: given,
     ) -> tuple[Dump, str]:
-        """Run the steps from the first weights; return the dump, and the key of the operator that lies.
+        """Run the steps from the first weights; return the dump, and the key of the operator with the wrong result.
 
         Args:
             lie: The fault; None: a right run.

@@ -1,4 +1,4 @@
-"""The faults that are planted in the real MindSpore step: one operator of it lies, or is given something else."""
+"""Define the faults of the real MindSpore step: one operator gives a wrong result, or the step gets wrong inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ DENSE, MOE = "Primitive.*.layers.0.", "Primitive.*.layers.1."
 
 
 def _off(row: int, column: int, by: float, right: float) -> Callable[[Value], Value]:
-    """Perturb one element: times a number there, times another elsewhere."""
+    """Multiply one element by a number, and all others by another."""
 
     def edit(x: Value) -> Value:
         factor = np.full(x.shape, right, np.float32)
@@ -32,7 +32,7 @@ def _without(rows: list[int]) -> Callable[[Value], Value]:
 
 
 def _again(x: Value) -> Value:
-    """Row 1 in the place of row 0."""
+    """Overwrite row 0 with row 1."""
     return x.taken([1, *range(1, x.shape[0])])
 
 
@@ -67,17 +67,17 @@ LIES = (
 
 @dataclass(frozen=True)
 class Given:
-    """A fault of what the step is given.
+    """A fault in the step's inputs or weights.
 
     Attributes:
         name: Of the fault.
         families: What it may rightly be called.
         operator: Pattern of the key of the first call that takes it.
         step: In which step.
-        weight: Which weight or moment is another before that step; empty: none.
-        value: From the first and the present value of that weight to what it is.
-        place: Which input of the step is another; negative: none.
-        data: From the right input to what it is.
+        weight: Which weight or moment is wrong before that step; empty: none.
+        value: Function of the weight's first and present value that returns the wrong one.
+        place: Number of the step's wrong input; negative: none.
+        data: Function of the right input that returns the wrong one.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Given:
 
 
 def _flipped(first: Array, now: Array) -> Array:
-    """One bit of one element: an exponent's."""
+    """Flip one bit of one element's exponent."""
     bits = now.reshape(-1).view(np.uint32)
     bits[7] ^= np.uint32(1 << 25)
     return now

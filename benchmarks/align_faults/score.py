@@ -1,4 +1,4 @@
-"""Plant faults, run the tool, count."""
+"""Plant faults, run the tool on them, and count what it finds."""
 
 import tempfile
 import time
@@ -83,7 +83,7 @@ def run(base: Base, planted: Planted | None = None, seed: int = 0) -> Engine:
 
 @lru_cache(maxsize=2)
 def right(base: Base) -> tuple[Dump, Known]:
-    """Return the dump of a right run, and what comparisons with it share."""
+    """Return the dump of a right run, and the data that all comparisons with it share."""
     return run(base).dump(), Known()
 
 
@@ -95,15 +95,15 @@ def sites_of(base: Base) -> tuple[Site, ...]:
 
 @dataclass
 class Result:
-    """What became of one fault.
+    """The outcome of one planted fault.
 
     Attributes:
         name: Class.
         area: Of the class.
         base: Run that it was planted in.
-        key: Call.
+        key: Key of the call.
         phase: Of the call.
-        ranks: On which it can be seen; none: it cannot.
+        ranks: Ranks on which it can be seen; none: it cannot be seen.
         detected: The tool found the run wrong.
         exact: It named call, phase and ranks.
         family: It named the kind.
@@ -130,7 +130,7 @@ class Result:
 
 @dataclass
 class Stopped:
-    """A fault that stops its program: shapes or indices no longer fit, so nobody has to find it.
+    """A fault that stops its program because shapes or indices no longer fit, so that no tool has to find it.
 
     Attributes:
         name: Class.
@@ -159,7 +159,7 @@ def bases(fault: Fault, layouts: Sequence[str], number: int) -> Iterator[Base]:
 
 
 def plant(fault: Fault, layouts: Sequence[str], number: int) -> tuple[Base, Planted] | None:
-    """Return a run and a perturbation of it; None where no layout has a place for it."""
+    """Return a run and a perturbation of it; None where no layout has a site for it."""
     for base in bases(fault, layouts, number):
         able = [s for s in sites_of(base) if fault.pick(s)]
         if able:
@@ -170,10 +170,10 @@ def plant(fault: Fault, layouts: Sequence[str], number: int) -> tuple[Base, Plan
 
 
 def try_fault(fault: Fault, base: Base, planted: Planted, seed: int = 0) -> Result | Stopped:
-    """Run with a fault, and let the tool and the others judge.
+    """Run with a fault, and let the tool and the other methods judge it.
 
     Raises:
-        RuntimeError: The run does not come to the site.
+        RuntimeError: The run does not reach the site.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # faults give infinities
@@ -200,7 +200,7 @@ def try_fault(fault: Fault, base: Base, planted: Planted, seed: int = 0) -> Resu
 
 
 def refires(finding: Finding) -> bool:
-    """Return whether the reproducer of a finding, written and read again, says that it is wrong."""
+    """Return whether a finding's reproducer still fails after it was written to a file and read back."""
     with tempfile.TemporaryDirectory() as folder:
         script = reproduce.write(finding, Path(folder))
         return reproduce.check(script.with_name(reproduce.DATA))[1].status == "diverged"

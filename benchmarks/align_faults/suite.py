@@ -1,4 +1,4 @@
-"""The whole benchmark: faults, right pairs, bugs of history, and what became of them."""
+"""Run the whole benchmark: faults, right pairs and real bugs, with the outcome of each."""
 
 import os
 import time
@@ -49,7 +49,7 @@ class Pair:
     """Two right runs that differ.
 
     Attributes:
-        reference: The one that is believed.
+        reference: The run that is taken as right.
         target: The other.
         verdict: Of the tool.
         flips: Tokens whose experts differ.
@@ -71,13 +71,13 @@ class Pair:
 
 @dataclass
 class Report:
-    """What became of it all.
+    """The outcome of the whole benchmark.
 
     Attributes:
         faults: Results by fault.
         pairs: Right pairs.
-        bugs: Bugs of history, each with its result and whether the loss changed.
-        nowhere: Classes for which no layout had a place.
+        bugs: Real bugs, each with its result and whether the loss changed.
+        nowhere: Classes for which no layout had a site.
         stopped: Faults that stopped their programs; not counted among the faults.
         seconds: Wall time.
     """
@@ -244,9 +244,9 @@ def run_suite(
         layouts: Pattern of the names of layouts.
         seed: Another seed, other faults.
         jobs: Processes.
-        history: Also the bugs of history.
-        first: Number of the first fault and of the first pair: a long run in parts.
-        progress: Told what is done, how much, and of how much.
+        history: Whether to reproduce the real bugs, too.
+        first: Number of the first fault and of the first pair, to divide a long run.
+        progress: Called with the activity, how much is done, and the total.
 
     Raises:
         UsageError: No class or layout fits.
@@ -323,7 +323,7 @@ def _faults(
 def pair_of(names: Sequence[str], seed: int, number: int) -> tuple[Base, Base]:
     """Return two right runs that differ in type, order of sums, fusion, layout, or all of them.
 
-    Every fourth pair has two layouts that see the same batch; of each second of these the reference has one device.
+    Every fourth pair has two layouts that see the same batch; in every second of these the reference has one device.
     """
     rng = np.random.default_rng([seed, number, 5])
     layout = names[number % len(names)]
@@ -355,7 +355,7 @@ def _pairs(names: Sequence[str], seed: int, numbers: Iterable[int]) -> list[Pair
 
 
 def judge_pair(reference: Base, target: Base) -> Pair:
-    """Let the tool and, where both have one layout, the others judge two right runs."""
+    """Let the tool judge two right runs, and the other methods too if both have the same layout."""
     same = reference.ranks == target.ranks
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

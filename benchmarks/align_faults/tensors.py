@@ -1,4 +1,4 @@
-"""Tensors on logical ranks, and their records as a reader of dumps gives them."""
+"""Represent tensors on logical ranks, and make the records that a reader of dumps returns."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ class Tensor:
 
     @property
     def ranks(self) -> list[int]:
-        """Ranks that hold it."""
+        """Ranks that hold the tensor."""
         return list(self.values)
 
     @property
@@ -33,12 +33,12 @@ class Tensor:
         return self.dtype in ("float32", "bfloat16", "float16")
 
     def on(self, ranks: Iterable[int]) -> "Tensor":
-        """Return the same on fewer ranks, without history."""
+        """Return the same tensor on fewer ranks, without its history."""
         return Tensor({r: self.values[r] for r in ranks}, self.dtype)
 
 
 def send(tensor: Tensor, rank: int, grad: Array) -> None:
-    """Add a gradient to those that a tensor has; each addition is rounded to its type."""
+    """Add to the tensor's gradient; each sum is rounded to the tensor's type."""
     if rank in tensor.grad:
         tensor.grad[rank] = rounded(tensor.grad[rank] + grad, tensor.dtype)
     else:
@@ -48,7 +48,7 @@ def send(tensor: Tensor, rank: int, grad: Array) -> None:
 def record(
     x: Array, dtype: str, needs: bool | None = None, layout: TensorLayout | None = None
 ) -> TensorRecord:
-    """Return an array as a reader of dumps gives it."""
+    """Return an array as a reader of dumps returns it."""
     return TensorRecord(dtype, x.shape, layout=layout, requires_grad=needs, read=lambda: x)
 
 

@@ -1,4 +1,4 @@
-"""The fault benchmark: its programs are right, its oracle and baselines are what they say, and its bars hold."""
+"""Test the fault benchmark: programs, oracle and baselines are right, and the bars are reached."""
 
 import ast
 import csv
@@ -91,7 +91,7 @@ OPERANDS = {
 
 @pytest.mark.parametrize("name", OPERANDS)
 def test_backward_is_the_derivative(name):
-    """Against central differences in float64."""
+    """Compare gradients with central differences in float64."""
     rng, (shapes, settings) = np.random.default_rng(1), OPERANDS[name]
     ins = []
     for shape in shapes:
@@ -214,7 +214,7 @@ def test_a_fault_touches_one_call():
 
 @pytest.mark.parametrize("number", [3, 7])
 def test_right_runs_of_two_layouts_pass(number):
-    """Where tokens go to other experts, whole tensors are not judged from there on, and counted."""
+    """Test that after tokens go to other experts, whole tensors are not judged and are counted so."""
     pair = suite.judge_pair(*suite.pair_of(["dp2", "tp2 sp"], 0, number))
     assert pair.reference.ranks != pair.target.ranks
     assert (pair.verdict, pair.baselines) == ("pass", {})
@@ -223,13 +223,13 @@ def test_right_runs_of_two_layouts_pass(number):
 
 
 def test_a_flip_in_one_stage_excuses_routers_of_others():
-    """Interleaved stages: a later layer's router comes before the one whose choice came out otherwise."""
+    """Test interleaved stages, where a later layer's router runs before the one that chose otherwise."""
     pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, 371))
     assert (pair.target.layout, pair.flips > 0, pair.verdict) == ("pp2 vpp2", True, "pass")
 
 
 def test_a_fault_shows_in_another_layout_too():
-    """Ranks keep their own gradients; the reference has one device and twice the micro-batches."""
+    """Test ranks that keep their own gradients; the reference has one device and twice the micro-batches."""
     base, planted = plant(CLASSES["gradient not reduced"], ["dp2"], 0)
     unsharded = replace(base, layout="one", micro=2, layers=base.shape.layers)
     outcome = across(run(unsharded).dump(), run(base, planted).dump())
@@ -276,7 +276,7 @@ def test_dumps_on_disk_are_judged_as_those_in_memory(tmp_path):
 
 
 def test_the_bars_hold_on_a_part():
-    """A part of the long suite, on small layouts; all of it: test_the_whole_benchmark."""
+    """Test some of the long suite on small layouts; `test_the_whole_benchmark` runs all of it."""
     report = suite.run_suite(30, 6, layouts="[dt]p2", seed=7, history=False)
     assert report.failures() == []
     assert report.flips >= suite.FLIPS
@@ -328,7 +328,7 @@ def test_the_command(tmp_path):
 
 
 def test_a_miss_is_counted():
-    """The bars are not a formality: a result that is no detection fails them."""
+    """Test that a fault that is not detected fails the bars."""
     fault = CLASSES["doubled"]
     base, planted = plant(fault, ["one"], 0)
     result = try_fault(fault, base, planted)

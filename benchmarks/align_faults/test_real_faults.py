@@ -1,6 +1,7 @@
-"""Faults in the real MindSpore step, planted under its taps: the first call, its phase and the kind are named.
+"""Test that the first wrong call, its phase and the kind are named for faults in the real MindSpore step.
 
-Three of them here; all with ``pytest -m slow benchmarks/align_faults/test_real_faults.py``, four minutes on two idle cores.
+Three faults run by default; ``pytest -m slow benchmarks/align_faults/test_real_faults.py`` runs all, in four minutes
+on two idle cores.
 """
 
 import fnmatch
@@ -33,7 +34,7 @@ def made(folder, steps):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A step, its right dump, and what comparisons with it share."""
+    """Return a step, its right dump, and the data that comparisons with it share."""
     return made(tmp_path_factory.mktemp("one"), 1)
 
 

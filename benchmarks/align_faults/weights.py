@@ -1,4 +1,4 @@
-"""The weights of the model, drawn whole and cut over the ranks of a layout."""
+"""Draw the model's weights whole, and shard them over the ranks of a layout."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +24,13 @@ class Shape:
         vocab: Tokens known.
         sequence: Tokens of a sequence; a replica has one in a micro-batch.
         dense: Whether the first layer has no experts.
-        fused: Attention, SwiGLU and rotation as one operator each.
+        fused: Whether attention, SwiGLU and rotation are one operator each.
         steps: Steps of training.
         eps: Of norms.
         rate: Of learning.
         decay: Of weights.
         clip: Largest norm of gradients.
-        ties: Experts score nearly the same.
+        ties: Whether experts score nearly the same.
     """
 
     hidden: int = 16
@@ -60,10 +60,10 @@ class Weight:
         model: As operators take it, in the program's type.
         master: As the optimizer keeps it, float32.
         groups: Ranks among which gradients are added.
-        copies: On how many ranks each element lies.
-        tensor: The dimension that ranks of ``tp`` cut.
-        halves: That dimension holds two things (gate and up), each of them cut.
-        sequence: Ranks among which gradients are added because each saw a piece of the sequence.
+        copies: How many ranks hold each element.
+        tensor: The dimension that is sharded over ``tp``.
+        halves: Whether that dimension holds two things (gate and up), each of them sharded.
+        sequence: Ranks among which gradients are added because each saw a shard of the sequence.
         state: Moments of Adam.
     """
 
@@ -79,7 +79,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the piece that a rank computes with."""
+        """Shape of the shard that a rank computes with."""
         return next(iter(self.model.values.values())).shape
 
 

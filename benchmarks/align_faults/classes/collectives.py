@@ -59,7 +59,7 @@ add(
 
 
 def mixed(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Array]:
-    """Parts in another order, on every rank."""
+    """Give every rank the shards in another order."""
     order = np.roll(np.arange(len(parts)), 1)
     return info["make"](
         [parts[i] for i in order],

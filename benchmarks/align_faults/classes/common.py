@@ -1,4 +1,4 @@
-"""What several areas of faults are made of."""
+"""Building blocks that several areas of faults share."""
 
 from typing import Any
 
@@ -15,5 +15,5 @@ GEMM = {"linear", "grouped_matmul", "matmul"}
 
 
 def add(name: str, area: str, families: str, stage: str, pick: Any, draw: Any, **more: Any) -> None:
-    """Register a class whose drawing is an expression, as :func:`faults.fault` does one that is a function."""
+    """Register a class whose perturbation an expression draws; :func:`faults.fault` takes a function instead."""
     fault(name, area, families, stage, pick, **more)(draw)

@@ -33,7 +33,7 @@ def _kept(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Array
 
 
 def all_kept(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Array]:
-    """Every rank keeps its own part."""
+    """Let every rank keep its own gradient."""
     n = len(parts)
     return [
         (p if g.shape == p.shape else np.split(p, n, 0)[i]).copy()
@@ -42,7 +42,7 @@ def all_kept(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Ar
 
 
 def times(factor: Any) -> Any:
-    """The result times a factor, a function of the number of ranks."""
+    """Multiply the result by a factor that depends on the number of ranks."""
 
     def change(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Array]:
         kind = info["x"].dtype
@@ -63,7 +63,7 @@ def _left_out(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[A
 
 
 def other_group(got: list[Array], parts: list[Array], r: Any, info: Any) -> list[Array]:
-    """Reduce over other ranks: outsiders of the same shape, else a part of the group."""
+    """Reduce over other ranks: ranks outside the group with the same shape, else only some of the group."""
     x, group = info["x"], info["group"]
     outside = [k for k in x.values if k not in group and x.values[k].shape == parts[0].shape]
     if outside:

@@ -25,7 +25,7 @@ from benchmarks.align_faults.kernels import (
 
 
 def _of_other_rank(x: Array, ins: list[Array], e: Any, rank: int, r: Any) -> Array:
-    """Return the piece of the weight on another rank."""
+    """Return the weight's shard on another rank."""
     found = [
         v
         for w in e.weights.values()
@@ -39,7 +39,7 @@ def _of_other_rank(x: Array, ins: list[Array], e: Any, rank: int, r: Any) -> Arr
 
 
 def CUT(s: Any) -> bool:  # noqa: N802
-    """Weights that are cut or owned by experts, at first use."""
+    """Pick the first use of weights that are sharded or belong to experts."""
     here = forward({"linear", "grouped_matmul"})(s) and s.step == 0
     return here and s.tag not in ("router", "head")
 
