@@ -1,4 +1,4 @@
-"""The frame of a benchmark's command: errors and exit codes as those of `telechat-moe`."""
+"""Run a benchmark's command with the errors and exit codes of `telechat-moe`."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Every benchmark has a page of one screen, a command, and stays out of the package."""
+"""Test that every benchmark has a page of one screen and a command, and stays out of the package."""
 
 from pathlib import Path
 

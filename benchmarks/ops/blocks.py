@@ -38,7 +38,7 @@ def gemm_rate(threads: int) -> float:
 
 
 def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """Rates of forward, dX and dW against the machine's; GMMAdd against dW and an addition."""
+    """Measure the rates of forward, dX and dW against the machine's, and GMMAdd against dW and an addition."""
     rate = gemm_rate(threads)
     for E, H, F in ((16, 256, 128), (8, 1024, 512)):
         for rows in (64, 128, 512):
@@ -96,7 +96,7 @@ def _loads(E: int, pairs: int, zipf: bool) -> np.ndarray:
 
 
 def moe(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """permute, GMM, SwiGLU, GMM, unpermute, forward and backward."""
+    """Measure permute, grouped matmul, SwiGLU, grouped matmul and unpermute, forward and backward."""
     for E, H, F in ((16, 256, 128),) if quick else ((16, 256, 128), (32, 1024, 512)):
         for zipf in (False, True):
             tell(f"MoE {E} x {H} x {F} {'Zipf' if zipf else 'uniform'}")
@@ -196,7 +196,7 @@ def _moe_torch(
 
 
 def attention(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """Causal attention, forward and backward, key and value widths of MLA."""
+    """Measure causal attention, forward and backward, with MLA's key and value widths."""
     shapes = [
         (4, 512, 8, 96, 64),
         (4, 512, 8, 192, 128),
@@ -267,7 +267,7 @@ def _attention_torch(torch: Any, case: Measurement, peers: Any, arrays: Any, res
 
 
 def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """Cross-entropy from logits, forward and backward."""
+    """Measure cross-entropy from logits, forward and backward."""
     for T, V in ((2048, 4096),) if quick else ((2048, 4096), (2048, 32000)):
         tell(f"cross-entropy {T}x{V}")
         x = _normal(T, V)
@@ -301,7 +301,7 @@ def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement
 
 
 def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """AdamW over 100 tensors, 19 million parameters."""
+    """Measure AdamW on 100 tensors with 19 million parameters."""
     tell("AdamW")
     n, size = 100, 20_000 if quick else 190_000
     groups = [[_normal(size) * s for _ in range(n)] for s in (1, 0.1, 0, 0.1)]

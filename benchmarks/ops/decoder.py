@@ -80,7 +80,7 @@ def _peers(w: dict[str, np.ndarray], threads: int) -> Iterator[tuple[str, Block]
 
 
 def _alone(w: dict[str, np.ndarray]) -> Block:
-    """Return the block of our kernels on NumPy arrays; compiled in the first call."""
+    """Return the block of our kernels on NumPy arrays; the first call compiles it."""
     k: dict[str, Any] = {}
 
     def compile_all() -> None:

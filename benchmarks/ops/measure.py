@@ -25,7 +25,7 @@ MEASURES = {
 
 
 def tell(text: str) -> None:
-    """Say what runs."""
+    """Report which case runs."""
     sys.stderr.write(f"  {text}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks came to: targets reached or not, a table, a page with bars."""
+"""Report the benchmarks' results: targets reached or not, a table, a page with bars."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None of nothing."""
+    """Return the geometric mean; None if there are no values."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 

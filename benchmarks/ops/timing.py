@@ -1,4 +1,4 @@
-"""Timing of peers in turns, and what a case came to."""
+"""Time peers in turn, and hold the result of a case."""
 
 from __future__ import annotations
 

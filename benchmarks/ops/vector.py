@@ -208,7 +208,7 @@ def _node(program: Any) -> Any:
 
 
 def dynamic_cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Iterator[Measurement]:
-    """500 random row counts an operator, everything from the first call on counted."""
+    """Measure 500 random row counts for each operator, from the first call on."""
     rng = np.random.default_rng(1)
     count = 40 if quick else 500
     for name, body, specs, inner in (

@@ -1,4 +1,4 @@
-"""A list of device kernels, and what each of them is for.
+"""Read a list of device kernels, and tell the role of each.
 
 A list is a CSV with the columns ``dur_us, stream, name, grid`` and, where it was measured, ``start_us``.
 Start times give the order within each stream and the measured figures; no prediction reads them.
@@ -26,7 +26,7 @@ ROLES = (
     ("norm_backward", r"(\bln|norm)\w*(_bwd|backward|_grad)|ln_bwd"),
     ("norm", r"layer_?norm|rms_?norm|ln_fwd"),
 )
-"""Role and the pattern of its kernels' names; the first that fits counts. DeepEP, DeepSeek, Megatron and NCCL names."""
+"""Each role with the pattern of its kernels' names (DeepEP, DeepSeek, Megatron, NCCL); the first that fits counts."""
 
 COMMUNICATION = ("layout", "notify", "dispatch", "combine", "exchange", "collective")
 PAYLOAD = ("dispatch", "combine", "exchange", "collective")

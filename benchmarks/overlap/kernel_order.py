@@ -1,4 +1,4 @@
-"""Who waits for whom in a list of kernels, inferred from names and from the order within each stream.
+"""Infer which kernels of a list wait for which, from their names and their order within each stream.
 
 An overlapped step alternates between two micro-batches: attention of one, experts of the other, and so on. Each such
 phase of the main stream hands its result to one transfer on a communication stream (dispatch after attention, combine
@@ -115,7 +115,7 @@ def _stream_order(kernels: Sequence[Kernel]) -> list[list[int]]:
 
 
 def find_phases(main: Sequence[Kernel]) -> list[Phase]:
-    """Cut the main stream into phases by the kernels that tell attention and experts apart."""
+    """Divide the main stream into phases by the kernels that tell attention and experts apart."""
     typical = float(np.mean([k.duration_us for k in main])) if main else 0.0
     phases: list[Phase] = []
     for i, kernel in enumerate(main):
@@ -203,7 +203,7 @@ def _fits(transfer: Transfer, phase: Phase) -> bool:
 
 
 def _produced(phases: Sequence[Phase], groups: Sequence[Sequence[Transfer]]) -> None:
-    """Give each transfer its phase: in order, each stream's first few possibly from before the list."""
+    """Assign each transfer to its phase in order; a stream's first few may belong to phases before the list."""
     best: tuple[int, list[tuple[Transfer, int | None]]] | None = None
     for outside in itertools.product(range(3), repeat=len(groups)):
         cost, taken, pairs = 0, set[int](), list[tuple[Transfer, int | None]]()
@@ -231,7 +231,7 @@ def _produced(phases: Sequence[Phase], groups: Sequence[Sequence[Transfer]]) -> 
 
 
 def _consumed(phases: Sequence[Phase], transfers: Sequence[Transfer]) -> None:
-    """Give each transfer the next phase of its micro-batch: same direction, first come, first served."""
+    """Assign each transfer to the next phase of its micro-batch: same direction, first come, first served."""
     taken: set[int] = set()
 
     def wants(transfer: Transfer, i: int) -> bool:

@@ -1,4 +1,4 @@
-"""When the kernels of a list run: streams simulated event by event, and how much communication is hidden.
+"""Simulate a list's streams event by event: when its kernels run, and how much communication is hidden.
 
 Read: durations, streams, names, grids and the order within each stream. Predicted: every start. A kernel starts when
 its stream is free, what it waits for (`kernel_order`) has ended, the host has launched it, and a multiprocessor is free;
@@ -67,7 +67,9 @@ def predict(
     order = infer_order(kernels)
     try:
         start, chunk = run_streams(kernels, order, launch_us, gap_us, multiprocessors)
-    except BadInputError:  # what was inferred contradicts itself: what is certain is left
+    except (
+        BadInputError
+    ):  # the inferred dependencies contradict each other: keep only the certain ones
         order.only_streams(kernels)
         start, chunk = run_streams(kernels, order, launch_us, gap_us, multiprocessors)
     known = kernel_list.measured_start_us
@@ -83,7 +85,7 @@ def predict(
 
 
 class _Host:
-    """Launches kernels one after the other, and waits where it must know a size."""
+    """The host, which launches kernels one after the other and waits where it needs a size."""
 
     def __init__(self, order: Order, count: int, launch_us: float) -> None:
         self.order, self.launch_us = order, launch_us

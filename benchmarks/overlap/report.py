@@ -1,4 +1,4 @@
-"""A predicted kernel list as a table, a page, a trace and plain data."""
+"""Report a predicted kernel list as a table, a page, a trace and plain data."""
 
 import math
 from pathlib import Path

@@ -60,7 +60,7 @@ def test_deepseek_chunk_and_overlap(deepseek):
     ],
 )
 def test_parts_of_the_list(deepseek, begin_us, end_us):
-    """Layers on their own, also ones that begin and end in the middle: nothing is tuned to the whole list."""
+    """Test single layers, also ones that begin and end in the middle: nothing is tuned to the whole list."""
     starts = deepseek.measured_start_us
     ids = [i for i, s in enumerate(starts) if begin_us <= s < end_us]
     part = KernelList(tuple(deepseek.kernels[i] for i in ids), tuple(starts[i] for i in ids))
@@ -87,7 +87,7 @@ def _rewrite(path, change):
 
 
 def test_starts_are_not_read(deepseek, tmp_path):
-    """Neither without starts, nor with the order across streams destroyed, does the prediction change."""
+    """Test that the prediction is the same without starts and without the order across streams."""
     whole = _starts(predict(deepseek))
 
     def streams_one_after_the_other(rows):

@@ -17,10 +17,10 @@ class MissingError(Exception):
 Fields = Mapping[str, str]
 
 LARGEST = 1e18
-"""No size or speed of a table is larger."""
+"""Upper limit of a table's sizes and speeds."""
 
 MOST = 2**22
-"""No count is larger: of layers, devices, sequences, tokens of a sequence."""
+"""Upper limit of counts: layers, devices, sequences, tokens of a sequence."""
 
 
 class Cells(dict[str, str]):
@@ -57,10 +57,10 @@ def int_of(row: Fields, key: str, default: int | None = None) -> int:
 
 
 def divided(whole: float, part: float, what: str) -> int:
-    """Return how many parts a whole has.
+    """Return the quotient of a division without remainder.
 
     Raises:
-        MissingError: They do not fit.
+        MissingError: There is a remainder, or the divisor is not positive.
     """
     if part <= 0 or whole % part or whole < part:
         raise MissingError(f"{what}: {whole:g} is not a multiple of {part:g}")
@@ -89,7 +89,7 @@ UNREADABLE = (
     ValueError,
     yaml.YAMLError,
 )
-"""What a row's own figures can raise, such as a division by a speed of 0."""
+"""Exceptions that a row's own figures can raise, such as a division by a speed of 0."""
 
 
 def unreadable(what: str, error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Fits a device's constants to published steps, and says how well they hold on groups left out.
+"""Fit a device's constants to published steps, and measure how well they predict groups left out of the fit.
 
 The residual is log(predicted / measured), so that errors count alike at all scales. A row weighs n^-0.35 with n the
-rows of its table: tables of ten rows are heard beside tables of seven hundred. A robust loss keeps single odd runs
+rows of its table, so that tables of ten rows count beside tables of seven hundred. A robust loss keeps single odd runs
 from pulling, and a prior holds constants that few rows determine: to `TYPICAL` where a device sets `prior_weight`.
 """
 
@@ -20,7 +20,7 @@ from telechat_moe.tools.plan.cost.score import MeasuredStep, Scored
 from telechat_moe.tools.plan.cost.step import evaluate_columns
 
 NEVER = {"inter_latency_s"}
-"""No table determines it: the default stays."""
+"""Constants that no table determines, which keep their defaults."""
 
 WITHOUT_FP8 = {"fp8_share"}
 
@@ -37,10 +37,10 @@ TYPICAL = {
     "tensor_exposed": 0.3,
     "step_host_s": 0.01,
 }
-"""What stacks that launch kernel by kernel usually reach: held to where a device sets `prior_weight`."""
+"""Usual values for stacks that launch kernel by kernel; the prior where a device sets `prior_weight`."""
 
 WEAK = 0.02
-"""Weight of staying near the defaults elsewhere."""
+"""Weight of staying near the defaults on all other devices."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Published measurements below a whole step: collectives, dispatch bandwidths, lists of kernels.
+"""Predict published measurements of less than a whole step: collectives, dispatch bandwidths, lists of kernels.
 
 They are predicted beside the steps, in separate figures: they do not count in the error of step times.
 """
@@ -26,7 +26,7 @@ PARTS = ("deepseek_v3_dualpipe_trace", "deepep_bandwidth")
 
 @dataclass(frozen=True, kw_only=True)
 class PartialStep:
-    """One figure that was published, and what is predicted for it."""
+    """One published figure and its prediction."""
 
     table: str
     line: int
@@ -170,7 +170,7 @@ def _ms(summary: Mapping[str, Any], key: str) -> float | None:
 
 
 def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[PartialStep]:
-    """Yield bandwidths of dispatch and combine for large messages: what the link's or the network's share leaves."""
+    """Yield the bandwidths of dispatch and combine for large messages: the reached share of link or network."""
     device = load_device("h800")
     c, one = device.constants, np.array([1.0])
     for place, sizes in (entry.get("v1_normal_GBps") or {}).items():

@@ -88,7 +88,7 @@ def _set(entry: Mapping[str, Any]) -> Iterator[MeasuredStep]:
 
 
 def _variants(row: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    """Yield one row for each measurement that stands in a line."""
+    """Yield one row for each measurement of a line."""
     words = ("v100_ms_b8", "a100_ms_b16", "a100_dp128_b2048")
     if not any(word in row for word in words):
         if "tps_vanilla" in row:

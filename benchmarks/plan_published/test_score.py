@@ -131,7 +131,7 @@ def test_functional_tests_by_their_names_and_defaults():
     assert (plain.layout.dp, plain.layout.etp) == (2, 1)  # eight devices
     moe = {"num-experts": "8", "moe-router-topk": "2", "expert-model-parallel-size": "4"}
     experts = _line("megatron_functional_golden", **GOLDEN, **moe).layout
-    # experts' width is cut like the rest unless the row says otherwise, so that a stage needs 4 x 2 devices
+    # experts' width is sharded like the rest unless the row says otherwise, so that a stage needs 4 x 2 devices
     assert experts
     assert (experts.ep, experts.etp, experts.dp) == (4, 2, 4)
     split = {
@@ -288,7 +288,7 @@ def test_held_out_rows_are_not_seen_by_their_fit():
 
 
 def test_accuracy_of_the_frozen_constants():
-    """Not the held-out figure: guards against a change of the model that forgets to refit."""
+    """Test the error of the fitted rows, not the held-out one, to catch a change of the model without a new fit."""
     rows = checked([r for f in STEPS for r in read_table(f)], "a100")
     scored = list(score(rows, "a100"))
     step = statistics([s.error for s in scored if s.error is not None])

@@ -1,4 +1,4 @@
-"""Rows that cannot be what they say: the figure implies a utilisation that no run of that layout can have."""
+"""Find impossible rows: their figure implies a utilisation that no run of that layout can have."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +54,7 @@ def implausible(architecture: Architecture, layout: Layout, step_s: float, devic
 
 
 def checked(rows: Sequence[score.MeasuredStep], default: str) -> list[score.MeasuredStep]:
-    """Return the rows with a reason on those that cannot be predicted or cannot be what they say."""
+    """Return the rows; those that cannot be predicted or are implausible get a reason."""
     found: list[score.MeasuredStep] = []
     for row in score.checked(rows, default):
         if not row.reason and row.architecture and row.layout and row.step_s is not None:

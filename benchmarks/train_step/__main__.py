@@ -73,7 +73,7 @@ def batches(vocab_size: int, batch: int, length: int) -> Any:
 
 
 class Ours(TrainingStep):
-    """Our step."""
+    """Our training step."""
 
     def __init__(self, folder: Path, recipe: Any, options: list[str]) -> None:
         super().__init__(recipe)
@@ -313,7 +313,7 @@ def compare(recipe_name: str, names: list[str], steps: int) -> dict[str, Any]:
 
 
 def useful_gflop(config: Any) -> float:
-    """Return what training a token needs: active experts, the causal half of attention."""
+    """Return the useful GFLOP to train on one token: active experts, the causal half of attention."""
     from telechat_moe.recipe.arithmetic import flops_per_token
 
     return flops_per_token(config, mtp=False).training / 1e9

@@ -29,7 +29,7 @@ class First(nn.Cell):
         self.cell = cell
 
     def construct(self, *inputs: Tensor) -> Tensor:
-        """Return it."""
+        """Return the first output."""
         return self.cell(*inputs)[0]
 
 
@@ -48,7 +48,7 @@ class Routed(nn.Cell):
 
 
 class Nothing(nn.Cell):
-    """Experts that return their rows."""
+    """Experts that return their rows unchanged."""
 
     def construct(self, x_GRH: Tensor, expert_G: Tensor | None = None) -> Tensor:
         """Return the input."""
