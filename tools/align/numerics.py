@@ -1,4 +1,4 @@
-"""Floating-point types: rounding, spacing, unit roundoff, without the types themselves (NumPy lacks most)."""
+"""Rounding, spacing and unit roundoff of floating-point types, most of which NumPy lacks."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ class Float(NamedTuple):
     """A binary floating-point format.
 
     Attributes:
-        bits: Of the significand, the hidden one included.
+        bits: Bits of the significand, including the hidden one.
         low: Exponent of the smallest normal number.
         high: Exponent of the largest number.
         largest: Largest finite number.
@@ -65,7 +65,7 @@ def spacing(x: Array, dtype: str) -> Array:
 def round_to(x: Array, dtype: str) -> Array:
     """Return float64 values rounded to the nearest number of a type, ties to even, as float64.
 
-    Beyond the largest number: infinity (float8_e4m3, which has none: NaN).
+    Values beyond the largest number become infinity, or NaN in float8_e4m3, which has no infinity.
     """
     x = np.asarray(x, np.float64)
     if dtype == "float64":

@@ -150,7 +150,7 @@ def _made(
 
 
 def _header(file: Path) -> tuple[Path, dict[str, Any], int]:
-    """Return the data file of a safetensors file, its header, and the position where its data begins."""
+    """Return a safetensors file, its header, and the position where its data begins."""
     try:
         with file.open("rb") as f:
             length = int.from_bytes(f.read(8), "little")

@@ -49,7 +49,7 @@ class Pinned:
 
     @property
     def active(self) -> bool:
-        """See the class."""
+        """Whether differences may follow from legal flips."""
         return self._mixed or bool(self._tokens)
 
     def enter(self, number: int, call: Call) -> None:

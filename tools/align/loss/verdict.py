@@ -44,7 +44,7 @@ class Report:
     Attributes:
         verdict: pass, diverged or not judged.
         sentence: The verdict for a person.
-        reasons: Why not judged; empty otherwise.
+        reasons: Why it was not judged; empty if it was.
         findings: What noise does not explain, the earliest first.
         gate: The published standard's answer; None if no step can be compared.
         bias: Mean difference, its error, interval and test; None where noise could not be estimated.

@@ -24,8 +24,8 @@ def page(
 
     Args:
         outcome: From :func:`telechat_moe.tools.align.judge.bisect.bisect`.
-        reference: Name of the run that is believed.
-        target: Name of the run that was judged.
+        reference: Name of the trusted run.
+        target: Name of the judged run.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
     """
     report = plain(outcome, reference, target, graph)
