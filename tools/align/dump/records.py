@@ -85,8 +85,8 @@ class TensorRecord:
     """One tensor of one call on one rank.
 
     Attributes:
-        dtype: Canonical name of the type that the program computed in (``bfloat16``, ``int32`` ...), not of the file's
-        type. shape: Shape on this rank.
+        dtype: Canonical name of the type that the program computed in (``bfloat16``, ``int32`` ...), not of the file.
+        shape: Shape on this rank.
         stats: Statistics from the dump.
         crc: Checksum from the dump, as written there.
         path: File with the values; None: not dumped.
