@@ -79,7 +79,7 @@ class RankStep(UpdateStep):
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
         limits = (_scalar(name, float("inf")) for name in LIMITS)
-        super().__init__(optimizer, max_grad_norm, bias_rate, routers, *limits)
+        super().__init__(optimizer, max_grad_norm, bias_rate, *limits)
         self.weights = optimizer.params
         self.network: nn.Cell = LossVector(model)
         if shared_graph:
@@ -91,6 +91,7 @@ class RankStep(UpdateStep):
             wrap = Pipeline if pipeline else GradAccumulation
             self.network = wrap(self.network, micro_batches)
             self.accu_grads = self.weights.clone(prefix="accu_grads", init="zeros")
+        self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = Tensor(np.full(3, 1.0 / micro_batches, np.float32))
         self.shares = tuple(Tensor(share, ms.float32) for share in shares)

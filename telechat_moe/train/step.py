@@ -131,7 +131,6 @@ class UpdateStep(nn.Cell):
         optimizer: Updates the model's parameters.
         max_grad_norm: Clip the global gradient norm to this; None = no clipping.
         bias_rate: Rate of the expert bias; 0 = no update.
-        routers: Routers of this process and their rows in the table of loads.
         norm_limit: Parameter; the gradient norm must be below it.
         loss_limit: Parameter; the total loss must be below it.
     """
@@ -141,7 +140,6 @@ class UpdateStep(nn.Cell):
         optimizer: AdamW,
         max_grad_norm: float | None,
         bias_rate: float,
-        routers: Sequence[tuple[int, Router]],
         norm_limit: Parameter,
         loss_limit: Parameter,
     ) -> None:
@@ -152,10 +150,17 @@ class UpdateStep(nn.Cell):
         self.clip = max_grad_norm is not None
         self.max_norm = Tensor(max_grad_norm or 0.0, ms.float32)
         self.one = Tensor(1.0, ms.float32)
-        self.routers = nn.CellList([router for _, router in routers], auto_prefix=False)
-        self.load_rows = tuple(row for row, _ in routers)
         self.update_bias = bias_rate > 0
         self.bias_update = BiasUpdate(bias_rate)
+
+    def set_routers(self, routers: Sequence[tuple[int, Router]]) -> None:
+        """Take the routers of this process with their rows in the table of loads.
+
+        Call it after the model has become an attribute: MindSpore names a cell's scope by the first attribute that
+        leads to it, and dumps and maps name routers by their path in the model.
+        """
+        self.routers = nn.CellList([router for _, router in routers], auto_prefix=False)
+        self.load_rows = tuple(row for row, _ in routers)
 
     def counts(self, norm: Tensor, total: Tensor) -> Tensor:
         """Return whether gradient norm and total loss are finite and below their limits."""
@@ -208,8 +213,7 @@ class TrainStep(UpdateStep):
             Parameter(Tensor(float("inf"), ms.float32), name=name, requires_grad=False)
             for name in LIMITS
         )
-        routers = list(enumerate(cell for cell in cells if isinstance(cell, Router)))
-        super().__init__(optimizer, max_grad_norm, bias_rate, routers, *limits)
+        super().__init__(optimizer, max_grad_norm, bias_rate, *limits)
         self.accumulate = None
         if micro_batches > 1:
             self.accumulate = Accumulate(model, optimizer.params)
@@ -218,6 +222,7 @@ class TrainStep(UpdateStep):
             self.forward_backward = ForwardBackward(model, optimizer.params)
         self.norm = GlobalNorm(len(optimizer.params))
         self.sum = ops.ReduceSum()
+        self.set_routers(list(enumerate(cell for cell in cells if isinstance(cell, Router))))
         self.droppers = nn.CellList(
             [cell for cell in cells if isinstance(cell, CapacityDispatch)], auto_prefix=False
         )

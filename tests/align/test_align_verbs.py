@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
 
 ROOT = HERE.parents[1]
-KIT = ROOT / "tools" / "align" / "kit" / "hf_deepseek.py"
+KIT = ROOT / "benchmarks" / "peers" / "hf_deepseek.py"
 SCRIPT = """
 import sys
 sys.path.insert(0, {here!r})

@@ -20,7 +20,7 @@ from telechat_moe.tools.align.phases import workflow
 
 pytestmark = [pytest.mark.torch, pytest.mark.mindspore]
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
-KIT = Path(__file__).parents[2] / "tools" / "align" / "kit"
+KIT = Path(__file__).parents[2] / "benchmarks" / "peers"
 
 
 def curve(path, seed, shift=0.0):

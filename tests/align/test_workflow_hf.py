@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
 ROOT = Path(__file__).parents[2]
 import mini_recipe
 
-TWIN = ROOT / "tools" / "align" / "kit" / "hf_twin.py"
+TWIN = ROOT / "benchmarks" / "peers" / "hf_twin.py"
 WITHOUT = [
     "runner_wrapper.use_clip_grad=False",
     "model.model_config.moe_router_load_balancing_type=none",

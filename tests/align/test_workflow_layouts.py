@@ -80,7 +80,7 @@ def test_a_wrong_group_is_named(dumps, reference):
 @pytest.mark.parametrize("fault", ["missing", "doubled"])
 def test_a_reduction_left_out_or_made_twice_is_named(dumps, fault):
     """Real processes: the graph of each rank lacks the AllReduce of one gradient, or has it twice."""
-    tool = ROOT / "tools" / "align" / "kit" / "plant_wrong_group.py"
+    tool = ROOT / "benchmarks" / "peers" / "plant_wrong_group.py"
     given = ["dp2_tp2.yaml", "--weight", WEIGHT, "--fault", fault, "--out", fault]
     subprocess.run([sys.executable, str(tool), *given], cwd=dumps, check=True, capture_output=True)
     code, report = bisect(dumps, "dp2_tp2", fault)
