@@ -51,7 +51,7 @@ lint: $(TEST_READY)
 docs: $(DOCS_READY)
 	$(BIN)/python -m telechat_moe.recipe.docs > docs/recipes.md
 	$(BIN)/python -m telechat_moe.recipe.json_schema > recipes/schema.json
-	$(BIN)/mkdocs build --strict --quiet --site-dir output/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir output/site
 
 clean:
 	rm -rf $(VENV) build *.egg-info

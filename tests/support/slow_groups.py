@@ -1,18 +1,35 @@
-"""The long tests in groups, each within half an hour on two cores: ``make test-slow GROUP=NAME``.
+"""The long tests in groups: ``make test-slow GROUP=NAME``; ``python tests/support/slow_groups.py`` lists CI's.
 
-A test marked ``slow`` belongs to the group whose path, the longest of all that fit, its file lies below.
+A test marked ``slow`` belongs to the group with the longest path that its file is below.
 """
 
 import sys
 
-GROUPS: dict[str, tuple[str, ...]] = {
+IN_CI: dict[str, tuple[str, ...]] = {
+    "recipe": ("tests/recipe", "tests/data", "tests/model"),
+    "tour": ("tests/test_readme.py",),
+    "train": ("tests/train",),
+    "launch": ("tests/launch",),
+    "checkpoint": ("tests/checkpoint",),
+    "mindformers": ("tests/interop/test_mindformers",),
+    "upstream": ("tests/interop",),
+    "graph": ("tests/graph",),
+    "pipeline": ("tests/pipeline",),
     "align": ("tests/align", "benchmarks/align_", "benchmarks/peers"),
-    "ops": ("tests/ops", "tests/recipe", "tests/model", "tests/data"),
-    "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap", "tests/pipeline"),
-    "graph": ("tests/graph", "tests/sharding"),
-    "train": ("tests/train", "tests/launch", "tests/checkpoint", "tests/test_readme.py"),
-    "interop": ("tests/interop",),
+    "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
+    "ops": ("tests/ops",),
 }
+"""One of these runs with every commit."""
+
+BY_HAND: dict[str, tuple[str, ...]] = {
+    "sharding": ("tests/sharding",),
+    "programs": ("tests/ops/dvm",),
+    "schedules": ("tests/plan/test_schedules",),
+    "faults": ("benchmarks/align_faults",),
+}
+"""More than half an hour on two cores."""
+
+GROUPS = IN_CI | BY_HAND
 
 
 def group_of(path: str) -> str | None:
@@ -24,4 +41,4 @@ def group_of(path: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(GROUPS) + "\n")
+    sys.stdout.write("\n".join(IN_CI) + "\n")
