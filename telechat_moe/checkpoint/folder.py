@@ -5,7 +5,7 @@
     step-00000123/                 a checkpoint, complete
     .saving-step-00000123-*/       a save in progress, or one that was killed
     .replaced-step-00000123/       the old one, while a checkpoint of the same step replaces it
-    .removing-step-00000122/       one that is being removed
+    .removing-step-00000122*/      one that is being removed
     .lock                          held by the process that saves
 """
 
@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from telechat_moe.checkpoint import manifest
@@ -114,6 +114,14 @@ def only_run(output: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def discard(hidden: Path) -> None:
+    """Remove the folder of a save that failed, even while other ranks still write into it."""
+    removing = hidden.with_name(hidden.name.replace(".saving-", ".removing-", 1))
+    with suppress(OSError):  # under another name, no rank finds it to add a file meanwhile
+        hidden.rename(removing)
+        shutil.rmtree(removing, ignore_errors=True)
 
 
 def remove_leftovers(root: Path) -> None:

@@ -14,7 +14,6 @@ its files. A description counts only if it is of the same save (``SAVE``: the ru
 import errno
 import hashlib
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -173,7 +172,7 @@ class JointSave:
                 try:
                     path = self._complete(pieces, state)
                 except BaseException:
-                    shutil.rmtree(self.hidden, ignore_errors=True)
+                    folder.discard(self.hidden)
                     raise
                 if self.keep_last is not None:
                     folder.remove_old(self.root, self.step, self.keep_last)

@@ -270,6 +270,30 @@ def test_a_truncated_file_of_a_part_is_refused(
     assert "the part of rank 2 names model_rank00002-00001-of-00001.safetensors" in str(error)
 
 
+def test_a_rank_that_still_writes_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 gives up while rank 3 adds files to the hidden folder."""
+    real, begun = JointSave._write_part, threading.Event()
+
+    def write(self: JointSave, pieces: joint_save.TensorShards) -> None:
+        if self.rank != 3:
+            assert begun.wait(PATIENCE_S)
+            real(self, pieces)
+            return
+        for number in range(3_000):  # until the folder is gone
+            (self.hidden / f"model-{number}").touch()
+            begun.set()
+
+    def refuse(self: JointSave, rank: int) -> None:
+        raise CheckpointError("refused")
+
+    monkeypatch.setattr(JointSave, "_write_part", write)
+    monkeypatch.setattr(JointSave, "_wait_for", refuse)
+    assert isinstance(save(tmp_path / "root", 2), CheckpointError)
+    assert names_in(tmp_path / "root") == []
+
+
 @pytest.mark.parametrize("save_name", ["run-1", "other-2"])
 def test_a_part_of_another_save_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_name: str
