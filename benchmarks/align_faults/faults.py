@@ -6,12 +6,12 @@ A class is a row of :data:`CLASSES`. ``pick`` chooses among the sites of a right
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.align_faults.engine import Change, Engine, Site
-from benchmarks.align_faults.kernels import Array, Numerics, rounded
+from benchmarks.align_faults.kernels import Array, rounded
 
 AREAS = (
     *("forward", "backward", "reduction", "optimizer", "routing", "collectives"),
@@ -32,7 +32,6 @@ class Fault:
         change: The perturbation, or a function of the generator that draws one.
         dtypes: Types of the program in which it is planted.
         steps: Steps that a run needs.
-        whole: Of a collective: every rank of the group is wrong, not only one.
     """
 
     name: str
@@ -43,7 +42,6 @@ class Fault:
     change: Callable[[np.random.Generator], Change]
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     steps: int = 1
-    whole: bool = False
 
 
 CLASSES: dict[str, Fault] = {}
@@ -52,22 +50,21 @@ CLASSES: dict[str, Fault] = {}
 Pick = Callable[[Site], bool]
 
 
-def fault(
-    name: str,
-    area: str,
-    families: str,
-    stage: str,
-    pick: Pick,
-    **more: Any,
-) -> Callable[[Callable[[np.random.Generator], Change]], Callable[[np.random.Generator], Change]]:
-    """Register a class; the function draws its perturbation."""
+class Draw(NamedTuple):
+    """A function that draws a perturbation, and where it is made."""
 
-    def register(change: Callable[[np.random.Generator], Change]) -> Any:
-        names = frozenset(f.strip() for f in families.split("|"))
-        CLASSES[name] = Fault(name, area, names, stage, pick, change, **more)
-        return change
+    stage: str
+    change: Callable[[np.random.Generator], Change]
 
-    return register
+
+def adding(area: str) -> Callable[..., None]:
+    """Return a function that registers a class of an area: name, families, pick, :class:`Draw`, further fields."""
+
+    def add(name: str, families: str, pick: Pick, draw: Draw, **more: Any) -> None:
+        names = frozenset(families.split(" | "))
+        CLASSES[name] = Fault(name, area, names, draw.stage, pick, draw.change, **more)
+
+    return add
 
 
 # ------------------------------------------------------------------ where
@@ -78,29 +75,38 @@ COMPUTES = {
 }
 MOVES = {"npu_moe_token_permute", "index_select", "embedding", "npu_moe_token_unpermute"}
 SUMS = {"all_reduce", "reduce_scatter_tensor"}
+EVERY = {*SUMS, "all_gather_into_tensor", "all_to_all_single"}
+GEMM = {"linear", "grouped_matmul", "matmul"}
+F32 = {"dtypes": ("float32",)}
 
 
-def forward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pick:
+def forward(
+    ops: set[str] | None = None,
+    least: int = 16,
+    dims: int = 1,
+    step: int | None = None,
+    tag: str = "",
+) -> Pick:
     """Pick forward calls of some operators with a floating-point result of at least some size."""
     return lambda s: (
         not s.is_backward
         and s.phase == "forward"
         and not s.name.startswith("Distributed.")
         and s.dtype not in ("int64", "bool")
-        and (s.op in ops if ops else s.op in COMPUTES)
-        and int(np.prod(s.shape)) >= least
-        and len(s.shape) >= dims
+        and _is_one_of(s, ops, least, dims)
+        and step in (None, s.step)
+        and tag in ("", s.tag)
     )
 
 
-def backward(ops: set[str] | None = None, least: int = 16, dims: int = 1) -> Pick:
+def backward(ops: set[str] | None = None) -> Pick:
     """Pick backward calls of some operators."""
-    return lambda s: (
-        s.is_backward
-        and (s.op in ops if ops else s.op in COMPUTES)
-        and int(np.prod(s.shape)) >= least
-        and len(s.shape) >= dims
-    )
+    return lambda s: s.is_backward and _is_one_of(s, ops)
+
+
+def _is_one_of(site: Site, ops: set[str] | None, least: int = 16, dims: int = 1) -> bool:
+    large = int(np.prod(site.shape)) >= least and len(site.shape) >= dims
+    return large and site.op in (ops or COMPUTES)
 
 
 def collective(
@@ -117,13 +123,10 @@ def collective(
     )
 
 
-def optimizer(op: str = "AdamW", least: int = 8, step: int | None = None) -> Pick:
+def optimizer(step: int | None = None, dims: int = 0) -> Pick:
     """Pick the optimizer's updates."""
     return lambda s: (
-        s.op == op
-        and s.phase == "optimizer"
-        and int(np.prod(s.shape)) >= least
-        and (step is None or s.step == step)
+        s.phase == "optimizer" and _is_one_of(s, {"AdamW"}, 8, dims) and step in (None, s.step)
     )
 
 
@@ -132,10 +135,27 @@ def square(pick: Pick) -> Pick:
     return lambda s: pick(s) and len(s.shape) >= 2 and s.shape[-1] == s.shape[-2]
 
 
+PLAIN, BACK = forward(), backward()
+
+
+def TOPK(site: Site) -> bool:  # noqa: N802
+    """Pick the choice of experts."""
+    return site.op == "topk" and not site.is_backward
+
+
 # ------------------------------------------------------------------ how
 
 
-def result(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Any:
+def always(stage: str, change: Change) -> Draw:
+    """Make a perturbation that draws nothing."""
+    return Draw(stage, lambda rng: change)
+
+
+LEFT_OUT = always("result", lambda outs, ins, *_: [ins[0].copy()])
+"""An operator that hands on what it is given."""
+
+
+def result(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Draw:
     """Perturb one output."""
 
     def draw(rng: np.random.Generator) -> Change:
@@ -146,10 +166,10 @@ def result(function: Callable[[Array, np.random.Generator], Array], place: int =
 
         return change
 
-    return draw
+    return Draw("result", draw)
 
 
-def typed(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Any:
+def typed(function: Callable[[Array, np.random.Generator], Array], place: int = 0) -> Draw:
     """Perturb one output; the result is stored in the program's type."""
 
     def draw(rng: np.random.Generator) -> Change:
@@ -162,42 +182,57 @@ def typed(function: Callable[[Array, np.random.Generator], Array], place: int = 
 
         return change
 
-    return draw
+    return Draw("result", draw)
 
 
-def argument(
-    place: int, function: Callable[[Array, list[Array], Engine, int, np.random.Generator], Array]
-) -> Any:
-    """Perturb one input."""
+OfArgument = Callable[[Array, np.random.Generator, Engine, int], Any]
+"""Function of an argument, random numbers, the engine and the rank that returns the wrong argument."""
+
+
+def given(place: int, function: OfArgument, stage: str = "given") -> Draw:
+    """Perturb one input, as the dump shows it."""
 
     def draw(rng: np.random.Generator) -> Change:
         def change(ins: list[Array], engine: Engine, rank: int) -> list[Array]:
             at = place % len(ins)
-            new = function(ins[at], ins, engine, rank, rng)
-            return [np.asarray(new) if i == at else x for i, x in enumerate(ins)]
+            new = np.asarray(function(ins[at], rng, engine, rank))
+            return [new if i == at else x for i, x in enumerate(ins)]
 
         return change
 
-    return draw
+    return Draw(stage, draw)
 
 
-def setting(**changed: Any) -> Any:
-    """Perturb settings; a function is applied to the right value."""
-
-    def draw(rng: np.random.Generator) -> Change:
-        def change(s: dict[str, Any]) -> dict[str, Any]:
-            return {
-                **s,
-                **{k: v(s[k]) if callable(v) else v for k, v in changed.items() if k in s},
-            }
-
-        return change
-
-    return draw
+def hidden(place: int, function: OfArgument) -> Draw:
+    """Perturb one input that the kernel reads; the dump shows the right one."""
+    return given(place, function, "hidden")
 
 
-def exchange(function: Callable[..., list[Array]]) -> Any:
-    """Perturb what the ranks of a group receive: ``function(got, parts, rng, info)``."""
+def setting(stage: str = "hidden settings", **changed: Any) -> Draw:
+    """Perturb settings that the kernel reads; a function is applied to the right value."""
+
+    def change(s: dict[str, Any]) -> dict[str, Any]:
+        new = {k: v(s[k]) if callable(v) else v for k, v in changed.items() if k in s}
+        return {**s, **new}
+
+    return always(stage, change)
+
+
+def stated(**changed: Any) -> Draw:
+    """Perturb settings, as the dump shows them."""
+    return setting("settings", **changed)
+
+
+def summed_in(dtype: str) -> Draw:
+    """Round sums of products to a narrow type."""
+    return always("numerics", lambda numerics: replace(numerics, accumulator=dtype))
+
+
+def exchange(function: Callable[..., list[Array]]) -> Draw:
+    """Perturb what the ranks of a group receive: ``function(got, parts, rng, info)``.
+
+    ``info["make"]`` returns what the ranks would receive of other parts (and settings, by default the right ones).
+    """
 
     def draw(rng: np.random.Generator) -> Change:
         def change(
@@ -209,12 +244,20 @@ def exchange(function: Callable[..., list[Array]]) -> Any:
             given: Any,
             engine: Engine,
         ) -> list[Array]:
-            info = {"x": x, "group": group, "make": make, "given": given, "engine": engine}
+            def run(parts: list[Array], given: Any = given) -> list[Array]:
+                return make(parts, given, engine.numerics, x.dtype)
+
+            info = {"x": x, "group": group, "make": run, "given": given}
             return function([g.copy() for g in got], parts, rng, info)
 
         return change
 
-    return draw
+    return Draw("exchange", draw)
+
+
+def first_only(function: Callable[[Array, np.random.Generator], Array]) -> Any:
+    """Perturb what the first rank of a group receives, for :func:`exchange`."""
+    return lambda got, parts, rng, info: [function(got[0], rng), *got[1:]]
 
 
 def rms(x: Array) -> float:
@@ -269,7 +312,7 @@ def flip_bit(x: Array, rng: np.random.Generator, bits: Sequence[int]) -> Array:
     return flat.reshape(x.shape)
 
 
-def other(x: Array, ins: list[Array], engine: Engine, rank: int, rng: np.random.Generator) -> Array:
+def other(x: Array, rng: np.random.Generator, engine: Engine, rank: int) -> Array:
     """Return another tensor of this shape that the rank has computed, or, if there is none, its own shifted by one."""
     found = [
         y for y in engine.past.get((rank, x.shape), []) if not np.array_equal(x, y) and rms(y) > 0
@@ -294,8 +337,3 @@ def rows(least: int) -> Pick:
 def wide(site: Site) -> bool:
     """Pick sites whose first two dimensions are at least 2."""
     return len(site.shape) >= 2 and site.shape[0] >= 2 and site.shape[1] >= 2
-
-
-def narrowed(numerics: Numerics, dtype: str) -> Numerics:
-    """Return numerics whose sums are rounded to a narrow type."""
-    return replace(numerics, accumulator=dtype)

@@ -5,14 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.align_faults.classes.reduction import all_kept, other_group, times
+from benchmarks.align_faults.classes.distributed import all_kept, other_group, times
 from benchmarks.align_faults.engine import Site
 from benchmarks.align_faults.faults import (
+    SUMS,
+    Draw,
     Fault,
-    argument,
+    always,
     collective,
     exchange,
     forward,
+    given,
     result,
     setting,
 )
@@ -40,9 +43,6 @@ class Bug:
     quiet: bool = True
 
 
-SUMS = {"all_reduce", "reduce_scatter_tensor"}
-
-
 def _experts(site: Site) -> bool:
     return collective(SUMS, ("reduction",))(site) and len(site.shape) == 3
 
@@ -51,9 +51,7 @@ def _norms(site: Site) -> bool:
     return site.op == "square" and site.phase == "optimizer"
 
 
-def _no_experts(
-    x: Array, ins: list[Array], engine: Any, rank: int, rng: np.random.Generator
-) -> Array:
+def _no_experts(x: Array, rng: np.random.Generator, engine: Any, rank: int) -> Array:
     """Leave the gradients of the experts' weights, w1 and w2, out of the norms."""
     names = [n for n, w in engine.weights.items() if rank in w.values]
     return np.where([n.endswith(("w1", "w2")) for n in names], 0, x).astype(x.dtype)
@@ -82,13 +80,13 @@ def _bug(
     source: str,
     said: str,
     layout: str,
-    fault: tuple[str, str, Any, Any],
+    fault: tuple[str, Any, Draw],
     dtype: str = "bfloat16",
     quiet: bool = True,
 ) -> Bug:
-    families, stage, pick, change = fault
-    names = frozenset(f.strip() for f in families.split("|"))
-    kind = Fault(source, "history", names, stage, pick, change, (dtype,))
+    families, pick, draw = fault
+    names = frozenset(families.split(" | "))
+    kind = Fault(source, "history", names, draw.stage, pick, draw.change, (dtype,))
     return Bug(source, said, kind, layout, dtype, quiet)
 
 
@@ -97,25 +95,25 @@ BUGS = (
         "pytorch 160285",
         "with EP = 2 gradients of experts are exactly doubled, the loss curve unchanged",
         "ep2 dp2",
-        ("doubled reduction | scale", "exchange", _experts, exchange(times(lambda n: 2))),
+        ("doubled reduction | scale", _experts, exchange(times(lambda n: 2))),
     ),
     _bug(
         "Megatron-LM PR 5916, norm",
         "with EP and TP the norm of gradients leaves out the experts",
         "ep2 tp2",
-        ("dropped | zero | part | wrong tensor", "given", _norms, argument(0, _no_experts)),
+        ("dropped | zero | part | wrong tensor", _norms, given(0, _no_experts)),
     ),
     _bug(
         "Megatron-LM PR 5916, groups",
         "gradients of experts are reduced over the group of dense weights",
         "dp4 tp2 ep2",
-        ("wrong group | missing reduction", "exchange", _experts, exchange(other_group)),
+        ("wrong group | missing reduction", _experts, exchange(other_group)),
     ),
     _bug(
         "Megatron-LM issue 1628",
         "with expert TP and EP = 1 gradients are not synchronised",
         "zero dp2 tp2",
-        ("missing reduction", "exchange", _experts, exchange(all_kept)),
+        ("missing reduction", _experts, exchange(all_kept)),
     ),
     _bug(
         "tpu-inference PR 2248",
@@ -123,7 +121,6 @@ BUGS = (
         "tp2",
         (
             "unknown | wrong exchange | accumulator",
-            "exchange",
             collective({"all_reduce"}, ("forward",)),
             exchange(_mixed_tokens),
         ),
@@ -135,9 +132,8 @@ BUGS = (
         "tp2 extends ep2",
         (
             "duplicated",
-            "send",
             lambda s: collective({"all_to_all_single"}, ("forward",), 32)(s) and s.shapes[0][0] > 1,
-            lambda rng: _twice,
+            always("send", _twice),
         ),
         quiet=False,
     ),
@@ -147,7 +143,6 @@ BUGS = (
         "tp2 sp",
         (
             "scale | wrong setting",
-            "hidden settings",
             lambda s: s.op == "mul" and s.tag == "head" and not s.is_backward,
             setting(other=lambda v: 2 * v),
         ),
@@ -159,7 +154,6 @@ BUGS = (
         "ep2",
         (
             "wrong dtype | accumulator",
-            "result",
             forward({"npu_moe_token_unpermute"}),
             result(lambda y, r: rounded(y, "bfloat16")),
         ),
@@ -172,7 +166,6 @@ BUGS = (
         "pp2 dp2 ep2",
         (
             "scale | wrong setting",
-            "hidden settings",
             lambda s: s.op == "mul" and s.tag == "head" and not s.is_backward,
             setting(other=lambda v: v / 2),
         ),
@@ -184,7 +177,6 @@ BUGS = (
         "zero dp2",
         (
             "part | accumulator | unknown | wrong dtype | single element | scale",
-            "result",
             lambda s: s.op == "to" and s.tag == "update" and len(s.shape) == 2,
             result(_off_by_one),
         ),
