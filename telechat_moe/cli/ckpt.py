@@ -12,7 +12,7 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.units import size_text
 
 NOTES = """\
-A run of several processes writes checkpoints in pieces, each process its own; `telechat-moe train --resume` goes on
+Each process of a run writes its own shards of a checkpoint; `telechat-moe train --resume` goes on
 from them in any layout or in one process, and nothing needs to be converted. `merge` makes one with whole tensors,
 for other programs; `reshard` is for programs that load one file a rank.
 """
@@ -178,7 +178,7 @@ RESHARD = Verb(
 )
 MERGE = Verb(
     name="merge",
-    help="put shards together to a checkpoint with whole tensors",
+    help="make a checkpoint with whole tensors from shards",
     examples="telechat-moe ckpt merge shards merged",
     exits=BAD,
     json_keys="path.",
@@ -187,8 +187,8 @@ MERGE = Verb(
 )
 VERB = Verb(
     name="ckpt",
-    help="look into a checkpoint, shard it for a layout, put shards together",
-    description="Look into a checkpoint, shard it for a layout, put shards together; exact bits.",
+    help="look into a checkpoint, shard it for a layout, make it whole from shards",
+    description="Look into a checkpoint, shard it for a layout, make it whole from shards; exact bits.",
     notes=NOTES,
     examples=EXAMPLES,
     exits=BAD,

@@ -23,8 +23,8 @@ SRC is a .safetensors file, a folder with one or with model.safetensors.index.js
 are verified, its optimizer state and counters are left out).
 
 DST is a folder that does not exist yet, or a name that ends in .safetensors for a single file. It
-appears only when it is complete; until then the files stand in .DST.partial beside it. A conversion
-that was killed goes on there when the same command is given again: finished files are verified and
+appears only when it is complete; until then its files are in .DST.partial beside it. A conversion
+that was killed goes on when the same command is repeated: finished files are verified and
 kept. With --to hf the folder also holds config.json, so that
 transformers' DeepseekV3ForCausalLM.from_pretrained loads it; MTP layers follow the decoder layers as
 in the published DeepSeek-V3 checkpoints.

@@ -37,7 +37,7 @@ reused, an interrupted build goes on where it stopped.
 
 SHOW_NOTES = """\
 PREFIX is a path without .bin/.idx, or a folder, of which all datasets are shown. Checksums are
-compared where a manifest.json lies beside the files, else they are "not judged".
+compared if a manifest.json is beside the files, else they are "not judged".
 """
 
 

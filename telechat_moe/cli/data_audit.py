@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 NOTES = """\
 OUTPUT_DIR/samples.jsonl says what each step saw; it is only appended to, also by runs that go on.
-The plan is worked out again from the recipe (OUTPUT_DIR/recipe.json, or --recipe) and the index
-files, and every step that counts must be where the plan says, with the token ids that are read
-again now. Steps that a resume or a rollback undid do not count; samples that a rollback left out
+The plan is computed from the recipe (OUTPUT_DIR/recipe.json, or --recipe) and the index
+files, and every step that counts must have the samples that the plan gives it, with the token ids
+that the data have now. Steps that a resume or a rollback undid do not count; samples that a rollback left out
 are shown. Checkpoints and metrics.jsonl must agree.
 
 --plan takes a recipe instead of a folder, for a run of MindFormers: it proves that the plan gives
@@ -37,7 +37,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--no-contents",
         dest="contents",
         action="store_false",
-        help="compare places only; do not read the samples again",
+        help="compare positions only; do not read the samples",
     )
 
 

@@ -41,7 +41,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--rank", type=int, metavar="R", help="global rank (default 0)")
     which.add_argument("--stage", choices=["all"], help="the first rank of every pipeline stage")
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="devices that there are; must be the recipe's"
+        "--devices", type=int, metavar="N", help="number of devices; must be the recipe's"
     )
     parser.add_argument(
         "--check-rank",

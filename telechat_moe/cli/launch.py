@@ -19,7 +19,7 @@ hosts is a hostfile; the scheduler runs on the first host, every host runs equal
   worker-1 slots=8 addr=10.0.0.1
   worker-2 slots=8 addr=10.0.0.2
 
-output_dir must be one folder that all hosts see; this is checked. Package and Python must stand at the same paths on
+output_dir must be one folder that all hosts see; this is checked. Package and Python must be at the same paths on
 all hosts. A process that dies or hangs is named with its host, its step and the last lines of its log, and everything
 is stopped everywhere. With --restart N the run then goes on from the last good checkpoint; it gives up when N
 restarts in a row brought no new checkpoint. Ctrl-C stops after the step and saves (through MindFormers: at once); a
@@ -66,8 +66,8 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--remote-shell",
         metavar="COMMAND",
-        help="runs a line for a shell on a host; {host} stands where the host goes, else it comes last (default: "
-        "ssh)",
+        help="command that runs a shell line on a host; {host} in it is replaced by the host, else the "
+        "host is appended (default: ssh)",
     )
     parser.add_argument(
         "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"

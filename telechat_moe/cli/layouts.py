@@ -78,8 +78,8 @@ def _print(answer: dict[str, Any]) -> None:
 VERB = Verb(
     name="layouts",
     help="print how a recipe splits each module over its devices",
-    description="Print the mesh of a recipe, the groups of a rank, and the layout of each module: a word for each "
-    "dimension, `.` is whole on every device.",
+    description="Print the mesh of a recipe, the groups of a rank, and the layout of each module: the mesh "
+    "axes that shard each dimension; `.` is a dimension that every device has whole.",
     examples="telechat-moe layouts telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 17",
     exits={3: "bad recipe"},
     json_keys="",

@@ -25,7 +25,7 @@ CONVENTION = (
 
 
 def _settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, metavar="N", help="devices that there are")
+    parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:

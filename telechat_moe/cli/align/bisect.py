@@ -11,9 +11,10 @@ from telechat_moe.errors import UsageError
 NOTES = """\
 Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings; integers must be equal,
 numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
-what all uses sent, collectives what the ranks of the group gave. What came out differently upstream does not matter.
+what all uses sent, collectives what the ranks of the group gave. Differences that a call inherits from its inputs do
+not count.
 
-Where the runs were cut over other devices or come from other frameworks, their calls are not the same. Then each call
+Where the runs have different layouts or come from different frameworks, their calls are not the same. Then each call
 of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
 have (gradients, weights and states by the name of their weight, or what --map names) is put together from all ranks
 and compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME
@@ -29,7 +30,7 @@ telechat-moe align bisect hf ours --map hf_map.json
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is believed")
+    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
     parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
     parser.add_argument(
         "--map", metavar="FILE", help="tensors that both runs have, where their calls differ"

@@ -18,7 +18,7 @@ are compared first. Without bounds every bit must be equal; a tensor passes a bo
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("a", metavar="A", help="checkpoint, or folder of pieces")
+    parser.add_argument("a", metavar="A", help="checkpoint, or folder of shards")
     parser.add_argument("b", metavar="B", help="the other one")
     parser.add_argument("--group", metavar="NAME", help="only this group: model, optimizer")
     parser.add_argument("--ulp", type=float, default=0.0, metavar="N", help="ULPs allowed (0)")

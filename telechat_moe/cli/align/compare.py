@@ -23,14 +23,14 @@ Tensors are paired by step, rank, call and place, and judged one after another, 
   msprobe            cosine > 0.99, then largest error < 0.001 or shares of 1 %, 0.1 %, 0.01 %
   torch              torch.testing.assert_close
   close              |target - reference| <= atol + rtol |reference| (--rtol 1e-5 --atol 1e-8)
-  ulp                at most --max (1) numbers of the target's type lie between
+  ulp                at most --max (1) numbers of the target's type are between the two
   bitwise            equal bytes
 
 A choice (top-k, arg-max, sort) that comes out differently is legal where the reference's scores nearly tie; then
 tokens that went the same way are compared, and where tokens mix, calls are replayed in isolation. Dumps without
 values are judged as far as fingerprints, checksums and statistics go. Runs of other layouts are merged first (--said
 as for `align merge`). Runs whose calls are not the same, of another layout's graph or another framework, need --map
-as for `align bisect`: what it names is put together from all ranks and compared. `--map weights`: gradients, weights
+as for `align bisect`: what it names is made whole from all ranks and compared. `--map weights`: gradients, weights
 and states of all updates. docs/align_compare.md has all numbers and their sources.
 """
 EXAMPLES = """\
@@ -41,7 +41,7 @@ telechat-moe align compare hf ours --map hf_map.json --profile torch
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is believed")
+    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
     parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
     parser.add_argument(
         "--profile", metavar="NAME", help="the standard (mixed; with --benchmark ascend-l0)"
@@ -50,7 +50,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (("rtol", "relative tolerance"), ("atol", "absolute tolerance")):
         parser.add_argument(f"--{name}", type=_number, metavar="X", help=f"{what} of close")
     parser.add_argument(
-        "--max", type=_number, metavar="N", help="numbers that may lie between: ulp"
+        "--max", type=_number, metavar="N", help="numbers that may be between the two: ulp"
     )
     parser.add_argument(
         "--as",
@@ -63,7 +63,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument(
-        "--common", action="store_true", help="pass over what only one of the dumps has"
+        "--common", action="store_true", help="ignore what only one of the dumps has"
     )
     parser.add_argument(
         "--said", metavar="FILE", help="what the dumps do not say of layouts: merge"

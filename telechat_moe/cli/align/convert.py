@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 VERB = Verb(
     name="convert",
     help="write a dump as a tree of msprobe, as fingerprints, or as a table",
-    description="Write a dump in another form, reading it piece by piece.",
+    description="Write a dump in another form, reading one tensor at a time.",
     notes=NOTES,
     examples=EXAMPLES,
     exits={3: "missing, broken, or OUT exists"},

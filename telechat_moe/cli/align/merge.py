@@ -124,8 +124,8 @@ def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int
 
 VERB = Verb(
     name="merge",
-    help="put the pieces of all ranks together",
-    description="Put the pieces of all ranks together, whatever the layout.",
+    help="make whole tensors from the shards of all ranks",
+    description="Make whole tensors from the shards of all ranks, whatever the layout.",
     notes=NOTES,
     examples=EXAMPLES,
     exits={

@@ -21,13 +21,13 @@ phases.json, phases.html, and the report of each verb. docs/align_phases.md tell
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the reports")
-    parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is believed")
+    parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is trusted")
     parser.add_argument(
         "--target", metavar="DUMP", help="dump of the recipe's step, made elsewhere"
     )
     parser.add_argument("--map", metavar="FILE", help="tensors that both have, as for `bisect`")
     parser.add_argument(
-        "--base", action="append", default=[], metavar="CURVE", help="a curve that is believed"
+        "--base", action="append", default=[], metavar="CURVE", help="a curve that is trusted"
     )
     parser.add_argument(
         "--curve", metavar="CURVE", help="the recipe's curve (default: train it here)"

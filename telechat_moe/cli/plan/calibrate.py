@@ -10,8 +10,8 @@ from telechat_moe.cli.verb import Verb
 NOTES = """\
 Measures products at the recipe's shapes, the memory, an AllReduce between two processes and seven short training
 steps, one thread each (of plain operators in two processes at once), and fits the constants of the cost model to the
-steps. Times are processor seconds: on an idle machine those that pass. Less than a minute on an idle machine. Needs
-mindspore.
+steps. Times are processor seconds: on an idle machine they equal elapsed time. Takes
+less than a minute on an idle machine. Needs mindspore.
 """
 EXAMPLES = """\
 telechat-moe plan calibrate --out this-machine.yaml
@@ -24,7 +24,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml"
     )
     parser.add_argument(
-        "--recipe", metavar="RECIPE", help="whose products are measured (default pretrain_19m)"
+        "--recipe",
+        metavar="RECIPE",
+        help="recipe whose matrix products are measured (default pretrain_19m)",
     )
     parser.add_argument(
         "--operators",

@@ -18,7 +18,7 @@ optimizer sharding, micro-batches, schedule, recomputation and the placement of 
 the recipe. The result is the optimum when the step is simulated operation by operation (docs/plan_layout.md); a time
 limit gives the best found with its true gap. --fix takes dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches, sp
 (false, true), zero, schedule (1f1b, interleaved, zb-v), recompute (none, full, norm+activation, swap) and ends (last,
-mtp-before); what stands last in these lists, and zero=2 and 3, needs --beyond-recipes, and --out refuses it.
+mtp-before); zb-v, swap, mtp-before, and zero=2 and 3 need --beyond-recipes, and --out refuses them.
 --certificate writes every configuration and why it is not faster, which python -m
 telechat_moe.tools.plan.check_certificate checks by itself; both take minutes.
 """
@@ -30,9 +30,7 @@ telechat-moe check my_recipe.yaml --devices 256
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--devices", type=int, required=True, metavar="N", help="devices that there are"
-    )
+    parser.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
     parser.add_argument(
         "--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)"
     )
@@ -49,7 +47,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="leave one value of a variable, such as tp=8, or some: zero=0,1",
+        help="allow only these values of a variable, such as tp=8 or zero=0,1",
     )
     parser.add_argument(
         "--top", type=int, default=10, metavar="K", help="layouts to print (default 10)"
@@ -60,7 +58,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beyond-recipes",
         action="store_true",
-        help="what recipes cannot say, too: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
+        help="also search what recipes cannot express: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
     )
     parser.add_argument("--out", metavar="FILE", help="write the recipe with the layout")
     parser.add_argument(

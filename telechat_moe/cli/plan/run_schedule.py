@@ -21,7 +21,7 @@ loads must be the same bytes. The step is run twice: the first one compiles, the
 
 The simulated times are those of the program with the mean of each operation's measured times. Processes that share
 cores take turns, which the simulator knows nothing of; --pace makes every operation last at least so long (it sleeps
-for the rest), so that as many stages can run at once as there are.
+for the rest), so that all stages can run at once.
 """
 
 
@@ -40,7 +40,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", metavar="L", help="chunks in Megatron's notation, Et|tt|mL; default: even"
     )
     parser.add_argument(
-        "--pace", type=float, metavar="MS", help="F, dX and dW of a stage last so many ms at least"
+        "--pace", type=float, metavar="MS", help="least time of F, dX and dW of a stage, in ms"
     )
     parser.add_argument(
         "--operations", action="store_true", help="list every operation with its times"

@@ -31,7 +31,7 @@ def _degrees(r: Recipe) -> tuple[int, str]:
 
 
 def device_count(r: Recipe, devices: int) -> Iterator[Broken]:
-    """The product of the degrees must be the number of devices that there are."""
+    """The product of the degrees must be the number of devices."""
     product, said = _degrees(r)
     if product != devices:
         p = r.parallel_config

@@ -235,7 +235,7 @@ def _mark(plan: PhasesPlan, folder: Path) -> None:
 
 def _curve(plan: PhasesPlan) -> Phase:
     if not plan.bases:
-        return _unjudged("no curve of a run that is believed was given (--base)")
+        return _unjudged("no curve of a trusted run was given (--base)")
     curve = plan.curve
     if curve is None:
         folder = plan.out / "run"
