@@ -299,7 +299,7 @@ class Approx:
         sigma, limit = np.hypot(self.sigma, error), self.limit + error
         return self.like(self.value, sigma, limit, self.parents)
 
-    def abs(self) -> "Approx":
+    def __abs__(self) -> "Approx":
         """Magnitude, exact."""
         return self.times(np.sign(self.value))
 

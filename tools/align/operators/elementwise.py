@@ -1,5 +1,6 @@
 """Operators that work element by element."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,13 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array, Back
 from telechat_moe.tools.align.operators.joining import where
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
+from telechat_moe.tools.align.operators.registry import (
+    Arguments,
+    NotJudgedError,
+    op,
+    ops,
+    primitive,
+)
 
 PAIR = "input other"
 
@@ -36,43 +43,74 @@ def whole(*values: Any) -> bool:
     )
 
 
+def _pair(a: Arguments) -> tuple[Any, Any]:
+    """Return two operands: arrays where neither is floating-point, else both as :class:`Approx`."""
+    if whole(a.input, a.other):
+        return plain(a.input), plain(a.other)
+    return floating(a.input, a.other), floating(a.other, a.input)
+
+
 @primitive("Adds AssignAdd", "input other | alpha=1")
 @op("add", "input other | alpha=1")
 def _add(a: Arguments) -> Any:
-    other = (
-        a.other
-        if a.alpha == 1
-        else plain(a.other) * a.alpha
-        if whole(a.other)
-        else floating(a.other) * a.alpha
-    )
-    if whole(a.input, a.other):
-        return plain(a.input) + plain(other)
-    return floating(a.input, other) + other
+    if a.alpha == 1:
+        return operator.add(*_pair(a))
+    other = (plain(a.other) if whole(a.other) else floating(a.other)) * a.alpha
+    return (plain(a.input) if whole(a.input, other) else floating(a.input, other)) + other
 
 
 @primitive("AssignSub", "input other | alpha=1")
 @op("sub subtract", "input other | alpha=1")
 def _sub(a: Arguments) -> Any:
-    if whole(a.input, a.other):
-        return plain(a.input) - plain(a.other) * a.alpha
-    other = a.other if a.alpha == 1 else floating(a.other, a.input) * a.alpha
-    return floating(a.input, other) - other
+    x, y = _pair(a)
+    return x - (y if a.alpha == 1 else y * a.alpha)
 
 
-@op("rsub", "input other")
-def _rsub(a: Arguments) -> Any:
-    if whole(a.input, a.other):
-        return plain(a.other) - plain(a.input)
-    return floating(a.other, a.input) - a.input
+def _larger(x: Any, y: Any) -> Any:
+    """Return the larger value; of two equal ones either gets the gradient, or both get a share."""
+    if not isinstance(x, Approx):
+        return np.maximum(x, y)
+    share = (np.sign(x.value - y.value) + 1) / 2
+    slack = np.where(share == 0.5, 0.5, 0.0)
+    result = where(share >= 0.5, x, y)
+
+    def back(like: Approx, part: Array) -> Back:
+        spread = like.spread(result.shape).parents[0][1]
+        return lambda g: spread(g.times(part).plus(slack * np.abs(g.value)))
+
+    result.parents = ((x, back(x, share)), (y, back(y, 1 - share)))
+    return result
 
 
-@primitive("Muls", "input other")
-@op("mul multiply", "input other")
-def _mul(a: Arguments) -> Any:
-    if whole(a.input, a.other):
-        return plain(a.input) * plain(a.other)
-    return floating(a.input, a.other) * a.other
+def _smaller(x: Any, y: Any) -> Any:
+    return -_larger(-x, -y) if isinstance(x, Approx) else np.minimum(x, y)
+
+
+def _pow(x: Any, y: Any) -> Any:
+    if not isinstance(x, Approx):
+        return x**y
+    with np.errstate(all="ignore"):
+        if np.all(x.value > 0):
+            return x.constant(0.0) + (y * x.log()).exp()
+        return x.constant(x.value**y.value)
+
+
+@op("pow", "input other", stores=True)
+def _power(a: Arguments) -> Any:
+    if isinstance(a.input, Approx) and np.ndim(plain(a.other)) == 0:
+        return a.input ** float(plain(a.other))
+    return _pow(*_pair(a))
+
+
+_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    "rsub": lambda x, y: y - x,
+    "mul multiply": operator.mul,
+    "maximum": _larger,
+    "minimum": _smaller,
+}
+for _names, _function in _TWO.items():
+    op(_names, PAIR)(lambda a, f=_function: f(*_pair(a)))
+primitive("Muls", PAIR)(lambda a: operator.mul(*_pair(a)))
 
 
 @op("div truediv true_divide divide RealDiv", "input other | rounding_mode=None")
@@ -84,81 +122,52 @@ def _div(a: Arguments) -> Any:
     return floating(a.input, a.other) / a.other
 
 
-@op("rtruediv rdiv", "input other")
-def _rdiv(a: Arguments) -> Any:
-    return floating(a.other, a.input) / a.input
-
-
-@op("floordiv floor_divide FloorDiv", "input other", exact=True)
+@op("floordiv floor_divide FloorDiv", PAIR, exact=True)
 def _floordiv(a: Arguments) -> Any:
     if not whole(a.input, a.other):
         raise NotJudgedError("floor division of floating-point numbers jumps at rounding errors")
     return plain(a.input) // plain(a.other)
 
 
-@op("mod remainder fmod", "input other", exact=True)
+@op("mod remainder fmod", PAIR, exact=True)
 def _mod(a: Arguments) -> Any:
     if not whole(a.input, a.other):
         raise NotJudgedError("remainder of floating-point numbers jumps at rounding errors")
     return plain(a.input) % plain(a.other)
 
 
-@op("neg negative", "input")
-def _neg(a: Arguments) -> Any:
-    return -a.input
+ops(
+    PAIR,
+    {
+        "rtruediv rdiv": lambda a: floating(a.other, a.input) / a.input,
+        "rpow": lambda a: (floating(a.input) * np.log(float(plain(a.other)))).exp(),
+    },
+)
+ops(
+    "input",
+    {
+        "neg negative": lambda a: -a.input,
+        "abs absolute": lambda a: abs(a.input),
+        "square": lambda a: a.input * a.input,
+    },
+)
 
-
-@op("abs absolute", "input")
-def _abs(a: Arguments) -> Any:
-    return a.input.abs() if isinstance(a.input, Approx) else np.abs(a.input)
-
-
-@op("square", "input")
-def _square(a: Arguments) -> Any:
-    return a.input * a.input
-
-
-@op("pow", "input other", stores=True)
-def _pow(a: Arguments) -> Any:
-    if isinstance(a.input, Approx) and np.ndim(plain(a.other)) == 0:
-        return a.input ** float(plain(a.other))
-    if whole(a.input, a.other):
-        return plain(a.input) ** plain(a.other)
-    base, exponent = floating(a.input, a.other), floating(a.other, a.input)
-    with np.errstate(all="ignore"):
-        value = base.value**exponent.value
-        return (
-            base.constant(0.0) + (exponent * base.log()).exp()
-            if np.all(base.value > 0)
-            else base.constant(value)
-        )
-
-
-@op("rpow", "input other")
-def _rpow(a: Arguments) -> Any:
-    base = float(plain(a.other))
-    return (floating(a.input) * np.log(base)).exp()
-
-
-for _name in ("exp", "log", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "sin", "cos"):
-    op(_name, "input")(lambda a, method=_name: getattr(floating(a.input), method)())
-
-
-@op("reciprocal", "input")
-def _reciprocal(a: Arguments) -> Any:
-    return 1 / floating(a.input)
-
-
-@op("log1p", "input")
-def _log1p(a: Arguments) -> Any:
-    x = floating(a.input)
-    return x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1))
-
-
-@op("expm1", "input")
-def _expm1(a: Arguments) -> Any:
-    x = floating(a.input)
-    return x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1)
+_ONE: dict[str, Callable[[Approx], Approx]] = {
+    "exp": Approx.exp,
+    "log": Approx.log,
+    "sqrt": Approx.sqrt,
+    "rsqrt": Approx.rsqrt,
+    "sigmoid": Approx.sigmoid,
+    "tanh": Approx.tanh,
+    "erf": Approx.erf,
+    "sin": Approx.sin,
+    "cos": Approx.cos,
+    "reciprocal": lambda x: 1 / x,
+    "log1p": lambda x: x.apply(np.log1p(x.value), 1 / (1 + x.value), lambda x, y: 1 / (x + 1)),
+    "expm1": lambda x: x.apply(np.expm1(x.value), np.exp(x.value), lambda x, y: y + 1),
+}
+for _name, _of in _ONE.items():
+    op(_name, "input")(lambda a, f=_of: f(floating(a.input)))
 
 
 @op("silu swish", "input | inplace=False")
@@ -209,49 +218,14 @@ def _clamp(a: Arguments) -> Any:
     return x.like(np.clip(x.value, low, high), kept.sigma, kept.limit, kept.parents)
 
 
-@op("maximum", "input other")
-def _maximum(a: Arguments) -> Any:
-    if whole(a.input, a.other):
-        return np.maximum(plain(a.input), plain(a.other))
-    x, y = floating(a.input, a.other), floating(a.other, a.input)
-    return _larger(x, y)
-
-
-def _larger(x: Approx, y: Approx) -> Approx:
-    """Return the larger value; of two equal ones either gets the gradient, or both get a share."""
-    share = (np.sign(x.value - y.value) + 1) / 2
-    slack = np.where(share == 0.5, 0.5, 0.0)
-    result = where(share >= 0.5, x, y)
-    shape = result.shape
-
-    def back(like: Approx, part: Array) -> Back:
-        return lambda g: _fitted(g.times(part).plus(slack * np.abs(g.value)), like, shape)
-
-    result.parents = ((x, back(x, share)), (y, back(y, 1 - share)))
-    return result
-
-
-def _fitted(g: Approx, like: Approx, shape: tuple[int, ...]) -> Approx:
-    return like.spread(shape).parents[0][1](g)
-
-
-@op("minimum", "input other")
-def _minimum(a: Arguments) -> Any:
-    if whole(a.input, a.other):
-        return np.minimum(plain(a.input), plain(a.other))
-    x, y = floating(a.input, a.other), floating(a.other, a.input)
-    return -_larger(-x, -y)
-
-
+@primitive("Select", "condition input other", exact=True)
 @op("where select", "condition input=None other=None", exact=True)
 def _where(a: Arguments) -> Any:
     condition = plain(a.condition).astype(bool)
     if a.input is None and a.other is None:
         return list(np.nonzero(condition))
-    if whole(a.input, a.other):
-        return np.where(condition, plain(a.input), plain(a.other))
-    x, y = floating(a.input, a.other), floating(a.other, a.input)
-    return where(condition, x, y)
+    x, y = _pair(a)
+    return where(condition, x, y) if isinstance(x, Approx) else np.where(condition, x, y)
 
 
 @op("masked_fill", "input mask value", exact=True)
@@ -337,9 +311,7 @@ def _full(a: Arguments) -> Any:
     return np.full(tuple(int(n) for n in a.size), plain(a.fill_value))
 
 
-@op("fill", "input value", exact=True)
-def _fill(a: Arguments) -> Any:
-    return np.full(np.shape(plain(a.input)), plain(a.value))
+op("fill", "input value", exact=True)(lambda a: np.full(np.shape(plain(a.input)), plain(a.value)))
 
 
 @op("dropout", "input p=0.5 training=True inplace=False")
@@ -369,9 +341,7 @@ def _diff(a: Arguments) -> Any:
     )
 
 
-@op("copy_", "input other | non_blocking=False", exact=True)
-def _copy_into(a: Arguments) -> Any:
-    return a.other
+op("copy_", "input other | non_blocking=False", exact=True)(lambda a: a.other)
 
 
 def _filled(x: Any, value: float) -> Any:

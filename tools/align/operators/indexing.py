@@ -10,7 +10,7 @@ from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
-from telechat_moe.tools.align.operators.shapes import move
+from telechat_moe.tools.align.operators.shapes import move, moves
 
 
 @op(
@@ -50,18 +50,6 @@ def _gather(a: Arguments) -> Any:
         return np.take_along_axis(x[cut], index, dim)
 
     return move(a.input, take, True)
-
-
-@op("index_select IndexSelect take", "input dim index", exact=True)
-def _index_select(a: Arguments) -> Any:
-    rows = integers(a.index).reshape(-1)
-    return move(a.input, lambda x: x.take(rows, int(a.dim)), True)
-
-
-@op("getitem strided_slice StridedSlice", "input key", exact=True)
-def _getitem(a: Arguments) -> Any:
-    at = _index_of(a.key)
-    return move(a.input, lambda x: x[at], True)
 
 
 def _index_of(given: Any) -> tuple[Any, ...]:
@@ -106,25 +94,31 @@ def _bool_or_int(part: Any) -> Any:
     return values if values.dtype == bool else values.astype(np.int64)
 
 
-@op("masked_select", "input mask", exact=True)
-def _masked_select(a: Arguments) -> Any:
+def _masked_select(x: Array, a: Arguments) -> Array:
     mask = plain(a.mask).astype(bool)
-    return move(
-        a.input, lambda x: np.broadcast_to(x, np.broadcast_shapes(x.shape, mask.shape))[mask], True
-    )
+    return np.broadcast_to(x, np.broadcast_shapes(x.shape, mask.shape))[mask]
 
 
-@op("narrow", "input dim start length", exact=True)
-def _narrow(a: Arguments) -> Any:
-    begin, end = int(a.start), int(a.start) + int(a.length)
-    return move(a.input, lambda x: x.take(np.arange(begin, end), int(a.dim)), True)
-
-
-@op("select", "input dim index", exact=True)
-def _select(a: Arguments) -> Any:
+def _select(x: Array, a: Arguments) -> Array:
     if not isinstance(a.dim, int):
         raise NotJudgedError("select of three tensors under the name of an index")
-    return move(a.input, lambda x: x.take(int(plain(a.index)), int(a.dim)), True)
+    return x.take(int(plain(a.index)), int(a.dim))
+
+
+moves(
+    {
+        ("index_select IndexSelect take", "input dim index"): lambda x, a: x.take(
+            integers(a.index).reshape(-1), int(a.dim)
+        ),
+        ("getitem strided_slice StridedSlice", "input key"): lambda x, a: x[_index_of(a.key)],
+        ("masked_select", "input mask"): _masked_select,
+        ("narrow", "input dim start length"): lambda x, a: x.take(
+            np.arange(int(a.start), int(a.start) + int(a.length)), int(a.dim)
+        ),
+        ("select", "input dim index"): _select,
+    },
+    repeats=True,
+)
 
 
 @op("one_hot OneHotExt OneHot", "input num_classes=-1 *rest", exact=True)

@@ -34,9 +34,7 @@ def _matmul(a: Arguments) -> Any:
     return product(x, y)
 
 
-@op("rmatmul", "input other")
-def _rmatmul(a: Arguments) -> Any:
-    return product(floating(a.other), floating(a.input))
+op("rmatmul", "input other")(lambda a: product(floating(a.other), floating(a.input)))
 
 
 @op("linear dense Dense", "input weight bias=None")

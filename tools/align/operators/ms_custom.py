@@ -4,6 +4,7 @@ The formulas follow what each operator documents (docstrings of ``ops/``), not i
 derivatives of these formulas. Kernels marked ``bf16`` round the operands of a product.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -364,12 +365,9 @@ def _smaller(x: Approx, y: Approx) -> Approx:
 
 
 _ARITHMETIC: dict[str, Callable[..., Approx]] = {
-    **{name: getattr(Approx, name) for name in ("abs", "sqrt", "rsqrt", "exp", "log")},
-    **{name: getattr(Approx, name) for name in ("tanh", "sigmoid", "erf", "sin", "cos")},
-    "neg": Approx.__neg__,
-    "add": Approx.__add__,
-    "sub": Approx.__sub__,
-    "mul": Approx.__mul__,
+    **{name: getattr(Approx, name) for name in ("sqrt", "rsqrt", "exp", "log", "tanh")},
+    **{name: getattr(Approx, name) for name in ("sigmoid", "erf", "sin", "cos")},
+    **{name: getattr(operator, name) for name in ("abs", "neg", "add", "sub", "mul")},
     "div": Approx.__truediv__,
     "reciprocal": _reciprocal,
     "maximum": _larger,

@@ -7,7 +7,7 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
-from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
@@ -215,9 +215,7 @@ def _log_softmax(a: Arguments) -> Any:
     return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
 
 
-@primitive("Sigmoid", "input")
-def _sigmoid(a: Arguments) -> Any:
-    return loose(floating(a.input).sigmoid(), a.input)
+primitive("Sigmoid", "input")(lambda a: loose(floating(a.input).sigmoid(), a.input))
 
 
 @primitive("SiLU", "input", stores=True)
@@ -290,14 +288,6 @@ def _softmax_grad(a: Arguments) -> Any:
     """Compute ``y (g - sum(g y))``."""
     y, g = floating(a.output), floating(a.grad)
     return y * (g - (g * y).sum(a.dims(len(y.shape)), True))
-
-
-@primitive("Select", "condition input other", exact=True)
-def _select(a: Arguments) -> Any:
-    keep = plain(a.condition).astype(bool)
-    if isinstance(a.input, Approx) or isinstance(a.other, Approx):
-        return where(keep, floating(a.input, a.other), floating(a.other, a.input))
-    return np.where(keep, plain(a.input), plain(a.other))
 
 
 @primitive("PowTensorScalar", "input exponent", stores=True)

@@ -109,7 +109,7 @@ def _norm(a: Arguments) -> Any:
     kind = a.p if a.ord is None else a.ord
     if kind in (1, np.inf, "inf"):
         return (
-            x.abs().sum(dims, bool(a.keepdim))
+            abs(x).sum(dims, bool(a.keepdim))
             if kind == 1
             else x.constant(np.abs(x.value).max(dims, keepdims=bool(a.keepdim), initial=0.0))
         )

@@ -6,7 +6,7 @@ integers and booleans, which must be exact.
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,6 +145,14 @@ def op(
     return register
 
 
+def ops(
+    signature: str, formulas: Mapping[str, Computes], exact: bool = False, stores: bool = False
+) -> None:
+    """Register formulas of one signature by their names; see :func:`op`."""
+    for names, function in formulas.items():
+        op(names, signature, exact, stores)(function)
+
+
 def primitive(
     names: str, signature: str, exact: bool = False, stores: bool = False
 ) -> Callable[[Computes], Computes]:
@@ -156,6 +164,14 @@ def primitive(
         return function
 
     return register
+
+
+def primitives(
+    signature: str, formulas: Mapping[str, Computes], exact: bool = False, stores: bool = False
+) -> None:
+    """Register primitives of one signature by their exact names; see :func:`op`."""
+    for names, function in formulas.items():
+        primitive(names, signature, exact, stores)(function)
 
 
 def _formula(function: Computes, name: str, signature: str, exact: bool, stores: bool) -> Formula:

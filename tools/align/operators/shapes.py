@@ -1,6 +1,6 @@
 """Operators that move elements and compute nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,28 +35,73 @@ def _shape(x: Any) -> tuple[int, ...]:
     return x.shape if isinstance(x, Approx) else plain(x).shape
 
 
-@op("reshape view unsafe_view", "input *shape", exact=True)
-def _reshape(a: Arguments) -> Any:
-    shape = ints(a.shape)
-    return move(a.input, lambda x: x.reshape(shape))
+Moves = Mapping[tuple[str, str], Callable[[Array, Arguments], Array]]
+"""By names and signature what an operator makes of the array ``input``."""
 
 
-@op("view_as reshape_as", "input other", exact=True)
-def _reshape_as(a: Arguments) -> Any:
-    return move(a.input, lambda x: x.reshape(_shape(a.other)))
+def moves(table: Moves, repeats: bool = False) -> None:
+    """Register operators that move the elements of ``input``; ``repeats`` as in :meth:`Approx.moved`."""
+    for (names, signature), function in table.items():
+        op(names, signature, exact=True)(partial(_moved, function, repeats))
 
 
-@op("flatten", "input start_dim=0 end_dim=-1", exact=True)
-def _flatten(a: Arguments) -> Any:
-    shape = _shape(a.input)
-    begin, end = a.start_dim % max(len(shape), 1), a.end_dim % max(len(shape), 1)
-    return move(a.input, lambda x: x.reshape(*shape[:begin], -1, *shape[end + 1 :]))
+def _moved(function: Callable[[Array, Arguments], Array], repeats: bool, a: Arguments) -> Any:
+    return move(a.input, lambda x: function(x, a), repeats)
 
 
-@op("unflatten", "input dim sizes", exact=True)
-def _unflatten(a: Arguments) -> Any:
-    shape, d = _shape(a.input), a.dim % _ndim(a.input)
-    return move(a.input, lambda x: x.reshape(*shape[:d], *ints(a.sizes), *shape[d + 1 :]))
+def _flatten(x: Array, a: Arguments) -> Array:
+    begin, end = a.start_dim % max(x.ndim, 1), a.end_dim % max(x.ndim, 1)
+    return x.reshape(*x.shape[:begin], -1, *x.shape[end + 1 :])
+
+
+def _unflatten(x: Array, a: Arguments) -> Array:
+    d = a.dim % x.ndim
+    return x.reshape(*x.shape[:d], *ints(a.sizes), *x.shape[d + 1 :])
+
+
+def _squeeze(x: Array, a: Arguments) -> Array:
+    drop = a.dims(x.ndim)
+    return x.reshape([n for i, n in enumerate(x.shape) if n != 1 or i not in drop])
+
+
+def _roll(x: Array, a: Arguments) -> Array:
+    dim = a.__dict__["dims"] if a.__dict__["dim"] is None else a.__dict__["dim"]
+    axes = None if dim is None else ints(dim)
+    return np.roll(x, ints(a.shifts) if axes is not None else ints(a.shifts)[0], axes)
+
+
+def _repeat_interleave(x: Array, a: Arguments) -> Array:
+    return np.repeat(x, plain(a.repeats).astype(np.int64), None if a.dim is None else int(a.dim))
+
+
+moves(
+    {
+        ("reshape view unsafe_view", "input *shape"): lambda x, a: x.reshape(ints(a.shape)),
+        ("view_as reshape_as", "input other"): lambda x, a: x.reshape(_shape(a.other)),
+        ("flatten", "input start_dim=0 end_dim=-1"): _flatten,
+        ("unflatten", "input dim sizes"): _unflatten,
+        ("permute", "input *order | dims=None"): lambda x, a: x.transpose(
+            ints(a.__dict__["order"] or a.__dict__["dims"])
+        ),
+        ("t T mT numpy_T", "input"): lambda x, a: np.swapaxes(x, -1, -2) if x.ndim > 1 else x,
+        ("unsqueeze expand_dims ExpandDims", "input dim"): lambda x, a: np.expand_dims(
+            x, int(a.dim)
+        ),
+        ("squeeze", "input dim=None"): _squeeze,
+        ("flip", "input *dim"): lambda x, a: np.flip(x, ints(a.__dict__["dim"])),
+        ("roll", "input shifts dim=None | dims=None"): _roll,
+    }
+)
+moves(
+    {
+        ("repeat tile", "input *repeats"): lambda x, a: np.tile(x, ints(a.repeats)),
+        (
+            "repeat_interleave RepeatInterleaveTensor RepeatInterleaveInt",
+            "input repeats dim=None | output_size=None",
+        ): _repeat_interleave,
+    },
+    repeats=True,
+)
 
 
 @op(
@@ -79,29 +124,6 @@ def _transpose(a: Arguments) -> Any:
     return move(a.input, lambda x: x.transpose(dims))
 
 
-@op("permute", "input *order | dims=None", exact=True)
-def _permute(a: Arguments) -> Any:
-    order = ints(a.__dict__["order"] or a.__dict__["dims"])
-    return move(a.input, lambda x: x.transpose(order))
-
-
-@op("t T mT numpy_T", "input", exact=True)
-def _t(a: Arguments) -> Any:
-    return move(a.input, lambda x: np.swapaxes(x, -1, -2) if x.ndim > 1 else x)
-
-
-@op("unsqueeze expand_dims ExpandDims", "input dim", exact=True)
-def _unsqueeze(a: Arguments) -> Any:
-    return move(a.input, lambda x: np.expand_dims(x, int(a.dim)))
-
-
-@op("squeeze", "input dim=None", exact=True)
-def _squeeze(a: Arguments) -> Any:
-    shape = _shape(a.input)
-    drop = {d for d in a.dims(len(shape)) if shape[d] == 1}
-    return move(a.input, lambda x: x.reshape([s for i, s in enumerate(shape) if i not in drop]))
-
-
 @op("expand broadcast_to BroadcastTo", "input *size", exact=True)
 def _expand(a: Arguments) -> Any:
     size, shape = ints(a.size), _shape(a.input)
@@ -110,30 +132,11 @@ def _expand(a: Arguments) -> Any:
     return _repeated(a.input, full)
 
 
-@op("expand_as", "input other", exact=True)
-def _expand_as(a: Arguments) -> Any:
-    return _repeated(a.input, _shape(a.other))
+op("expand_as", "input other", exact=True)(lambda a: _repeated(a.input, _shape(a.other)))
 
 
 def _repeated(x: Any, shape: Any) -> Any:
     return x.spread(shape) if isinstance(x, Approx) else np.broadcast_to(plain(x), shape)
-
-
-@op("repeat tile", "input *repeats", exact=True)
-def _tile(a: Arguments) -> Any:
-    repeats = ints(a.repeats)
-    return move(a.input, lambda x: np.tile(x, repeats), True)
-
-
-@op(
-    "repeat_interleave RepeatInterleaveTensor RepeatInterleaveInt",
-    "input repeats dim=None | output_size=None",
-    exact=True,
-)
-def _repeat_interleave(a: Arguments) -> Any:
-    repeats = plain(a.repeats).astype(np.int64)
-    dim = None if a.dim is None else int(a.dim)
-    return move(a.input, lambda x: np.repeat(x, repeats, dim), True)
 
 
 @op("cat concat concatenate", "input dim=0", exact=True)
@@ -190,19 +193,6 @@ def _unbind(a: Arguments) -> Any:
     return [move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(_shape(a.input)[d])]
 
 
-@op("flip", "input *dim", exact=True)
-def _flip(a: Arguments) -> Any:
-    return move(a.input, lambda x: np.flip(x, ints(a.__dict__["dim"])))
-
-
-@op("roll", "input shifts dim=None | dims=None", exact=True)
-def _roll(a: Arguments) -> Any:
-    dim = a.__dict__["dim"] if a.__dict__["dim"] is not None else a.__dict__["dims"]
-    axes = None if dim is None else ints(dim)
-    shifts = ints(a.shifts) if axes is not None else ints(a.shifts)[0]
-    return move(a.input, lambda x: np.roll(x, shifts, axes))
-
-
 @op("pad constant_pad_nd", "input pad mode='constant' value=0", exact=True)
 def _pad(a: Arguments) -> Any:
     if a.mode != "constant":
@@ -225,17 +215,11 @@ def _pad(a: Arguments) -> Any:
     return x.like(padded, parents=[(x, lambda g: g.moved(lambda v: v[where], True))])
 
 
-@op("tril TrilExt", "input diagonal=0", exact=True)
-def _tril(a: Arguments) -> Any:
-    return _masked(a.input, lambda x: np.tril(np.ones(x.shape[-2:]), int(a.diagonal)))
+def _masked(mask: Callable[..., Array], a: Arguments) -> Any:
+    x = plain(a.input)
+    keep = mask(np.ones(x.shape[-2:]), int(a.diagonal))
+    return a.input.times(keep) if isinstance(a.input, Approx) else (x * keep).astype(x.dtype)
 
 
-@op("triu", "input diagonal=0", exact=True)
-def _triu(a: Arguments) -> Any:
-    return _masked(a.input, lambda x: np.triu(np.ones(x.shape[-2:]), int(a.diagonal)))
-
-
-def _masked(x: Any, mask: Callable[[Array], Array]) -> Any:
-    if isinstance(x, Approx):
-        return x.times(mask(x.value))
-    return (plain(x) * mask(plain(x))).astype(plain(x).dtype)
+for _names, _mask in (("tril TrilExt", np.tril), ("triu", np.triu)):
+    op(_names, "input diagonal=0", exact=True)(partial(_masked, _mask))
