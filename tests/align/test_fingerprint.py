@@ -1,7 +1,6 @@
 """Fingerprints: the formulas of the module, memory orders, checksums that see everything."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,9 +48,7 @@ def tensor(shape, dtype, seed):
 def close(found, expected):
     assert np.abs(found.buckets - expected.buckets).max() <= 1e-12 * max(expected.norm, 1e-300)
     assert found.checksum == expected.checksum
-    assert (found.count, found.total, found.special) == (
-        *(expected.count, expected.total, expected.special),
-    )
+    assert (found.total, found.special) == (expected.total, expected.special)
     assert found.norm == pytest.approx(expected.norm, rel=1e-12)
 
 
@@ -143,14 +140,12 @@ def test_bytes_fit_in_2_kib_and_come_back():
     content = found.to_bytes()
     assert len(content) <= 2048
     close(Fingerprint.from_bytes(content), found)
-    unseen = Fingerprint.from_bytes(replace(found, checksum=None, squares=None).to_bytes())
-    assert (unseen.checksum, unseen.squares) == (None, None)
-    assert fingerprint.equal(unseen, found) is None
     for wrong in (
         b"",
         content[:-1],
         b"XXXX" + content[4:],
-        content[:8] + b"\xff" * 8 + content[16:],
+        content[:4] + b"\x01" + content[5:],  # without the squares
+        content[:8] + b"\xff" * 8 + content[16:],  # of a part
     ):
         with pytest.raises(BadInputError, match="fingerprint"):
             Fingerprint.from_bytes(wrong)
@@ -166,15 +161,7 @@ def test_the_memory_order_does_not_matter(size):
     close(fingerprint.of(matrix.T), fingerprint.of(np.ascontiguousarray(matrix.T)))
 
 
-def test_parts_are_never_taken_for_a_whole():
-    whole = fingerprint.of(tensor((10, 10), "float32", 3))
-    half = replace(whole, count=50)
-    assert not half.whole
-    assert fingerprint.equal(half, half) is None
-    assert math.isnan(fingerprint.distance(half, whole))
-
-
 def test_complex_and_empty():
     pairs = tensor((6, 7, 2), "float32", 4)
     close(fingerprint.of(pairs.view(np.complex64)[..., 0]), fingerprint.of(pairs))
-    assert fingerprint.of(np.empty((0, 4), np.float32)).whole
+    assert fingerprint.of(np.empty((0, 4), np.float32)).total == 0

@@ -13,47 +13,37 @@ from typing import Any
 
 import numpy as np
 
+from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.logical import Logical, logical_regions
 from telechat_moe.tools.align.dump.records import Array
 from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
+from telechat_moe.tools.align.dump.value_files import widen
 from telechat_moe.tools.align.numerics import is_float, ulps
-
-DTYPES = {
-    "F64": ("float64", "<f8"),
-    "F32": ("float32", "<f4"),
-    "F16": ("float16", "<f2"),
-    "BF16": ("bfloat16", "<u2"),
-    "I64": ("int64", "<i8"),
-    "I32": ("int32", "<i4"),
-    "I16": ("int16", "<i2"),
-    "I8": ("int8", "i1"),
-    "U64": ("uint64", "<u8"),
-    "U32": ("uint32", "<u4"),
-    "U16": ("uint16", "<u2"),
-    "U8": ("uint8", "u1"),
-    "BOOL": ("bool", "?"),
-}
-"""For each safetensors type its canonical name and the NumPy type to read it with (bfloat16: its bits)."""
 
 Region = tuple[tuple[int, int], ...]
 
 
-class _Stored(ShardValues):
-    """A tensor within a safetensors file."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint.
 
-    def __init__(self, file: Path, entry: Mapping[str, Any], start: int) -> None:
-        name, self._numpy = DTYPES[entry["dtype"]]
-        super().__init__(entry["shape"], name)
-        self._file, self._start = file, start + entry["data_offsets"][0]
+    Attributes:
+        group: ``model`` or ``optimizer``.
+        dtype: Canonical name.
+        shape: Whole shape.
+        shards: Its shards, each with its region.
+    """
 
-    def _open(self) -> Array:
-        if not math.prod(self.shape):
-            return np.zeros(self.shape, self._numpy)
-        try:
-            return np.memmap(self._file, self._numpy, "r", self._start, self.shape)
-        except (OSError, ValueError) as error:
-            raise BadInputError(f"{self._file}: cannot be read ({error})") from None
+    group: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: list[tuple[Region, ShardValues]]
+
+    def merged(self) -> Logical:
+        """Return the tensor, merged from its shards as it is read."""
+        shards = [Shard(i, values) for i, (_, values) in enumerate(self.shards)]
+        return logical_regions(shards, {i: r for i, (r, _) in enumerate(self.shards)}, self.shape)
 
 
 @dataclass(frozen=True)
@@ -64,26 +54,13 @@ class Stored:
         path: Its folder.
         step: Number of finished training steps.
         layout: Its layout, as it describes it.
-        shapes: Whole shape of each tensor, by name.
-        dtypes: Canonical type of each tensor.
-        groups: Group of each tensor (``model``, ``optimizer``).
-        pieces: The shards of each tensor, each with its region and values.
+        tensors: Its tensors by name.
     """
 
     path: Path
     step: int
     layout: str
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]
-    groups: Mapping[str, str]
-    pieces: Mapping[str, list[tuple[Region, ShardValues]]]
-
-    def tensor(self, name: str) -> Logical:
-        """Return a tensor, merged from its shards."""
-        parts = self.pieces[name]
-        pieces = [Shard(i, source) for i, (_, source) in enumerate(parts)]
-        regions = {i: region for i, (region, _) in enumerate(parts)}
-        return logical_regions(pieces, regions, self.shapes[name])
+    tensors: Mapping[str, StoredTensor]
 
 
 def open_checkpoint(path: Path) -> Stored:
@@ -94,78 +71,50 @@ def open_checkpoint(path: Path) -> Stored:
     """
     from telechat_moe.checkpoint import checkpoint, manifest, reshard
 
+    shards: dict[str, list[tuple[str, Region]]] = {}
     if (path / reshard.FILE).exists():
-        return _pieces(path, reshard.verify(path))
-    checkpoint.verify(path)
-    content = manifest.read(path)
-    described = {
-        name: (group, entry)
-        for group, found in content["tensors"].items()
-        for name, entry in found.items()
-    }
-    files = {file: _header(path / file) for file in content["files"]}
-    pieces = {
-        name: [(region, _stored(files, file, name)) for file, region in manifest.pieces(entry)]
-        for name, (_, entry) in described.items()
-    }
+        content = reshard.verify(path)
+        described = {n: (entry["group"], entry) for n, entry in content["tensors"].items()}
+        for file in content["files"]:
+            metadata = tensor_files.metadata(np.memmap(path / file, np.uint8, "r"))
+            for name, region in json.loads(metadata["regions"]).items():
+                shards.setdefault(name, []).append((file, tuple((a, b) for a, b in region)))
+    else:
+        checkpoint.verify(path)
+        content = manifest.read(path)
+        described = {n: (g, x) for g, found in content["tensors"].items() for n, x in found.items()}
+        shards = {name: manifest.pieces(entry) for name, (_, entry) in described.items()}
+    if unknown := shards.keys() - described.keys():
+        raise BadInputError(f"{path}: {min(unknown)} has a shard and no description")
+    files = {file: tensor_files.read_header(path / file) for file in content["files"]}
+    tensors: dict[str, StoredTensor] = {}
+    for name, (group, entry) in described.items():
+        found = [(region, _values(files[file][name])) for file, region in shards.get(name, ())]
+        tensors[name] = StoredTensor(
+            group, _canonical(entry["dtype"]), tuple(entry["shape"]), found
+        )
     layout = content.get("layout", "whole tensors")
-    return _made(
-        path,
-        content["step"],
-        layout if isinstance(layout, str) else json.dumps(layout),
-        described,
-        pieces,
-    )
+    said = layout if isinstance(layout, str) else json.dumps(layout)
+    return Stored(path, content["step"], said, tensors)
 
 
-def _pieces(path: Path, content: Mapping[str, Any]) -> Stored:
-    described = {name: (entry["group"], entry) for name, entry in content["tensors"].items()}
-    pieces: dict[str, list[tuple[Region, ShardValues]]] = {name: [] for name in described}
-    for file in content["files"]:
-        header = _header(path / file)
-        for name, region in json.loads(header[1]["__metadata__"]["regions"]).items():
-            if name not in pieces:
-                raise BadInputError(f"{path / file}: {name} is not in pieces.json")
-            where = tuple((a, b) for a, b in region)
-            pieces[name].append((where, _stored({file: header}, file, name)))
-    return _made(path, content["step"], content["layout"], described, pieces)
+def _canonical(dtype: str) -> str:
+    return "bfloat16" if dtype == "BF16" else tensor_files.DTYPES[dtype].name
 
 
-def _made(
-    path: Path,
-    step: int,
-    layout: str,
-    described: Mapping[str, tuple[str, Mapping[str, Any]]],
-    pieces: Mapping[str, list[tuple[Region, ShardValues]]],
-) -> Stored:
-    return Stored(
-        path,
-        step,
-        layout,
-        {n: tuple(entry["shape"]) for n, (_, entry) in described.items()},
-        {n: DTYPES[entry["dtype"]][0] for n, (_, entry) in described.items()},
-        {n: group for n, (group, _) in described.items()},
-        pieces,
-    )
+def _values(entry: tensor_files.Entry) -> ShardValues:
+    """Return a stored tensor, which is mapped when it is read; bfloat16 as its bits."""
+    dtype = np.dtype("<u2") if entry.dtype == "BF16" else tensor_files.DTYPES[entry.dtype]
 
+    def load() -> Array:
+        if not entry.nbytes:
+            return np.zeros(entry.shape, dtype)
+        try:
+            return np.memmap(entry.file, dtype, "r", entry.start, entry.shape)
+        except (OSError, ValueError) as error:
+            raise BadInputError(f"{entry.file}: cannot be read ({error})") from None
 
-def _header(file: Path) -> tuple[Path, dict[str, Any], int]:
-    """Return a safetensors file, its header, and the position where its data begins."""
-    try:
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            return file, json.loads(f.read(length)), 8 + length
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"{file}: not a safetensors file ({error})") from None
-
-
-def _stored(
-    files: Mapping[str, tuple[Path, dict[str, Any], int]], file: str, name: str
-) -> ShardValues:
-    path, header, start = files[file]
-    if name not in header:
-        raise BadInputError(f"{path}: {name} is not in it")
-    return _Stored(path, header[name], start)
+    return ShardValues(entry.shape, _canonical(entry.dtype), load)
 
 
 # ------------------------------------------------------------------------------------ comparison
@@ -200,34 +149,39 @@ class Compared:
 
 
 _EDGES = (0.0, 1.0, 2.0, 4.0, 16.0, 256.0, 65536.0)
+_NAMES = ("0", *(f"<={edge:g}" for edge in _EDGES[1:]), "more")
 
 
 def compare(a: Logical, b: Logical) -> Compared:
     """Compare two tensors of one shape and type, block by block."""
-    found = Compared(a.dtype, histogram={} if is_float(a.dtype) else None)
+    found = Compared(a.dtype)
+    counts = np.zeros(len(_NAMES), np.int64)
     apart = size = 0.0
     for (box, x), (_, y) in zip(a.blocks(), b.blocks(), strict=True):
         unequal = np.asarray(_bits(x) != _bits(y))
         count = int(unequal.sum())
         found.elements += x.size
         found.different += count
+        counts[0] += x.size - count
         wide_x = _float64(x, a.dtype)
         size += float(np.sum(np.where(np.isfinite(wide_x), wide_x, 0.0) ** 2))
         if not count:
-            _add(found.histogram, "0", x.size)
             continue
+        wide_y = _float64(y, a.dtype)
         if found.first is None:
             at = tuple(int(i) for i in np.unravel_index(int(np.argmax(unequal)), unequal.shape))
             index = tuple(s.start + i for s, i in zip(box, at, strict=True))
             found.first = (index, widened(x[at], a.dtype).item(), widened(y[at], a.dtype).item())
-        wide_y = _float64(y, a.dtype)
         difference = _distance(wide_x, wide_y, unequal)
         with np.errstate(over="ignore"):
             apart += float(np.sum(difference**2))
         found.max_abs = max(found.max_abs, float(difference.max(initial=0.0)))
-        _add(found.histogram, "0", x.size - count)
-        _count(found.histogram, wide_x[unequal], wide_y[unequal], a.dtype)
+        if is_float(a.dtype):
+            far = ulps(wide_y[unequal], wide_x[unequal], a.dtype)
+            counts += np.bincount(np.searchsorted(_EDGES, far), minlength=counts.size)
     found.relative_l2 = math.sqrt(apart / size) if size else math.inf if apart else 0.0
+    if is_float(a.dtype):
+        found.histogram = {name: n for name, n in zip(_NAMES, counts.tolist(), strict=True) if n}
     return found
 
 
@@ -238,25 +192,11 @@ def _distance(x: Array, y: Array, unequal: Array) -> Array:
     return np.where(np.isnan(found), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), found)
 
 
-def _count(histogram: dict[str, int] | None, x: Array, y: Array, dtype: str) -> None:
-    if histogram is None:
-        return
-    counts = np.bincount(np.searchsorted(_EDGES, ulps(y, x, dtype).reshape(-1)), minlength=1)
-    for i, count in enumerate(counts.tolist()):
-        name = "0" if i == 0 else "more" if i == len(_EDGES) else f"<={_EDGES[i]:g}"
-        _add(histogram, name, count)
-
-
-def _add(histogram: dict[str, int] | None, name: str, count: int) -> None:
-    if histogram is not None and count:
-        histogram[name] = histogram.get(name, 0) + count
-
-
 def widened(x: Array, dtype: str) -> Array:
     """Return bfloat16 bits as float32; other values as they are."""
     if dtype != "bfloat16" or x.dtype != np.uint16:
         return np.asarray(x)
-    return np.left_shift(np.asarray(x).astype(np.uint32), np.uint32(16)).view(np.float32)
+    return widen(np.asarray(x), dtype)
 
 
 def _float64(x: Array, dtype: str) -> Array:
@@ -294,12 +234,9 @@ class Report:
         """Return the names of the tensors beyond both bounds: ULPs of every element, relative L2."""
 
         def far(c: Compared) -> bool:
-            limit = (
-                0
-                if c.histogram is None
-                else sum(n for e, n in c.histogram.items() if _upper(e) > ulp)
-            )
-            outside = c.different if c.histogram is None else limit
+            counts = {} if c.histogram is None else c.histogram
+            beyond = sum(n for edge, n in counts.items() if _upper(edge) > ulp)
+            outside = c.different if c.histogram is None else beyond
             return bool(outside) and not (rtol and c.relative_l2 <= rtol)
 
         return [n for n in self.different if far(self.compared[n])]
@@ -328,22 +265,20 @@ def compare_checkpoints(
         LayoutError: Shards do not tile a tensor, or copies differ.
     """
     first, second = open_checkpoint(a), open_checkpoint(b)
-
-    def chosen(s: Stored) -> set[str]:
-        return {n for n, g in s.groups.items() if group in (None, g)}
-
-    names, others = chosen(first), chosen(second)
-    if not names and not others:
+    ours, theirs = (
+        {n: t for n, t in stored.tensors.items() if group in (None, t.group)}
+        for stored in (first, second)
+    )
+    if not ours and not theirs:
         raise BadInputError(f"{a} and {b} have no tensors{f' of group {group}' if group else ''}")
-    problems = {n: f"only in {a if n in names else b}" for n in sorted(names ^ others)}
-    for n in sorted(names & others):
-        if first.shapes[n] != second.shapes[n]:
-            problems[n] = f"shape {list(first.shapes[n])} and {list(second.shapes[n])}"
-        elif first.dtypes[n] != second.dtypes[n]:
-            problems[n] = f"type {first.dtypes[n]} and {second.dtypes[n]}"
-    left = [n for n in sorted(names & others) if n not in problems]
-    compared = {
-        n: compare(first.tensor(n), second.tensor(n))
-        for n in (progress(left) if progress else left)
-    }
+    problems = {n: f"only in {a if n in ours else b}" for n in sorted(ours.keys() ^ theirs)}
+    for n in sorted(ours.keys() & theirs):
+        x, y = ours[n], theirs[n]
+        if x.shape != y.shape:
+            problems[n] = f"shape {list(x.shape)} and {list(y.shape)}"
+        elif x.dtype != y.dtype:
+            problems[n] = f"type {x.dtype} and {y.dtype}"
+    left = [n for n in sorted(ours.keys() & theirs) if n not in problems]
+    names = progress(left) if progress else left
+    compared = {n: compare(ours[n].merged(), theirs[n].merged()) for n in names}
     return Report(first, second, compared, problems)

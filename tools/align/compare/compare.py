@@ -20,9 +20,8 @@ from telechat_moe.tools.align.compare.pinning import Pinned
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.compare.without_values import without_values
-from telechat_moe.tools.align.dump.logical import boxes
+from telechat_moe.tools.align.dump import value_files
 from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, Scalar, TensorRecord
-from telechat_moe.tools.align.dump.value_files import release
 from telechat_moe.tools.align.judge.pairing import aligned
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
@@ -31,7 +30,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
-_RELEASE = 1 << 22  # elements after which the pages of mapped files are released
 _EXTREME = {kind.largest for kind in FLOATS.values()} | {math.inf}
 _SCALARS = 1e-6  # relative difference allowed for settings that were stored in a narrower type
 
@@ -279,7 +277,7 @@ class _Rank:
         for chunk in chunks(arrays, keep):
             measure.add(chunk)
         for array in arrays:
-            release(array)
+            value_files.release(array)
         return measured(row, measure, arrays[0], keep)
 
     def _settings(self, call: Call, other: Call) -> list[Row]:
@@ -362,41 +360,22 @@ def _unlike(golden: TensorRecord, target: TensorRecord, profile: Profile) -> tup
 
 def chunks(arrays: Sequence[Array], keep: Array | None = None) -> Iterator[Chunk]:
     """Yield chunks of tensors of one shape, in the order of their elements; with ``keep``, of those rows only."""
-    if keep is not None:
-        parts = _kept(arrays, keep)
-    elif all(a.flags.c_contiguous for a in arrays):
-        parts = _flat(arrays)
-    else:
-        parts = _boxes(arrays)
-    seen = begin = 0
-    for target, golden, *bench in parts:
-        if target.dtype.kind == "c":
-            target, golden, *bench = (_reals(x) for x in (target, golden, *bench))
+    begin = 0
+    for _, parts in value_files.chunks(arrays, CHUNK) if keep is None else _kept(arrays, keep):
+        target, golden, *bench = map(_reals, parts) if parts[0].dtype.kind == "c" else parts
         yield Chunk(target, golden, begin, bench[0] if bench else None)
         begin += target.size
-        if begin - seen >= _RELEASE:
-            seen = begin
-            for array in arrays:
-                release(array)
 
 
-def _flat(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    lines = [np.asarray(a.reshape(-1)) for a in arrays]
-    for i in range(0, lines[0].size, CHUNK):
-        yield [line[i : i + CHUNK] for line in lines]
-
-
-def _boxes(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    for box in boxes(arrays[0].shape, CHUNK):
-        yield [np.ascontiguousarray(a[box]).reshape(-1) for a in arrays]
-
-
-def _kept(arrays: Sequence[Array], keep: Array) -> Iterator[list[Array]]:
+def _kept(arrays: Sequence[Array], keep: Array) -> Iterator[tuple[int, list[Array]]]:
     rows = keep.reshape(-1)
     tables = [a.reshape(rows.size, -1) for a in arrays]
     step = max(1, 8 * CHUNK // max(1, tables[0].shape[1]))
     for i in range(0, rows.size, step):
-        yield from _flat([t[i : i + step][rows[i : i + step]] for t in tables])
+        kept = [t[i : i + step][rows[i : i + step]] for t in tables]
+        yield from value_files.chunks(kept, CHUNK)
+        for array in arrays:
+            value_files.release(array)
 
 
 def _reals(x: Array) -> Array:

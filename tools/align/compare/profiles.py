@@ -8,10 +8,12 @@ zero is documented with its class in ``measures.py``.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.compare.measures import (
+    EPSILON,
     Bitwise,
     Close,
     DoubleBenchmark,
@@ -186,16 +188,7 @@ def profile(name: str, options: Options | None = None) -> Profile:
         "rtol": ("close",),
         "atol": ("close",),
         "ulp": ("ulp",),
-        "kind": (
-            "ascend-l0",
-            "ascend-l1",
-            "ascend-l2",
-            "ecosystem",
-            "mixed",
-            "mixed-0924",
-            "msprobe",
-            "torch",
-        ),
+        "kind": tuple(n for n in (*_FIXED, "torch") if n not in ("mindformers", "bitwise")),
         "equal_nan": ("torch", "close"),
     }
     for option, names in wanted.items():
@@ -205,112 +198,107 @@ def profile(name: str, options: Options | None = None) -> Profile:
     kind = HF32 if o.kind == "hf32" else o.kind
     if kind is not None and kind not in FLOATS:
         raise UsageError(f"--as {o.kind}: expected hf32 or one of {', '.join(FLOATS)}")
-    ascend = name.startswith("ascend")
-    found = _ascend(name.removeprefix("ascend-")) if ascend else _MAKE[name](o)
+    found = _FIXED[name] if name in _FIXED else _WITH_OPTIONS[name](o)
     return replace(found, kind=kind)
 
 
-def _ascend(level: str) -> Profile:
-    def measures(dtype: str, golden: str) -> Measure | None:
-        del golden
-        least = ASCEND_LEAST.get(dtype)
-        return None if least is None else DoubleBenchmark(ASCEND_RATIO[level], least)
+Line = TypeVar("Line")
+Made = TypeVar("Made")
 
+
+def _by_type(lines: Mapping[str, Line], make: Callable[[Line], Made]) -> Callable[..., Made | None]:
+    """Return a function of a type, which makes something of the type's line; None: it has no line."""
+
+    def of(dtype: str, *_: object) -> Made | None:
+        return make(lines[dtype]) if dtype in lines else None
+
+    return of
+
+
+def _ascend(level: str) -> Profile:
     return Profile(
         f"ascend-{level}",
         "CANN operator precision standard, double benchmark",
-        measures,
+        _by_type(ASCEND_LEAST, partial(DoubleBenchmark, ASCEND_RATIO[level])),
         third=True,
-        tolerance=lambda dtype: (ECOSYSTEM[dtype], 0.0) if dtype in ECOSYSTEM else None,
+        tolerance=_by_type(ECOSYSTEM, lambda t: (t, 0.0)),
         cases=ASCEND_CASES[level],
     )
 
 
-def _ecosystem(o: Options) -> Profile:
-    del o
-
+def _mixed(name: str, lines: Mapping[str, Tolerance]) -> Profile:
     def measures(dtype: str, golden: str) -> Measure | None:
         del golden
-        t = ECOSYSTEM.get(dtype)
-        return None if t is None else Relative(t, 10 * t)
+        found = lines.get(dtype)
+        return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
 
     def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
-        del largest
-        t = ECOSYSTEM.get(dtype)
-        return None if t is None else (10 * t, 10 * t * 1e-7)
-
-    def tolerance(dtype: str) -> tuple[float, float] | None:
-        t = ECOSYSTEM.get(dtype)
-        return None if t is None else (t, 0.0)
-
-    source = "CANN ecosystem standard, single benchmark"
-    return Profile("ecosystem", source, measures, envelope=envelope, tolerance=tolerance)
-
-
-def _mixed(name: str, table: Mapping[str, Tolerance]) -> Callable[[Options], Profile]:
-    def make(o: Options) -> Profile:
-        del o
-
-        def measures(dtype: str, golden: str) -> Measure | None:
-            del golden
-            found = table.get(dtype)
-            return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
-
-        def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
-            found = table.get(dtype)
-            if found is None:
-                return None
-            ulp = largest * 2.0 ** (1 - FLOATS[dtype].bits)
-            return 0.0, max(found.floor, MIXED_ULPS * ulp)
-
-        def tolerance(dtype: str) -> tuple[float, float] | None:
-            found = table.get(dtype)
-            return None if found is None else found[:2]
-
-        source = "cann/opbase mixed_tolerance_standard.md"
-        return Profile(name, source, measures, envelope=envelope, tolerance=tolerance)
-
-    return make
-
-
-def _mindformers(o: Options) -> Profile:
-    del o
-    return Profile(
-        "mindformers",
-        "MindFormers PrecisionChecker",
-        lambda dtype, golden: Cosine(*MINDFORMERS),
-        same_dtype=True,
-        tolerance=lambda dtype: (math.sqrt(2 * (1 - MINDFORMERS[0])), 0.0),
-    )
-
-
-def _msprobe(o: Options) -> Profile:
-    del o
-
-    def measures(dtype: str, golden: str) -> Measure | None:
-        if dtype not in MSPROBE_SHARES or golden not in MSPROBE_EPSILON:
+        if dtype not in lines:
             return None
-        shares, epsilon = MSPROBE_SHARES[dtype], MSPROBE_EPSILON[golden]
-        return Thousandths(MSPROBE_COSINE, MSPROBE_ERROR, shares, epsilon)
+        ulp = largest * 2.0 ** (1 - FLOATS[dtype].bits)
+        return 0.0, max(lines[dtype].floor, MIXED_ULPS * ulp)
 
-    def tolerance(dtype: str) -> tuple[float, float] | None:
-        return (MSPROBE_SHARES[dtype][0][0], 0.0) if dtype in MSPROBE_SHARES else None
+    tolerance = _by_type(lines, lambda line: line[:2])
+    source = "cann/opbase mixed_tolerance_standard.md"
+    return Profile(name, source, measures, envelope=envelope, tolerance=tolerance)
 
-    return Profile("msprobe", "msprobe 26.2.0 acc_check", measures, tolerance=tolerance)
+
+def _thousandths(dtype: str, golden: str) -> Measure | None:
+    if dtype not in MSPROBE_SHARES or golden not in MSPROBE_EPSILON:
+        return None
+    shares, epsilon = MSPROBE_SHARES[dtype], MSPROBE_EPSILON[golden]
+    return Thousandths(MSPROBE_COSINE, MSPROBE_ERROR, shares, epsilon)
+
+
+_FIXED = {
+    found.name: found
+    for found in (
+        *map(_ascend, ASCEND_RATIO),
+        Profile(
+            "ecosystem",
+            "CANN ecosystem standard, single benchmark",
+            _by_type(ECOSYSTEM, lambda t: Relative(t, 10 * t)),
+            envelope=_by_type(ECOSYSTEM, lambda t: (10 * t, 10 * t * EPSILON)),
+            tolerance=_by_type(ECOSYSTEM, lambda t: (t, 0.0)),
+        ),
+        _mixed("mixed", MIXED),
+        _mixed("mixed-0924", MIXED_TIGHT),
+        Profile(
+            "mindformers",
+            "MindFormers PrecisionChecker",
+            lambda dtype, golden: Cosine(*MINDFORMERS),
+            same_dtype=True,
+            tolerance=lambda dtype: (math.sqrt(2 * (1 - MINDFORMERS[0])), 0.0),
+        ),
+        Profile(
+            "msprobe",
+            "msprobe 26.2.0 acc_check",
+            _thousandths,
+            tolerance=_by_type(MSPROBE_SHARES, lambda shares: (shares[0][0], 0.0)),
+        ),
+        Profile(
+            "bitwise",
+            "equal bytes",
+            lambda dtype, golden: Bitwise(),
+            same_dtype=True,
+            envelope=lambda dtype, largest: (0.0, 0.0),
+            tolerance=lambda dtype: (0.0, 0.0),
+        ),
+    )
+}
 
 
 def _torch(o: Options) -> Profile:
-    def measures(dtype: str, golden: str) -> Measure:
-        del golden
-        return Close(*TORCH.get(dtype, (0.0, 0.0)), nan_equal=o.equal_nan)
+    def line(dtype: str) -> tuple[float, float]:
+        return TORCH.get(dtype, (0.0, 0.0))
 
     return Profile(
         "torch",
         "torch.testing.assert_close",
-        measures,
+        lambda dtype, golden: Close(*line(dtype), nan_equal=o.equal_nan),
         same_dtype=True,
-        envelope=lambda dtype, largest: TORCH.get(dtype, (0.0, 0.0)),
-        tolerance=lambda dtype: TORCH.get(dtype, (0.0, 0.0)),
+        envelope=lambda dtype, largest: line(dtype),
+        tolerance=line,
         nan_differs=not o.equal_nan,
     )
 
@@ -348,26 +336,4 @@ def _ulp(o: Options) -> Profile:
     )
 
 
-def _bitwise(o: Options) -> Profile:
-    del o
-    return Profile(
-        "bitwise",
-        "equal bytes",
-        lambda dtype, golden: Bitwise(),
-        same_dtype=True,
-        envelope=lambda dtype, largest: (0.0, 0.0),
-        tolerance=lambda dtype: (0.0, 0.0),
-    )
-
-
-_MAKE: Mapping[str, Callable[[Options], Profile]] = {
-    "ecosystem": _ecosystem,
-    "mixed": _mixed("mixed", MIXED),
-    "mixed-0924": _mixed("mixed-0924", MIXED_TIGHT),
-    "mindformers": _mindformers,
-    "msprobe": _msprobe,
-    "torch": _torch,
-    "close": _close,
-    "ulp": _ulp,
-    "bitwise": _bitwise,
-}
+_WITH_OPTIONS = {"torch": _torch, "close": _close, "ulp": _ulp}

@@ -13,7 +13,6 @@ element always shows.
 
 import math
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.value_files import release
-from telechat_moe.tools.align.numerics import Array, einsum, widened
+from telechat_moe.tools.align.dump.value_files import chunks
+from telechat_moe.tools.align.numerics import Array, dot, einsum, widened
 
 BUCKETS = 241
 """The number of buckets: a prime, so that no common length of a row returns to the same bucket in every row."""
@@ -33,9 +32,7 @@ _CHUNK = 4 * _BLOCK  # a few of these in float64 fit a core's cache
 _MANY = 4096  # blocks whose hashes are computed at once
 _HEADER = struct.Struct("<4sHHQQQQd")
 _MAGIC = b"TCF1"
-_EXACT, _NORM = 1, 2
-_RELEASE = 512
-"""Chunks after which the pages of a mapped file are released."""
+_FLAGS = 3  # checksum and squares are given
 
 
 @dataclass(frozen=True)
@@ -44,38 +41,28 @@ class Fingerprint:
 
     Attributes:
         buckets: The sketch, ``[241]`` in float64; infinities and NaN count as 0 in it.
-        count: Number of elements that were added.
-        total: Number of elements of the whole tensor.
-        special: Number of infinities and NaN among the added elements.
-        checksum: See the module; None where the writer of the fingerprint has not seen the bits.
-        squares: Sum of the squares of the finite elements; None where the writer has not seen the elements.
+        total: Number of elements.
+        special: Number of infinities and NaN.
+        checksum: See the module.
+        squares: Sum of the squares of the finite elements.
     """
 
     buckets: Array
-    count: int
     total: int
     special: int = 0
-    checksum: int | None = 0
-    squares: float | None = 0.0
+    checksum: int = 0
+    squares: float = 0.0
 
     @property
     def norm(self) -> float:
-        """L2 norm: exact where the elements were seen, else estimated."""
-        squares = float(self.buckets @ self.buckets) if self.squares is None else self.squares
-        return math.sqrt(squares)
-
-    @property
-    def whole(self) -> bool:
-        """Whether every element was added once."""
-        return self.count == self.total
+        """L2 norm."""
+        return math.sqrt(self.squares)
 
     def to_bytes(self) -> bytes:
         """Return it in 1,976 bytes."""
-        flags = (_EXACT if self.checksum is not None else 0) | (
-            _NORM if self.squares is not None else 0
-        )
-        numbers = (self.count, self.total, self.special, self.checksum or 0, self.squares or 0.0)
-        return _HEADER.pack(_MAGIC, flags, BUCKETS, *numbers) + self.buckets.astype("<f8").tobytes()
+        numbers = (self.total, self.total, self.special, self.checksum, self.squares)
+        header = _HEADER.pack(_MAGIC, _FLAGS, BUCKETS, *numbers)
+        return header + self.buckets.astype("<f8").tobytes()
 
     @staticmethod
     def from_bytes(content: bytes) -> "Fingerprint":
@@ -91,16 +78,10 @@ class Fingerprint:
         magic, flags, buckets, count, total, special, checksum, squares = _HEADER.unpack_from(
             content
         )
-        if magic != _MAGIC or buckets != BUCKETS or count > total or special > count:
+        if (magic, flags, buckets, count) != (_MAGIC, _FLAGS, BUCKETS, total) or special > total:
             raise BadInputError(f"no fingerprint: {content[:8]!r}, {count} of {total} elements")
-        return Fingerprint(
-            np.frombuffer(content, "<f8", offset=_HEADER.size).astype(np.float64),
-            count,
-            total,
-            special,
-            checksum if flags & _EXACT else None,
-            squares if flags & _NORM else None,
-        )
+        sketch = np.frombuffer(content, "<f8", offset=_HEADER.size).astype(np.float64)
+        return Fingerprint(sketch, total, special, checksum, squares)
 
 
 def of(values: Array) -> Fingerprint:
@@ -111,16 +92,16 @@ def of(values: Array) -> Fingerprint:
     float32.
     """
     values = _numbers(values)
-    sketch = _Sketch(values.size)
-    for begin, part in _contiguous(values):
+    sketch = _Sketch()
+    for begin, (part,) in chunks([values], _CHUNK):
         sketch.add(part, begin)
-    return sketch.result()
+    return Fingerprint(sketch.buckets, values.size, sketch.special, sketch.checksum, sketch.squares)
 
 
 def distance(target: Fingerprint, golden: Fingerprint) -> float:
     """Estimate the L2 norm of the difference over that of ``golden``, within 20 % in 99 of 100 cases.
 
-    Return 0 where all bits are equal, NaN where one fingerprint is not of a whole tensor or has infinities or NaN.
+    Return 0 where all bits are equal, NaN where the tensors have other numbers of infinities and NaN.
 
     Raises:
         ValueError: They are of tensors of different sizes.
@@ -129,7 +110,7 @@ def distance(target: Fingerprint, golden: Fingerprint) -> float:
         raise ValueError(f"tensors of {target.total:,} and {golden.total:,} elements")
     if equal(target, golden):
         return 0.0
-    if not (target.whole and golden.whole) or target.special != golden.special:
+    if target.special != golden.special:
         return math.nan
     difference = float(np.linalg.norm(target.buckets - golden.buckets))
     if golden.norm == 0:
@@ -137,10 +118,8 @@ def distance(target: Fingerprint, golden: Fingerprint) -> float:
     return difference / golden.norm
 
 
-def equal(a: Fingerprint, b: Fingerprint) -> bool | None:
-    """Return whether the bits of two tensors are equal; None: a checksum is missing."""
-    if a.checksum is None or b.checksum is None or not (a.whole and b.whole):
-        return None
+def equal(a: Fingerprint, b: Fingerprint) -> bool:
+    """Return whether the bits of two tensors are equal."""
     return a.checksum == b.checksum and a.total == b.total
 
 
@@ -153,53 +132,22 @@ def _numbers(values: Array) -> Array:
     return values
 
 
-def _contiguous(values: Array) -> Iterator[tuple[int, Array]]:
-    """Yield flat chunks of a tensor, each with its first index."""
-    if values.flags.c_contiguous or values.ndim < 2:
-        flat = values.reshape(-1)
-        for i in range(0, flat.size, _CHUNK):
-            yield i, flat[i : i + _CHUNK]
-            if i // _CHUNK % _RELEASE == _RELEASE - 1:
-                release(values)
-        return
-    inner = math.prod(values.shape[1:])
-    group = _CHUNK // max(1, inner)
-    if group:
-        for j in range(0, values.shape[0], group):
-            yield j * inner, values[j : j + group].reshape(-1)
-        return
-    for j in range(values.shape[0]):
-        for i, part in _contiguous(values[j]):
-            yield j * inner + i, part
-
-
 class _Sketch:
-    def __init__(self, total: int) -> None:
-        self._buckets = np.zeros(BUCKETS)
-        self._total, self._count, self._special = total, 0, 0
-        self._checksum, self._squares = 0, 0.0
+    def __init__(self) -> None:
+        self.buckets = np.zeros(BUCKETS)
+        self.special = self.checksum = 0
+        self.squares = 0.0
         self._spare = np.empty(0)
-
-    def result(self) -> Fingerprint:
-        return Fingerprint(
-            self._buckets,
-            self._count,
-            self._total,
-            self._special,
-            self._checksum,
-            self._squares,
-        )
 
     def add(self, flat: Array, begin: int) -> None:
         """Add elements from ``begin`` on."""
-        self._count += flat.size
-        shift = begin % _BLOCK
-        first = begin // _BLOCK
+        first, shift = divmod(begin, _BLOCK)
         if shift or flat.size % _BLOCK:
             padded = self._zeros(shift + flat.size, flat.dtype)
             padded[shift : shift + flat.size] = flat
             flat = padded
-        self._aligned(flat, first)
+        for i in range(0, flat.size, _CHUNK):
+            self._blocks(flat[i : i + _CHUNK].reshape(-1, _BLOCK), first + i // _BLOCK)
 
     def _zeros(self, size: int, dtype: Any) -> Array:
         """Return whole blocks of zeros, in memory that the next call reuses."""
@@ -210,43 +158,27 @@ class _Sketch:
         found.fill(0)
         return found
 
-    def _aligned(self, flat: Array, first: int) -> None:
-        for i in range(0, flat.size, _CHUNK):
-            self._blocks(flat[i : i + _CHUNK].reshape(-1, _BLOCK), first + i // _BLOCK)
-
     def _blocks(self, values: Array, first: int) -> None:
         signs, odds = _places()
         shifts, block_signs, block_odds = _hashes_from(first, first + len(values))
-        sums = _mixed_sums(values, odds)
-        self._check(sums * block_odds)
+        terms = einsum("qp,p->q", _mix(values), odds) * block_odds
+        self.checksum = (self.checksum + int(terms.sum(dtype=np.uint64))) % (1 << 64)
         lanes = einsum("qkb,kb->qb", self._wide(values).reshape(-1, _ROWS, BUCKETS), signs)
-        self._turn(lanes, shifts, block_signs)
-
-    def _check(self, terms: Array) -> None:
-        self._checksum = (self._checksum + int(terms.sum(dtype=np.uint64))) % (1 << 64)
+        lanes *= block_signs[:, None]  # the sums over a block, each rotated by its shift
+        turned = (np.arange(BUCKETS) - shifts[:, None]) % BUCKETS
+        self.buckets += np.take_along_axis(lanes, turned, 1).sum(0)
 
     def _wide(self, values: Array) -> Array:
         """Return elements in float64; count infinities and NaN and replace them by 0."""
         wide = widened(values)
-        squares = _squares(wide)
+        squares = dot(wide.reshape(-1), wide.reshape(-1))
         if not math.isfinite(squares):
             finite = np.isfinite(wide)
-            self._special += int(finite.size - finite.sum())
+            self.special += int(finite.size - finite.sum())
             wide = np.where(finite, wide, 0.0)
-            squares = _squares(wide)
-        self._squares += squares
+            squares = dot(wide.reshape(-1), wide.reshape(-1))
+        self.squares += squares
         return wide
-
-    def _turn(self, lanes: Array, shifts: Array, signs: Array) -> None:
-        """Add the sums over blocks, each rotated by its shift."""
-        lanes *= signs[:, None]
-        turned = (np.arange(BUCKETS) - shifts[:, None]) % BUCKETS
-        self._buckets += np.take_along_axis(lanes, turned, 1).sum(0)
-
-
-def _squares(x: Array) -> float:
-    x = x.reshape(-1)
-    return float(einsum("i,i->", x, x))  # BLAS would wake all cores for a chunk
 
 
 def _splitmix(x: Array) -> Array:
@@ -295,7 +227,3 @@ def _mix(values: Array) -> Array:
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(32)
     return mixed
-
-
-def _mixed_sums(values: Array, odds: Array) -> Array:
-    return einsum("qp,p->q", _mix(values), odds)

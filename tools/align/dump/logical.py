@@ -7,7 +7,6 @@ the finding names rank, element and values.
 Values are read in blocks of the whole tensor, so a tensor of any size merges in bounded memory.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.ranges import (
     LayoutError,
-    Shape,
     ShardKey,
     ShardMap,
     locate,
@@ -32,7 +30,7 @@ from telechat_moe.tools.align.dump.shard_values import (
     ShardValues,
     intersect,
 )
-from telechat_moe.tools.align.dump.value_files import write_npy_header
+from telechat_moe.tools.align.dump.value_files import boxes, write_npy_header
 from telechat_moe.tools.align.numerics import is_float, ulps
 
 BLOCK_BYTES = 16 << 20
@@ -366,24 +364,6 @@ def common_layout(shards: Sequence[Shard]) -> TensorLayout:
     if found is None:
         raise LayoutError("there are no shards")
     return found
-
-
-def boxes(shape: Shape, elements: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the blocks of an array in C order: contiguous, at most so many elements (but one at least)."""
-    if math.prod(shape) == 0:
-        return
-    cut = len(shape)
-    while cut and math.prod(shape[cut - 1 :]) <= elements:
-        cut -= 1
-    if not cut:
-        yield tuple(slice(0, n) for n in shape)
-        return
-    rows = max(1, elements // math.prod(shape[cut:]))
-    full = tuple(slice(0, n) for n in shape[cut:])
-    for outer in np.ndindex(*shape[: cut - 1]):
-        for begin in range(0, shape[cut - 1], rows):
-            end = min(begin + rows, shape[cut - 1])
-            yield (*(slice(i, i + 1) for i in outer), slice(begin, end), *full)
 
 
 # ------------------------------------------------------------------------------------- helpers

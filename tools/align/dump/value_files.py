@@ -15,7 +15,7 @@ import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -65,6 +65,7 @@ _BROKEN = (
 _MAX_PICKLE = 1 << 16
 _SMALL, _LARGE = 1 << 16, 1 << 24  # bytes
 _STEP = 1 << 20  # elements
+_RELEASE = 1 << 22  # elements after which the pages of mapped files are released
 
 
 def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
@@ -106,7 +107,7 @@ def widen(bits: Array, dtype: str) -> Array:
         dtype: ``bfloat16``, ``float8_e4m3`` (finite, without infinity) or ``float8_e5m2``.
     """
     if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
+        return np.left_shift(bits.astype(np.uint32), np.uint32(16)).view(np.float32)
     if dtype == "float8_e5m2":
         return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
     code = np.arange(256)
@@ -178,6 +179,44 @@ def release(values: Array) -> None:
         base = getattr(base, "base", None)
     if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED)
+
+
+def boxes(shape: Sequence[int], elements: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the blocks of an array in C order: contiguous, at most so many elements (but one at least)."""
+    if math.prod(shape) == 0:
+        return
+    cut = len(shape)
+    while cut and math.prod(shape[cut - 1 :]) <= elements:
+        cut -= 1
+    if not cut:
+        yield tuple(slice(0, n) for n in shape)
+        return
+    rows = max(1, elements // math.prod(shape[cut:]))
+    full = tuple(slice(0, n) for n in shape[cut:])
+    for outer in np.ndindex(*shape[: cut - 1]):
+        for begin in range(0, shape[cut - 1], rows):
+            end = min(begin + rows, shape[cut - 1])
+            yield (*(slice(i, i + 1) for i in outer), slice(begin, end), *full)
+
+
+def chunks(arrays: Sequence[Array], elements: int) -> Iterator[tuple[int, list[Array]]]:
+    """Yield flat chunks of arrays of one shape, with the index of their first element; release what was read.
+
+    Args:
+        arrays: Arrays, maybe mapped.
+        elements: About as many elements make a chunk; exactly, if all arrays are contiguous.
+    """
+    flat = all(a.flags.c_contiguous for a in arrays)
+    lines = [a.reshape(-1) for a in arrays] if flat else list(arrays)
+    begin = released = 0
+    for box in boxes(lines[0].shape, elements):
+        parts = [np.ascontiguousarray(line[box]).reshape(-1) for line in lines]
+        yield begin, parts
+        begin += parts[0].size
+        if begin - released >= _RELEASE:
+            released = begin
+            for array in arrays:
+                release(array)
 
 
 def within(path: Path, root: Path) -> Path:
