@@ -25,6 +25,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
+from telechat_moe.tools.align.dump.value_files import from_bytes
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -276,7 +277,4 @@ def _bytes(path: Path, entry: Written) -> bytes:
 
 def _load(path: Path, entry: Written) -> Array:
     content = _bytes(path, entry)
-    if entry.dtype == "bfloat16":
-        bits = np.frombuffer(content, np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).reshape(entry.shape)
-    return np.frombuffer(content, np.dtype(entry.dtype)).reshape(entry.shape)
+    return from_bytes(content, entry.dtype).reshape(entry.shape)

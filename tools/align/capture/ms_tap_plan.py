@@ -9,6 +9,7 @@ import numpy as np
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.graph.mindir import NUMPY, value_of
+from telechat_moe.tools.align.dump.value_files import from_bytes
 
 TYPES: Mapping[int, str] = {
     **{n: np.dtype(kind).name for n, kind in NUMPY.items()},
@@ -101,16 +102,9 @@ class TapPlan:
 
 def constant_tensor(proto: Any) -> Tensor:
     """Return a constant tensor of the graph."""
-    kind = TYPES.get(proto.data_type, "?")
-    shape = tuple(proto.dims)
-    if kind == "bfloat16":
-        bits = np.frombuffer(proto.raw_data, np.uint16).astype(np.uint32) << 16
-        return Tensor(shape, kind, constant=bits.view(np.float32).reshape(shape))
-    if kind == "?":
-        return Tensor(shape, kind)
-    return Tensor(
-        shape, kind, constant=np.frombuffer(proto.raw_data, np.dtype(kind)).reshape(shape)
-    )
+    kind, shape = TYPES.get(proto.data_type, "?"), tuple(proto.dims)
+    values = None if kind == "?" else from_bytes(proto.raw_data, kind).reshape(shape)
+    return Tensor(shape, kind, constant=values)
 
 
 def scalar_of(attribute: Any) -> Any:
@@ -124,8 +118,6 @@ def scalar_of(attribute: Any) -> Any:
         return {v.name: scalar_of(v.values[0]) for v in attribute.values if v.values}
     if attribute.type == kinds.STRING and attribute.strings:
         return attribute.strings[0]
-    if attribute.type in (kinds.FLOAT, kinds.DOUBLE, kinds.BOOL, kinds.STRING):
-        return value_of(attribute)
     if attribute.type in (kinds.TENSORS, kinds.TENSOR):
         return None
     return value_of(attribute)

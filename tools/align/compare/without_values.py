@@ -5,19 +5,19 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Row
 from telechat_moe.tools.align.dump import fingerprint
 from telechat_moe.tools.align.dump import statistics as metrics
+from telechat_moe.tools.align.dump.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
+from telechat_moe.tools.align.dump.value_files import chunks
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 _ESTIMATE = 2.0  # an estimated distance is too large only beyond this multiple of the allowed one
-_BYTES = 1 << 22
+_CHUNK = 1 << 20
 
 
 def without_values(row: Row, golden: TensorRecord, target: TensorRecord, profile: Profile) -> Row:
@@ -43,9 +43,9 @@ def without_values(row: Row, golden: TensorRecord, target: TensorRecord, profile
     return replace(row, status="not judged", basis="", reason=said)
 
 
-def _fingerprint(record: TensorRecord) -> fingerprint.Fingerprint | None:
+def _fingerprint(record: TensorRecord) -> Fingerprint | None:
     if record.fingerprint is not None:
-        return fingerprint.Fingerprint.from_bytes(record.fingerprint)
+        return Fingerprint.from_bytes(record.fingerprint)
     return None if record.read is None else fingerprint.of(record.load())
 
 
@@ -55,10 +55,9 @@ def _crc(record: TensorRecord, other: TensorRecord) -> str | None:
         return record.crc
     if other.crc.startswith("0x"):
         return None
-    found, flat = 0, record.load().reshape(-1)
-    step = max(1, _BYTES // max(1, flat.itemsize))
-    for i in range(0, flat.size, step):
-        found = zlib.crc32(np.ascontiguousarray(flat[i : i + step]).tobytes(), found)
+    found = 0
+    for _, (part,) in chunks([record.load()], _CHUNK):
+        found = zlib.crc32(part.data, found)
     return f"{found:08x}"
 
 
@@ -70,8 +69,8 @@ def _stats(record: TensorRecord) -> Stats | None:
 
 def _by_fingerprint(
     row: Row,
-    golden: fingerprint.Fingerprint,
-    target: fingerprint.Fingerprint,
+    golden: Fingerprint,
+    target: Fingerprint,
     profile: Profile,
     same: bool,
 ) -> Row:
@@ -87,7 +86,7 @@ def _by_fingerprint(
     allowed = profile.envelope(profile.line(row.dtype), golden.norm)
     unknown = replace(row, status="not judged", basis="")
     if math.isnan(distance):
-        return replace(unknown, reason="fingerprints with infinities, NaN or missing parts")
+        return replace(unknown, reason="fingerprints with infinities or NaN")
     if allowed is not None and golden.norm:
         limit = allowed[0] + allowed[1] * math.sqrt(golden.total) / golden.norm
         if distance > _ESTIMATE * limit:
@@ -101,19 +100,16 @@ def _by_statistics(row: Row, golden: Stats, target: Stats, profile: Profile) -> 
     """Judge by extremes and norm: differences larger than a passing tensor's elements allow show that it fails."""
     row = replace(row, basis="statistics")
     unknown = replace(row, status="not judged", basis="")
-    named = ("max", "min", "norm")
-    pairs = [(n, getattr(target, n), getattr(golden, n)) for n in named]
+    pairs = [(n, getattr(target, n), getattr(golden, n)) for n in ("max", "min", "norm")]
     known = [(n, t, g) for n, t, g in pairs if t is not None and g is not None]
     for name, t, g in known:
         if math.isnan(t) != math.isnan(g) and name != "norm":
             said = f"{name} {t:g}, reference {g:g}"
             return replace(row, status="diverged", reason=said)
     ends = [abs(g) for n, _, g in known if n != "norm"]
-    if not is_float(row.dtype):
-        allowed: tuple[float, float] | None = (0.0, 0.0)
-    else:
-        largest = max((e for e in ends if math.isfinite(e)), default=0.0)
-        allowed = profile.envelope(profile.line(row.dtype), largest)
+    largest = max((e for e in ends if math.isfinite(e)), default=0.0)
+    allowed = profile.envelope(profile.line(row.dtype), largest)
+    allowed = allowed if is_float(row.dtype) else (0.0, 0.0)
     checks = [] if allowed is None else _necessary(row, known, max(ends, default=0.0), allowed)
     if any(not c.ok for c in checks):
         return replace(row, status="diverged", checks=checks)

@@ -45,21 +45,8 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }
 _BROKEN = (
-    OSError,
-    ValueError,
-    EOFError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    NotImplementedError,
-    struct.error,
-    zlib.error,
-    tokenize.TokenError,
+    *(OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
+    *(MemoryError, RuntimeError, SyntaxError, struct.error, zlib.error, tokenize.TokenError),
     zipfile.BadZipFile,
 )
 _MAX_PICKLE = 1 << 16
@@ -119,6 +106,13 @@ def widen(bits: Array, dtype: str) -> Array:
     return np.where(code < 128, table, -table).astype(np.float32)[bits]
 
 
+def from_bytes(content: bytes, dtype: str) -> Array:
+    """Return the flat values of a type's bytes; bfloat16 in float32."""
+    if dtype == "bfloat16":
+        return widen(np.frombuffer(content, np.uint16), dtype)
+    return np.frombuffer(content, np.dtype(dtype))
+
+
 def _widened(bits: Array) -> Array:
     """Return flat bfloat16 in float32; large arrays in a temporary file that is removed with the array."""
     if bits.nbytes <= _LARGE:
@@ -153,9 +147,9 @@ def save_pt(path: Path, values: Array, dtype: str) -> None:
     pickle = b"".join(
         [
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((",
-            *(_text(t) for t in ("storage",)),
+            _text("storage"),
             f"ctorch\n{names[dtype]}\n".encode(),
-            *(_text(t) for t in ("0", "cpu")),
+            _text("0") + _text("cpu"),
             _number(stored.size) + b"tQ" + _number(0),
             b"(" + b"".join(map(_number, values.shape)) + b"t",
             b"(" + b"".join(map(_number, strides)) + b"t",
@@ -491,6 +485,5 @@ def _number(n: int) -> bytes:
 
 def write_npy_header(file: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
     """Write the header of a ``.npy`` file; values follow in C order."""
-    npy: Any = np.lib.format  # NumPy's stubs leave it without types
-    header = {"descr": npy.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
-    npy.write_array_header_1_0(file, header)
+    header = {"descr": _NPY.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
+    _NPY.write_array_header_1_0(file, header)
