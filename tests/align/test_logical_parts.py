@@ -10,7 +10,7 @@ import pytest
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
-from telechat_moe.tools.align.dump.layout_dict import from_dict, of_parameter, to_dict
+from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
     Bound,
     CopiesDifferError,
@@ -122,6 +122,30 @@ def test_copies_may_share_a_parameter() -> None:
         from_dict(six, 3)
     with pytest.raises(LayoutError, match="3 copies are said to share"):
         from_dict(said, 3)
+
+
+def of_parameter(entry, shape, ranks, sharing: int) -> TensorLayout:
+    """Return the layout of a weight as MindSpore's compiler gives it: device matrix, tensor map ... view."""
+    matrix, view = tuple(int(n) for n in entry[0]), list(entry[7])
+    axes = tuple(f"axis{i}" for i in range(len(matrix)))
+    found = [list(x) if isinstance(x, list) else [x] for x in entry[1]]
+    if len(found) != len(
+        shape
+    ):  # a dimension that several axes cut is several dimensions of the view
+        parts, found, at = [a for part in found for a in part], [], 0
+        for length in shape:
+            extent, dim = 1, []
+            while at < len(parts):
+                factor = view[at] * (matrix[-1 - parts[at]] if parts[at] != -1 else 1)
+                if extent == length and factor != 1:
+                    break
+                extent, at = extent * factor, at + 1
+                dim.append(parts[at - 1])
+            assert extent == length
+            found.append(dim)
+    dims = tuple(tuple(axes[len(matrix) - 1 - n] for n in dim if n != -1) for dim in found)
+    layout = TensorLayout(matrix, axes, tuple(ranks), dims)
+    return layout if sharing <= 1 else shared(layout, sharing)
 
 
 @pytest.mark.mindspore

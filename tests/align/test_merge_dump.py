@@ -13,7 +13,7 @@ from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.logical import Bound
-from telechat_moe.tools.align.dump.merge import Said, in_memory, into, merge_ranks
+from telechat_moe.tools.align.dump.merge import Said, into, merge_ranks
 from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
@@ -23,6 +23,12 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     TensorRecord,
 )
+
+
+def in_memory(key, place, whole):
+    """Return a merged tensor as a record that holds it; sums of terms in float64."""
+    values = whole.merge().values
+    return TensorRecord(whole.dtype, whole.shape, read=lambda: values)
 
 
 def tensor(x, layout: TensorLayout | None = None) -> TensorRecord:

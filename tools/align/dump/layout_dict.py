@@ -74,55 +74,6 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
     return found
 
 
-def of_parameter(
-    entry: Sequence[Any], shape: Sequence[int], ranks: Sequence[int], sharing: int = 1
-) -> TensorLayout:
-    """Return the layout of a weight as MindSpore's compiler gives it (``parameter_layout_dict``).
-
-    Args:
-        entry: Device matrix, tensor map, and five more; the eighth is the view that the tensor map refers to if a
-            dimension is sharded over several axes.
-        shape: Whole shape of the weight.
-        ranks: Ranks of the stage, in order.
-        sharing: Number of members of the optimizer's group (the sixth entry), which share the first dimension.
-
-    Raises:
-        LayoutError: The entry does not fit the shape.
-    """
-    matrix = tuple(int(n) for n in entry[0])
-    axes = tuple(f"axis{i}" for i in range(len(matrix)))
-    flat: list[list[int]] = [list(x) if is_sequence(x) else [x] for x in entry[1]]
-    if len(flat) != len(shape):
-        flat = _regrouped([x for part in flat for x in part], list(entry[7]), matrix, shape)
-    dims = tuple(tuple(axes[len(matrix) - 1 - n] for n in part if n != -1) for part in flat)
-    layout = TensorLayout(matrix, axes, tuple(ranks), dims)
-    return layout if sharing <= 1 else shared(layout, sharing)
-
-
-def _regrouped(
-    parts: Sequence[int], view: Sequence[int], matrix: Sequence[int], shape: Sequence[int]
-) -> list[list[int]]:
-    """Return the axes of each dimension of a shape; ``view`` has the local length of each factor of a dimension."""
-    found: list[list[int]] = []
-    position = 0
-    for length in shape:
-        axes: list[int] = []
-        extent = 1
-        while position < len(parts):
-            axis = parts[position]
-            factor = view[position] * (matrix[len(matrix) - 1 - axis] if axis != -1 else 1)
-            if extent == length and factor != 1:
-                break
-            extent, position = extent * factor, position + 1
-            axes.append(axis)
-        if extent != length:
-            raise LayoutError(
-                f"the tensor map {list(parts)} of {list(view)} does not fit {list(shape)}"
-            )
-        found.append(axes)
-    return found
-
-
 def shared(layout: TensorLayout, by: int) -> TensorLayout:
     """Return the layout of a tensor whose copies divide its first dimension among them (parallel optimizer).
 

@@ -7,6 +7,7 @@ reported with the reason.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -34,6 +35,8 @@ from telechat_moe.tools.align.dump.value_files import WIDENED
 from telechat_moe.tools.align.numerics import is_float
 
 MICRO = "micro-batch"
+_LATER = [Phase.REDUCTION, Phase.OPTIMIZER]
+_KEYS = {"tensors", "stages", "layers", "micro_batches", "batch_axes", "mesh"}
 _CHUNK = re.compile(r"^(Cell|Module)\.(\d+)\.")
 
 
@@ -95,31 +98,25 @@ class Said:
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            unknown = set(found) - {
-                "tensors",
-                "stages",
-                "layers",
-                "micro_batches",
-                "batch_axes",
-                "mesh",
-            }
-            if unknown:
-                raise ValueError(f"unknown key {sorted(unknown)[0]!r}")
-            shapes = {p: x.get("Shape") for p, x in found.get("tensors", {}).items()}
-            tensors = {
-                p: (from_dict(x), None if shapes[p] is None else tuple(map(int, shapes[p])))
-                for p, x in found.get("tensors", {}).items()
-            }
+            if unknown := set(found) - _KEYS:
+                raise ValueError(f"unknown key {min(unknown)!r}")
+            tensors: dict[str, tuple[TensorLayout, tuple[int, ...] | None]] = {}
+            for pattern, layout in found.get("tensors", {}).items():
+                shape = layout.get("Shape")
+                tensors[pattern] = from_dict(layout), None if shape is None else _ints(shape)
             layers: dict[tuple[int, int], tuple[int, ...]] = {}
             for key, numbers in found.get("layers", {}).items():
-                stage, chunk = map(int, key.split(","))
-                layers[stage, chunk] = tuple(map(int, numbers))
-            stages = {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()}
-            calls = int(found.get("micro_batches", 1))
-            batch = tuple(map(str, found.get("batch_axes", Said.batch)))
-            mesh = {str(a): int(n) for a, n in found["mesh"].items()} if "mesh" in found else None
+                stage, chunk = key.split(",")
+                layers[int(stage), int(chunk)] = _ints(numbers)
             return Said(
-                tensors, stages, LayerNumbers(layers) if layers else None, calls, batch, mesh=mesh
+                tensors,
+                {int(rank): int(stage) for rank, stage in found.get("stages", {}).items()},
+                LayerNumbers(layers) if layers else None,
+                int(found.get("micro_batches", 1)),
+                tuple(map(str, found.get("batch_axes", Said.batch))),
+                mesh={str(a): int(n) for a, n in found["mesh"].items()}
+                if "mesh" in found
+                else None,
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path}: not a description of layouts ({error})") from None
@@ -135,6 +132,10 @@ class Said:
         chunk = _CHUNK.match(text)
         plain = f"{chunk[1]}.{text[chunk.end() :]}" if chunk else text
         return self.layers.rename(plain, self.stages.get(rank, 0), int(chunk[2]) if chunk else 0)
+
+
+def _ints(found: Any) -> tuple[int, ...]:
+    return tuple(map(int, found))
 
 
 class _Part(NamedTuple):
@@ -174,8 +175,7 @@ def merge_ranks(
     outcomes: list[Outcome] = []
     calls: dict[str, Call] = {}
     for key, parts in _grouped(ranks, said).items():
-        merger = _Merger(key, parts, said, write, bound, keep, outcomes)
-        calls[key] = merger.call(said)
+        calls[key] = _Merger(key, parts, said, write, bound, keep, outcomes).call()
     first = ranks[0]
     return RankDump(first.step, 0, first.framework, first.task, first.level, calls), outcomes
 
@@ -214,25 +214,23 @@ def _stored(dtype: str) -> str | None:
 
 def _grouped(ranks: Sequence[RankDump], said: Said) -> dict[str, list[_Part]]:
     """Group calls by name, in the order of one device: forward by stage, backward in reverse."""
-    forward: dict[str, list[_Part]] = {}
-    backward: dict[str, list[_Part]] = {}
-    other: dict[str, list[_Part]] = {}
-    for rank in ranks:
-        _add(rank, forward, said, lambda p: p is Phase.FORWARD)
-        _add(rank, other, said, lambda p: p not in (Phase.FORWARD, Phase.BACKWARD))
-    for rank in sorted(ranks, key=lambda r: (-said.stages.get(r.rank, 0), r.rank)):
-        _add(rank, backward, said, lambda p: p is Phase.BACKWARD)
-    return {**forward, **backward, **other}
+    found: dict[str, list[_Part]] = {}
+    back = sorted(ranks, key=lambda r: (-said.stages.get(r.rank, 0), r.rank))
+    orders = (ranks, [Phase.FORWARD]), (back, [Phase.BACKWARD]), (ranks, _LATER)
+    for order, phases in orders:
+        groups: dict[str, list[_Part]] = {}
+        for rank in order:
+            _add(rank, groups, said, phases)
+        found |= groups
+    return found
 
 
 def _add(
-    rank: RankDump, groups: dict[str, list[_Part]], said: Said, wanted: Callable[[Phase], bool]
+    rank: RankDump, groups: dict[str, list[_Part]], said: Said, phases: Sequence[Phase]
 ) -> None:
-    totals: dict[tuple[str, str], int] = {}
-    for call in rank.calls.values():
-        totals[call.name, call.phase] = totals.get((call.name, call.phase), 0) + 1
+    totals = Counter((call.name, call.phase) for call in rank.calls.values())
     for key, call in rank.calls.items():
-        if not wanted(call.phase):
+        if call.phase not in phases:
             continue
         micro, name = 0, said.name(key, rank.rank)
         total = totals[call.name, call.phase]
@@ -245,78 +243,70 @@ def _add(
 
 def _numbered(key: str, call: Call, index: int) -> str:
     """Return the key of a call with another number."""
-    for old, new in ((f".{call.index}.{call.phase.value}", f".{index}.{call.phase.value}"),
-                     (f".{call.phase.value}.{call.index}", f".{call.phase.value}.{index}")):  # fmt: skip
-        if key.endswith(old):
-            return key[: -len(old)] + new
+    way = call.phase.value
+    for form in (".{}." + way, f".{way}." + "{}"):
+        if key.endswith(old := form.format(call.index)):
+            return key.removesuffix(old) + form.format(index)
     return key
 
 
+@dataclass
 class _Merger:
     """Merges the tensors of one call."""
 
-    def __init__(
-        self,
-        key: str,
-        parts: list[_Part],
-        said: Said,
-        write: Write,
-        bound: Bound | None,
-        keep: bool,
-        outcomes: list[Outcome],
-    ) -> None:
-        self.key, self.parts, self.said, self.write = key, parts, said, write
-        self.bound, self.keep, self.outcomes = bound, keep, outcomes
-        self.shards: dict[str, list[tuple[_Part, TensorRecord]]] = {}
-        for part in parts:
-            for place, record in part.call.tensors():
-                self.shards.setdefault(place, []).append((part, record))
+    key: str
+    parts: list[_Part]
+    said: Said
+    write: Write
+    bound: Bound | None
+    keep: bool
+    outcomes: list[Outcome]
 
-    def call(self, said: Said) -> Call:
+    def call(self) -> Call:
         """Return the call with merged tensors; None replaces tensors that could not be merged."""
-        model = max((p.call for p in self.parts), key=lambda c: sum(1 for _ in c.tensors()))
-        done = {place: self._tensor(place, found) for place, found in self.shards.items()}
-        parent = None if model.parent is None else said.name(model.parent, self.parts[0].rank)
+        shards: dict[str, list[tuple[_Part, TensorRecord]]] = {}
+        for part in self.parts:
+            for place, record in part.call.tensors():
+                shards.setdefault(place, []).append((part, record))
+        done: dict[str, Any] = {place: self._tensor(place, x) for place, x in shards.items()}
+        model = max((p.call for p in self.parts), key=lambda c: len(c.tensors()))
+        rank = self.parts[0].rank
         return replace(
             model,
             key=self.key,
-            name=said.name(model.name, self.parts[0].rank),
-            inputs=[_placed(f"input.{i}", v, done) for i, v in enumerate(model.inputs)],
-            kwargs={n: _placed(f"input.{n}", v, done) for n, v in model.kwargs.items()},
-            parameters={
-                n: _placed(f"parameters.{n}", v, done) for n, v in model.parameters.items()
-            },
-            outputs=[_placed(f"output.{i}", v, done) for i, v in enumerate(model.outputs)],
-            parent=parent,
+            name=self.said.name(model.name, rank),
+            inputs=_placed("input", model.inputs, done),
+            kwargs=_placed("input", model.kwargs, done),
+            parameters=_placed("parameters", model.parameters, done),
+            outputs=_placed("output", model.outputs, done),
+            parent=None if model.parent is None else self.said.name(model.parent, rank),
         )
 
     def _tensor(self, place: str, found: list[tuple[_Part, TensorRecord]]) -> TensorRecord | None:
         ranks = tuple(sorted({part.rank for part, _ in found}))
-        if any(record.read is None for _, record in found):
-            self.outcomes.append(_unread(self.key, place, ranks))
-            return None
-        if isinstance(told := self._inferred(place, found), str):
-            self.outcomes.append(Outcome(self.key, place, ranks, "inferred", "none", told, False))
-            return None
         how, copies, problem = "none", "none", "ranks do not agree how it is laid out: no layout"
-        for how, layout, shape in self._layouts(place, found, told):
+        layouts: Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]] = iter(())
+        if any(record.read is None for _, record in found):
+            problem = "values were not dumped, only statistics"
+        elif isinstance(told := self._inferred(place, found), str):
+            how, problem = "inferred", told
+        else:
+            layouts = self._layouts(place, found, told)
+        shards = [Shard(part.rank, record, part.micro) for part, record in found]
+        for how, layout, shape in layouts:
             try:
-                shards = [Shard(part.rank, record, part.micro) for part, record in found]
                 whole = logical(shards, layout, shape, bound=self.bound, keep=self.keep)
                 record = self.write(self.key, place, whole)
             except CopiesDifferError as error:
-                copies, problem = (
-                    "differ",
-                    ("no layout is said, and " if how == "copies" else "") + str(error),
-                )
-                continue
+                unsaid = "no layout is said, and " if how == "copies" else ""
+                copies, problem = "differ", unsaid + str(error)
             except LayoutError as error:
                 copies, problem = "none", str(error)
-                continue
-            differing = "; ".join(map(str, list(whole.copies.differences.values())[:4])) or None
-            verdict = whole.copies.verdict
-            self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
-            return record
+            else:
+                differing = "; ".join(map(str, list(whole.copies.differences.values())[:4])) or None
+                verdict = whole.copies.verdict
+                self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
+                return record
         self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))
         return None
 
@@ -383,17 +373,12 @@ def _with_calls(
         yield replace(more, dims=dims)
 
 
-def _unread(key: str, place: str, ranks: tuple[int, ...]) -> Outcome:
-    return Outcome(
-        key, place, ranks, "none", problem="values were not dumped, only statistics", merged=False
-    )
-
-
-def _placed(place: str, value: Value, done: Mapping[str, TensorRecord | None]) -> Any:
+def _placed(place: str, value: Value | Mapping[str, Value], done: Mapping[str, Any]) -> Any:
+    """Return a value with the tensors at the positions in it replaced."""
     if isinstance(value, TensorRecord):
         return done[place]
     if isinstance(value, list):
         return [_placed(f"{place}.{i}", v, done) for i, v in enumerate(value)]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {n: _placed(f"{place}.{n}", v, done) for n, v in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""Layouts of this package's own runs, from the recipe: weights, their gradients and moments, and activations.
+"""Layouts of this package's own runs, from the recipe: weights, their gradients and moments.
 
 This is the only file here that needs the product's own model of layouts; functions import it when they are called.
 """
@@ -10,7 +10,6 @@ from telechat_moe.tools.align.dump.records import TensorLayout
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import Recipe
-    from telechat_moe.sharding.mesh import Mesh
     from telechat_moe.sharding.shards import WeightShards
 
 
@@ -53,36 +52,6 @@ def weight(
     partial = (
         {} if reduce is None else dict.fromkeys((a for a in free if cuts.mesh.sizes[a] > 1), reduce)
     )
-    return _layout(cuts.mesh, cuts.stage(plain), tuple(dims), partial), shape
-
-
-def activation(
-    mesh: "Mesh", words: str, stage: int = 0, partial: str | None = None
-) -> TensorLayout:
-    """Return the layout of an activation, in the words of ``telechat_moe.sharding.layouts`` such as ``stream .``.
-
-    Args:
-        mesh: Mesh of the recipe.
-        words: One word for each dimension.
-        stage: Pipeline stage that holds it.
-        partial: Axis whose ranks hold terms of a sum: ``tp`` after a row-parallel product.
-    """
-    from telechat_moe.sharding.layouts import dimensions, resolve
-
-    terms = dict.fromkeys(resolve(partial, mesh), "sum") if partial else {}
-    return _layout(mesh, stage, dimensions(words, mesh), terms)
-
-
-def _layout(
-    mesh: "Mesh", stage: int, dims: tuple[tuple[str, ...], ...], partial: dict[str, str]
-) -> TensorLayout:
-    from telechat_moe.sharding.mesh import AXES
-
-    first = stage * mesh.stage_devices
-    return TensorLayout(
-        mesh=tuple(mesh.sizes[a] for a in AXES),
-        axes=AXES,
-        ranks=tuple(range(first, first + mesh.stage_devices)),
-        dims=dims,
-        partial=partial,
-    )
+    mesh = tuple(cuts.mesh.sizes[a] for a in AXES)
+    ranks = tuple(range(first, first + cuts.mesh.stage_devices))
+    return TensorLayout(mesh, AXES, ranks, tuple(dims), partial), shape
