@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     for step in dump.steps:
         ranks = dump.at(step)
         judged = [(r.rank, v) for r in ranks for each in replay.replay(r) for v in each]
-        for rank, v in [*judged, *collectives.replay_collectives(ranks)]:
+        given = [(x.rank, x.verdict) for x in collectives.judged_collectives(ranks)]
+        for rank, v in [*judged, *given]:
             counts[v.status] += 1
             if v.status == "not judged":
                 unknown[v.reason] += 1

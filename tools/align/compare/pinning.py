@@ -15,7 +15,7 @@ from telechat_moe.tools.align.dump.layer_numbers import LAYER
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump
 from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.decisions import Array, Decision, Flip, decide
-from telechat_moe.tools.align.judge.replay import forward_key, replay_call
+from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict
 
 LARGEST = 1 << 22
@@ -108,9 +108,6 @@ class Pinned:
         elements = sum(math.prod(r.shape) for _, r in call.tensors())
         if elements > LARGEST or call.kind != "api" or kind_of(call) is not None:
             return {}
-        forward, settings = call, self.golden.calls.get(key)
-        if call.phase is Phase.BACKWARD:
-            forward = self.target.calls.get(forward_key(call))
-            settings = self.golden.calls.get(forward_key(call))
+        forward, settings = (run.calls.get(call.forward_key) for run in (self.target, self.golden))
         found = replay_call(call, forward, settings)
         return {v.place: v for v in found if v.status != "not judged" and v.place}

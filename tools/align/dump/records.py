@@ -170,6 +170,20 @@ class Call:
         """Return every tensor with its position, such as ``input.0``, ``output.0.1`` or ``parameters.gamma``."""
         return self._places
 
+    def given(self) -> Sequence[tuple[str, TensorRecord]]:
+        """Return the tensors that it takes, weights included."""
+        return [(place, t) for place, t in self._places if not place.startswith("output")]
+
+    def made(self) -> Sequence[tuple[str, TensorRecord]]:
+        """Return the tensors that it makes."""
+        return [(place, t) for place, t in self._places if place.startswith("output")]
+
+    @property
+    def forward_key(self) -> str:
+        """The key of the forward call that a backward call belongs to; of another call its own."""
+        back = self.phase is Phase.BACKWARD
+        return self.key.removesuffix("backward") + "forward" if back else self.key
+
     @cached_property
     def _places(self) -> tuple[tuple[str, TensorRecord], ...]:
         return tuple(self._walk())

@@ -5,7 +5,6 @@ reference?), its result (isolated replay) and, in the backward pass, whether the
 gradients that were sent back. The first call that fails is the fault; later failures may follow from it.
 """
 
-import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -25,10 +24,11 @@ from telechat_moe.tools.align.judge.collectives import (
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import Wrong
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
+from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
 from telechat_moe.tools.align.judge.fused_calls import Replaced
-from telechat_moe.tools.align.judge.pairing import add_to, aligned, without_repeats
-from telechat_moe.tools.align.judge.replay import forward_key, replay_call
+from telechat_moe.tools.align.judge.pairing import aligned, content_of, without_repeats
+from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.step_phase import phase_of
 from telechat_moe.tools.align.judge.verdict import Verdict, worst
 from telechat_moe.tools.align.operators.approx import Array
@@ -116,10 +116,8 @@ class Outcome:
         if not self.findings:
             return []
         first = self.findings[0]
-        same = (
-            f for f in self.findings if (f.step, f.verdict.key) == (first.step, first.verdict.key)
-        )
-        return sorted({f.rank for f in same})
+        where = first.step, first.verdict.key
+        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == where})
 
     def as_json(self) -> dict[str, Any]:
         """Return the outcome as plain JSON types."""
@@ -189,14 +187,14 @@ def bisect(
         theirs = _joined([believed[s, rank] for s in steps])
         others = {r: dump for (s, r), dump in ours.items() if r != rank and s == steps[-1]}
         findings += run.of_rank(theirs, _joined([ours[s, rank] for s in steps]), others)
-    findings = run.with_phases(findings, len({step for step, _ in common}) > 1)
-    findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
+    joined = len({step for step, _ in common}) > 1
+    findings = [_own_name(run.with_phase(f, joined), names[f.step, f.rank]) for f in findings]
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
     if not findings and not run.judged["pass"]:
         said = "not a single tensor could be judged"
         return Outcome("not comparable", [], run.judged, run.unknown, said, run.seen)
     verdict = "diverged" if findings else "pass"
-    return Outcome(verdict, findings, run.judged, run.unknown, "", run.seen)
+    return Outcome(verdict, findings, run.judged, run.unknown, calls=run.seen)
 
 
 class _Comparison:
@@ -269,12 +267,14 @@ class _Comparison:
                     return
 
     def _verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
-        back = call.phase is Phase.BACKWARD
-        forward = target.calls.get(forward_key(call)) if back else call
-        settings = reference.calls.get(forward_key(call) if back else call.key)
+        forward, settings = (run.calls.get(call.forward_key) for run in (target, reference))
         if not self.remembers:
             return replay_call(call, forward, settings)
-        mark = content_of(call, forward, settings)
+        bare = settings and changed(
+            settings, lambda _, v: None if isinstance(v, TensorRecord) else v
+        )
+        given = [bare.inputs, [*bare.kwargs.items()]] if bare else None
+        mark = content_of(call.name, call.phase, call, forward is not call and forward, given)
         if mark not in self.known.verdicts:
             self.known.verdicts[mark] = replay_call(call, forward, settings)
         return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
@@ -295,37 +295,21 @@ class _Comparison:
         for received in judged_collectives([ours[r] for r in sorted(ours)], believed):
             verdict, rank = received.verdict, received.rank
             self._count(verdict)
-            if verdict.status != "diverged":
-                continue
-            step, call = ours[rank].step, received.call
-            order = list(ours[rank].calls).index(verdict.key)
-            family = explain(received, ours) or of_received(received, ours)
-            about = Exchange(received, ours, believed)
-            found.append(Finding(step, rank, order, verdict, call, *family, about=about))
+            if verdict.status == "diverged":
+                order = list(ours[rank].calls).index(verdict.key)
+                family = explain(received, ours) or of_received(received, ours)
+                about = Exchange(received, ours, believed)
+                where = ours[rank].step, rank, order
+                found.append(Finding(*where, verdict, received.call, *family, about=about))
         self._limit(found)
         return found
 
-    def with_phases(self, findings: list[Finding], joined: bool) -> list[Finding]:
-        """Return the findings; those of collectives get their phase."""
-        made: list[Finding] = []
-        for f in findings:
-            if f.phase is None and f.call is not None and is_exchange(f.call):
-                name = f"{f.step}{_STEP}{f.call.key}" if joined else f.call.key
-                f = replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
-            made.append(f)
-        return made
-
-
-def content_of(call: Call, forward: Call | None, settings: Call | None) -> bytes:
-    """Return a digest of everything that a verdict on a call depends on."""
-    mark = hashlib.blake2b(digest_size=16)
-    for each in (call, *([forward] if forward is not None and forward is not call else [])):
-        mark.update(f"{each.name}|{each.phase.value}|".encode())
-        for values in (each.inputs, [*each.kwargs.items()], each.outputs):
-            add_to(mark, values, True)
-    if settings is not None:
-        add_to(mark, [*settings.inputs, *settings.kwargs.items()], False)
-    return mark.digest()
+    def with_phase(self, f: Finding, joined: bool) -> Finding:
+        """Return a finding; that of a collective gets its phase."""
+        if f.phase is not None or f.call is None or not is_exchange(f.call):
+            return f
+        name = f"{f.step}{_STEP}{f.call.key}" if joined else f.call.key
+        return replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
 
 
 def _split(key: str, step: int) -> tuple[int, str]:
@@ -347,20 +331,19 @@ def _begins(target: RankDump) -> dict[str, int]:
 
 def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
     key = names.get(finding.verdict.key, finding.verdict.key)
-    said = finding.verdict.reason.replace(finding.verdict.key, key)
-    call = replace(finding.call, key=key) if finding.call else None
-    return replace(finding, verdict=replace(finding.verdict, key=key, reason=said), call=call)
+    return _renamed(finding, key, finding.verdict.reason.replace(finding.verdict.key, key))
 
 
 def _in_step(finding: Finding) -> Finding:
     """Return a finding of joined steps with its own step and key."""
-    step, mark, key = finding.verdict.key.partition(_STEP)
-    if not mark:
-        return finding
-    call = replace(finding.call, key=key) if finding.call else None
+    step, key = _split(finding.verdict.key, finding.step)
     said = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
-    verdict = replace(finding.verdict, key=key, reason=said)
-    return replace(finding, step=int(step), verdict=verdict, call=call)
+    return _renamed(replace(finding, step=step), key, said)
+
+
+def _renamed(finding: Finding, key: str, said: str) -> Finding:
+    call = replace(finding.call, key=key) if finding.call else None
+    return replace(finding, verdict=replace(finding.verdict, key=key, reason=said), call=call)
 
 
 def _joined(dumps: list[RankDump]) -> RankDump:
@@ -383,8 +366,7 @@ def _also_wrong(key: str, reference: RankDump) -> float:
     call = reference.calls.get(key)
     if call is None:
         return 0.0
-    forward = reference.calls.get(forward_key(call)) if call.phase is Phase.BACKWARD else call
-    first = worst(replay_call(call, forward))
+    first = worst(replay_call(call, reference.calls.get(call.forward_key)))
     return first.ratio if first.status == "diverged" else 0.0
 
 
@@ -397,27 +379,24 @@ def _missing(
 ) -> list[Finding]:
     """Return the calls that only one run makes, except those whose replacements give the same result."""
     found: list[Finding] = []
+
+    def only(run: RankDump, call: Call, order: float, other: str, word: str) -> None:
+        known = not right.isdisjoint((call.key, call.forward_key))
+        if call.kind == "api" and not known and not _gave_back(call, reference, target):
+            said = f"the {other} does not run {call.key}"
+            verdict = Verdict(call.key, "", "diverged", float("inf"), said)
+            place = _where(run, call.key)
+            found.append(Finding(*place, order, verdict, call, _only(call, word)))
+
     last = -1.0
     for key, call in reference.calls.items():
         if key in target.calls:
             last = ours.order[key] - begins[key] + 0.5
-        elif call.kind == "api" and forward_key(call) not in right and key not in right:
-            if _gave_back(call, reference, target):
-                continue
-            verdict = Verdict(key, "", "diverged", float("inf"), f"the target does not run {key}")
-            place = _where(reference, key)
-            found.append(Finding(*place, last, verdict, call, _only(call, "missing")))
+        else:
+            only(reference, call, last, "target", "missing")
     for key, call in target.calls.items():
-        if key in reference.calls or call.kind != "api" or _gave_back(call, reference, target):
-            continue
-        if forward_key(call) not in right and key not in right:
-            verdict = Verdict(
-                key, "", "diverged", float("inf"), f"the reference does not run {key}"
-            )
-            order = ours.order[key] - begins[key]
-            found.append(
-                Finding(*_where(target, key), order, verdict, call, _only(call, "doubled"))
-            )
+        if key not in reference.calls:
+            only(target, call, ours.order[key] - begins[key], "reference", "doubled")
     return found
 
 
@@ -434,15 +413,12 @@ def _gave_back(call: Call, *runs: RankDump) -> bool:
     For example a cast to the same type, or a detached or copied tensor: another run may omit it, and torch has no
     backward call for it.
     """
-    key = forward_key(call) if call.phase is Phase.BACKWARD else call.key
-    for forward in (run.calls.get(key) for run in runs):
-        given: list[TensorRecord] = []
-        made: list[TensorRecord] = []
-        for place, tensor in forward.tensors() if forward is not None else ():
-            (made if place.startswith("output") else given).append(tensor)
-        if not given or len(made) != 1 or given[0].read is None or made[0].read is None:
+    for forward in (run.calls.get(call.forward_key) for run in runs):
+        if forward is None or not forward.given() or len(forward.made()) != 1:
             continue
-        if given[0].dtype == made[0].dtype and digest(given[0].load()) == digest(made[0].load()):
+        (_, given), (_, made) = forward.given()[0], forward.made()[0]
+        known = given.dtype == made.dtype and given.read is not None and made.read is not None
+        if known and digest(given.load()) == digest(made.load()):
             return True
     return False
 

@@ -4,7 +4,9 @@ Sums may be computed in the tensor's own type and in any order. Groups are taken
 because a group that is wrong in the program is also wrong in its dump.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,22 +18,10 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate
 
 Pieces = Sequence[Approx | Array]
+Settings = Sequence[Mapping[str, Any]]
+"""The arguments of each rank's call, in the order of the group."""
 
-
-class Site(NamedTuple):
-    """One collective on all ranks of its group.
-
-    Attributes:
-        calls: The call of each rank, in the order of the group.
-        ranks: Their global ranks.
-        op: Reduction: ``sum``, ``mean``, ``max``, ``min``, ``prod``.
-        settings: The other numbers of each rank's call.
-    """
-
-    calls: list[Call]
-    ranks: list[int]
-    op: str
-    settings: list[dict[str, Any]]
+_FAMILIES = ("Distributed", "MintDistributed", "Primitive", "Comm")
 
 
 def _reduced(parts: Pieces, op: str) -> Approx | Array:
@@ -52,100 +42,70 @@ def _joined(parts: Pieces) -> Approx | Array:
     return np.concatenate([np.asarray(p) for p in parts], 0)
 
 
-def _rows(x: Approx | Array, begin: int, end: int) -> Approx | Array:
-    return x[begin:end]
+def _slices(x: Approx | Array, sizes: Sequence[int]) -> list[Approx | Array]:
+    """Return consecutive rows of a tensor, as many as each size says."""
+    return [x[e - s : e] for s, e in zip(sizes, accumulate(sizes), strict=True)]
 
 
-def _all_reduce(parts: Pieces, site: Site) -> list[Approx | Array]:
-    return [_reduced(parts, site.op)] * len(parts)
+def _all_reduce(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+    return [_reduced(parts, settings[0]["op"])] * len(parts)
 
 
-def _all_gather(parts: Pieces, site: Site) -> list[Approx | Array]:
+def _all_gather(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
     return [_joined(parts)] * len(parts)
 
 
-def _reduce_scatter(parts: Pieces, site: Site) -> list[Approx | Array]:
-    whole = _reduced(parts, site.op)
-    rows = whole.shape[0] // len(parts)
-    return [_rows(whole, i * rows, (i + 1) * rows) for i in range(len(parts))]
+def _reduce_scatter(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+    whole = _reduced(parts, settings[0]["op"])
+    return _slices(whole, [whole.shape[0] // len(parts)] * len(parts))
 
 
-def _all_to_all(parts: Pieces, site: Site) -> list[Approx | Array]:
-    if site.settings[0].get("split_dim") is not None:
-        return _all_to_all_dims(parts, site)
-    cut: list[list[Approx | Array]] = []
-    for part, settings in zip(parts, site.settings, strict=True):
-        sizes = settings.get("input_split_sizes") or [part.shape[0] // len(parts)] * len(parts)
-        ends = np.cumsum(sizes)
-        cut.append([_rows(part, int(e) - int(s), int(e)) for s, e in zip(sizes, ends, strict=True)])
-    return [_joined([cut[j][i] for j in range(len(parts))]) for i in range(len(parts))]
+def _all_to_all(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+    """Exchange slices of the first dimension, or MindSpore's: split along one dimension, concatenate along another."""
+    n, split, joint = len(parts), settings[0].get("split_dim"), settings[0].get("concat_dim")
+    split, joint = (0, 0) if split is None else (int(split), int(cast("Any", joint)))
+
+    def moved(x: Approx | Array, a: int, b: int) -> Approx | Array:
+        if isinstance(x, Approx):
+            return x.moved(lambda v: np.moveaxis(v, a, b))
+        return np.moveaxis(x, a, b)
+
+    sent: list[list[Approx | Array]] = []
+    for part, own in zip(parts, settings, strict=True):
+        rows = moved(part, split, 0)
+        sizes = own.get("input_split_sizes") or [rows.shape[0] // n] * n
+        slices = _slices(rows, [int(size) for size in sizes])
+        sent.append([moved(moved(piece, 0, split), joint, 0) for piece in slices])
+    return [moved(_joined(received), 0, joint) for received in zip(*sent, strict=True)]
 
 
-def _all_to_all_dims(parts: Pieces, site: Site) -> list[Approx | Array]:
-    """Replay MindSpore's all-to-all: split along one dimension, concatenate along another."""
-    settings, n = site.settings[0], len(parts)
-    split, joint = int(settings["split_dim"]), int(settings["concat_dim"])
-
-    def front(x: Approx | Array, a: int, b: int) -> Approx | Array:
-        return (
-            x.moved(lambda v: np.moveaxis(v, a, b))
-            if isinstance(x, Approx)
-            else np.moveaxis(x, a, b)
-        )
-
-    found: list[Approx | Array] = []
-    for i in range(n):
-        pieces: list[Approx | Array] = []
-        for part in parts:
-            rows = front(part, split, 0)
-            width = rows.shape[0] // n
-            own = front(_rows(rows, i * width, (i + 1) * width), 0, split)
-            pieces.append(front(own, joint, 0))
-        found.append(front(_joined(pieces), 0, joint))
-    return found
+def _broadcast(parts: Pieces, ranks: list[int], settings: Settings) -> Pieces:
+    source = settings[0].get("src", settings[0].get("root_rank", ranks[0]))
+    return [parts[ranks.index(source) if source in ranks else 0]] * len(parts)
 
 
-def _broadcast(parts: Pieces, site: Site) -> list[Approx | Array]:
-    source = site.settings[0].get("src", site.settings[0].get("root_rank", site.ranks[0]))
-    at = site.ranks.index(source) if source in site.ranks else 0
-    return [parts[at]] * len(parts)
-
-
-KINDS: Mapping[str, Callable[[Pieces, Site], list[Approx | Array]]] = {
-    "allreduce": _all_reduce,
-    "allgather": _all_gather,
-    "allgatherintotensor": _all_gather,
-    "allgatherbase": _all_gather,
-    "reducescatter": _reduce_scatter,
-    "reducescattertensor": _reduce_scatter,
-    "reducescatterbase": _reduce_scatter,
-    "alltoall": _all_to_all,
-    "alltoallsingle": _all_to_all,
-    "broadcast": _broadcast,
-}
-_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
-    "allreduce": ("input", "op", "group"),
-    "broadcast": ("input", "src", "group"),
-    "alltoallsingle": ("output", "input", "output_split_sizes", "input_split_sizes", "group"),
-}
 _INTO = ("output", "input", "op", "group")
-_REDUCE = {
-    "reduceop.sum": "sum",
-    "reduceop.avg": "mean",
-    "reduceop.max": "max",
-    "reduceop.min": "min",
+_SPLIT = ("output", "input", "output_split_sizes", "input_split_sizes", "group")
+Replay = Callable[[Pieces, list[int], Settings], Pieces]
+KINDS: Mapping[str, tuple[Replay, Sequence[str]]] = {
+    "allreduce": (_all_reduce, ("input", "op", "group")),
+    "allgather": (_all_gather, _INTO),
+    "allgatherintotensor": (_all_gather, _INTO),
+    "allgatherbase": (_all_gather, _INTO),
+    "reducescatter": (_reduce_scatter, _INTO),
+    "reducescattertensor": (_reduce_scatter, _INTO),
+    "reducescatterbase": (_reduce_scatter, _INTO),
+    "alltoall": (_all_to_all, _INTO),
+    "alltoallsingle": (_all_to_all, _SPLIT),
+    "broadcast": (_broadcast, ("input", "src", "group")),
 }
+"""Each kind of collective: what its ranks receive, and the names of its arguments."""
 
 
 def kind_of(call: Call) -> str | None:
     """Return the kind of collective that a call is; None: it is not a collective."""
-    family, _, rest = call.name.partition(".")
-    short = rest.split(".")[-1].replace("_", "").lower()
-    return (
-        short
-        if family in ("Distributed", "MintDistributed", "Primitive", "Comm") and short in KINDS
-        else None
-    )
+    short = _short(call).replace("_", "")
+    return short if short in KINDS else None
 
 
 class Received(NamedTuple):
@@ -153,12 +113,12 @@ class Received(NamedTuple):
 
     Attributes:
         rank: Global rank.
-            call: The rank's call.
-            verdict: The verdict on what it received.
-            group: Ranks that belong together.
-            kind: Kind of collective, as in :data:`KINDS`, or ``recv``.
-            keys: Key of the call on each rank of the group.
-            expected: What each rank of the group should have received; empty: unknown.
+        call: The rank's call.
+        verdict: The verdict on what it received.
+        group: Ranks that belong together.
+        kind: Kind of collective, as in :data:`KINDS`, or ``recv``.
+        keys: Key of the call on each rank of the group.
+        expected: What each rank of the group should have received; empty: unknown.
     """
 
     rank: int
@@ -167,7 +127,7 @@ class Received(NamedTuple):
     group: list[int]
     kind: str
     keys: dict[int, str]
-    expected: list[Approx | Array]
+    expected: Pieces = ()
 
 
 class Exchange(NamedTuple):
@@ -183,53 +143,35 @@ def is_exchange(call: Call) -> bool:
     return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
 
 
-def replay_collectives(
+def judged_collectives(
     dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
-) -> Iterator[tuple[int, Verdict]]:
-    """Yield the rank and the verdict for every tensor that a collective made.
+) -> Iterator[Received]:
+    """Yield what each rank received from each collective and each message.
+
+    The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
 
     Args:
         dumps: All ranks of a step.
         references: The same ranks of a trusted run, which gives the groups.
     """
-    for received in judged_collectives(dumps, references):
-        yield received.rank, received.verdict
-
-
-def judged_collectives(
-    dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
-) -> Iterator[Received]:
-    """Yield what each rank received from each collective; see :func:`replay_collectives`."""
     by_rank = {dump.rank: dump for dump in dumps}
-    for kind, keys, given in _meetings(by_rank, references or {}):
-        yield from _judge_site(kind, keys, by_rank, given)
-    yield from _messages(by_rank)
-
-
-def _meetings(
-    by_rank: Mapping[int, RankDump], references: Mapping[int, RankDump]
-) -> Iterator[tuple[str, dict[int, str | None], Call]]:
-    """Yield each collective with the key of its call on each rank.
-
-    The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
-    """
     found: dict[tuple[str, tuple[int, ...], int], dict[int, str]] = {}
     about: dict[tuple[str, tuple[int, ...], int], Call] = {}
-    for dump in by_rank.values():
-        count: dict[tuple[str, tuple[int, ...]], int] = {}
-        believed = references.get(dump.rank)
+    for dump in dumps:
+        count: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        believed = (references or {}).get(dump.rank)
         for key, call in dump.calls.items():
-            kind = kind_of(call)
-            if kind is None or kind not in KINDS:
+            if (kind := kind_of(call)) is None:
                 continue
             given = believed.calls.get(key, call) if believed else call
             group = tuple(group_of(given) or sorted(by_rank))
-            number = count[kind, group] = count.get((kind, group), -1) + 1
-            found.setdefault((kind, group, number), {})[dump.rank] = key
-            about.setdefault((kind, group, number), given)
-    for (kind, group, number), keys in found.items():
-        here = {rank: keys.get(rank) for rank in group} | keys
-        yield kind, here, about[kind, group, number]
+            meeting = kind, group, count[kind, group]
+            count[kind, group] += 1
+            found.setdefault(meeting, {})[dump.rank] = key
+            about.setdefault(meeting, given)
+    for meeting, keys in found.items():
+        yield from _judge_site(meeting[0], list(meeting[1]), keys, by_rank, about[meeting])
+    yield from _messages(by_rank)
 
 
 def _messages(by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
@@ -241,29 +183,25 @@ def _messages(by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
                 peer, record = _peer(call, ("dst", "dest_rank", "peer")), _first(call, False)
                 if peer is not None and record is not None:
                     sent.setdefault((dump.rank, peer), []).append((key, record))
-    for dump in by_rank.values():
-        count: dict[int, int] = {}
+    for rank, dump in by_rank.items():
+        left = {peer: iter(known) for (peer, to), known in sent.items() if to == rank}
         for key, call in dump.calls.items():
             if _short(call) not in _RECEIVE:
                 continue
             peer, record = _peer(call, ("src", "src_rank", "peer")), _first(call, True)
             if peer is None or record is None:
                 said = not_judged(key, "who sent it, or what came, is not in the dump")
-                yield Received(dump.rank, call, said, [dump.rank], "recv", {}, [])
+                yield Received(rank, call, said, [rank], "recv", {})
                 continue
-            number = count[peer] = count.get(peer, -1) + 1
-            known = sent.get((peer, dump.rank), [])
-            if number >= len(known):
+            message = next(left.get(peer, iter(())), None)
+            if message is None:
                 said = not_judged(key, f"what rank {peer} sent is not in the dump")
-                yield Received(dump.rank, call, said, [peer, dump.rank], "recv", {}, [])
+                yield Received(rank, call, said, [peer, rank], "recv", {})
                 continue
-            maker, values = known[number]
-            expected = _loaded(values)
+            expected = _loaded(message[1])
             verdict = judge(key, "output.0", record.load(), expected, record.dtype)
-            keys = {peer: maker, dump.rank: key}
-            yield Received(
-                dump.rank, call, verdict, [peer, dump.rank], "recv", keys, [expected, expected]
-            )
+            keys = {peer: message[0], rank: key}
+            yield Received(rank, call, verdict, [peer, rank], "recv", keys, [expected] * 2)
 
 
 _SEND, _RECEIVE = {"send", "isend"}, {"recv", "irecv", "receive"}
@@ -271,8 +209,7 @@ _SEND, _RECEIVE = {"send", "isend"}, {"recv", "irecv", "receive"}
 
 def _short(call: Call) -> str:
     family, _, rest = call.name.partition(".")
-    here = family in ("Distributed", "MintDistributed", "Primitive", "Comm")
-    return rest.split(".")[-1].lower() if here else ""
+    return rest.split(".")[-1].lower() if family in _FAMILIES else ""
 
 
 def _peer(call: Call, names: Sequence[str]) -> int | None:
@@ -287,11 +224,8 @@ def _peer(call: Call, names: Sequence[str]) -> int | None:
 def _first(call: Call, made: bool) -> TensorRecord | None:
     """Return the tensor of a message: the result, or the tensor that torch writes into."""
     given = [*call.inputs, *call.kwargs.values()]
-    for value in (*call.outputs, *given) if made else given:
-        for record in _flat(value):
-            if record.read is not None:
-                return record
-    return None
+    records = flat([*call.outputs, *given] if made else given)
+    return next((record for record in records if record.read is not None), None)
 
 
 def group_of(call: Call) -> list[int] | None:
@@ -306,54 +240,47 @@ def group_of(call: Call) -> list[int] | None:
 
 
 def _judge_site(
-    kind: str, keys: Mapping[int, str | None], by_rank: Mapping[int, RankDump], given: Call
+    kind: str,
+    ranks: list[int],
+    keys: dict[int, str],
+    by_rank: Mapping[int, RankDump],
+    given: Call,
 ) -> Iterator[Received]:
-    ranks = list(group_of(given) or sorted(by_rank))
-    here = {r: key for r, key in keys.items() if key is not None and r in by_rank}
-    absent = [r for r in ranks if r not in here]
-
-    def unknown(why: str) -> Iterator[Received]:
-        for rank, key in here.items():
-            call = by_rank[rank].calls[key]
-            yield Received(rank, call, not_judged(key, why), ranks, kind, here, [])
-
+    expected, why = None, ""
+    absent = [r for r in ranks if r not in keys]
     if absent:
-        yield from unknown(f"rank {absent[0]} of its group is not in the dump")
-        return
-    calls = [by_rank[rank].calls[here[rank]] for rank in ranks]
-    try:
-        bound = [_bind(kind, call) for call in calls]
-        parts = [_loaded(b["input"]) for b in bound]
-        op = _operation(_bind(kind, given))
-        expected = KINDS[kind](parts, Site(calls, ranks, op, bound))
-    except (LookupError, ValueError, TypeError) as error:
-        yield from unknown(f"arguments do not fit {given.name}: {error}")
-        return
-    for rank, call, own in zip(ranks, calls, expected, strict=True):
-        verdict = _judge_rank(here[rank], call, own)
-        yield Received(rank, call, verdict, ranks, kind, here, expected)
+        why = f"rank {absent[0]} of its group is not in the dump"
+    else:
+        try:
+            bound = [_bind(kind, by_rank[rank].calls[keys[rank]]) for rank in ranks]
+            parts = [_loaded(b["input"]) for b in bound]
+            bound[0]["op"] = _operation(_bind(kind, given))
+            expected = KINDS[kind][0](parts, ranks, bound)
+        except (LookupError, ValueError, TypeError) as error:
+            why = f"arguments do not fit {given.name}: {error}"
+    for i, rank in enumerate(ranks if expected is not None else keys):
+        key, call = keys[rank], by_rank[rank].calls[keys[rank]]
+        verdict = not_judged(key, why) if expected is None else _judge_rank(key, call, expected[i])
+        yield Received(rank, call, verdict, ranks, kind, keys, expected or ())
 
 
 def _judge_rank(key: str, call: Call, expected: Approx | Array) -> Verdict:
-    found = [r for value in call.outputs for r in _flat(value)]
+    found = list(flat(call.outputs))
     if not found:
         return not_judged(key, "what it received was not dumped")
-    values: Array = found[0].load()
-    if len(found) > 1:
-        values = np.concatenate([r.load() for r in found], 0)
+    loaded = [record.load() for record in found]
+    values = loaded[0] if len(loaded) == 1 else np.concatenate(loaded, 0)
     return judge(key, "output.0", values, expected, found[0].dtype)
 
 
 def _bind(kind: str, call: Call) -> dict[str, Any]:
     """Return the arguments by name; for tensors, their records."""
-    names = _ARGUMENTS.get(kind, _INTO)
+    names = KINDS[kind][1]
     tensors = [v for v in call.inputs if isinstance(v, TensorRecord | list)]
     if names[0] == "output" and len(tensors) == 1 and "output" not in call.kwargs:
         names = names[1:]  # MindSpore's primitives return their result
-    values: dict[str, Any] = {}
-    values.update(zip(names, call.inputs, strict=False))
-    for name, value in call.kwargs.items():
-        values[_OTHER.get(name) or name] = value
+    values: dict[str, Any] = dict(zip(names, call.inputs, strict=False))
+    values |= {_OTHER.get(name, name): value for name, value in call.kwargs.items()}
     return {name: v.value if isinstance(v, Scalar) else v for name, v in values.items()}
 
 
@@ -362,7 +289,7 @@ _OTHER = {"tensor": "input", "input_tensor": "input", "output_tensor": "output",
 
 def _operation(arguments: Mapping[str, Any]) -> str:
     op = str(arguments.get("op") or "sum").lower()
-    return _REDUCE.get(op, op.rsplit(".", 1)[-1])
+    return "mean" if op == "reduceop.avg" else op.rsplit(".", 1)[-1]
 
 
 def _loaded(record: Any) -> Approx | Array:
@@ -372,12 +299,13 @@ def _loaded(record: Any) -> Approx | Array:
     return Approx(values, record.dtype, record.dtype) if is_float(record.dtype) else values
 
 
-def _flat(value: Value) -> Iterator[TensorRecord]:
+def flat(value: Value) -> Iterator[TensorRecord]:
+    """Yield the tensors of an argument or of a list of arguments."""
     if isinstance(value, TensorRecord):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _flat(item)
+            yield from flat(item)
 
 
 def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str] | None:
@@ -390,7 +318,7 @@ def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str
         received: What a rank received.
         dumps: All ranks of the step.
     """
-    values = [r for value in received.call.outputs for r in _flat(value)]
+    values = list(flat(received.call.outputs))
     if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):
         return None
     x, dtype = values[0].load().astype(np.float64), values[0].dtype

@@ -18,15 +18,15 @@ are those of its largest (or smallest) elements. So fused routers need no list o
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.tools.align.compare.profiles import Profile
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.replay import exactly
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
+from telechat_moe.tools.align.judge.replay import exactly, plain
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx
@@ -130,12 +130,11 @@ def decide(
         _flip(choice, int(row), i, bounds, profile, follows) for i, row in enumerate(rows.tolist())
     ]
     flips = [f for f in flips if f.margin or f.gone != f.came]
+    count, candidates = choice.scores[0].shape
     if choice.last:
-        return Decision(
-            len(choice.chosen[0]), flips, frozenset(f.row for f in flips), len(choice.scores[0])
-        )
+        return Decision(count, flips, frozenset(f.row for f in flips), count)
     moved = frozenset(i for f in flips for i in (*f.gone, *f.came))
-    return Decision(len(choice.chosen[0]), flips, moved, choice.scores[0].shape[1])
+    return Decision(count, flips, moved, candidates)
 
 
 def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | None:
@@ -145,17 +144,12 @@ def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | 
         if place != other or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
             continue
         for axis in _axes(mine.shape, chosen[0].shape):
-            indices = [_rows(c, axis, len(mine.shape), c.ndim < len(mine.shape)) for c in chosen]
-            scores = [
-                np.moveaxis(np.asarray(r.load(), np.float64), axis, -1).reshape(
-                    -1, mine.shape[axis]
-                )
-                for r in (mine, theirs)
-            ]
-            if any(
-                i.size and (i.min() < 0 or i.max() >= s.shape[1])
-                for i, s in zip(indices, scores, strict=True)
-            ):
+            one, other = (
+                c if c.ndim == len(mine.shape) else np.expand_dims(c, axis) for c in chosen
+            )
+            indices = [_rows(c.astype(np.int64), axis) for c in (one, other)]
+            scores = [_rows(np.asarray(r.load(), np.float64), axis) for r in (mine, theirs)]
+            if any(i.size and not 0 <= i.min() <= i.max() < mine.shape[axis] for i in indices):
                 continue
             for sign in (1.0, -1.0):
                 if _explained(scores[0] * sign, indices[0]).all():
@@ -165,10 +159,8 @@ def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | 
     return None
 
 
-def _floats(call: Call) -> Iterator[tuple[str, TensorRecord]]:
-    for place, record in call.tensors():
-        if not place.startswith("output") and is_float(record.dtype) and record.shape:
-            yield place, record
+def _floats(call: Call) -> list[tuple[str, TensorRecord]]:
+    return [(place, r) for place, r in call.given() if is_float(r.dtype) and r.shape]
 
 
 def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
@@ -182,10 +174,9 @@ def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
     return found
 
 
-def _rows(indices: Array, axis: int, ndim: int, removed: bool) -> Array:
-    indices = np.expand_dims(indices, axis) if removed else indices
-    del ndim
-    return np.moveaxis(indices.astype(np.int64), axis, -1).reshape(-1, indices.shape[axis])
+def _rows(x: Array, axis: int) -> Array:
+    """Return an array as a matrix with one dimension along the rows."""
+    return np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
 
 
 def _explained(scores: Array, chosen: Array) -> Array:
@@ -232,15 +223,13 @@ def _legal(
     if bounds.propagated and bounds.strange[i]:
         return False, "the target's scores are not what its router's input gives"
     if bounds.propagated and not follows and bounds.apart[i] > 1:
-        return (
-            False,
-            f"the router's input differs by {bounds.apart[i]:.3g} times what {profile.name} allows",
-        )
-    if not bounds.propagated and follows and not within:
+        said = f"{bounds.apart[i]:.3g} times what {profile.name} allows"
+        return False, f"the router's input differs by {said}"
+    if bounds.propagated:
+        return within, "bound propagated from the router's input"
+    if follows and not within:
         return None, "what made the scores is not in the dump, and earlier flips change them"
-    return within, "bound propagated from the router's input" if bounds.propagated else (
-        f"bound from {profile.name} in {bounds.dtype}"
-    )
+    return within, f"bound from {profile.name} in {bounds.dtype}"
 
 
 @dataclass
@@ -339,9 +328,8 @@ class _Scores:
     def __init__(self, dump: RankDump, key: str, record: TensorRecord, rows: Array) -> None:
         calls = list(dump.calls.values())
         at = next(i for i, call in enumerate(calls) if call.key == key)
-        self._calls = [c for c in calls[:at] if c.kind == "api" and c.phase is Phase.FORWARD][
-            -_BACK:
-        ]
+        before = [c for c in calls[:at] if c.kind == "api" and c.phase is Phase.FORWARD]
+        self._calls = before[-_BACK:]
         self._record, self._rows = record, rows
         self._count = math.prod(record.shape[:-1])
         self.leaves: list[tuple[Array, str]] = []
@@ -353,17 +341,14 @@ class _Scores:
 
     def _maker(self, record: TensorRecord, before: int) -> tuple[int, int] | None:
         """Return the last call before a position that made a tensor, and the number of the output."""
-        wanted: Array | None = None
+        wanted = record.load()
         for i in range(before - 1, -1, -1):
             for j, output in enumerate(self._calls[i].outputs):
                 if not isinstance(output, TensorRecord) or output.read is None:
                     continue
-                if output.dtype == record.dtype and math.prod(output.shape) == math.prod(
-                    record.shape
-                ):
-                    wanted = record.load() if wanted is None else wanted
-                    if np.array_equal(output.load().reshape(wanted.shape), wanted):
-                        return i, j
+                alike = output.dtype == record.dtype and math.prod(output.shape) == wanted.size
+                if alike and np.array_equal(output.load().reshape(wanted.shape), wanted):
+                    return i, j
         return None
 
     def _value(self, record: TensorRecord, before: int, depth: int) -> tuple[Approx, bool]:
@@ -384,7 +369,7 @@ class _Scores:
                 def given(value: Value) -> Any:
                     nonlocal crossed
                     if not isinstance(value, TensorRecord):
-                        return _plain(value)
+                        return plain(value)
                     if not is_float(value.dtype):  # a mask
                         values = value.load()
                         return self._cut(values) if self._fits(value) else values
@@ -424,11 +409,3 @@ class _Scores:
         if len(inputs) == 1 and inputs[0].shape == record.shape and is_float(inputs[0].dtype):
             return min(inputs[0].dtype, record.dtype, key=lambda k: FLOATS[k].bits)
         return record.dtype
-
-
-def _plain(value: Value) -> Any:
-    if isinstance(value, list):
-        return [_plain(v) for v in value]
-    if not isinstance(value, Scalar):
-        return None
-    return slice(*value.value) if value.type == "slice" else value.value

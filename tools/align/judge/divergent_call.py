@@ -8,7 +8,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.edges import wanted
-from telechat_moe.tools.align.judge.replay import arguments_of, expected_of, forward_key
+from telechat_moe.tools.align.judge.replay import arguments_of, expected_gradient
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators import find
@@ -39,63 +39,65 @@ class Wrong:
     @property
     def forward(self) -> Call | None:
         """The forward call that belongs to it; a call that is not backward is its own."""
-        if self.call.phase is not Phase.BACKWARD:
-            return self.call
-        return self.target.dump.calls.get(forward_key(self.call))
+        return self.target.dump.calls.get(self.call.forward_key)
 
     @property
     def settings(self) -> Call | None:
         """The reference's call, with its numbers and flags."""
-        back = self.call.phase is Phase.BACKWARD
-        return self.reference.dump.calls.get(forward_key(self.call) if back else self.call.key)
+        return self.reference.dump.calls.get(self.call.forward_key)
 
     @property
     def dtype(self) -> str:
         """Type of the wrong tensor."""
         return dict(self.call.tensors())[self.verdict.place].dtype
 
+    @property
+    def number(self) -> int | None:
+        """The number of the wrong output; None: it is inside of a list, or an input."""
+        word, _, number = self.verdict.place.partition(".")
+        return int(number) if word == "output" and number.isdigit() else None
+
     def expected(
         self, forward: Call | None = None, settings: Call | None = None
     ) -> Approx | Array | None:
         """Return what the wrong output should be, with its own forward call or with another."""
-        place = self.verdict.place
+        forward = forward or self.forward
+        if self.number is None or forward is None:
+            return None
         if self.call.phase is Phase.BACKWARD:
-            return expected_of(self.call, forward or self.forward, settings, place)
+            return expected_gradient(self.call, forward, settings, self.number)
         made = self.all_expected(forward, settings)
-        return made[int(place.split(".")[1])] if made and place.count(".") == 1 else None
+        return made[self.number] if made else None
 
     def all_expected(
-        self, forward: Call | None = None, settings: Call | None = None
+        self, call: Call, settings: Call | None = None, narrow: str = ""
     ) -> list[Approx | Array]:
-        """Return what all outputs of a forward call should be; empty: no formula gives them."""
-        call = forward or self.call
+        """Return what all outputs of a forward call should be; empty: no formula gives them.
+
+        Args:
+            call: The call, maybe with other arguments.
+            settings: The reference's call, whose numbers and flags are used.
+            narrow: Type in which everything is stored and summed; empty: as the call does.
+        """
         formula = find(call.name)
         if formula is None:
             return []
         try:
-            arguments, _ = arguments_of(call, formula, settings)
+            arguments, tensors = arguments_of(call, formula, settings, bool(narrow))
+            for tensor in tensors if narrow else ():
+                tensor.stored = tensor.accumulated = narrow
             made = list(formula.compute(arguments))
-        except UNFIT:
-            return []
-        except ArithmeticError:
+        except (*UNFIT, ArithmeticError):
             return []
         return made if len(made) >= len(self.call.outputs) else []
 
     def in_narrow(self, dtype: str) -> tuple[Array, Array] | None:
         """Return what a forward call should make, and the bound for a program that computes in a narrow type."""
-        formula, place = find(self.call.name), self.verdict.place
-        if formula is None or self.call.phase is not Phase.FORWARD or place.count(".") != 1:
+        if self.number is None or self.call.phase is not Phase.FORWARD:
             return None
-        try:
-            arguments, tensors = arguments_of(self.call, formula, self.settings, True)
-            for tensor in tensors:
-                tensor.stored = tensor.accumulated = dtype
-            found = list(formula.compute(arguments))[int(place.split(".")[1])]
-        except UNFIT:
-            return None
-        if not isinstance(found, Approx):
-            return None
-        return found.value, np.broadcast_to(found.bound(dtype), found.shape)
+        made = self.all_expected(self.call, self.settings, dtype)
+        found = made[self.number] if made else None
+        return (found.value, found.bound(dtype)) if isinstance(found, Approx) else None
 
     def wanted(self) -> tuple[Array, Array] | None:
         """Return what the wrong tensor should hold, and the bound."""
@@ -106,7 +108,7 @@ class Wrong:
             return None
         if not isinstance(found, Approx):
             return np.asarray(found, np.float64), np.zeros(np.shape(found))
-        return found.value, np.broadcast_to(found.bound(self.dtype), found.shape)
+        return found.value, found.bound(self.dtype)
 
     def tensors(self) -> Iterator[tuple[str, TensorRecord]]:
         """Yield the tensors that an operator might have been given, with their names, those of near calls first.
@@ -117,14 +119,12 @@ class Wrong:
         for dump in (self.target.dump, *self.others.values()):
             mine = dump is self.target.dump
             rank = "" if mine else f" of rank {dump.rank}"
-            calls = list(dump.calls.values())
-            for i in sorted(range(len(calls)), key=lambda i: abs(i - at)):
-                for place, tensor in calls[i].tensors():
+            for i, call in sorted(enumerate(dump.calls.values()), key=lambda c: abs(c[0] - at)):
+                for place, tensor in call.tensors():
                     same = i == at and not mine and not place.startswith("output")
-                    outside = mine and self._from_outside((calls[i].key, place))
-                    there = i < at or same or outside
-                    if there and tensor.read is not None:
-                        yield f"{place} of {calls[i].key}{rank}", tensor
+                    outside = mine and self._from_outside((call.key, place))
+                    if (i < at or same or outside) and tensor.read is not None:
+                        yield f"{place} of {call.key}{rank}", tensor
 
     def _from_outside(self, place: Place) -> bool:
         """Return whether an input equals the reference's and comes from outside: no call has made it."""
@@ -152,8 +152,7 @@ class Wrong:
         if self.verdict.place.startswith("output") or found.size < 2:
             return None
         content = digest(found)
-        stale = self._older(content)
-        if stale is not None:
+        if stale := self._older(content):
             return stale
         own = f"{self.verdict.place} of {self.call.key}"
         for name, tensor in self.tensors():
@@ -166,16 +165,14 @@ class Wrong:
         """Return a stale weight if an input is a weight or moment as it was before its last updates."""
         if not is_float(self.dtype):
             return None
-        place = self.call.key, self.verdict.place
-        for source in self.reference.sources_of(place)[-1:]:
-            seen: set[str] = set()
-            while source is not None and source[0] not in seen:
-                seen.add(source[0])
-                source = self._before(source)
-                tensor = self.target.tensors.get(source) if source else None
-                if tensor is not None and tensor.read and digest(tensor.load()) == content:
-                    assert source is not None
-                    return "stale weight", f"it is {source[1]} of {source[0]}: before an update"
+        sources = self.reference.sources_of((self.call.key, self.verdict.place))
+        source, seen = sources[-1] if sources else None, set[str]()
+        while source is not None and source[0] not in seen:
+            seen.add(source[0])
+            source = self._before(source)
+            tensor = self.target.tensors.get(source) if source else None
+            if source and tensor and tensor.read and digest(tensor.load()) == content:
+                return "stale weight", f"it is {source[1]} of {source[0]}: before an update"
         return None
 
     def _before(self, made: tuple[str, str]) -> tuple[str, str] | None:

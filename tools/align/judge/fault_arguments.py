@@ -1,9 +1,9 @@
 """Find other arguments that would make a wrong result right: another setting, tensor, order, mask or operator."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,12 +36,9 @@ def close(x: Array, value: Array, bound: Array) -> bool:
 
 def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
     """Return the arguments with which a wrong output would be right; None: none were found."""
-    if not finding.verdict.place.startswith("output"):
+    given = _believed(finding)
+    if given is None:
         return None
-    forward, settings = finding.forward, finding.settings
-    if forward is None:
-        return None
-    given = _believed(forward, settings)
     best, answer = np.inf, None
     for changed, family, said in _variants(given, finding):
         left = _left(x, finding, changed)
@@ -54,15 +51,14 @@ def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
 
 def other_mask(x: Array, finding: "Wrong") -> Answer | None:
     """Return the mask with which a wrong output would be right; None: none was found."""
-    forward = finding.forward
-    if forward is None or not finding.verdict.place.startswith("output"):
+    given = _believed(finding)
+    if given is None:
         return None
-    given = _believed(forward, finding.settings)
-    for path, value in _leaves(given):
+    for place, value in leaves(given):
         if isinstance(value, TensorRecord) and value.dtype == "bool" and value.read is not None:
             for mask, family, said in _masks(value.load()):
-                if _left(x, finding, _with(given, (path, _holding(value, mask)))) is not None:
-                    return family, f"{_name(path)} {said}"
+                if _left(x, finding, _with(given, {place: _holding(value, mask)})) is not None:
+                    return family, f"{_name(place)} {said}"
     return None
 
 
@@ -96,7 +92,7 @@ def _unexplained(
     if expected.value.size != x.size:
         return None
     value = expected.value.reshape(x.shape)
-    bound = 2 * np.broadcast_to(expected.bound(dtype), expected.shape).reshape(x.shape)
+    bound = 2 * expected.bound(dtype).reshape(x.shape)
     if not close(x, value, bound):
         return None
     if right is None or right.size != x.size:
@@ -113,8 +109,11 @@ def _unexplained(
     return left / error if error and left <= _MOST_LEFT * error else None
 
 
-def _believed(call: Call, settings: Call | None) -> Call:
-    """Return a call with its own tensors and the reference's settings."""
+def _believed(finding: "Wrong") -> Call | None:
+    """Return the forward call of a wrong output, with its own tensors and the reference's settings; None: unknown."""
+    call, settings = finding.forward, finding.settings
+    if call is None or not finding.verdict.place.startswith("output"):
+        return None
     if settings is None:
         return call
 
@@ -123,107 +122,90 @@ def _believed(call: Call, settings: Call | None) -> Call:
             return [mixed(a, b) for a, b in zip(own, other, strict=True)]
         return other if isinstance(own, Scalar) and isinstance(other, Scalar) else own
 
-    inputs = [
-        mixed(v, settings.inputs[i] if i < len(settings.inputs) else v)
-        for i, v in enumerate(call.inputs)
-    ]
+    inputs = [*map(mixed, call.inputs, settings.inputs), *call.inputs[len(settings.inputs) :]]
     kwargs = {k: mixed(v, settings.kwargs.get(k, v)) for k, v in call.kwargs.items()}
     return replace(call, inputs=inputs, kwargs=kwargs)
 
 
-Path = tuple[int | str, ...]
-
-
-def _leaves(call: Call) -> list[tuple[Path, Value]]:
-    found: list[tuple[Path, Value]] = []
-
-    def walk(path: Path, value: Value) -> None:
-        if isinstance(value, list):
-            for i, item in enumerate(value):
-                walk((*path, i), item)
-        else:
-            found.append((path, value))
-
-    for i, value in enumerate(call.inputs):
-        walk(("inputs", i), value)
-    for name, value in call.kwargs.items():
-        walk(("kwargs", name), value)
+def leaves(call: Call) -> list[tuple[str, Value]]:
+    """Return the arguments of a call that are no lists or mappings, and those inside of these, with their places."""
+    found: list[tuple[str, Value]] = []
+    changed(call, lambda place, value: found.append((place, value)))
     return found
 
 
-def _with(call: Call, *changes: tuple[Path, Value]) -> Call:
-    """Return a call with some arguments changed."""
+def changed(call: Call, change: Callable[[str, Value], Value]) -> Call:
+    """Return a call with each argument, and each one inside of a list or mapping, replaced.
 
-    def put(old: Any, path: Path, new: Value) -> Any:
-        if not path:
-            return new
-        if isinstance(old, dict):
-            named = cast("dict[int | str, Any]", old)
-            return {**named, path[0]: put(named[path[0]], path[1:], new)}
-        return [put(v, path[1:], new) if i == path[0] else v for i, v in enumerate(old)]
+    Args:
+        call: The call.
+        change: Takes the place of an argument, such as ``input.0.1``, and the argument; returns the new one.
+    """
 
-    for path, value in changes:
-        if path[0] == "inputs":
-            call = replace(call, inputs=put(call.inputs, path[1:], value))
-        else:
-            call = replace(call, kwargs=put(dict(call.kwargs), path[1:], value))
-    return call
+    def walk(place: str, value: Value) -> Value:
+        if isinstance(value, list):
+            return [walk(f"{place}.{i}", v) for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return {k: walk(f"{place}.{k}", v) for k, v in value.items()}
+        return change(place, value)
 
-
-def _name(path: Path) -> str:
-    if path[0] == "kwargs":
-        return ".".join(map(str, path[1:]))
-    return "argument " + ".".join(map(str, path[1:]))
+    inputs = [walk(f"input.{i}", v) for i, v in enumerate(call.inputs)]
+    kwargs = {k: walk(f"input.{k}", v) for k, v in call.kwargs.items()}
+    return replace(call, inputs=inputs, kwargs=kwargs)
 
 
-def _place(path: Path) -> str:
-    return ".".join(map(str, ("input", *path[1:])))
+def _with(call: Call, changes: Mapping[str, Value]) -> Call:
+    return changed(call, lambda place, value: changes.get(place, value))
+
+
+def _name(place: str) -> str:
+    name = place.removeprefix("input.")
+    return f"argument {name}" if name[0].isdigit() else name
 
 
 def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
     """Yield calls with other arguments, each with its kind of fault and a description."""
-    leaves = _leaves(call)
+    arguments = leaves(call)
     tensors = [
-        (path, v)
-        for path, v in leaves
+        (place, v)
+        for place, v in arguments
         if isinstance(v, TensorRecord) and v.read is not None and v.shape
     ]
-    for path, value in leaves:
-        for other in _numbers(value.value) if isinstance(value, Scalar) else ():
-            said = f"{_name(path)} {other}, not {value.value}"  # type: ignore[union-attr]
-            yield _with(call, (path, Scalar("", other))), "wrong setting", said
+    scalars = [(place, v) for place, v in arguments if isinstance(v, Scalar)]
+    for place, value in scalars:
+        for other in _numbers(value.value):
+            said = f"{_name(place)} {other}, not {value.value}"
+            yield _with(call, {place: Scalar("", other)}), "wrong setting", said
     yield from _exchanged(call, tensors)
-    numbers = [(p, v) for p, v in leaves if isinstance(v, Scalar) and type(v.value) is float]
-    for (path, a), (at, b) in combinations(numbers, 2):
+    for (place, a), (at, b) in combinations([s for s in scalars if type(s[1].value) is float], 2):
         if a.value != b.value:
-            said = f"{_name(path)} and {_name(at)} are exchanged"
-            yield _with(call, (path, b), (at, a)), "wrong setting", said
-    for path, value in tensors:
+            said = f"{_name(place)} and {_name(at)} are exchanged"
+            yield _with(call, {place: b, at: a}), "wrong setting", said
+    for place, value in tensors:
         for values, family, said in _moves(value):
-            yield _with(call, (path, _holding(value, values))), family, f"{_name(path)} {said}"
-    if len(tensors) == 1 and len(leaves) == 1:
+            yield _with(call, {place: _holding(value, values)}), family, f"{_name(place)} {said}"
+    if len(tensors) == 1 and len(arguments) == 1:
         for name in _OPERATORS:
             yield replace(call, name=f"Torch.{name}"), "wrong operator", f"it is {name}"
-    for path, value in tensors:
+    for place, value in tensors:
         for name, other in _others(value, finding):
-            kind = finding.kind(_place(path), name)
-            yield _with(call, (path, other)), kind, f"{_name(path)} is {name}"
+            kind = finding.kind(place, name)
+            yield _with(call, {place: other}), kind, f"{_name(place)} is {name}"
 
 
 def _exchanged(
-    call: Call, tensors: list[tuple[Path, TensorRecord]]
+    call: Call, tensors: list[tuple[str, TensorRecord]]
 ) -> Iterator[tuple[Call, str, str]]:
     """Yield calls with two arguments exchanged, or with all but the first shifted."""
-    for i, (path, a) in enumerate(tensors):
-        for at, b in tensors[i + 1 :]:
-            if a.shape == b.shape and a.dtype == b.dtype:
-                said = f"{_name(path)} and {_name(at)} are exchanged"
-                yield _with(call, (path, b), (at, a)), "wrong argument order", said
+    for (place, a), (at, b) in combinations(tensors, 2):
+        if a.shape == b.shape and a.dtype == b.dtype:
+            said = f"{_name(place)} and {_name(at)} are exchanged"
+            yield _with(call, {place: b, at: a}), "wrong argument order", said
     rest = [(p, v) for p, v in tensors[1:] if is_float(v.dtype) and len(v.shape) > 1]
     for shift in (-1, 1) if len(rest) > 1 else ():
-        moved = [(p, _holding(v, np.roll(v.load(), shift, 0))) for p, v in rest]
-        said = f"{', '.join(_name(p) for p, _ in rest)} are shifted by one"
-        yield _with(call, *moved), "permutation", said
+        moved = {p: _holding(v, np.roll(v.load(), shift, 0)) for p, v in rest}
+        said = f"{', '.join(map(_name, moved))} are shifted by one"
+        yield _with(call, moved), "permutation", said
 
 
 def _numbers(value: Any) -> list[Any]:
@@ -322,33 +304,29 @@ def _solved(x: Array, finding: "Wrong", call: Call) -> Answer | None:
     """
     if x.size < _FEW:
         return None
-    for path, value in _leaves(call):
-        if not isinstance(value, Scalar) or isinstance(value.value, bool):
-            continue
-        if not isinstance(value.value, float) or not np.isfinite(value.value):
-            continue
-        number = _number(x, finding, call, path, value)
-        if number is not None:
-            said = f"{_name(path)} {number:.6g}, not {value.value:g}"
-            return "wrong setting", said
+    for place, value in leaves(call):
+        number = value.value if isinstance(value, Scalar) else None
+        if isinstance(number, float) and np.isfinite(number):
+            right = _number(x, finding, call, place, number)
+            if right is not None:
+                return "wrong setting", f"{_name(place)} {right:.6g}, not {number:g}"
     return None
 
 
-def _number(x: Array, finding: "Wrong", call: Call, path: Path, value: Scalar) -> float | None:
+def _number(x: Array, finding: "Wrong", call: Call, place: str, number: float) -> float | None:
     def at(v: float) -> Array | None:
         with np.errstate(all="ignore"):
-            found = finding.expected(_with(call, (path, replace(value, value=v))))
+            found = finding.expected(_with(call, {place: Scalar("", v)}))
         if not isinstance(found, Approx) or found.value.size != x.size:
             return None
         return found.value.reshape(x.shape)
 
-    size = abs(value.value) or 1e-6
-    grid = [value.value, *(s * size * 10.0**k for k in range(-4, 7) for s in (1, -1))]
+    size = abs(number) or 1e-6
+    grid = [number, *(s * size * 10.0**k for k in range(-4, 7) for s in (1, -1))]
     scored = [(float(np.square(x - y).sum()), v) for v in grid if (y := at(v)) is not None]
-    scored = [pair for pair in scored if np.isfinite(pair[0])]
-    if not scored:
+    v = min((pair for pair in scored if np.isfinite(pair[0])), default=(0.0, None))[1]
+    if v is None:
         return None
-    v = min(scored)[1]
     for _ in range(_STEPS):
         here, near = at(v), at(v * (1 + 1e-4) + 1e-12)
         if here is None or near is None:
@@ -360,5 +338,4 @@ def _number(x: Array, finding: "Wrong", call: Call, path: Path, value: Scalar) -
         v += float((slope * (x - here)).sum()) / square
         if not np.isfinite(v):
             return None
-    fits = _left(x, finding, _with(call, (path, replace(value, value=v)))) is not None
-    return v if fits else None
+    return None if _left(x, finding, _with(call, {place: Scalar("", v)})) is None else v

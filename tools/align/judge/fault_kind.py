@@ -5,25 +5,59 @@ hypothesis that does is the answer; one that merely comes close is not.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import Received
 from telechat_moe.tools.align.judge.data_flow import digest
 from telechat_moe.tools.align.judge.fault_arguments import (
     Answer,
     close,
+    leaves,
     other_arguments,
     other_mask,
 )
 from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.verdict import values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to, spacing
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 if TYPE_CHECKING:
     from telechat_moe.tools.align.judge.divergent_call import Wrong
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A wrong floating-point tensor: what it holds, what it should hold, and how far it may be from that.
+
+    Attributes:
+        x: What it holds.
+        value: What it should hold.
+        bound: How far each element may be from it.
+        call: The call that made it or was given it.
+        tensor: Its record in the call.
+        finding: The divergent call; None: a collective.
+    """
+
+    x: Array
+    value: Array
+    bound: Array
+    call: Call
+    tensor: TensorRecord
+    finding: "Wrong | None" = None
+
+    @cached_property
+    def wrong(self) -> Array:
+        """Where it is wrong."""
+        return np.abs(self.x - self.value) > self.bound
+
+    def explained(self) -> Answer | None:
+        """Return the first hypothesis that explains the whole tensor."""
+        return next(filter(None, (hypothesis(self) for hypothesis in _HYPOTHESES)), None)
 
 
 def family_of(finding: "Wrong") -> Answer:
@@ -33,32 +67,25 @@ def family_of(finding: "Wrong") -> Answer:
     if setting is not None:
         return setting
     tensor = dict(call.tensors()).get(verdict.place)
-    if tensor is None or tensor.read is None:
-        return "unknown", ""
-    right = finding.wanted()
-    if right is None:
+    right = finding.wanted() if tensor is not None and tensor.read is not None else None
+    if tensor is None or right is None:
         return "unknown", ""
     found = tensor.load()
-    value, bound = right
-    if value.shape != found.shape:
-        if value.size != found.size:
-            return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
-        value, bound = value.reshape(found.shape), bound.reshape(found.shape)
+    if right[0].size != found.size:
+        return "shape", f"shape {list(found.shape)}, expected {list(right[0].shape)}"
+    value, bound = (y.reshape(found.shape) for y in right)
     if not is_float(tensor.dtype):
         return finding.elsewhere(found) or _of_integers(found, value)
     x = found.astype(np.float64)
+    difference = _Difference(x, value, bound, call, tensor, finding)
     # A mask explains best why values pass; several wrong outputs share one cause, which is an argument.
     answer = other_mask(x, finding)
     masked = any(t.dtype == "bool" for _, t in call.tensors())
     if finding.wrong_outputs > 1 or (masked and not np.all(np.isfinite(x))):
         answer = answer or other_arguments(x, finding)
-    for hypothesis in () if answer else _HYPOTHESES:
-        answer = hypothesis(x, value, bound, call, tensor)
-        if answer is not None:
-            break
+    answer = answer or difference.explained()
     answer = answer or finding.elsewhere(found) or other_arguments(x, finding)
-    answer = answer or _precision(x, value, bound, tensor, finding)
-    answer = answer or _region(x, value, bound, call, tensor)
+    answer = answer or _precision(difference) or _region(difference)
     return answer or ("unknown", f"{verdict.wrong} of {verdict.elements} elements")
 
 
@@ -74,20 +101,15 @@ def of_received(received: Received, dumps: Mapping[int, RankDump]) -> Answer:
     if tensor is None or tensor.read is None or not received.expected:
         return "wrong exchange", verdict.reason
     expected = received.expected[received.group.index(received.rank)]
-    found = tensor.load()
-    value = expected.value if isinstance(expected, Approx) else np.asarray(expected)
+    found, value = tensor.load(), values_of(expected)
     if value.shape != found.shape:
         return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
     if not isinstance(expected, Approx):
         return _of_integers(found, value)
-    bound = np.broadcast_to(expected.bound(tensor.dtype), value.shape)
-    x = found.astype(np.float64)
-    for hypothesis in _HYPOTHESES:
-        answer = hypothesis(x, value, bound, call, tensor)
-        if answer is not None:
-            return answer
-    answer = _elsewhere(found, received, dumps) or _precision(x, value, bound, tensor)
-    answer = answer or _region(x, value, bound, call, tensor)
+    bound = expected.bound(tensor.dtype)
+    difference = _Difference(found.astype(np.float64), value, bound, call, tensor)
+    answer = difference.explained() or _elsewhere(found, received, dumps)
+    answer = answer or _precision(difference) or _region(difference)
     return answer or ("wrong exchange", verdict.reason)
 
 
@@ -98,9 +120,9 @@ def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) 
         for key, call in dump.calls.items():
             if key == received.keys.get(rank, received.call.key):
                 break
-            for place, tensor in call.tensors():
+            for place, tensor in call.made():
                 same = tensor.shape == found.shape and tensor.read is not None
-                if same and place.startswith("output") and digest(tensor.load()) == content:
+                if same and digest(tensor.load()) == content:
                     return "wrong tensor", f"it is {place} of {key} of rank {rank}"
     return None
 
@@ -108,8 +130,8 @@ def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) 
 def residual(finding: "Wrong") -> Array | None:
     """Return the difference of a wrong tensor from the right one, over its bound; None: the right one is unknown."""
     tensor = dict(finding.call.tensors()).get(finding.verdict.place)
-    right = finding.wanted() if tensor is not None else None
-    if right is None or tensor is None or tensor.read is None:
+    right = finding.wanted() if tensor is not None and tensor.read is not None else None
+    if right is None or tensor is None:
         return None
     found = tensor.load().astype(np.float64)
     if right[0].size != found.size:
@@ -133,19 +155,13 @@ def _wrong_setting(call: Call, finding: "Wrong") -> Answer | None:
     return None
 
 
-def _settings(call: Call) -> dict[str, Any]:
-    return {k: repr(v) for k, v in _scalars("", [*call.inputs]) | _scalars("", dict(call.kwargs))}
-
-
-def _scalars(prefix: str, value: Any) -> set[tuple[str, str]]:
-    if isinstance(value, TensorRecord):
-        return set()
-    if isinstance(value, list):
-        value = dict(enumerate(cast("list[Any]", value)))
-    if isinstance(value, dict):
-        items = cast("dict[int | str, Any]", value).items()
-        return {found for name, item in items for found in _scalars(f"{prefix}.{name}", item)}
-    return {(prefix.lstrip("."), repr(value.value) if isinstance(value, Scalar) else repr(value))}
+def _settings(call: Call) -> dict[str, str]:
+    """Return the arguments of a call that are no tensors, as text."""
+    return {
+        place.removeprefix("input."): repr(repr(getattr(value, "value", value)))
+        for place, value in leaves(call)
+        if not isinstance(value, TensorRecord)
+    }
 
 
 def _of_integers(found: Array, value: Array) -> Answer:
@@ -163,45 +179,37 @@ def _of_integers(found: Array, value: Array) -> Answer:
 _MOST_ROUNDINGS = 64  # of a narrow accumulator, in units of the largest value
 
 
-def _not_finite(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
-    bad = ~np.isfinite(x) & np.isfinite(value)
+def _not_finite(d: _Difference) -> Answer | None:
+    bad = ~np.isfinite(d.x) & np.isfinite(d.value)
     if not bad.any():
         return None
-    kind = "NaN" if np.isnan(x[bad]).any() else "infinity"
-    return "not finite", f"{kind} in {int(bad.sum())} of {x.size} elements"
+    kind = "NaN" if np.isnan(d.x[bad]).any() else "infinity"
+    return "not finite", f"{kind} in {int(bad.sum())} of {d.x.size} elements"
 
 
-def _single(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
-    wrong = np.abs(x - value) > bound
-    if wrong.sum() != 1 or x.size < 4:
+def _single(d: _Difference) -> Answer | None:
+    if d.wrong.sum() != 1 or d.x.size < 4:
         return None
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    return "single element", f"{list(at)} only: {x[at]:.6g} for {value[at]:.6g}"
+    at = tuple(np.argwhere(d.wrong)[0].tolist())
+    return "single element", f"{list(at)} only: {d.x[at]:.6g} for {d.value[at]:.6g}"
 
 
-def _zero(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
-    return (
-        ("zero", "every element is 0") if not np.any(x) and np.any(np.abs(value) > bound) else None
-    )
+def _zero(d: _Difference) -> Answer | None:
+    zero = not np.any(d.x) and np.any(np.abs(d.value) > d.bound)
+    return ("zero", "every element is 0") if zero else None
 
 
-def _scale(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
-    finite = np.isfinite(value)
-    if not np.array_equal(x[~finite], value[~finite], equal_nan=True):
+def _scale(d: _Difference) -> Answer | None:
+    finite = np.isfinite(d.value)
+    if not np.array_equal(d.x[~finite], d.value[~finite], equal_nan=True):
         return None
-    x, value, bound = x[finite], value[finite], np.broadcast_to(bound, finite.shape)[finite]
+    x, value, bound = (y[finite] for y in (d.x, d.value, d.bound))
     square = float((value * value).sum())
     if not square:
         return None
     k = float((x * value).sum()) / square
-    room = 2 * (1 + abs(k)) * bound + 1e-6 * np.abs(k * value) + spacing(x, tensor.dtype)
-    if abs(k - 1) < 1e-9 or not close(x, k * value, room):
-        return None
-    if not _better(x, k * value, value):
+    room = 2 * (1 + abs(k)) * bound + 1e-6 * np.abs(k * value) + spacing(x, d.tensor.dtype)
+    if abs(k - 1) < 1e-9 or not (close(x, k * value, room) and _better(x, k * value, value)):
         return None
     if abs(k + 1) < 1e-3:
         return "sign", "every element has the other sign"
@@ -221,26 +229,23 @@ def _better(x: Array, explained: Array, value: Array) -> bool:
     return bool(np.square(x - explained).sum() <= 0.1 * np.square(x - value).sum())
 
 
-def _offset(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
+def _offset(d: _Difference) -> Answer | None:
+    x, value, bound = d.x, d.value, d.bound
     places: list[tuple[str, int | None]] = [("element", None)]
     places += [(f"place of dimension {i}", i) for i in range(x.ndim) if x.shape[i] >= 4]
     for word, axis in places if x.size >= 4 and np.all(np.isfinite(x)) else ():
         c = np.median(x - value, axis, keepdims=axis is not None)
         explained = value + c
-        room = 2 * bound + 1e-7 * np.abs(c) + spacing(x, tensor.dtype)
+        room = 2 * bound + 1e-7 * np.abs(c) + spacing(x, d.tensor.dtype)
         if close(x, explained, room) and _better(x, explained, value):
             by = f"{float(c):.6g}" if axis is None else "the same"
             return "offset", f"every {word} is off by {by}"
     return None
 
 
-def _clipped(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
+def _clipped(d: _Difference) -> Answer | None:
     """Test whether some elements are at a limit and the others right, or all have lost their sign."""
-    wrong = np.abs(x - value) > bound
+    x, value, bound, wrong = d.x, d.value, d.bound, d.wrong
     if wrong.sum() < 2 or not np.all(np.isfinite(x)):
         return None
     if np.any(x[wrong]) and close(x, np.abs(value), bound):
@@ -252,28 +257,22 @@ def _clipped(
     return None
 
 
-def _skipped(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
-    own = next((p for p, t in call.tensors() if t is tensor), "")
-    for place, other in call.tensors() if own.startswith("output") else ():
-        here = place.startswith("input") and other.shape == x.shape and other.read is not None
-        if here and np.array_equal(other.load().astype(np.float64), x):
+def _skipped(d: _Difference) -> Answer | None:
+    own = any(t is d.tensor for _, t in d.call.made())
+    for place, other in d.call.given() if own else ():
+        here = place.startswith("input") and other.shape == d.x.shape and other.read is not None
+        if here and np.array_equal(other.load().astype(np.float64), d.x):
             return "skipped", f"the result is {place}, unchanged"
     return None
 
 
-def _moved(x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord) -> Answer | None:
-    if (
-        x.ndim >= 2
-        and x.shape[-1] == x.shape[-2]
-        and close(x, np.swapaxes(value, -1, -2), np.swapaxes(bound, -1, -2))
-    ):
+def _moved(d: _Difference) -> Answer | None:
+    x, value, bound = d.x, d.value, d.bound
+    square = x.ndim >= 2 and x.shape[-1] == x.shape[-2]
+    if square and close(x, np.swapaxes(value, -1, -2), np.swapaxes(bound, -1, -2)):
         return "transpose", "the last two dimensions are exchanged"
     for axis in range(x.ndim):
-        order = _order(
-            np.moveaxis(x, axis, 0), np.moveaxis(value, axis, 0), np.moveaxis(bound, axis, 0)
-        )
+        order = _order(*(np.moveaxis(y, axis, 0) for y in (x, value, bound)))
         if order is None or np.array_equal(order, np.arange(len(order))):
             continue
         kind = "permutation" if len(set(order.tolist())) == len(order) else "duplicated"
@@ -306,10 +305,8 @@ def _order(x: Array, value: Array, bound: Array) -> Array | None:
     return order
 
 
-def _dropped(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
-    wrong = np.abs(x - value) > bound
+def _dropped(d: _Difference) -> Answer | None:
+    x, wrong = d.x, d.wrong
     if x.ndim >= 2 and np.any(wrong) and np.all(x[wrong] == 0):
         rows = np.flatnonzero(wrong.reshape(len(x), -1).any(1))
         whole = not np.any(x[rows])
@@ -317,28 +314,22 @@ def _dropped(
     return None
 
 
-def _precision(
-    x: Array, value: Array, bound: Array, tensor: TensorRecord, finding: "Wrong | None" = None
-) -> Answer | None:
+def _precision(d: _Difference) -> Answer | None:
     """Test whether the result was rounded to, or accumulated in, a narrower type."""
-    scale = np.abs(value).max() or 1.0
+    x, size = d.x, np.abs(d.value)
     for narrow in ("float16", "bfloat16", "float8_e4m3", "float8_e5m2"):
-        if FLOATS[narrow].bits >= FLOATS[tensor.dtype].bits:
+        if FLOATS[narrow].bits >= FLOATS[d.tensor.dtype].bits or np.any(round_to(x, narrow) != x):
             continue
-        if np.array_equal(round_to(x, narrow), x) and close(
-            x, value, bound + 2 * FLOATS[narrow].unit * np.abs(value) + 1e-30
-        ):
+        if close(x, d.value, d.bound + 2 * FLOATS[narrow].unit * size + 1e-30):
             return "wrong dtype", f"every value is one of {narrow}"
     # Rounded more often than it should have been: relative to the largest, an error like a sum in a narrow type.
-    error = np.abs(x - value)
+    error, scale = np.abs(x - d.value), size.max() or 1.0
     for narrow in ("float16", "bfloat16"):
-        unit = FLOATS[narrow].unit
-        small = error.max() <= _MOST_ROUNDINGS * unit * scale
-        if small and np.median(error) >= unit * scale / 256 and _narrow(x, narrow, finding):
-            return (
-                "accumulator",
-                f"the error is that of sums in {narrow} ({error.max() / scale:.2g} of the largest value)",
-            )
+        unit = FLOATS[narrow].unit * scale
+        small = error.max() <= _MOST_ROUNDINGS * unit
+        if small and np.median(error) >= unit / 256 and _narrow(x, narrow, d.finding):
+            share = f"{error.max() / scale:.2g} of the largest value"
+            return "accumulator", f"the error is that of sums in {narrow} ({share})"
     return None
 
 
@@ -350,22 +341,17 @@ def _narrow(x: Array, dtype: str, finding: "Wrong | None") -> bool:
     return close(x, found[0].reshape(x.shape), found[1].reshape(x.shape))
 
 
-def _region(
-    x: Array, value: Array, bound: Array, call: Call, tensor: TensorRecord
-) -> Answer | None:
+def _region(d: _Difference) -> Answer | None:
     """Test whether one region is wrong and the rest right."""
-    wrong = np.abs(x - value) > bound
-    share = wrong.mean()
-    if share > 0.9 or x.ndim == 0:
-        return None
-    for axis in range(x.ndim):
+    x, wrong = d.x, d.wrong
+    for axis in () if wrong.mean() > 0.9 else range(x.ndim):
         hit = np.flatnonzero(wrong.any(tuple(i for i in range(x.ndim) if i != axis)))
         if len(hit) < 0.5 * x.shape[axis] or len(hit) == 1:
             return "part", f"dimension {axis}: only {hit[:6].tolist()} of {x.shape[axis]} wrong"
     return None
 
 
-_HYPOTHESES: tuple[Callable[..., Answer | None], ...] = (
+_HYPOTHESES: tuple[Callable[[_Difference], Answer | None], ...] = (
     _not_finite,
     _zero,
     _single,

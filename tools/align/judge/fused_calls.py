@@ -13,8 +13,9 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.replay import arguments_of
-from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -33,32 +34,18 @@ class Replaced:
 
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:
         self.reference, self.target = reference, target
+        self.lost, self.new = _only_in(reference, target), _only_in(target, reference)
         self._made: dict[str, list[Approx | Array] | None] = {}
         self._wrong: set[str] = set()
         self._unknown: set[str] = set()
 
-    @cached_property
-    def lost(self) -> list[Call]:
-        """Forward calls that the target does not make."""
-        ours = self.target.dump.calls
-        return [c for k, c in self.reference.dump.calls.items() if k not in ours and _counts(c)]
-
-    @cached_property
-    def new(self) -> list[Call]:
-        """Forward calls that the reference does not make."""
-        theirs = self.reference.dump.calls
-        return [c for k, c in self.target.dump.calls.items() if k not in theirs and _counts(c)]
-
     def verdicts(self) -> Iterator[Verdict]:
         """Yield a verdict for each input of the target that the missing calls made in the reference."""
-        if not self.lost:
-            return
-        lost = {c.key for c in self.lost}
-        for place in self.reference.inputs():
+        for place in self.reference.inputs() if self.lost else ():
             tensor = self.target.tensors.get(place)
-            sources = [s for s in self.reference.sources_of(place) if s[0] in lost]
-            whole = len(sources) == len(self.reference.sources_of(place))
-            if not sources or not whole or tensor is None or tensor.read is None:
+            sources = self.reference.sources_of(place)
+            whole = bool(sources) and all(s[0] in self.lost for s in sources)
+            if not whole or tensor is None or tensor.read is None:
                 continue
             if self.reference.dump.calls[place[0]].phase is not Phase.FORWARD:
                 continue
@@ -79,35 +66,29 @@ class Replaced:
                 continue
             lacks = ", ".join([*theirs.keys() - mine.keys(), *mine.keys() - theirs.keys()][:4])
             said = f"{lacks}: only one of the runs has it"
-            made = [t for p, t in ours.tensors() if p.startswith("output")]
-            if len(made) != sum(p.startswith("output") for p in theirs):
+            made = ours.made()
+            if len(made) != len(call.made()):
                 yield Verdict(key, "", "diverged", np.inf, said)
                 continue
             expected = self._evaluated(call, 0)
-            for i, tensor in enumerate(made if expected is not None else ()):
-                assert expected is not None
+            if expected is None:
+                yield not_judged(key, "takes other tensors than in the reference")
+                continue
+            for i, (_, tensor) in enumerate(made):
                 found = judge(key, f"output.{i}", tensor.load(), expected[i], tensor.dtype)
                 yield replace(found, place="", reason=f"{said}; {found.reason}")
-            if expected is None:
-                yield Verdict(
-                    key, "", "not judged", reason="takes other tensors than in the reference"
-                )
 
     def _judged(self, place: Place, sources: list[Place], tensor: TensorRecord) -> Verdict | None:
         expected = self._imagined(sources[-1], 0)
         if expected is None:
             self._unknown |= {s[0] for s in sources}
-            said = (
-                f"{sources[-1][0]} stands only in the reference, and no formula says what it gives"
-            )
-            return Verdict(place[0], "", "not judged", reason=said)
+            said = "stands only in the reference, and no formula says what it gives"
+            return not_judged(place[0], f"{sources[-1][0]} {said}")
         found = tensor.load()
-        if np.size(_plain(expected)) == found.size:
-            expected = (
-                expected.reshape(*found.shape)
-                if isinstance(expected, Approx)
-                else np.asarray(expected).reshape(found.shape)
-            )
+        if isinstance(expected, Approx) and expected.value.size == found.size:
+            expected = expected.reshape(*found.shape)
+        elif not isinstance(expected, Approx) and expected.size == found.size:
+            expected = expected.reshape(found.shape)
         verdict = judge(*place, found, expected, tensor.dtype)
         if verdict.status != "diverged":
             return verdict
@@ -118,14 +99,9 @@ class Replaced:
     def right(self) -> frozenset[str]:
         """Calls of either run whose replacements in the other give the same result."""
         list(self.verdicts())
-        if not self.lost and not self.new:
-            return frozenset()
-        used = {c.key for c in self.lost if self._made.get(c.key) is not None}
-        good: set[str] = set() if self._wrong else used - self._unknown
-        if not good:
-            return frozenset()
+        used = {key for key in self.lost if self._made.get(key) is not None}
         # New calls are judged by themselves; their results must be what the missing calls would have given.
-        return frozenset(good | {c.key for c in self.new} | {c.key for c in self.lost})
+        return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
 
     def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
         """Return what an output of a missing call would be, computed from the target's tensors."""
@@ -145,9 +121,7 @@ class Replaced:
         if formula is None or is_exchange(call):
             return None
         given: dict[str, Approx | Array] = {}
-        for place, tensor in call.tensors():
-            if place.startswith("output"):
-                continue
+        for place, tensor in call.given():
             value = self._here((call.key, place), tensor, depth)
             if value is None:
                 return None
@@ -198,28 +172,24 @@ def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
     return Approx(known, dtype, sigma=error, limit=error)
 
 
+def _only_in(one: DataFlow, other: DataFlow) -> frozenset[str]:
+    """Return the keys of the forward calls that only one of two runs makes."""
+    theirs = other.dump.calls
+    return frozenset(k for k, c in one.dump.calls.items() if k not in theirs and _counts(c))
+
+
 def _counts(call: Call) -> bool:
     return call.kind == "api" and call.phase is Phase.FORWARD
-
-
-def _plain(x: Approx | Array) -> Array:
-    return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
 def _with(call: Call, given: dict[str, Approx | Array], dtype: str) -> Call:
     """Return a call with other values in its tensors, floating-point ones in the given type."""
 
-    def changed(place: str, value: Value) -> Value:
-        if isinstance(value, TensorRecord):
-            array = _plain(given[place])
-            kind = dtype if is_float(value.dtype) else value.dtype
-            return replace(value, dtype=kind, shape=array.shape, read=lambda: array)
-        if isinstance(value, list):
-            return [changed(f"{place}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, dict):
-            return {k: changed(f"{place}.{k}", v) for k, v in value.items()}
-        return value
+    def other(place: str, value: Value) -> Value:
+        if not isinstance(value, TensorRecord):
+            return value
+        array = values_of(given[place])
+        kind = dtype if is_float(value.dtype) else value.dtype
+        return replace(value, dtype=kind, shape=array.shape, read=lambda: array)
 
-    inputs = [changed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
-    kwargs = {k: changed(f"input.{k}", v) for k, v in call.kwargs.items()}
-    return replace(call, inputs=inputs, kwargs=kwargs)
+    return changed(call, other)

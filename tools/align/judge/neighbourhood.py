@@ -14,12 +14,6 @@ _WIDE = 5  # calls shown at one distance
 def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     """Return the neighbourhood of a call in the data flow; None: the call is not in the dump.
 
-    Args:
-        dump: The run.
-        step: Step.
-        rank: Global rank.
-        key: Key of the call.
-
     Returns:
         ``nodes`` (key, name, phase, layer's module, distance: below 0 before the call) and ``edges`` (from, to, tensor,
         shape), as plain JSON types.
@@ -31,9 +25,7 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     flow = DataFlow(part)
     edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for call in part.calls.values():
-        for place, tensor in call.tensors():
-            if place.startswith("output"):
-                continue
+        for place, tensor in call.given():
             sources = flow.sources_of((call.key, place))
             if sources:  # of several with the same content the nearest one
                 edges.setdefault((sources[-1][0], call.key), (place, tensor.shape))
@@ -65,19 +57,15 @@ def _distances(key: str, edges: list[tuple[str, str]]) -> dict[str, int]:
     for sign, a, b in ((-1, 1, 0), (1, 0, 1)):
         border = [key]
         for step in range(1, REACH + 1):
-            near = list(
-                dict.fromkeys(
-                    e[b] for k in border for e in edges if e[a] == k and e[b] not in found
-                )
-            )
-            near = near[-_WIDE:] if sign < 0 else near[:_WIDE]
-            found |= dict.fromkeys(near, sign * step)
-            border = near
+            ends = (e[b] for k in border for e in edges if e[a] == k and e[b] not in found)
+            near = [*dict.fromkeys(ends)]
+            border = near[-_WIDE:] if sign < 0 else near[:_WIDE]
+            found |= dict.fromkeys(border, sign * step)
     return found
 
 
 def _node(call: Call, distance: int) -> dict[str, Any]:
-    made = next((t for p, t in call.tensors() if p.startswith("output")), None)
+    made = call.made()[0][1] if call.made() else None
     return {
         "key": call.key,
         "name": call.name,

@@ -67,18 +67,18 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
 
     A backward call of such a call is assigned to the other.
     """
-    only = {key for key, _ in _forwards(dump) if key not in other.calls}
-    only = {key for key in only if not is_exchange(dump.calls[key])}
+    forwards = _forwards(dump)
+    only = {key for key, call in forwards if key not in other.calls and not is_exchange(call)}
     kinds = {_operator(dump.calls[key]) for key in only}
     first: dict[bytes, str] = {}
-    for key, call in _forwards(dump) if only else ():
+    for key, call in forwards:
         if key not in only and _operator(call) in kinds:
             first.setdefault(_content(call), key)
-    again = {key: first[mark] for key in only if (mark := _content(dump.calls[key])) in first}
-    if not again:
+    repeats = {key: first[mark] for key in only if (mark := _content(dump.calls[key])) in first}
+    if not repeats:
         return dump
-    calls = {key: call for key, call in dump.calls.items() if key not in again}
-    for key, same in again.items():
+    calls = {key: call for key, call in dump.calls.items() if key not in repeats}
+    for key, same in repeats.items():
         back, own = (f"{_head(k)}.backward" for k in (key, same))
         if back in calls and own in calls:
             return dump
@@ -93,24 +93,29 @@ def without_repeats(dump: RankDump, other: RankDump) -> RankDump:
 
 def _content(call: Call) -> bytes:
     """Return a digest of an operator's inputs and outputs; a unique one where values are not known."""
-    if any(t.read is None for _, t in call.tensors()):
-        return call.key.encode()
-    mark = hashlib.blake2b(_operator(call).encode(), digest_size=16)
-    add_to(mark, [call.inputs, [*call.kwargs.items()], call.outputs], True)
+    unknown = any(t.read is None for _, t in call.tensors())
+    return call.key.encode() if unknown else content_of(_operator(call), call)
+
+
+def content_of(*values: Any) -> bytes:
+    """Return a digest of arguments and whole calls, with the contents of their tensors."""
+    mark: Any = hashlib.blake2b(digest_size=16)
+
+    def add(value: Any) -> None:
+        if isinstance(value, TensorRecord):
+            mark.update(f"{value.dtype}{value.shape}".encode())
+            if value.read is not None:
+                mark.update(np.ascontiguousarray(value.load()))
+        elif isinstance(value, Call):
+            add([value.inputs, [*value.kwargs.items()], value.outputs])
+        elif isinstance(value, list | tuple):
+            for item in cast("Iterable[Any]", value):
+                add(item)
+        else:
+            mark.update(repr(value).encode())
+
+    add(values)
     return mark.digest()
-
-
-def add_to(mark: Any, value: Any, tensors: bool) -> None:
-    """Add arguments to a digest: tensors with their contents, or only their presence."""
-    if isinstance(value, TensorRecord):
-        mark.update(f"{value.dtype}{value.shape}".encode() if tensors else b"tensor")
-        if tensors and value.read is not None:
-            mark.update(np.ascontiguousarray(value.load()))
-    elif isinstance(value, list | tuple):
-        for item in cast("Iterable[Any]", value):
-            add_to(mark, item, tensors)
-    else:
-        mark.update(repr(value).encode())
 
 
 def _head(key: str) -> str:

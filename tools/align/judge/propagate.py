@@ -6,19 +6,19 @@ derivatives (to first order, errors of different elements independent). The othe
 points, so the squared difference of two runs is twice the sum of squares. Weights and data are exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
-from telechat_moe.tools.align.judge.replay import arguments_of, exactly, forward_key
+from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients
-from telechat_moe.tools.align.operators.registry import UNFIT, Arguments, Formula
+from telechat_moe.tools.align.operators.registry import UNFIT
 
 MOST = 1 << 26
 """The most elements in a rank's step for which distances are derived: the deviations need four bytes each."""
@@ -69,80 +69,63 @@ class Deviations:
             found = self._collective(call) if kind_of(call) is not None else self._operator(call)
         except UNFIT:
             found = {}
-        for place, record in call.tensors():
-            if not place.startswith("output") or not is_float(record.dtype):
+        for place, record in call.made():
+            if not is_float(record.dtype):
                 continue
-            deviation = found.get(place)
-            known = deviation is not None and deviation.size == int(np.prod(record.shape))
-            content = digest(record.load())
-            if known and deviation is not None:
+            deviation, content = found.get(place), digest(record.load())
+            if deviation is not None and deviation.size == _size(record):
                 kept = deviation.astype(np.float32).reshape(record.shape)
                 self.made[call.key, place] = self._holding[content] = kept
             else:
                 self._holding.setdefault(content, None)
 
-    def _carried(self, call: Call, tensors: list[Approx]) -> None:
-        """Set the deviations of a call's tensors to those of their sources."""
-        places = [p for p, t in call.tensors() if not p.startswith("output") and is_float(t.dtype)]
+    def _carry(self, call: Call, tensors: Iterable[Approx]) -> None:
+        """Add the deviations of the sources of a call's floating-point arguments to those of its tensors."""
+        places = [place for place, t in call.given() if is_float(t.dtype)]
         for place, x in zip(places, tensors, strict=False):
-            self._give(x, self.of((call.key, place)))
-
-    def _give(self, x: Approx, deviation: Array | None) -> None:
-        if deviation is None:
-            raise ValueError("what goes in is not known")
-        x.sigma = np.hypot(x.sigma, deviation)
-        x.limit = x.limit + 8 * deviation
+            deviation = self.of((call.key, place))
+            if deviation is None:
+                raise ValueError("what goes in is not known")
+            x.sigma = np.hypot(x.sigma, deviation)
+            x.limit = x.limit + 8 * deviation
 
     def _operator(self, call: Call) -> dict[str, Array]:
         back = call.phase is Phase.BACKWARD
-        forward = self.dump.calls.get(forward_key(call)) if back else call
+        forward = self.dump.calls.get(call.forward_key)
         formula = find(forward.name) if forward is not None else None
         if formula is None or forward is None:
             return {}
         arguments, tensors = arguments_of(forward, formula, None, back)
-        self._carried(forward, tensors)
-        if back:
-            return self._gradients(call, formula, arguments, tensors)
-        outputs = [(p, t) for p, t in call.tensors() if p.startswith("output")]
-        arguments.made = [t for _, t in outputs]
-        made = zip(outputs, formula.compute(arguments), strict=False)
-        return {
-            place: _stored(x, record.dtype, formula.exact)
-            for (place, record), x in made
-            if isinstance(x, Approx)
-        }
-
-    def _gradients(
-        self, call: Call, formula: Formula, arguments: Arguments, tensors: list[Approx]
-    ) -> dict[str, Array]:
-        outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
-        coming = [(p, t) for p, t in call.tensors() if p.startswith("input") and is_float(t.dtype)]
-        seeds: list[tuple[Approx, Approx]] = []
-        for output, (place, record) in zip(outputs, coming, strict=False):
-            x = exactly(record.load(), record.dtype, True)
-            self._give(x, self.of((call.key, place)))
-            seeds.append((output, x))
-        made = iter([g for g in gradients(seeds, tensors) if g is not None])
+        self._carry(forward, tensors)
+        if not back:
+            arguments.made = [t for _, t in call.made()]
+            results = iter(formula.compute(arguments))
+        else:
+            outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
+            coming = [t for _, t in call.given() if is_float(t.dtype)]
+            seeds = [
+                (output, exactly(record.load(), record.dtype, True))
+                for output, record in zip(outputs, coming, strict=False)
+            ]
+            self._carry(call, [gradient for _, gradient in seeds])
+            results = iter([g for g in gradients(seeds, tensors) if g is not None])
         found: dict[str, Array] = {}
-        for place, record in call.tensors():
-            if place.startswith("output"):
-                fits = next((g for g in made if g.shape == record.shape), None)
-                if fits is not None:
-                    found[place] = _stored(fits, record.dtype, formula.exact)
+        for place, record in call.made():
+            x = next((r for r in results if not back or r.shape == record.shape), None)
+            if isinstance(x, Approx):
+                found[place] = _stored(x, record.dtype, formula.exact)
         return found
 
     def _collective(self, call: Call) -> dict[str, Array]:
         """Return the deviation of what a collective gives: other ranks' terms deviate as much as this rank's."""
-        taken = [(p, t) for p, t in call.tensors() if p.startswith("input") and is_float(t.dtype)]
-        own = [self.of((call.key, p)) for p, _ in taken]
+        own = [self.of((call.key, place)) for place, t in call.given() if is_float(t.dtype)]
         if not own or any(d is None for d in own):
             return {}
         size = np.sqrt(np.mean([np.mean(np.square(d)) for d in own if d is not None]))
-        ranks = len(group_of(call) or [0])
-        terms = ranks if kind_of(call) in _SUMMED else 1
+        terms = len(group_of(call) or [0]) if kind_of(call) in _SUMMED else 1
         found: dict[str, Array] = {}
-        for place, record in call.tensors():
-            if place.startswith("output") and is_float(record.dtype):
+        for place, record in call.made():
+            if is_float(record.dtype):
                 own_rounding = _unit(record.dtype) * np.abs(record.load()) * (terms - 1) ** 0.5
                 found[place] = np.hypot(size * terms**0.5, own_rounding)
         return found
@@ -188,7 +171,7 @@ class Allowed:
             if dump.rank not in owners or place[0] not in dump.calls:
                 continue
             deviations = self._of(dump)
-            found = None if deviations is None else deviations.of(place)
+            found = deviations and deviations.of(place)
             if found is None:
                 return None
             squares.append(float(np.mean(np.square(found, dtype=np.float64))))
@@ -209,9 +192,3 @@ class Allowed:
 
 def _size(record: TensorRecord) -> int:
     return int(np.prod(record.shape))
-
-
-def apart(values: Array, deviation: Array) -> float:
-    """Return the standard deviation of the distance between two correct runs, relative to the norm of one."""
-    norm = float(np.sqrt(np.mean(np.square(values.astype(np.float64)))))
-    return float(np.sqrt(2 * np.mean(np.square(deviation)))) / norm if norm else 0.0

@@ -6,14 +6,13 @@ reference's settings if there is a reference run; integers must match exactly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
-from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.collectives import kind_of
-from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
+from telechat_moe.tools.align.judge.collectives import flat, kind_of
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import Arguments, Formula, find
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -22,32 +21,11 @@ from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
 from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
 
 
-def replay(dump: RankDump, reference: RankDump | None = None) -> Iterable[list[Verdict]]:
-    """Yield the verdicts of each operator of a rank, in the order of the dump.
-
-    Args:
-        dump: The run to judge.
-        reference: The trusted run; its numbers and flags (axis, eps, scale) replace the dump's.
-    """
+def replay(dump: RankDump) -> Iterable[list[Verdict]]:
+    """Yield the verdicts of each operator of a rank, in the order of the dump."""
     for call in dump.calls.values():
-        if call.kind != "api" or kind_of(call) is not None:
-            continue
-        forward = call
-        if call.phase is Phase.BACKWARD:
-            forward = dump.calls.get(forward_key(call))
-        settings = _settings(call, reference)
-        yield replay_call(call, forward, settings)
-
-
-def forward_key(call: Call) -> str:
-    """Return the key of the forward call that a backward one belongs to."""
-    return call.key.removesuffix("backward") + "forward"
-
-
-def _settings(call: Call, reference: RankDump | None) -> Call | None:
-    if reference is None:
-        return None
-    return reference.calls.get(forward_key(call) if call.phase is Phase.BACKWARD else call.key)
+        if call.kind == "api" and kind_of(call) is None:
+            yield replay_call(call, dump.calls.get(call.forward_key))
 
 
 def replay_call(call: Call, forward: Call | None, settings: Call | None = None) -> list[Verdict]:
@@ -66,14 +44,11 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
             raise NotJudgedError(f"no formula for {forward.name}")
         if call.phase is not Phase.BACKWARD:
             return _defined(_forward(call, formula, settings), [call])
-        return _defined(_backward(call, forward, formula, settings), [call, forward])
-    except NotJudgedError as error:
+        verdicts = _match(call, *_gradients(call, forward, formula, settings))
+        return _defined(verdicts, [call, forward])
+    except (NotJudgedError, LookupError) as error:
         return [not_judged(call.key, str(error))]
-    except LookupError as error:
-        return [not_judged(call.key, str(error))]
-    except BadInputError:
-        raise
-    except (ValueError, IndexError, TypeError, AttributeError, FloatingPointError) as error:
+    except (ValueError, TypeError, AttributeError, FloatingPointError) as error:
         return [not_judged(call.key, f"arguments do not fit {call.name}: {error}")]
 
 
@@ -84,7 +59,7 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     """
     if not any(v.not_finite for v in verdicts):
         return verdicts
-    fed = (r for call in calls for r in _flat([*call.inputs, *call.kwargs.values()]))
+    fed = (r for call in calls for r in flat([*call.inputs, *call.kwargs.values()]))
     if not any(is_float(r.dtype) and _has_no_value(r.load()) for r in fed):
         return verdicts
     return [
@@ -148,7 +123,7 @@ def _argument(value: Value, setting: Value, tensors: list[Approx], stores: bool)
     chosen = setting if isinstance(setting, Scalar) or setting is None else value
     if _is_extreme(value) and _is_extreme(setting):
         chosen = value  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
-    return _plain(chosen)
+    return plain(chosen)
 
 
 def _is_extreme(value: Value) -> bool:
@@ -171,7 +146,10 @@ def exactly(values: Array, dtype: str, stores: bool) -> Approx:
     return Approx(values, stored, sigma=gone, limit=gone)
 
 
-def _plain(value: Value) -> Any:
+def plain(value: Value) -> Any:
+    """Return an argument that is no tensor as Python has it; None for a tensor."""
+    if isinstance(value, list):
+        return [plain(v) for v in value]
     if not isinstance(value, Scalar):
         return None
     if value.type == "slice":
@@ -185,7 +163,7 @@ def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdic
     arguments, tensors = arguments_of(call, formula, settings)
     if formula.name in CHOOSES and any(np.isnan(x.value).any() for x in tensors):
         raise NotJudgedError("NaN goes in: which element is the largest is not defined")
-    found = list(_flat(call.outputs))
+    found = list(flat(call.outputs))
     if not found:
         raise NotJudgedError("no output was dumped")
     arguments.made = found
@@ -194,9 +172,8 @@ def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdic
     for i, record in enumerate(found):
         place = f"output.{i}"
         if i >= len(expected):
-            verdicts.append(
-                not_judged(call.key, f"{place}: the formula gives {len(expected)} outputs")
-            )
+            said = f"{place}: the formula gives {len(expected)} outputs"
+            verdicts.append(not_judged(call.key, said))
             continue
         values = record.load()
         free = free_choices(formula, arguments, i, values, expected[i])
@@ -210,27 +187,11 @@ def free_choices(
     """Return where indices of a choice may differ because elements are equal."""
     if CHOOSES.get(formula.name) != place or isinstance(expected, Approx):
         return None
-    x = (
-        arguments.input.value
-        if isinstance(arguments.input, Approx)
-        else np.asarray(arguments.input)
-    )
+    x = values_of(arguments.input)
     dim = None if arguments.dim is None else int(arguments.dim)
     if found.shape != expected.shape or (dim is not None and found.ndim != x.ndim):
         return None
     return same_choice(x, found.astype(np.int64), expected, dim)
-
-
-def _flat(values: Any) -> Iterable[TensorRecord]:
-    if isinstance(values, TensorRecord):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in cast("Iterable[Any]", values):
-            yield from _flat(value)
-
-
-def _backward(call: Call, forward: Call, formula: Formula, settings: Call | None) -> list[Verdict]:
-    return _match(call, *_gradients(call, forward, formula, settings))
 
 
 def _gradients(
@@ -238,11 +199,11 @@ def _gradients(
 ) -> tuple[list[Approx | None], list[Approx]]:
     """Return the gradients of a call's floating-point tensors, and those tensors."""
     arguments, tensors = arguments_of(forward, formula, settings, True)
-    place, made = CHOOSES.get(formula.name), list(_flat(forward.outputs))
+    place, made = CHOOSES.get(formula.name), list(flat(forward.outputs))
     if place is not None and place < len(made) and not is_float(made[place].dtype):
         arguments.chosen = made[place].load().astype(np.int64)
     outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
-    coming = list(_flat(call.inputs))
+    coming = list(flat(call.inputs))
     if not coming or not outputs:
         raise NotJudgedError("no gradient of an output was dumped")
     if len(coming) > len(outputs):
@@ -251,56 +212,43 @@ def _gradients(
     for output, record in zip(outputs, coming, strict=False):
         gradient = exactly(record.load(), record.dtype, True)
         if gradient.shape != output.shape:
-            raise NotJudgedError(
-                f"a gradient of shape {gradient.shape} for an output of shape {output.shape}"
-            )
+            said = f"a gradient of shape {gradient.shape} for an output of shape {output.shape}"
+            raise NotJudgedError(said)
         seeds.append((output, gradient))
     return gradients(seeds, tensors), tensors
 
 
-def expected_of(
-    call: Call, forward: Call | None, settings: Call | None, place: str
-) -> Approx | Array | None:
-    """Return what one output of a call should be; None: no formula gives it."""
+def expected_gradient(
+    call: Call, forward: Call, settings: Call | None, number: int
+) -> Approx | None:
+    """Return what one output of a backward call should be; None: no formula gives it."""
     formula = find(call.name)
-    if formula is None or forward is None or place.count(".") != 1:
+    if formula is None:
         return None
-    number = int(place.split(".")[1])
     try:
-        if call.phase is Phase.FORWARD:
-            arguments, _ = arguments_of(call, formula, settings)
-            return list(formula.compute(arguments))[number]
         found, tensors = _gradients(call, forward, formula, settings)
-        fits = [g for g, x in zip(found, tensors, strict=True) if x.shape == _shape(call, number)]
+        shape = getattr(call.outputs[number], "shape", ())
+        fits = [g for g, x in zip(found, tensors, strict=True) if x.shape == shape]
         return fits[0] if len(fits) == 1 else found[number]
     except UNFIT:
         return None
 
 
-def _shape(call: Call, number: int) -> tuple[int, ...]:
-    record = call.outputs[number]
-    return record.shape if isinstance(record, TensorRecord) else ()
-
-
 def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> list[Verdict]:
     """Compare outgoing gradients with those of the tensors that they match, in order."""
     verdicts: list[Verdict] = []
-    place = 0
+    left = iter(zip(found, tensors, strict=True))
     for i, value in enumerate(call.outputs):
-        for record in _flat(value):
-            while place < len(found) and tensors[place].shape != record.shape:
-                place += 1
-            if place == len(found):
-                verdicts.append(
-                    not_judged(call.key, f"output.{i}: no input has shape {record.shape}")
-                )
+        for record in flat(value):
+            fits = next((pair for pair in left if pair[1].shape == record.shape), None)
+            if fits is None:
+                said = f"output.{i}: no input has shape {record.shape}"
+                verdicts.append(not_judged(call.key, said))
                 break
-            gradient = found[place]
-            if gradient is None:
-                verdicts.append(not_judged(call.key, f"output.{i}: no formula for this gradient"))
-            else:
-                verdicts.append(
-                    judge(call.key, f"output.{i}", record.load(), gradient, record.dtype)
-                )
-            place += 1
+            if fits[0] is None:
+                said = f"output.{i}: no formula for this gradient"
+                verdicts.append(not_judged(call.key, said))
+                continue
+            values = record.load()
+            verdicts.append(judge(call.key, f"output.{i}", values, fits[0], record.dtype))
     return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]

@@ -35,9 +35,7 @@ def phase_of(call: Call, flow: DataFlow) -> Phase:
         return _in_graph(call.key, flow)
     if _goes_back(call.key, flow):
         return Phase.BACKWARD
-    if at < min(back):
-        return Phase.FORWARD
-    if call.key not in flow.late:
+    if at < min(back) or call.key not in flow.late:
         return Phase.FORWARD
     if _is_gradient(call, flow):
         return Phase.REDUCTION if kind_of(call) is not None else Phase.OPTIMIZER
@@ -83,29 +81,22 @@ def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> boo
 def _goes_back(key: str, flow: DataFlow) -> bool:
     """Return whether a backward call takes what a call made, alone or as a term of a sum."""
     made = flow.makers_of(key)
-    return any(
-        flow.dump.calls[place[0]].phase is Phase.BACKWARD
-        for source in made
-        for place in flow.taken.get(source, [])
-    ) or any(source in flow.summands for source in made)
+    takers = (place[0] for source in made for place in flow.taken.get(source, []))
+    back = any(flow.dump.calls[taker].phase is Phase.BACKWARD for taker in takers)
+    return back or not flow.summands.isdisjoint(made)
 
 
 def _is_gradient(call: Call, flow: DataFlow) -> bool:
     """Return whether the inputs of a call come from backward calls, or from reductions over their outputs."""
     for place in _inputs(call, flow):
-        sources = flow.sources_of(place) or flow.summed_from(place)
-        for source in sources:
-            maker = flow.dump.calls[source[0]]
-            if maker.phase is Phase.BACKWARD:
-                return True
-            if kind_of(maker) is not None and _is_gradient(maker, flow):
+        for key, _ in flow.sources_of(place) or flow.summed_from(place):
+            maker = flow.dump.calls[key]
+            reduced = kind_of(maker) is not None and _is_gradient(maker, flow)
+            if reduced or maker.phase is Phase.BACKWARD:
                 return True
     return False
 
 
 def _inputs(call: Call, flow: DataFlow) -> list[Place]:
-    return [
-        (call.key, place)
-        for place, _ in call.tensors()
-        if not place.startswith("output") and (call.key, place) in flow.tensors
-    ]
+    places = [(call.key, place) for place, _ in call.given()]
+    return [place for place in places if place in flow.tensors]

@@ -1,7 +1,7 @@
 """Compare what a program computed with what it should have: verdicts with observed error over bound."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -56,42 +56,22 @@ def judge(
         dtype: Type of the program's tensor.
         free: Where integers may differ (ties).
     """
-    value = expected.value if isinstance(expected, Approx) else np.asarray(expected)
-    if value.shape != found.shape:
-        try:
-            value = (
-                np.broadcast_to(value, found.shape)
-                if value.size == 1
-                else value.reshape(found.shape)
-            )
-        except ValueError:
-            value = None
-        if value is None or (
-            value.size != 1 and np.squeeze(np.empty(found.shape)).shape != _squeezed(expected)
-        ):
-            said = f"shape {list(found.shape)}, expected {list(np.shape(_values(expected)))}"
-            return Verdict(key, place, "diverged", np.inf, said, (), found.size, found.size)
+    value = values_of(expected)
+    if np.squeeze(value).shape != np.squeeze(found).shape:
+        said = f"shape {list(found.shape)}, expected {list(value.shape)}"
+        return Verdict(key, place, "diverged", np.inf, said, (), found.size, found.size)
+    value = value.reshape(found.shape)
     if not is_float(dtype):
         return _exact(key, place, found, value, free)
     x = np.asarray(found, np.float64)
-    if isinstance(expected, Approx):
-        bound = (
-            np.broadcast_to(expected.bound(dtype), expected.shape).reshape(value.shape)
-            if expected.value.size == value.size
-            else np.broadcast_to(expected.bound(dtype), value.shape)
-        )
-    else:
-        bound = Approx(value).bound(dtype)
-    bound = bound + (0.0 if dtype == "float16" else 2.0 ** FLOATS[dtype].low)  # flushed to zero
-    return _within(key, place, x, value, bound, dtype)
+    bound = (expected if isinstance(expected, Approx) else Approx(value)).bound(dtype)
+    bound = bound.reshape(value.shape) + (0.0 if dtype == "float16" else 2.0 ** FLOATS[dtype].low)
+    return _within(key, place, x, value, bound, dtype)  # subnormal numbers may be flushed to zero
 
 
-def _values(expected: Approx | Array) -> Array:
-    return expected.value if isinstance(expected, Approx) else np.asarray(expected)
-
-
-def _squeezed(expected: Approx | Array) -> tuple[int, ...]:
-    return np.squeeze(_values(expected)).shape
+def values_of(x: Approx | Array) -> Array:
+    """Return the values of what a formula gives."""
+    return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
 def _exact(key: str, place: str, found: Array, value: Array, free: Array | None) -> Verdict:
@@ -101,10 +81,9 @@ def _exact(key: str, place: str, found: Array, value: Array, free: Array | None)
     wrong = int(differs.sum())
     if not wrong:
         return Verdict(key, place, "pass", 0.0, elements=found.size)
-    at = tuple(int(i) for i in np.argwhere(differs)[0]) if found.ndim else ()
-    said = (
-        f"{wrong} of {found.size} elements differ; at {list(at)}: {found[at]}, expected {value[at]}"
-    )
+    at = tuple(np.argwhere(differs)[0].tolist())
+    said = f"at {list(at)}: {found[at]}, expected {value[at]}"
+    said = f"{wrong} of {found.size} elements differ; {said}"
     return Verdict(key, place, "diverged", np.inf, said, at, wrong, found.size)
 
 
@@ -138,5 +117,5 @@ def not_judged(key: str, why: str) -> Verdict:
 
 def worst(verdicts: list[Verdict]) -> Verdict:
     """Return the verdict that decides for a call: a divergence, else one not judged, else the closest to its bound."""
-    order: dict[Any, int] = {"diverged": 2, "not judged": 1, "pass": 0}
-    return max(verdicts, key=lambda v: (order[v.status], v.ratio))
+    order = ("pass", "not judged", "diverged")
+    return max(verdicts, key=lambda v: (order.index(v.status), v.ratio))
