@@ -66,9 +66,7 @@ class AttentionMask(nn.Cell):
             causal = Tensor(np.triu(np.full((1, 1, length, length), self.MASKED, np.float32), 1))
             return self.tile(causal, (batch, self.num_heads, 1, 1)) if self.stretch else causal
         mask = self.scale(self.to_float(mask_B1SS, ms.float32), self.masked)
-        if not self.stretch:
-            return mask
-        return self.tile(mask, (1, self.num_heads, 1, 1))
+        return self.tile(mask, (1, self.num_heads, 1, 1)) if self.stretch else mask
 
 
 class PlainAttention(nn.Cell):
@@ -108,10 +106,6 @@ class SoftmaxAttention(PlainAttention):
     With ``P`` the weights and ``O = P v``, the row sums of ``P * dP`` that softmax needs are those of
     ``O * dO`` (Dao et al. 2022, appendix B.2), which is ``S / D`` times less work; and subtracting them
     costs nothing where they are one more column of the product that gives ``dP``.
-
-    Args:
-        scale: Factor of the scores.
-        softmax_dtype: Data type of scores and softmax; the product with v is in v's.
     """
 
     def __init__(self, scale: float, softmax_dtype: ms.Type = ms.float32) -> None:
@@ -167,14 +161,11 @@ class AscendAttention(nn.Cell):
 
         The mask has 1 = hidden; one of two dimensions is the triangle of causal attention.
         """
+        given = (q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None)
         if mask_B1SS.ndim == 2:
-            _, row_sum, _, o = self.flash_causal(
-                q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
-            )
-            return o, row_sum
-        _, row_sum, _, o = self.flash(
-            q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
-        )
+            _, row_sum, _, o = self.flash_causal(*given)
+        else:
+            _, row_sum, _, o = self.flash(*given)
         return o, row_sum
 
 

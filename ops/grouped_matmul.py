@@ -124,8 +124,7 @@ class GroupedMatmulIntoMainGrad(nn.Cell):
 class GroupedSwiGLU(nn.Cell):
     """``silu(x gate) * (x up)`` of each expert; the activation is applied while its rows are in cache.
 
-    Args:
-        compute_dtype: Data type of the operands of the products.
+    The operands of the products have ``compute_dtype``.
     """
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:
@@ -211,7 +210,6 @@ def grouped_matmul_reference(
     """Define the product in float64: row ``p`` by the weight of its expert."""
     y_PO = np.zeros((len(x_PI), weight_EIO.shape[2]))
     for e in np.unique(expert_P):
-        y_PO[expert_P == e] = x_PI[expert_P == e].astype(np.float64) @ weight_EIO[e].astype(
-            np.float64
-        )
+        rows = expert_P == e
+        y_PO[rows] = x_PI[rows].astype(np.float64) @ weight_EIO[e].astype(np.float64)
     return y_PO

@@ -46,11 +46,7 @@ class _ExpertRank(nn.Cell):
 
 
 class BlockPlan(nn.Cell):
-    """Give each pair a row so that a block of ``R`` rows belongs to one expert.
-
-    Args:
-        num_experts: ``E``.
-    """
+    """Give each pair a row so that a block of ``R`` rows belongs to one expert."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -210,11 +206,7 @@ class Unpermute(nn.Cell):
 
 
 class SortPlan(nn.Cell):
-    """Order the pairs by expert; equal experts keep their order.
-
-    Args:
-        num_experts: ``E``.
-    """
+    """Order the pairs by expert; equal experts keep their order."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -301,11 +293,7 @@ class FusedUnpermute(nn.Cell):
 
 
 class AscendPermute(nn.Cell):
-    """The Ascend backend: ``MoeTokenPermute``, and the rows of each expert; built, but not run here.
-
-    Args:
-        num_experts: ``E``.
-    """
+    """The Ascend backend: ``MoeTokenPermute``, and the rows of each expert; built, but not run here."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()

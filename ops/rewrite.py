@@ -182,35 +182,27 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "ReduceMin": _reduce("min"),
     "Softmax": _softmax,
     "RealDiv": _same("div"),
-    "Select": _same("select"),
+    "GreaterEqual": _same("greater_equal"),
+    "LessEqual": _same("less_equal"),
     **{
-        theirs: _same(ours)
-        for theirs, ours in {
-            "Abs": "abs",
-            "Add": "add",
-            "Cos": "cos",
-            "Div": "div",
-            "Equal": "equal",
-            "Erf": "erf",
-            "Exp": "exp",
-            "Greater": "greater",
-            "GreaterEqual": "greater_equal",
-            "Less": "less",
-            "LessEqual": "less_equal",
-            "Log": "log",
-            "Maximum": "maximum",
-            "Minimum": "minimum",
-            "Mul": "mul",
-            "Neg": "neg",
-            "Pow": "pow",
-            "Reciprocal": "reciprocal",
-            "Rsqrt": "rsqrt",
-            "Sigmoid": "sigmoid",
-            "Sin": "sin",
-            "Sqrt": "sqrt",
-            "Sub": "sub",
-            "Tanh": "tanh",
-        }.items()
+        theirs: _same(theirs.lower())
+        for theirs in (
+            *(
+                "Abs",
+                "Add",
+                "Cos",
+                "Div",
+                "Equal",
+                "Erf",
+                "Exp",
+                "Greater",
+                "Less",
+                "Log",
+                "Maximum",
+            ),
+            *("Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Rsqrt", "Select", "Sigmoid", "Sin"),
+            *("Sqrt", "Sub", "Tanh"),
+        )
     },
 }
 
@@ -261,8 +253,7 @@ class FusedRegion(nn.Cell):
     def __init__(self, cell: nn.Cell, program: dvm.Program, parameters: list[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.cell = cell
-        inner = _INNER[program.inputs - 1]
-        self.inner = inner(program)
+        self.inner = _INNER[program.inputs - 1](program)
         self.own = tuple(parameters)
         self.reshape = ops.Reshape()
         self.rank = len(program.load_of(0).dims)
@@ -279,11 +270,16 @@ class FusedRegion(nn.Cell):
 
 
 class _Inner(nn.Cell):
+    """A program and its gradient; MindSpore wants the inputs of ``bprop`` one by one."""
+
     def __init__(self, program: dvm.Program) -> None:
         super().__init__(auto_prefix=False)
         self.many = program.outputs > 1
         self.forward = dvm.custom_op(program)
         self.backward = dvm.custom_op(dvm.grad(program))
+
+    def gradients(self, inputs, dout):
+        return self.backward(*inputs, *dout) if self.many else self.backward(*inputs, dout)
 
 
 class _Inner1(_Inner):
@@ -291,9 +287,7 @@ class _Inner1(_Inner):
         return self.forward(a)
 
     def bprop(self, a, out, dout):
-        if self.many:
-            return (self.backward(a, *dout),)
-        return (self.backward(a, dout),)
+        return (self.gradients((a,), dout),)
 
 
 class _Inner2(_Inner):
@@ -301,9 +295,7 @@ class _Inner2(_Inner):
         return self.forward(a, b)
 
     def bprop(self, a, b, out, dout):
-        if self.many:
-            return self.backward(a, b, *dout)
-        return self.backward(a, b, dout)
+        return self.gradients((a, b), dout)
 
 
 class _Inner3(_Inner):
@@ -311,9 +303,7 @@ class _Inner3(_Inner):
         return self.forward(a, b, c)
 
     def bprop(self, a, b, c, out, dout):
-        if self.many:
-            return self.backward(a, b, c, *dout)
-        return self.backward(a, b, c, dout)
+        return self.gradients((a, b, c), dout)
 
 
 class _Inner4(_Inner):
@@ -321,9 +311,7 @@ class _Inner4(_Inner):
         return self.forward(a, b, c, d)
 
     def bprop(self, a, b, c, d, out, dout):
-        if self.many:
-            return self.backward(a, b, c, d, *dout)
-        return self.backward(a, b, c, d, dout)
+        return self.gradients((a, b, c, d), dout)
 
 
 _INNER: tuple[type[_Inner], ...] = (_Inner1, _Inner2, _Inner3, _Inner4)

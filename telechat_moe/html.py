@@ -284,13 +284,7 @@ def front_chart(
     others: Sequence[tuple[float, float, str]],
     labels: tuple[str, str],
 ) -> Html:
-    """Return a chart of points (x, y, tip): those of a front joined by a line, the others grey.
-
-    Args:
-        front: Points in order.
-        others: Points behind them.
-        labels: Names of the horizontal and of the vertical axis.
-    """
+    """Return a chart of points (x, y, tip): those of a front joined by a line, the others grey."""
     points = [*front, *others]
     if not points:
         return Html("")

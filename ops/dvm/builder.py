@@ -47,6 +47,18 @@ _BINARY = {
 T = TypeVar("T")
 
 
+def _operators(name: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """Return the methods that record an operation with the object on the left and on the right."""
+
+    def left(self: Any, other: Any) -> Any:
+        return self._binary(name, self, other)
+
+    def right(self: Any, other: Any) -> Any:
+        return self._binary(name, other, self)
+
+    return left, right
+
+
 class Arithmetic(Generic[T]):
     """Arithmetic and comparison operators for classes that record operations by name."""
 
@@ -58,47 +70,18 @@ class Arithmetic(Generic[T]):
     def _binary(self, name: str, x: Any, y: Any) -> T:
         raise NotImplementedError
 
-    def __add__(self, other: Any) -> T:
-        return self._binary("add", self, other)
-
-    def __radd__(self, other: Any) -> T:
-        return self._binary("add", other, self)
-
-    def __sub__(self, other: Any) -> T:
-        return self._binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> T:
-        return self._binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> T:
-        return self._binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> T:
-        return self._binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> T:
-        return self._binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> T:
-        return self._binary("div", other, self)
-
-    def __pow__(self, other: Any) -> T:
-        return self._binary("pow", self, other)
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("div")
+    __pow__ = _operators("pow")[0]
+    __lt__ = _operators("less")[0]
+    __le__ = _operators("less_equal")[0]
+    __gt__ = _operators("greater")[0]
+    __ge__ = _operators("greater_equal")[0]
 
     def __neg__(self) -> T:
         return self._unary("neg")
-
-    def __lt__(self, other: Any) -> T:
-        return self._binary("less", self, other)
-
-    def __le__(self, other: Any) -> T:
-        return self._binary("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> T:
-        return self._binary("greater", self, other)
-
-    def __ge__(self, other: Any) -> T:
-        return self._binary("greater_equal", self, other)
 
 
 class Value(Arithmetic["Value"]):
@@ -292,7 +275,7 @@ class Builder:
                 y = self._spread(y, dims, line)
         return self._node(op, result or kind, (x.index, y.index), dims, (), line)
 
-    def _reduce(self, name: str, x: Value, dims: Any, keepdims: bool) -> Value:
+    def _reduce(self, name: str, x: Value, dims: Any = None, keepdims: bool = True) -> Value:
         line = _line()
         if ir.value_type(x.dtype) != "float32":
             self._refuse(name, line, x.dtype, "float32")
@@ -380,30 +363,22 @@ def _line() -> int:
 
 
 def _add_operations() -> None:
-    def unary(name: str) -> Callable[[Builder, Value], Value]:
-        def operation(self: Builder, x: Value) -> Value:
-            return self._unary(name, x)
+    def method(record: Callable[..., Value], name: str) -> Callable[..., Value]:
+        def operation(self: Builder, *args: Any, **options: Any) -> Value:
+            return record(self, name, *args, **options)
 
+        operation.__name__ = name
+        operation.__doc__ = f"``{name}``, element by element or over dimensions, as in NumPy."
         return operation
 
-    def binary(name: str) -> Callable[[Builder, Any, Any], Value]:
-        def operation(self: Builder, x: Any, y: Any) -> Value:
-            return self._binary(name, x, y)
-
-        return operation
-
-    def reduction(name: str) -> Callable[..., Value]:
-        def operation(self: Builder, x: Value, dims: Any = None, keepdims: bool = True) -> Value:
-            return self._reduce(name, x, dims, keepdims)
-
-        return operation
-
-    for make, names in ((unary, ir.UNARY), (binary, ir.BINARY), (reduction, ir.REDUCE)):
+    recorders = (
+        (Builder._unary, ir.UNARY),
+        (Builder._binary, ir.BINARY),
+        (Builder._reduce, ir.REDUCE),
+    )
+    for record, names in recorders:
         for name in names:
-            operation = make(name)
-            operation.__name__ = name
-            operation.__doc__ = f"``{name}``, element by element or over dimensions, as in NumPy."
-            setattr(Builder, name, operation)
+            setattr(Builder, name, method(record, name))
 
 
 _add_operations()

@@ -12,18 +12,8 @@ from telechat_moe.ops.dvm import ir
 from telechat_moe.ops.dvm.ir import Program, ProgramError, ProgramNode
 
 DIRECT = {
-    "sqrt": "sqrt",
-    "abs": "abs",
-    "exp": "exp",
-    "log": "log",
-    "reciprocal": "reciprocal",
-    "floor": "floor",
-    "ceil": "ceil",
-    "round": "round",
-    "trunc": "trunc",
-    "isfinite": "isfinite",
-    "logical_not": "logical_not",
-    **{name: name for name in ir.BINARY},
+    *("sqrt", "abs", "exp", "log", "reciprocal", "floor", "ceil", "round", "trunc"),
+    *("isfinite", "logical_not", *ir.BINARY),
 }
 # DVM has no instructions of the exponential family but exp.
 WRITTEN_OUT = {
@@ -79,7 +69,7 @@ def _line(program: Program, i: int, node: ProgramNode) -> str:
     if name in ("sum", "max"):
         return f"v{i} = k.{name}({args[0]}, {list(node.attrs[1:])}, True)"
     if name in DIRECT:
-        return f"v{i} = k.{DIRECT[name]}({', '.join(args)})"
+        return f"v{i} = k.{name}({', '.join(args)})"
     if name in WRITTEN_OUT:
         return f"v{i} = {WRITTEN_OUT[name].format(x=args[0])}"
     raise ProgramError(

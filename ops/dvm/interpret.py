@@ -18,42 +18,17 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 UNARY: dict[str, Any] = {
+    **{n: getattr(np, n) for n in ("abs", "sqrt", "exp", "log", "floor", "ceil", "trunc", "tanh")},
+    **{n: getattr(np, n) for n in ("sin", "cos", "isfinite", "logical_not")},
     "neg": np.negative,
-    "abs": np.abs,
-    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "exp": np.exp,
-    "log": np.log,
     "reciprocal": lambda x: 1 / x,
-    "floor": np.floor,
-    "ceil": np.ceil,
     "round": np.rint,
-    "trunc": np.trunc,
-    "tanh": np.tanh,
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "erf": _erf,
-    "isfinite": np.isfinite,
-    "logical_not": np.logical_not,
-    "sin": np.sin,
-    "cos": np.cos,
 }
-BINARY: dict[str, Any] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "pow": np.power,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "equal": np.equal,
-    "not_equal": np.not_equal,
-    "less": np.less,
-    "less_equal": np.less_equal,
-    "greater": np.greater,
-    "greater_equal": np.greater_equal,
-    "logical_and": np.logical_and,
-    "logical_or": np.logical_or,
-}
+_NUMPY = {"sub": "subtract", "mul": "multiply", "div": "divide", "pow": "power"}
+BINARY: dict[str, Any] = {name: getattr(np, _NUMPY.get(name, name)) for name in ir.BINARY}
 REDUCE: dict[str, Any] = {"sum": np.sum, "max": np.max, "min": np.min}
 
 

@@ -28,43 +28,16 @@ SELECT, CAST = 60, 61
 SUM, MAX, MIN = 70, 71, 72
 BROADCAST, RESHAPE, GATHER_LOAD = 80, 81, 82
 
-UNARY = {
-    "neg": 10,
-    "abs": 11,
-    "sqrt": 12,
-    "rsqrt": 13,
-    "exp": 14,
-    "log": 15,
-    "reciprocal": 16,
-    "floor": 17,
-    "ceil": 18,
-    "round": 19,
-    "trunc": 20,
-    "tanh": 21,
-    "sigmoid": 22,
-    "erf": 23,
-    "isfinite": 24,
-    "logical_not": 25,
-    "sin": 26,
-    "cos": 27,
-}
-BINARY = {
-    "add": 40,
-    "sub": 41,
-    "mul": 42,
-    "div": 43,
-    "pow": 44,
-    "maximum": 45,
-    "minimum": 46,
-    "equal": 47,
-    "not_equal": 48,
-    "less": 49,
-    "less_equal": 50,
-    "greater": 51,
-    "greater_equal": 52,
-    "logical_and": 53,
-    "logical_or": 54,
-}
+_UNARY = (
+    *("neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal", "floor", "ceil", "round", "trunc"),
+    *("tanh", "sigmoid", "erf", "isfinite", "logical_not", "sin", "cos"),
+)
+_BINARY = (
+    *("add", "sub", "mul", "div", "pow", "maximum", "minimum", "equal", "not_equal"),
+    *("less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or"),
+)
+UNARY = {name: code for code, name in enumerate(_UNARY, 10)}
+BINARY = {name: code for code, name in enumerate(_BINARY, 40)}
 REDUCE = {"sum": SUM, "max": MAX, "min": MIN}
 COMPARE = frozenset(range(47, 53))
 OPCODES = {

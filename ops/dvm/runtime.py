@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,6 @@ _ROOM = 1 << 20
 
 class Compiled:
     """A program in the virtual machine.
-
-    Args:
-        program: From :func:`telechat_moe.ops.dvm.build`.
 
     Raises:
         ProgramError: The compiler refuses it; names operation, line and reason.
@@ -64,18 +62,14 @@ class Compiled:
                 np.empty(shape, _numpy_type(dtype))
                 for shape, dtype in zip(self.output_shapes(shapes), self._out_types, strict=True)
             ]
-        everything = [*arrays, *out]
-        data = (ctypes.c_void_p * len(everything))(*[a.ctypes.data for a in everything])
-        if self._library.dvm_run(self._handle, data, shapes):
-            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        self._check(self._library.dvm_run(self._handle, _pointers([*arrays, *out]), shapes))
         return list(out)
 
     def prepared(self, inputs: Sequence[np.ndarray], out: Sequence[np.ndarray]) -> Any:
         """Return a call without arguments that runs on these arrays: for benchmarks."""
         shapes, arrays = self._shapes(inputs)
         everything = [*arrays, *out]
-        data = (ctypes.c_void_p * len(everything))(*[a.ctypes.data for a in everything])
-        run, handle = self._library.dvm_run, self._handle
+        data, run, handle = _pointers(everything), self._library.dvm_run, self._handle
 
         def call(_keep: object = everything) -> int:
             return run(handle, data, shapes)
@@ -94,13 +88,12 @@ class Compiled:
                 )
             arrays.append(x if x.flags.c_contiguous else np.ascontiguousarray(x))
             flat += x.shape
-        return (ctypes.c_int64 * max(len(flat), 1))(*flat), arrays
+        return _numbers(flat), arrays
 
     def output_shapes(self, shapes: Any) -> list[tuple[int, ...]]:
         """Return the shapes of the outputs for the flat shapes of the inputs."""
-        flat = (ctypes.c_int64 * max(sum(self._out_ranks), 1))()
-        if self._library.dvm_output_shapes(self._handle, shapes, flat) < 0:
-            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        flat = _numbers([0] * sum(self._out_ranks))
+        self._check(self._library.dvm_output_shapes(self._handle, shapes, flat) < 0)
         found, at = [], 0
         for rank in self._out_ranks:
             found.append(tuple(flat[at : at + rank]))
@@ -109,11 +102,8 @@ class Compiled:
 
     def disassemble(self, *shapes: Sequence[int]) -> str:
         """Return the bytecode for these input shapes in words."""
-        flat = [d for shape in shapes for d in shape]
-        text = ctypes.create_string_buffer(_ROOM)
-        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
-        if self._library.dvm_disassemble(self._handle, given, text, _ROOM) < 0:
-            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        text, given = ctypes.create_string_buffer(_ROOM), _numbers(chain(*shapes))
+        self._check(self._library.dvm_disassemble(self._handle, given, text, _ROOM) < 0)
         return text.value.decode()
 
     def explain(self) -> dict[str, Any]:
@@ -128,18 +118,26 @@ class Compiled:
         Raises:
             ProgramError: The shapes do not fit.
         """
-        flat = [d for shape in shapes for d in shape]
-        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
-        if self._library.dvm_encode(self._handle, given):
-            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+        self._check(self._library.dvm_encode(self._handle, _numbers(chain(*shapes))))
 
     def encode_nanoseconds(self, shapes: Sequence[Sequence[int]], repeats: int) -> np.ndarray:
         """Return the time of each of ``repeats`` encodings for a new shape."""
-        flat = [d for shape in shapes for d in shape]
-        times = np.empty(repeats)
-        given = (ctypes.c_int64 * max(len(flat), 1))(*flat)
+        times, given = np.empty(repeats), _numbers(chain(*shapes))
         self._library.dvm_time_encode(self._handle, given, repeats, times.ctypes.data)
         return times
+
+    def _check(self, failed: int | bool) -> None:
+        if failed:
+            raise ProgramError(f"{self.program.file}: {native.last_error()}")
+
+
+def _numbers(values: Iterable[int]) -> Any:
+    flat = list(values)
+    return (ctypes.c_int64 * max(len(flat), 1))(*flat)
+
+
+def _pointers(arrays: Sequence[np.ndarray]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
 
 
 def disassemble(program: Program, *shapes: Sequence[int]) -> str:

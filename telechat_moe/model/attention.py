@@ -41,9 +41,6 @@ class MultiLatentAttention(nn.Cell):
         out = W_o softmax([q_nope; rope(q_rope)] [k_nope; k_rope]^T / sqrt(D)) v
 
     ``kv_down`` holds ``W_kv_down`` and ``W_k_rope`` in one matrix.
-
-    Args:
-        config: Model section of the recipe.
     """
 
     def __init__(self, config: ModelConfig) -> None:

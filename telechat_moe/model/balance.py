@@ -14,9 +14,6 @@ class BalanceLoss(nn.Cell):
 
         loss = coefficient * mean over groups of tokens ( sum_i f_i P_i )
 
-    Args:
-        config: Model section of the recipe.
-
     Source: DeepSeek-V3, equations 17 to 20.
     """
 

@@ -24,11 +24,7 @@ def _mlp(config: ModelConfig, width: int) -> MLP:
 
 
 class MoE(nn.Cell):
-    """``sum_k weight_k expert_k(x) + shared(x)``.
-
-    Args:
-        config: Model section of the recipe.
-    """
+    """``sum_k weight_k expert_k(x) + shared(x)``."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

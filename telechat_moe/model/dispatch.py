@@ -26,11 +26,7 @@ from telechat_moe.recipe import ModelConfig
 
 
 class SortedDispatch(nn.Cell):
-    """Every pair reaches its expert: the fused backend, whose rows are exactly the pairs.
-
-    Args:
-        num_experts: ``E``.
-    """
+    """Every pair reaches its expert: the fused backend, whose rows are exactly the pairs."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -48,11 +44,7 @@ class SortedDispatch(nn.Cell):
 
 
 class AscendDispatch(nn.Cell):
-    """Every pair reaches its expert: the Ascend backend, sorted as :class:`SortedDispatch`.
-
-    Args:
-        num_experts: ``E``.
-    """
+    """Every pair reaches its expert: the Ascend backend, sorted as :class:`SortedDispatch`."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -69,9 +61,6 @@ class AscendDispatch(nn.Cell):
 
 class DroplessDispatch(nn.Cell):
     """Every pair reaches its expert: the plain backend, which pads each expert to whole blocks.
-
-    Args:
-        num_experts: ``E``.
 
     Attributes:
         block_rows: Rows of a block; None = three eighths of the mean load, a multiple of 8 from 8 to

@@ -19,11 +19,7 @@ from telechat_moe.recipe import ModelConfig
 
 
 class ExpertProducts(nn.Cell):
-    """The plain or the Ascend backend of the experts, with weights that it is given.
-
-    Args:
-        chosen: ``plain`` or ``ascend``.
-    """
+    """The plain or the Ascend backend of the experts, with weights that it is given."""
 
     def __init__(self, chosen: str) -> None:
         super().__init__()
@@ -51,9 +47,6 @@ class Experts(nn.Cell):
 
     The fused and the Ascend backend take rows sorted by expert with the number of each, the plain one
     blocks of rows with the expert of each block (:func:`telechat_moe.model.dispatch.expert_backend`).
-
-    Args:
-        config: Model section of the recipe.
     """
 
     def __init__(self, config: ModelConfig) -> None:

@@ -23,12 +23,7 @@ def output_std(config: ModelConfig) -> float:
 
 
 def initialize(model: nn.Cell, seed: int) -> None:
-    """Fill every weight made by :func:`telechat_moe.model.linear.weight` from N(0, std^2).
-
-    Args:
-        model: Built model, parameters in memory.
-        seed: Seed of the run.
-    """
+    """Fill every weight made by :func:`telechat_moe.model.linear.weight` from N(0, std^2)."""
     for name, parameter in model.parameters_and_names():
         std = getattr(parameter, "init_std", None)
         if std is None:

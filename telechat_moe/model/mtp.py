@@ -14,9 +14,6 @@ class MTPLayer(nn.Cell):
 
     ``h' = norm(block(W [norm(embedding); norm(h)]))``. The paper prints ``[h; embedding]``; published
     DeepSeek-V3 weights, Megatron and MindFormers hold the embedding first, and so do we.
-
-    Args:
-        config: Model section of the recipe.
     """
 
     def __init__(self, config: ModelConfig) -> None:

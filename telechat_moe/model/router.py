@@ -22,9 +22,6 @@ class Router(nn.Cell):
         expert_bias: ``[E]`` fp32.
         expert_load: ``[E]`` fp32, tokens each expert got since it was last cleared (training only).
 
-    Args:
-        config: Model section of the recipe.
-
     Source: DeepSeek-V3, equations 12 to 16.
     """
 

@@ -242,11 +242,7 @@ class InputGradient(nn.Cell):
 
 
 class WeightGradients(nn.Cell):
-    """dW of a chunk from what the taps gave.
-
-    Args:
-        deferred: The chunk's products.
-    """
+    """dW of a chunk from what the taps gave."""
 
     def __init__(self, deferred: Sequence[Deferred]) -> None:
         super().__init__(auto_prefix=False)

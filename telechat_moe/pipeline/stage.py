@@ -120,11 +120,7 @@ class NoGraphs:
 
 
 class Whole:
-    """The unpipelined model: one graph for forward and backward, micro-batch after micro-batch.
-
-    Args:
-        spec: The model.
-    """
+    """The unpipelined model: one graph for forward and backward, micro-batch after micro-batch."""
 
     def __init__(self, spec: Spec) -> None:
         self.model = build(spec)

@@ -107,11 +107,7 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
 
 
 class OneProcess:
-    """An engine that trains the whole model in this process; see :class:`Engine`.
-
-    Args:
-        recipe: Loaded recipe for one device.
-    """
+    """An engine that trains the whole model in this process; see :class:`Engine`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.model, self.operators = build_model(recipe)

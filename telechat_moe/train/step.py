@@ -43,9 +43,6 @@ class GlobalNorm(nn.Cell):
 
     A square sum is the product of the gradient with itself: on CPU that takes a quarter of the time
     of ``ReduceSum``, and ``L2Loss`` adds up one by one (relative error 4e-4 at a million values).
-
-    Args:
-        tensors: Number of gradients.
     """
 
     def __init__(self, tensors: int) -> None:

@@ -170,11 +170,7 @@ class RouterLosses(nn.Cell):
 
 
 class VocabularyShard(nn.Cell):
-    """Find the rows of tokens in this device's shard of the vocabulary.
-
-    Args:
-        index: Number of the shard.
-    """
+    """Find the rows of tokens in this device's shard of the vocabulary."""
 
     def __init__(self, index: int) -> None:
         super().__init__()

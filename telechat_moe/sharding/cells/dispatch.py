@@ -92,9 +92,6 @@ class CapacityExchange(ParallelDispatch):
     Without a capacity ``C`` is the number of tokens of the device, which no routing can exceed: nothing
     is dropped, and the shapes do not depend on the routing. That is the static form of the dropless
     exchange: the same rows travel between the same devices, padded.
-
-    Args:
-        spec: What it is built from.
     """
 
     def __init__(self, spec: DispatchSpec) -> None:
@@ -155,11 +152,7 @@ class CapacityExchange(ParallelDispatch):
 
 
 class AllToAllDispatch(CapacityExchange):
-    """Experts spread over ``group``: rows travel to the device of their expert and back.
-
-    Args:
-        spec: What it is built from.
-    """
+    """Experts spread over ``group``: rows travel to the device of their expert and back."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec)
@@ -182,11 +175,7 @@ class AllToAllDispatch(CapacityExchange):
 
 
 class AllGatherDispatch(CapacityExchange):
-    """Experts spread over ``group``: every device sees all tokens of the group, and results are summed.
-
-    Args:
-        spec: What it is built from.
-    """
+    """Experts spread over ``group``: every device sees all tokens of the group, and results are summed."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec)
@@ -227,9 +216,6 @@ class AllToAllVDispatch(ParallelDispatch):
 
     Rows leave sorted by expert, so those for one device are adjacent; how many there are is exchanged first. They
     arrive by sender and are sorted by expert a second time. Expert numbers do not travel: they follow from the counts.
-
-    Args:
-        spec: What it is built from.
     """
 
     def __init__(self, spec: DispatchSpec) -> None:
