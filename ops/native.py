@@ -137,11 +137,6 @@ def copy_memory(
     load().telechat_copy(ctypes.c_int64(len(to)), *pointers, ctypes.c_bool(all_threads))
 
 
-def dtype_name(array: np.ndarray) -> str:
-    """Return the name that the library knows a NumPy array's type by."""
-    return array.dtype.name
-
-
 class Kernel:
     """One operator of the library with its attributes, callable on NumPy arrays.
 
@@ -218,7 +213,7 @@ class Kernel:
                 raise NativeError(f"{self.name}: an array of shape {array.shape} is not contiguous")
         ranks, shapes, keep = _describe(arrays)
         data = (ctypes.c_void_p * len(arrays))(*[a.ctypes.data for a in arrays])
-        types = (ctypes.c_char_p * len(arrays))(*[dtype_name(a).encode() for a in arrays])
+        types = (ctypes.c_char_p * len(arrays))(*[a.dtype.name.encode() for a in arrays])
         if self._run(len(arrays), data, ranks, shapes, types, None, self._extra):
             raise NativeError(last_error())
         del keep

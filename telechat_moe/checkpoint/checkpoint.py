@@ -37,7 +37,6 @@ from telechat_moe.checkpoint.manifest import BrokenCheckpointError
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import FileContent
 from telechat_moe.tensor_files import (
-    BFLOAT16,
     Array,
     TensorFile,
     dtype_name,
@@ -46,19 +45,6 @@ from telechat_moe.tensor_files import (
     split,
 )
 from telechat_moe.units import size_text
-
-__all__ = [
-    "BFLOAT16",
-    "BrokenCheckpointError",
-    "Checkpoint",
-    "CheckpointError",
-    "diff_config",
-    "latest",
-    "list_checkpoints",
-    "load",
-    "save",
-    "verify",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -380,7 +366,7 @@ def _tensor(
         if len(pieces) == 1:
             return array
         whole = np.empty(want["shape"], array.dtype) if whole is None else whole
-        whole[tuple(slice(begin, end) for begin, end in region)] = array
+        whole[manifest.slices(region)] = array
     return whole if len(problems) == before else None
 
 

@@ -100,9 +100,8 @@ class JointSave:
     @property
     def hidden(self) -> Path:
         """The hidden folder that all ranks write into."""
-        return (
-            self.root / f".saving-{folder.checkpoint_path(self.root, self.step).name}-{self.save}"
-        )
+        path = folder.checkpoint_path(self.root, self.step)
+        return path.with_name(f".saving-{path.name}-{self.save}")
 
     # -------------------------------------------------------------------------- every rank
 

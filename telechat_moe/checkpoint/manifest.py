@@ -96,6 +96,11 @@ def describe(
     }
 
 
+def slices(region: Region) -> tuple[slice, ...]:
+    """Return the indices of a region in its tensor."""
+    return tuple(slice(begin, end) for begin, end in region)
+
+
 def pieces(described: Mapping[str, Any]) -> list[tuple[str, Region]]:
     """Return the shards of a tensor: the file of each, and its region in the tensor."""
     if "pieces" not in described:

@@ -15,10 +15,10 @@ from typing import TypeVar
 import numpy as np
 
 from telechat_moe.checkpoint.joint_save import TensorShard, replicas_differ
+from telechat_moe.checkpoint.manifest import Region, slices
 from telechat_moe.graph.execute import Job, shard_slices
 from telechat_moe.processes import Control
 
-Region = tuple[tuple[int, int], ...]
 T = TypeVar("T")
 
 
@@ -27,8 +27,7 @@ def region(job: Job, rank: int, name: str) -> Region | None:
     entry = job.ranks[rank].layouts.get(name)
     if entry is None:
         return None
-    shape = entry[6]
-    where = shard_slices(shape, job.ranks[rank], name)
+    where = shard_slices(entry[6], job.ranks[rank], name)
     assert where is not None
     return tuple((s.start, s.stop) for s in where)
 
@@ -142,8 +141,7 @@ class ShardExchange:
                     piece = found[name]
                     if name not in whole:
                         whole[name] = np.empty(self.sharing.shapes[name], piece.dtype)
-                    where = self.sharing.regions[rank][name]
-                    whole[name][tuple(slice(a, b) for a, b in where)] = piece
+                    whole[name][slices(self.sharing.regions[rank][name])] = piece
         return whole
 
     def _same(self, name: str, owner: int, sums: list[dict[str, str]]) -> None:

@@ -74,7 +74,7 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
             for name, (_, x) in flat.items():
                 if (region := cuts.shard(rank, name, x.dtype.itemsize)) is not None:
                     regions[name] = region
-            pieces = {name: flat[name][1][_slices(r)] for name, r in regions.items()}
+            pieces = {name: flat[name][1][manifest.slices(r)] for name, r in regions.items()}
             metadata = {"step": str(saved.step), "rank": str(rank), "regions": json.dumps(regions)}
             file = file_of(rank_file(rank), pieces, metadata)
             content["files"][file.name] = file.write(hidden / file.name)
@@ -210,12 +210,8 @@ def _put(
     if name not in whole:
         whole[name] = np.empty(shape, piece.dtype)
     filled[name][region] = digest
-    whole[name][_slices(region)] = piece
+    whole[name][manifest.slices(region)] = piece
     return None
-
-
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(a, b) for a, b in region)
 
 
 def _size(region: Region) -> int:

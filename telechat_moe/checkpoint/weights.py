@@ -37,7 +37,7 @@ class ShardedEntry(Entry):
         width = self.nbytes // max(math.prod(self.shape), 1)
         whole = np.empty((*self.shape, width), np.uint8)
         for shard, region in self.shards:
-            target = whole[tuple(slice(begin, end) for begin, end in region)]
+            target = whole[manifest.slices(region)]
             target[...] = shard.read().reshape(target.shape)
         return whole.reshape(-1)
 

@@ -36,11 +36,8 @@ class Chunk:
 
     def describe(self) -> str:
         """Write it for people."""
-        return " ".join(f"{c}*{n}" if n > 1 else c for c, n in _runs(str(self))) or "(nothing)"
-
-
-def _runs(text: str) -> list[tuple[str, int]]:
-    return [(c, len(list(run))) for c, run in groupby(text)]
+        runs = [(c, len(list(run))) for c, run in groupby(str(self))]
+        return " ".join(f"{c}*{n}" if n > 1 else c for c, n in runs) or "(nothing)"
 
 
 def whole(config: ModelConfig) -> str:

@@ -28,13 +28,18 @@ class _Product(nn.Cell):
         return self.op(x, w)
 
 
-class _TappedProduct(nn.Cell):
-    """``op(x, w)``; its backward gives the gradient of x, and x and the result's gradient to the taps."""
+class _Tapped(nn.Cell):
+    """A product; integers travel through taps as fp32, exact below 2^24."""
 
     def __init__(self, op: Any) -> None:
         super().__init__(auto_prefix=False)
-        self.product = _Product(op)
+        self.product = _Grouped(op) if isinstance(op, GroupedMatmul) else _Product(op)
         self.gradient = ops.GradOperation(get_all=True, sens_param=True)
+        self.to_float, self.to_int = ops.Cast(), ops.Cast()
+
+
+class _TappedProduct(_Tapped):
+    """``op(x, w)``; its backward gives the gradient of x, and x and the result's gradient to the taps."""
 
     def construct(self, x: Tensor, w: Tensor, tap_x: Tensor, tap_dy: Tensor) -> Tensor:
         """Return the result."""
@@ -63,14 +68,8 @@ class _Grouped(nn.Cell):
         return self.matmul(x, self.weight_of_block(w, group, 0))
 
 
-class _TappedGrouped(nn.Cell):
-    """``op(x, w, group)``, as :class:`_TappedProduct`; the group travels as fp32, exact below 2^24."""
-
-    def __init__(self, op: Any) -> None:
-        super().__init__(auto_prefix=False)
-        self.product = _Grouped(op)
-        self.gradient = ops.GradOperation(get_all=True, sens_param=True)
-        self.to_float, self.to_int = ops.Cast(), ops.Cast()
+class _TappedGrouped(_Tapped):
+    """``op(x, w, group)``, as :class:`_TappedProduct`."""
 
     def construct(
         self, x: Tensor, w: Tensor, group: Tensor, tap_x: Tensor, tap_dy: Tensor, tap_group: Tensor
@@ -99,14 +98,8 @@ class _TappedGrouped(nn.Cell):
         return self.gradient(self.product)(x, w, self.to_int(group, ms.int32), dy)[1]
 
 
-class _TappedRows(nn.Cell):
+class _TappedRows(_Tapped):
     """``op(table, id)``: rows of a table; only the ids and the rows' gradient are handed out."""
-
-    def __init__(self, op: Any) -> None:
-        super().__init__(auto_prefix=False)
-        self.product = _Product(op)
-        self.gradient = ops.GradOperation(get_all=True, sens_param=True)
-        self.to_float, self.to_int = ops.Cast(), ops.Cast()
 
     def construct(self, table: Tensor, id_T: Tensor, tap_id: Tensor, tap_dy: Tensor) -> Tensor:
         """Return the rows."""
@@ -124,11 +117,7 @@ class _TappedRows(nn.Cell):
         return self.gradient(self.product)(w, self.to_int(x, ms.int32), dy)[0]
 
 
-KINDS = {
-    "product": (_TappedProduct, 2),
-    "grouped": (_TappedGrouped, 3),
-    "rows": (_TappedRows, 2),
-}
+KINDS = {"product": (_TappedProduct, 2), "grouped": (_TappedGrouped, 3), "rows": (_TappedRows, 2)}
 """Cell of each kind, and its inputs, of which there are as many taps."""
 
 
@@ -148,12 +137,8 @@ class Deferred(nn.Cell):
         self.run = make(op)
         self.weight, self.use = weight, use
         zero = np.zeros((), np.float32)
-        self.taps = ms.ParameterTuple(
-            [
-                Parameter(Tensor(zero), name=f"{weight}.use_{use}.tap_{i}")
-                for i in range(self.inputs)
-            ]
-        )
+        names = [f"{weight}.use_{use}.tap_{i}" for i in range(self.inputs)]
+        self.taps = ms.ParameterTuple([Parameter(Tensor(zero), name=name) for name in names])
 
     def construct(self, *args: Tensor) -> Tensor:
         """Return the result."""

@@ -209,17 +209,13 @@ def _block(p: Placement, block: Block, options: Options) -> None:
         _mlp(p, block.ffn)
 
 
-def _mlp(p: Placement, mlp: MLP) -> None:
-    p.cell(mlp.gate, "Linear.column")
-    p.cell(mlp.up, "Linear.column")
-    mlp.act = p.local(mlp.act, "SwiGLU")
-    p.cell(mlp.down, "Linear.row")
-
-
-def _replicated(p: Placement, mlp: MLP) -> None:
-    for linear in (mlp.gate, mlp.up, mlp.down):
-        p.cell(linear, "Linear.replicated")
-    mlp.act = p.local(mlp.act, "SwiGLU.replicated")
+def _mlp(
+    p: Placement, mlp: MLP, into: str = "column", act: str = "SwiGLU", out: str = "row"
+) -> None:
+    p.cell(mlp.gate, f"Linear.{into}")
+    p.cell(mlp.up, f"Linear.{into}")
+    mlp.act = p.local(mlp.act, act)
+    p.cell(mlp.down, f"Linear.{out}")
 
 
 def _attention(p: Placement, attention: MultiLatentAttention, options: Options) -> None:
@@ -267,7 +263,7 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     if moe.has_shared and mesh.sp:
         # Whole on every device, each with its own rows: no row travels. Without sequence parallel all
         # devices have the same rows, and this would be the same work tp times.
-        _replicated(p, moe.shared)
+        _mlp(p, moe.shared, "replicated", "SwiGLU.replicated", "replicated")
     elif moe.has_shared:
         _mlp(p, moe.shared)
     _router(p, router, options)

@@ -34,7 +34,6 @@ from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, Rule, dimension
 from telechat_moe.sharding.mesh import AXES, Mesh
 from telechat_moe.sharding.stages import StageChunk
 
-ONLY_TUPLE = {"Gather"}
 # Where ``self_define_shard`` may be used: the axis along which the primitive computes; None = its own attribute.
 COMPUTED_AXIS = {
     "Concat": None,
@@ -101,7 +100,7 @@ class Placement:
                 "BatchMatMul was given an output layout: MindSpore 2.9.0 computes wrong values there"
             )
         inputs = tuple(self.of(layout) for layout in rule.inputs)
-        if rule.kind == "own" and primitive.name in ("Concat",):
+        if rule.kind == "own" and primitive.name == "Concat":
             inputs = (inputs,)
         primitive.shard(inputs, outputs)
 
@@ -123,7 +122,7 @@ class Placement:
         dims = dimensions(layout, self.mesh)
         used = [a for axes in dims for a in axes if self.mesh.sizes[a] > 1]
         matrix = [a for a in AXES if self.mesh.sizes[a] > 1]
-        if name not in ONLY_TUPLE and used != matrix[: len(used)]:
+        if name != "Gather" and used != matrix[: len(used)]:
             raise BadInputError(
                 f"{name}: the tuple strategy of {layout!r} uses the axes {used}, which are not the first of "
                 f"{matrix}; MindSpore would put other devices together"
@@ -220,7 +219,10 @@ class Placement:
             return Group("", 1, 0)
         key = tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = "-".join([*_degrees(axes), *map(str, _short(ranks))])
+            # What tells an evenly spaced group from others: first rank, distance, number.
+            spacing = (ranks[0], ranks[1] - ranks[0], len(ranks))
+            degrees = dict.fromkeys(axis.split("_")[0] for axis in axes)
+            self._groups[key] = "-".join([*degrees, *map(str, spacing)])
             create_group(self._groups[key], ranks)
         return Group(self._groups[key], len(ranks), ranks.index(self.rank))
 
@@ -263,15 +265,6 @@ def primitives(cell: nn.Cell) -> Iterator[tuple[nn.Cell, str, ops.Primitive]]:
 
 def _axes(axes: tuple[str, ...]) -> Any:
     return "None" if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _degrees(axes: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(axis.split("_")[0] for axis in axes))
-
-
-def _short(ranks: Sequence[int]) -> list[int]:
-    """Return what tells an evenly spaced group from others: first rank, distance, number."""
-    return [ranks[0], ranks[1] - ranks[0], len(ranks)]
 
 
 def unplaced(model: nn.Cell, placement: Placement) -> list[str]:

@@ -8,6 +8,7 @@ from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import CausalLM
 from telechat_moe.model.mtp import MTPLayer
 from telechat_moe.sharding.cells.collective import Morphed
+from telechat_moe.sharding.placement import primitives
 
 
 def _up(block: Block) -> Iterator[object]:
@@ -60,10 +61,7 @@ def _primitives(part: object) -> Iterator[ops.Primitive]:
     elif isinstance(part, Morphed):
         yield from _primitives(getattr(part.body, "__self__", None))
     elif isinstance(part, nn.Cell):
-        for _, cell in nn.Cell.cells_and_names(part):
-            for value in [*vars(cell).values(), *getattr(cell, "_primitives", {}).values()]:
-                if isinstance(value, ops.Primitive):
-                    yield value
+        yield from (primitive for _, _, primitive in primitives(part))
 
 
 def recompute(

@@ -63,11 +63,9 @@ class Engine(Protocol):
 
     def begin(self) -> None:
         """Begin training with the weights that are in the model, before the first step."""
-        ...
 
     def collect_weights(self) -> None:
         """Put the current weights into the model of rank 0; all ranks call it."""
-        ...
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None
@@ -106,7 +104,7 @@ def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     return model, operators
 
 
-class OneProcess:
+class OneProcess(Engine):
     """An engine that trains the whole model in this process; see :class:`Engine`."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -150,12 +148,6 @@ class OneProcess:
     def put(self, saved: checkpoints.Checkpoint, in_place: bool = False) -> None:
         """See :meth:`Engine.put`."""
         state.put(self.parameters(), saved.tensors, saved.path, in_place)
-
-    def begin(self) -> None:
-        """Do nothing: the steps compute with the model's own weights."""
-
-    def collect_weights(self) -> None:
-        """Do nothing: the model has its weights."""
 
     def writer(
         self, root: Path, step: int, given: Mapping[str, Any], keep_last: int | None

@@ -14,14 +14,12 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.recipe import Recipe
-
-if TYPE_CHECKING:
-    from telechat_moe.recipe.schema.own import LossGuard
+from telechat_moe.recipe.schema.own import LossGuard
 
 MAD_OF_SIGMA = 1.4826  # the standard deviation of normal values is so many times their median absolute deviation
 
@@ -76,7 +74,7 @@ class Guard:
         fixed_norm: From this gradient norm on, a step is a spike whatever was before.
     """
 
-    def __init__(self, rules: "LossGuard | None", fixed_norm: float = math.inf) -> None:
+    def __init__(self, rules: LossGuard | None, fixed_norm: float = math.inf) -> None:
         self.rules, self.fixed_norm = rules, fixed_norm
         length = rules.window if rules is not None else 1
         self.losses: deque[float] = deque(maxlen=length)

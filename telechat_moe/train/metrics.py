@@ -120,17 +120,13 @@ class MetricsFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step == 0:
                 path.with_name(ROLLED_BACK).unlink(missing_ok=True)
-            if path.exists():
-                self._continue(resume_step)
+            if path.exists() and resume_step == 0:
+                path.replace(path.with_name("metrics.previous.jsonl"))
+            elif path.exists():
+                self._keep(resume_step)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise self._failure(error) from error
-
-    def _continue(self, resume_step: int) -> None:
-        if resume_step == 0:
-            self.path.replace(self.path.with_name("metrics.previous.jsonl"))
-            return
-        self._keep(resume_step)
 
     def rewind(self, step: int) -> None:
         """Move the lines after a step to ``metrics.rolled_back.jsonl``; writing continues after it."""

@@ -149,7 +149,7 @@ class Monitor:
         if self._live is not None:
             self._draw(force=first or last)
         elif first or last or step % self.log_every == 0:
-            self._print(self._plain_line())
+            self.message(self._plain_line())
 
     def _write_scalars(self, step: int, values: Mapping[str, Any]) -> None:
         if self._tensorboard is None:
@@ -170,7 +170,7 @@ class Monitor:
         if self._live is not None:
             self._draw(force=True)
         else:
-            self._print(f"evaluation step={step} validation_loss={loss:.4f}")
+            self.message(f"evaluation step={step} validation_loss={loss:.4f}")
 
     def saved(self, step: int, stall_ms: float) -> None:
         """Record how long training was paused for the checkpoint of a step, milliseconds."""
@@ -225,9 +225,6 @@ class Monitor:
 
     def message(self, text: str) -> None:
         """Print a line of text (above the live line, if there is one)."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         if self._live is not None:
             self._live.console.print(Text(text), soft_wrap=True)
         else:

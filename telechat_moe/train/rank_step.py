@@ -54,8 +54,7 @@ class RankStep(UpdateStep):
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
-        max_grad_norm: Clip the global gradient norm to this; None = no clipping.
-        bias_rate: Rate of the expert bias; 0 = no update.
+        max_grad_norm: See :class:`UpdateStep`, also for ``bias_rate``.
     """
 
     def __init__(

@@ -190,10 +190,8 @@ class TrainStep(UpdateStep):
 
     Args:
         model: See :class:`ForwardBackward`; its routers and capacity dispatches are found in it.
-        optimizer: Updates the model's parameters.
-        max_grad_norm: Clip the global gradient norm to this; None = no clipping.
+        optimizer: See :class:`UpdateStep`, also for ``max_grad_norm`` and ``bias_rate``.
         micro_batches: Micro-batches of a step; all but the last go through :attr:`accumulate`.
-        bias_rate: Rate of the expert bias; 0 = no update.
     """
 
     def __init__(

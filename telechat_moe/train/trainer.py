@@ -15,6 +15,7 @@ from pathlib import Path
 from telechat_moe.checkpoint import folder
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import write_atomic
 from telechat_moe.model import initialize
 from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
@@ -167,9 +168,7 @@ class Trainer:
 
     def _write(self, name: str, text: str) -> None:
         if self.ranks.leads:
-            temporary = self.output / f".{name}.tmp"
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self.output / name)
+            write_atomic(self.output / name, text)
 
 
 def check_steps(recipe: Recipe) -> None:

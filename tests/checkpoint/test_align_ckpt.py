@@ -145,7 +145,7 @@ def test_bfloat16_is_measured_in_its_own_ulps(tmp_path) -> None:
     far = bits.copy()
     far[0] += 2  # 1.0 -> 1.015625
     paths = [
-        checkpoint.save(tmp_path / str(i), 1, {"model": {"w": x.view(checkpoint.BFLOAT16)}}, {})
+        checkpoint.save(tmp_path / str(i), 1, {"model": {"w": x.view(tensor_files.BFLOAT16)}}, {})
         for i, x in enumerate((bits, far))
     ]
     report = compare_checkpoints(*paths)

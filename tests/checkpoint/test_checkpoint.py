@@ -19,7 +19,7 @@ from saved import Groups, assert_equal, assert_made, make, names_in
 
 from telechat_moe import tensor_files
 from telechat_moe.checkpoint import checkpoint
-from telechat_moe.checkpoint.checkpoint import BFLOAT16, BrokenCheckpointError
+from telechat_moe.checkpoint.checkpoint import BrokenCheckpointError
 from telechat_moe.errors import BadInputError
 
 
@@ -34,7 +34,7 @@ def two(tmp_path: Path) -> Path:
 # --------------------------------------------------------------------------------- round trips
 
 DTYPES = [np.dtype(x) for x in ("f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1")]
-DTYPES += [np.dtype(x) for x in ("?", ">f4", ">i8")] + [BFLOAT16]
+DTYPES += [np.dtype(x) for x in ("?", ">f4", ">i8")] + [tensor_files.BFLOAT16]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NAME = TEXT.filter(lambda name: name != "__metadata__")
 
@@ -125,7 +125,7 @@ def test_bfloat16_of_mindspore(tmp_path: Path) -> None:
     mindspore = pytest.importorskip("mindspore", reason="mindspore is not installed")
     array = mindspore.Tensor([1.5, -2.0, 3e38], mindspore.bfloat16).asnumpy()
     found = checkpoint.load(checkpoint.save(tmp_path, 0, {"m": {"x": array}}, {})).tensors["m"]["x"]
-    assert found.dtype == BFLOAT16
+    assert found.dtype == tensor_files.BFLOAT16
     # 1.5 = 0x3FC0 and -2 = 0xC000 in bfloat16
     assert found.view(np.uint16)[:2].tolist() == [0x3FC0, 0xC000]
     assert found.view(array.dtype).tobytes() == array.tobytes()

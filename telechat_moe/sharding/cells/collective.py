@@ -46,7 +46,8 @@ def _rows_of_table(table: Any, ids: Any) -> Any:
     return [ids[0], table[1]]
 
 
-def _one(*shapes: Any) -> Any:
+def one_number(*shapes: Any) -> Any:
+    """Return the shape of a single number, for :class:`Morphed`."""
     return [1]
 
 
@@ -123,7 +124,7 @@ class RouterLosses(nn.Cell):
         self.rows = ops.MatMul()
         self.reshape = ops.Reshape()
         self.shared = within.size if within is not None else 1
-        self.run = Morphed(self.body, _one)
+        self.run = Morphed(self.body, one_number)
 
     def membership(self, tokens: int) -> Tensor:
         """Return ``[b, t]``: 1 where a token of this device belongs to sequence ``b`` of its group."""

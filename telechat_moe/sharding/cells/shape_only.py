@@ -10,7 +10,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
 
-from telechat_moe.sharding.cells.collective import Morphed
+from telechat_moe.sharding.cells.collective import Morphed, one_number
 
 
 def _first_and_one(shape: Any, other: Any) -> Any:
@@ -23,10 +23,6 @@ def _first_and_float(dtype: Any, other: Any) -> Any:
 
 def _without_first(embedding: Any, x: Any, aux: Any) -> Any:
     return x, aux
-
-
-def _one(*_: Any) -> Any:
-    return [1]
 
 
 def _float(*_: Any) -> Any:
@@ -150,7 +146,7 @@ class LossStub(nn.Cell):
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.sum = _Sum()
-        self.run = Morphed(self.body, _one, _float)
+        self.run = Morphed(self.body, one_number, _float)
 
     def body(self, hidden_tH: Tensor) -> Tensor:
         """Return a number of the slice."""
