@@ -141,12 +141,7 @@ class SoftmaxAttention(PlainAttention):
 
 
 class AscendAttention(nn.Cell):
-    """The Ascend backend: ``FlashAttentionScore``; built, but not run here.
-
-    Args:
-        num_heads: Attention heads.
-        scale: Factor of the scores.
-    """
+    """The Ascend backend: ``FlashAttentionScore``; built, but not run here."""
 
     def __init__(self, num_heads: int, scale: float) -> None:
         super().__init__()
@@ -221,13 +216,7 @@ class FlashAttention(nn.Cell):
 
 
 class MlaAssemble(nn.Cell):
-    """Rotate and put together the queries, keys and values of multi-head latent attention.
-
-    Args:
-        heads: ``N``.
-        nope: Width of a head without positions.
-        interleaved: See :class:`telechat_moe.ops.rope.Rope`.
-    """
+    """Rotate and put together the queries, keys and values of multi-head latent attention."""
 
     def __init__(self, heads: int, nope: int, interleaved: bool) -> None:
         super().__init__()

@@ -38,8 +38,7 @@ class GroupedMatmul(nn.Cell):
 class FusedGroupedMatmul(nn.Cell):
     """The fused backend: tasks over experts and row blocks, both gradients in one call.
 
-    Args:
-        compute_dtype: Data type of the operands; the sum is fp32. ``bfloat16`` rounds them in the kernel.
+    Operands are rounded to ``compute_dtype`` in the kernel; the sum is fp32.
     """
 
     def __init__(self, compute_dtype: ms.Type = ms.float32) -> None:

@@ -31,9 +31,7 @@ def carried(dtype: ms.Type) -> ms.Type:
 def matmul(compute_dtype: ms.Type = ms.float32) -> nn.Cell | ops.Primitive:
     """Return ``(x_TI, w_OI) -> y_TO = x w^T``; ``MatMul`` itself where it serves.
 
-    Args:
-        compute_dtype: Data type of the operands; the sum is fp32. The fused backend takes and gives fp32 and
-            rounds the operands to bfloat16 if asked to.
+    Operands have ``compute_dtype``, the sum is fp32; the fused backend takes and gives fp32 and rounds operands itself.
     """
     return Matmul(compute_dtype) if _fused(compute_dtype) else ops.MatMul(transpose_b=True)
 

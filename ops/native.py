@@ -138,11 +138,7 @@ def copy_memory(
 
 
 class Kernel:
-    """One operator of the library with its attributes, callable on NumPy arrays.
-
-    Args:
-        name: C name of the operator.
-        attributes: As for :func:`telechat_moe.ops.custom.custom_op`.
+    """One operator of the library by its C name, with attributes as for `custom_op`, callable on NumPy arrays.
 
     Raises:
         NativeError: No such operator, or its Init refused the attributes.

@@ -158,11 +158,7 @@ class FusedAddRMSNorm(nn.Cell):
 
 
 class AddRMSNorm(nn.Cell):
-    """``h = x + y`` and the :class:`RMSNorm` of h, with the norm's own weight and backend.
-
-    Args:
-        norm: The norm; its parameter keeps its name.
-    """
+    """``h = x + y`` and the :class:`RMSNorm` of h, with the norm's own weight and backend."""
 
     def __init__(self, norm: RMSNorm, width: int, eps: float) -> None:
         super().__init__(auto_prefix=False)

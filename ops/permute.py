@@ -218,13 +218,7 @@ class SortPlan(nn.Cell):
 
 
 class SortCapacityPlan(nn.Cell):
-    """Give each expert ``C = ceil(factor * T * K / E)`` rows; a pair without one has row -1.
-
-    Args:
-        num_experts: ``E``.
-        factor: Capacity factor.
-        policy: See :class:`CapacityPlan`.
-    """
+    """Give each expert ``C = ceil(factor * T * K / E)`` rows; a pair without one has row -1."""
 
     def __init__(self, num_experts: int, factor: float, policy: str) -> None:
         super().__init__()

@@ -242,13 +242,7 @@ def _trace(cell: nn.Cell) -> tuple[dvm.Program, list[Parameter]]:
 
 
 class FusedRegion(nn.Cell):
-    """Replacement of a cell: its program, with its parameters as further inputs.
-
-    Args:
-        cell: The cell; it keeps its parameters and their names.
-        program: From its construct.
-        parameters: Last inputs of the program.
-    """
+    """Replacement of a cell, which keeps its parameters: its program, with the parameters as last inputs."""
 
     def __init__(self, cell: nn.Cell, program: dvm.Program, parameters: list[Parameter]) -> None:
         super().__init__(auto_prefix=False)

@@ -12,15 +12,12 @@ from telechat_moe.ops.select import backend
 
 
 def rope_table(width: int, length: int, theta: float) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return cosine and sine of every position and frequency.
+    """Return cosine and sine of every position and frequency: ``[length, R / 2]`` float32, computed in float64.
 
     Args:
         width: Rotary width ``R``, even.
         length: Number of positions.
         theta: Base of the frequencies ``theta^(-2i/R)``.
-
-    Returns:
-        ``(cos, sin)``, each ``[length, R / 2]`` float32, computed in float64.
     """
     frequency = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     angle = np.arange(length, dtype=np.float64)[:, None] * frequency

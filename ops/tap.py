@@ -20,9 +20,7 @@ class TapError(TelechatMoeError):
 def recording(folder: Path, mode: str = "tensor") -> Iterator[None]:
     """Let all taps of this process write into a folder, which is made; see ``csrc/tap.cc`` for the files.
 
-    Args:
-        folder: The folder.
-        mode: One of :data:`MODES`: values, statistics (max, min, mean, L2 norm), or fingerprints.
+    ``mode`` is one of :data:`MODES`: values, statistics (max, min, mean, L2 norm), or fingerprints.
 
     Raises:
         TapError: The files cannot be written.

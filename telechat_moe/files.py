@@ -55,16 +55,7 @@ Known = dict[str, dict[str, Any]]
 def write_new(
     path: Path, chunks: Iterable[bytes | memoryview], advance: Advance = lambda _: None
 ) -> dict[str, Any]:
-    """Write a file that must not exist yet and wait until it is on the disk.
-
-    Args:
-        path: The file.
-        chunks: Its content in order.
-        advance: Receives the progress.
-
-    Returns:
-        Its ``bytes`` and ``sha256``.
-    """
+    """Write a file that must not exist yet and wait until it is on the disk; return its ``bytes`` and ``sha256``."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -266,14 +257,9 @@ def differences(folder: Path, expected: Known, found: Known) -> list[str]:
 def verify_checksums(
     weights: Path, progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[int, int, list[str]]:
-    """Compare all files with their checksums.
+    """Compare all files with their checksums; return their number, their bytes, and the problems, a line each.
 
-    Args:
-        weights: Folder or single file with checksums beside it.
-        progress: Called with a phase, the bytes read and the bytes in all.
-
-    Returns:
-        Number of files, their bytes, and the problems, a line each.
+    ``progress`` is called with a phase, the bytes read and the bytes in all.
 
     Raises:
         BadInputError: There are no checksums.

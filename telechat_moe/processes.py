@@ -45,12 +45,7 @@ class CompileError(BadInputError):
 
 
 class RankDiedError(TelechatMoeError):
-    """A process died without a message (exit code 1), or hangs.
-
-    Args:
-        message: Which process, where, how.
-        is_echo: It may be no more than the consequence of another death.
-    """
+    """A process died without a message (exit code 1), or hangs; ``is_echo``: perhaps only because another died."""
 
     def __init__(self, message: str, *, is_echo: bool = False) -> None:
         super().__init__(message)
@@ -140,11 +135,7 @@ def processor_seconds(pid: int) -> float:
 
 @dataclass
 class HangDetector:
-    """Find processes that give no sign of life and do not compute.
-
-    Args:
-        silence_s: For how long, before a process counts as hanging.
-    """
+    """Find processes that give no sign of life and do not compute for ``silence_s`` seconds."""
 
     silence_s: float
     _last: dict[int, tuple[object, float]] = field(default_factory=dict)
@@ -210,12 +201,9 @@ class Control:
 
     @staticmethod
     def fresh(job: Path, nonce: str | None = None, task: Any = None) -> "Control":
-        """Make an empty control folder in a job's folder, replacing an old one.
+        """Make an empty control folder in a job's folder, replacing an old one, with a new nonce unless one is given.
 
-        Args:
-            job: Folder of the job.
-            nonce: The run's nonce; None: a new one.
-            task: What the processes do, JSON values; None: their command says it.
+        ``task`` is what the processes do, JSON values; None: their command says it.
         """
         keep_others_out()
         control = Control(job / CONTROL)

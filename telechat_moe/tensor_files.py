@@ -115,8 +115,7 @@ class Entry:
 def read_entries(source: Path) -> dict[str, Entry]:
     """Return the tensors of a safetensors file or of a folder of weights.
 
-    Args:
-        source: A file; or a folder with ``model.safetensors.index.json`` or with one safetensors file.
+    A folder has ``model.safetensors.index.json`` or one safetensors file.
 
     Raises:
         BadInputError: If nothing readable is there; says what was found.
@@ -356,15 +355,7 @@ class TensorFile:
         return len(self.header) + sum(output.nbytes for output in self.outputs)
 
     def write(self, path: Path, advance: Advance = lambda _: None) -> dict[str, Any]:
-        """Write the file and wait until it is on the disk.
-
-        Args:
-            path: File to be made.
-            advance: Receives the progress in bytes of tensors.
-
-        Returns:
-            Its ``bytes`` and ``sha256``.
-        """
+        """Write the file and wait until it is on the disk; return its ``bytes`` and ``sha256``."""
 
         def content() -> Iterator[bytes | memoryview]:
             yield self.header

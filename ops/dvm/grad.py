@@ -26,12 +26,8 @@ def grad(program: Program, wrt: Sequence[int] | None = None) -> Program:
     """Return the backward program.
 
     Its inputs are those of ``program``, then a cotangent for each float output, shaped like it; its outputs are
-    the gradients of the sum of outputs times cotangents, one for each input in ``wrt``, in the input's type.
+    the gradients of the sum of outputs times cotangents, one for each input in ``wrt`` (None: all floats), in the input's type.
     Intermediate values are recomputed, which costs less than reading them from memory.
-
-    Args:
-        program: The forward program.
-        wrt: Inputs to differentiate by; all float inputs if None.
 
     Raises:
         ProgramError: A table that is gathered from, or an input that is no float, is in ``wrt``.

@@ -58,15 +58,12 @@ def to_bits(x: np.ndarray) -> np.ndarray:
 def interpret(
     program: Program, inputs: Sequence[np.ndarray], arithmetic: type = np.float64
 ) -> list[np.ndarray]:
-    """Run a program.
+    """Run a program; return its outputs, floats in ``arithmetic``, not rounded to the store's type.
 
     Args:
         program: The program.
         inputs: As for the virtual machine; bfloat16 as bits in uint16.
         arithmetic: Float type of all intermediate values.
-
-    Returns:
-        The outputs; float outputs in ``arithmetic``, not rounded to the store's type.
 
     Raises:
         ProgramError: Shapes do not agree, or an index is out of range.

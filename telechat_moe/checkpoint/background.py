@@ -49,11 +49,7 @@ class Saver:
         return self._given and not self._done.is_set()
 
     def save(self, what: str, write: Callable[[Groups], object]) -> None:
-        """Copy the parameters and let them be written.
-
-        Args:
-            what: Name of the save, for messages.
-            write: Writes the copies; runs in the thread.
+        """Copy the parameters and let ``write`` store the copies, in the thread; ``what`` is its name for messages.
 
         Raises:
             CheckpointError: An earlier save failed (see ``max_failed``); without ``background`` also this one.
@@ -75,10 +71,7 @@ class Saver:
             self.wait()
 
     def wait(self, *, last: bool = False) -> None:
-        """Wait for the save in flight.
-
-        Args:
-            last: No other save follows, which could make up for a failure; the thread ends.
+        """Wait for the save in flight; with ``last``, when no other can make up for a failure, the thread ends.
 
         Raises:
             CheckpointError: It failed, and so did more than ``max_failed`` in a row.

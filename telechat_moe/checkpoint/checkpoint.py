@@ -84,7 +84,7 @@ def save(
     keep_last: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Write the checkpoint of a step; when this returns, it survives a power cut.
+    """Write the checkpoint of a step and return its folder; when this returns, it survives a power cut.
 
     The same arguments give the same bytes. A checkpoint of the same step is replaced.
 
@@ -96,9 +96,6 @@ def save(
         keep_last: How many complete checkpoints up to this step to keep, this one included; >= 1;
             None keeps all. Those of later steps are never removed.
         shard_bytes: A file is closed when the next tensor would make it larger than this.
-
-    Returns:
-        The folder of the checkpoint, ``root/step-00000123``.
 
     Raises:
         BadInputError: If the arguments cannot be stored.
@@ -374,12 +371,10 @@ def _tensor(
 
 
 def diff_config(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Compare two configurations, for refusing to resume under another model.
+    """Return ``dotted.key: saved -> now`` for each value that differs between two configurations, sorted.
 
-    Returns:
-        One line ``dotted.key: saved -> now`` for each value that differs, sorted; values are
-        written as JSON, ``(absent)`` marks a key that only one side has. 1 and 1.0 are the
-        same setting, 1 and true are not.
+    Values are written as JSON, ``(absent)`` marks a key that only one side has. 1 and 1.0 are the same setting, 1 and
+    true are not.
     """
     before, now = _flat(saved), _flat(current)
     return [

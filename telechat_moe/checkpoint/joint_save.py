@@ -82,14 +82,11 @@ class JointSave:
     keep_last: int | None = None
 
     def write(self, pieces: TensorShards, state: Mapping[str, Any]) -> Path | None:
-        """Write this rank's shards; on rank 0 wait for the others and complete the checkpoint.
+        """Write this rank's shards; on rank 0 wait for the others, complete the checkpoint and return its folder.
 
         Args:
             pieces: The shards that this rank holds, by group and name.
             state: See :func:`checkpoint.save`; of rank 0.
-
-        Returns:
-            The folder of the checkpoint on rank 0, None on others.
 
         Raises:
             CheckpointError: On rank 0, if any rank could not write: no checkpoint is made, earlier ones are untouched.

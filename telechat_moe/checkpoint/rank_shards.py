@@ -33,12 +33,7 @@ def region(job: Job, rank: int, name: str) -> Region | None:
 
 
 class ShardOwners:
-    """Say which ranks hold each shard and which one writes it, so that all write about as many bytes.
-
-    Args:
-        job: The job; its layouts say which rank holds what.
-        keep: Whether a parameter of that name is written at all.
-    """
+    """Say which ranks of a job hold each shard that is kept, and which one writes it; all write about as many bytes."""
 
     def __init__(self, job: Job, keep: Callable[[str], bool]) -> None:
         self.regions: list[dict[str, Region]] = []
@@ -65,11 +60,7 @@ class ShardOwners:
 def balance(
     pieces: Mapping[tuple[str, Region], tuple[int, list[int]]],
 ) -> dict[tuple[str, Region], int]:
-    """Return which holder writes each shard, so that all write about as many bytes; equal on every rank.
-
-    Args:
-        pieces: Size and holders of each shard.
-    """
+    """Return which holder writes each shard, so that all write about as many bytes; equal on every rank."""
     written: dict[int, int] = {}
     owner: dict[tuple[str, Region], int] = {}
     # Shards with one holder first: those with several then even out what each rank writes.
@@ -101,10 +92,7 @@ class ShardExchange:
         self.count = 0
 
     def gather(self, pieces: Mapping[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """Return whole tensors on rank 0, None on others.
-
-        Args:
-            pieces: This rank's shards of the tensors that are wanted.
+        """Return whole tensors on rank 0, None on others, from each rank's shards of them.
 
         Raises:
             CheckFailedError: On rank 0, if copies of a shard differ.

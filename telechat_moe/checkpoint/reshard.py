@@ -36,15 +36,7 @@ def rank_file(rank: int) -> str:
 
 
 def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
-    """Write a checkpoint as the shards of a recipe's ranks.
-
-    Args:
-        source: Folder of a checkpoint.
-        out: Folder to make.
-        recipe: Its model is the checkpoint's, its layout says how it is sharded.
-
-    Returns:
-        The content of ``pieces.json``.
+    """Write a checkpoint into a new folder as the shards of a recipe's ranks; return the content of ``pieces.json``.
 
     Raises:
         BadInputError: The checkpoint is broken or not of this model, the layout does not fit, or ``out`` exists.
@@ -83,11 +75,9 @@ def reshard(source: Path, out: Path, recipe: Recipe) -> dict[str, Any]:
 
 
 def merge(source: Path, root: Path) -> Path:
-    """Merge shards into a checkpoint with whole tensors: the inverse of :func:`reshard`, byte for byte.
+    """Merge shards into a checkpoint below ``root`` with whole tensors: the inverse of :func:`reshard`, byte for byte.
 
-    Args:
-        source: Folder that :func:`reshard` wrote, or a checkpoint that several ranks wrote.
-        root: Folder of checkpoints; the checkpoint is ``root/step-00000123``.
+    ``source`` is what :func:`reshard` wrote, or a checkpoint that several ranks wrote.
 
     Raises:
         BadInputError: Shards are missing, truncated, changed, of another step or shape, or disagree.

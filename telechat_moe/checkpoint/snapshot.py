@@ -28,11 +28,7 @@ class Source(Protocol):
 
 
 class Snapshot:
-    """Copies of parameters.
-
-    Args:
-        sources: Parameters by group and name; their shapes and data types do not change.
-    """
+    """Copies of parameters, by group and name, whose shapes and data types do not change."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Source]]) -> None:
         names = [(group, name) for group, found in sources.items() for name in found]

@@ -45,9 +45,6 @@ class ShardedEntry(Entry):
 def read_weights(source: Path) -> dict[str, Entry]:
     """Return the weights of a training checkpoint, which is verified first, or of another file or folder.
 
-    Args:
-        source: Folder with ``checkpoint.json``, or what :func:`telechat_moe.tensor_files.read_entries` takes.
-
     Raises:
         BadInputError: If nothing readable is there; says what was found.
     """

@@ -81,9 +81,6 @@ class ZLoss(nn.Cell):
 class BiasUpdate(nn.Cell):
     """Raise the selection bias of experts below the mean load, lower it above, by a fixed rate.
 
-    Args:
-        rate: Step of the bias (``moe_router_bias_update_rate``).
-
     Source: DeepSeek-V3, section 2.1.2, "Auxiliary-Loss-Free Load Balancing".
     """
 

@@ -223,12 +223,7 @@ def build_dispatch(config: ModelConfig) -> nn.Cell:
 
 
 def set_rows(model: nn.Cell, block_rows: int | None, capacity_tokens: int | None) -> None:
-    """Set what a recipe says about rows on every dispatch of a model, before it is compiled.
-
-    Args:
-        model: Built model.
-        block_rows: See :class:`DroplessDispatch`.
-        capacity_tokens: See :class:`CapacityDispatch`.
+    """Set what a recipe says about rows on every dispatch of a built model, before it is compiled.
 
     Raises:
         BadInputError: The backend gives one capacity to all tokens.

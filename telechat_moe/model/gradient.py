@@ -5,12 +5,7 @@ from mindspore import ParameterTuple, Tensor, nn, ops
 
 
 class ForwardBackward(nn.Cell):
-    """Losses and gradients of one micro-batch.
-
-    Args:
-        model: Cell that returns ``(lm, mtp, aux)``, each ``(1,)``.
-        params: What to differentiate by.
-    """
+    """Losses, and gradients by ``params``, of one micro-batch; the model returns ``(lm, mtp, aux)``, each ``(1,)``."""
 
     def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)

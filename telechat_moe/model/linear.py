@@ -50,8 +50,7 @@ class Linear(nn.Cell):
     def accumulate_into(self, main_grads: dict[str, Parameter]) -> list[str]:
         """From now on, add the weight's gradient to its main gradient in place, if this backend can.
 
-        Returns:
-            Names of these weights; they get no other gradient.
+        Returns the names of these weights, which get no other gradient.
         """
         if backend("matmul") != "fused":
             return []

@@ -85,14 +85,10 @@ class Logits(nn.Cell):
 
 
 class ChunkModel(nn.Cell):
-    """The forward of a chunk, built from the cells of a whole model, which must not be used afterwards.
+    """The forward of a chunk, not empty, of the cells of a whole plain model, which must not be used afterwards.
 
     Between chunks go the balance loss so far and hidden states: one within the decoder; after the final norm that of
     each depth, since the head wants them all.
-
-    Args:
-        model: Whole model with plain backends.
-        chunk: What the chunk holds; not empty.
     """
 
     def __init__(self, model: CausalLM, chunk: Chunk) -> None:
@@ -216,13 +212,7 @@ def _defer_experts(moe: MoE) -> None:
 
 
 class InputGradient(nn.Cell):
-    """dX of a chunk, with its forward recomputed.
-
-    Args:
-        model: The chunk.
-        params: Taps, and what is differentiated here; in the order of the result.
-        states: Number of tensors that the chunk gets from the one before.
-    """
+    """dX of a chunk, with its forward recomputed, and the gradients of ``params``, taps and others, in their order."""
 
     def __init__(self, model: ChunkModel, params: Sequence[Parameter], states: int) -> None:
         super().__init__(auto_prefix=False)

@@ -46,11 +46,7 @@ def whole(config: ModelConfig) -> str:
 
 
 def parse(layout: str, config: ModelConfig) -> tuple[Chunk, ...]:
-    """Read chunks in Megatron's notation, such as ``Et|tt|t|mL``.
-
-    Args:
-        layout: Units of the chunks, ``|`` between chunks.
-        config: The model.
+    """Read chunks in Megatron's notation, such as ``Et|tt|t|mL``, with ``|`` between chunks.
 
     Raises:
         UsageError: The units are not those of the model in their order.

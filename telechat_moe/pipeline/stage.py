@@ -45,12 +45,7 @@ def loads(model: Any) -> dict[str, np.ndarray]:
 
 
 class ChunkGraphs:
-    """The three graphs of a chunk, compiled at their first call.
-
-    Args:
-        model: A whole model, which must not be used afterwards.
-        chunk: What the graphs compute of it.
-    """
+    """The three graphs of a chunk of a model, which must not be used afterwards; compiled at their first call."""
 
     def __init__(self, model: CausalLM, chunk: Chunk) -> None:
         self.cell = ChunkModel(model, chunk)

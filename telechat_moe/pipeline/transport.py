@@ -27,12 +27,7 @@ class LinkError(TelechatMoeError):
 
 
 class Link:
-    """One end of a connection.
-
-    Args:
-        end: Its socket.
-        peer: Who is at the other end, for messages.
-    """
+    """One end of a connection; ``peer`` says who is at the other, for messages."""
 
     def __init__(self, end: socket.socket, peer: str) -> None:
         self.socket, self.peer = end, peer
@@ -142,12 +137,7 @@ class Inbox:
     def take(
         self, key: tuple[Any, ...], sender: int, waiting: Callable[[], None]
     ) -> list[np.ndarray]:
-        """Return the arrays with a key, and forget them.
-
-        Args:
-            key: What to wait for.
-            sender: Peer that will send it; itself if it is no peer.
-            waiting: Called whenever it is not there yet.
+        """Return the arrays with a key, and forget them; call ``waiting`` whenever they are not there yet.
 
         Raises:
             LinkError: It never comes: the sender's connection ended.

@@ -25,13 +25,7 @@ BEAT_S = 0.5
 
 
 class Worker:
-    """A stage, or the unpipelined run.
-
-    Args:
-        number: Its stage; -1: the unpipelined run.
-        control: To the parent.
-        peers: To the other stages.
-    """
+    """A stage, or (number -1) the unpipelined run."""
 
     def __init__(self, number: int, control: Link, peers: dict[int, Link]) -> None:
         self.number, self.control, self.peers = number, control, peers

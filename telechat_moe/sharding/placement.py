@@ -52,12 +52,7 @@ UNPLACED = {
 
 
 class Placement:
-    """Placement of one model on one mesh, as one rank does it.
-
-    Args:
-        mesh: Devices.
-        rank: Global rank; names the groups of cells with collectives.
-    """
+    """Placement of one model on one mesh, as one rank does it, whose groups it names."""
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank = mesh, rank

@@ -137,8 +137,7 @@ class RunCheckpoints:
     def save(self, before: Callable[[], object] = lambda: None) -> None:
         """Write a checkpoint of the current step, while training continues if the recipe says so.
 
-        Args:
-            before: What must be done before the checkpoint exists; it runs where the writing does.
+        ``before`` is called before the checkpoint exists, where the writing is done.
         """
         step = self.progress.step
         self.ranks.at(f"step {step}, saving")
@@ -154,14 +153,10 @@ class RunCheckpoints:
     def roll_back(self, spike: Spike) -> dict[str, Any] | None:
         """Go back to the newest good checkpoint before a spike and leave out the data from there to the spike.
 
+        Returns what was done, for the logs; None if there is no checkpoint to go back to.
+
         The checkpoint is written once more with the new position in the data, and later ones are removed, so that a
         run that is killed now resumes from here. All ranks call this together.
-
-        Args:
-            spike: In the last step, whose update was not applied.
-
-        Returns:
-            What was done, for the logs; None if there is no checkpoint to go back to.
 
         Raises:
             CheckFailedError: It went back as often as the recipe allows.

@@ -67,11 +67,9 @@ class Spike:
 
 
 class Guard:
-    """Judge each step by the window of those that were applied before it.
+    """Judge each step by the window of those that were applied before it, and by a norm that none may reach.
 
-    Args:
-        rules: The section `telechat_moe.loss_guard`; None: no rule but ``fixed_norm``.
-        fixed_norm: From this gradient norm on, a step is a spike whatever was before.
+    Without ``rules``, the section `telechat_moe.loss_guard`, only ``fixed_norm`` counts.
     """
 
     def __init__(self, rules: LossGuard | None, fixed_norm: float = math.inf) -> None:

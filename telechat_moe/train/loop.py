@@ -86,13 +86,7 @@ class StepResult(NamedTuple):
 
 
 class Loop:
-    """The steps of one process.
-
-    Args:
-        checkpoints: The run's; with them its engine, data, guard and progress.
-        schedule: Learning rate of each update, counted from 0.
-        monitor: What shows the run.
-    """
+    """The steps of one process: its checkpoints know engine, data, guard and progress; the monitor shows the run."""
 
     def __init__(self, checkpoints: RunCheckpoints, schedule: Schedule, monitor: Monitor) -> None:
         self.checkpoints, self.schedule, self.monitor = checkpoints, schedule, monitor

@@ -301,11 +301,7 @@ class Monitor:
     # --------------------------------------------------------------------------------------- end
 
     def close(self) -> Path | None:
-        """Finish the line and the files and draw loss.png; later calls do nothing.
-
-        Returns:
-            The picture, or None if there is none; why is printed.
-        """
+        """Finish the line and the files and draw loss.png; return its path, None if there is none."""
         if self._closed:
             return None
         self._closed = True

@@ -67,10 +67,7 @@ def _column(records: list[dict[str, Any]], key: str) -> Floats:
 
 
 def plot(source: str | Path, target: str | Path) -> Path | None:
-    """Draw the run recorded in a metrics.jsonl.
-
-    Returns:
-        ``target``, or None if there is no finished step to draw.
+    """Draw the run recorded in a metrics.jsonl; return ``target``, None if there is no finished step to draw.
 
     Raises:
         BadInputError: If ``source`` is broken.
@@ -124,14 +121,11 @@ def relative_errors(records: list[dict[str, Any]], first: list[dict[str, Any]]) 
 
 
 def compare(runs: Mapping[str, str | Path], target: str | Path) -> dict[str, Floats]:
-    """Draw the losses of several runs over each other, and their distances from the first.
+    """Draw the losses of several runs over each other; return the relative errors of each but the first.
 
     Args:
         runs: Name and metrics.jsonl of each.
         target: Picture to write.
-
-    Returns:
-        The relative errors of each run but the first.
 
     Raises:
         BadInputError: A file is broken, or the runs did not do the same steps.

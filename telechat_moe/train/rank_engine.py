@@ -30,12 +30,9 @@ SUMS = "accu_grads"  # zero between steps
 
 
 class RankEngine:
-    """An engine that runs the graph of one rank; see :class:`telechat_moe.train.engine.Engine`.
+    """An engine that runs the graph of one rank of a job; see :class:`telechat_moe.train.engine.Engine`.
 
-    Args:
-        recipe: Loaded recipe.
-        job: Folder of the job; MindSpore's communication is initialised.
-        ranks: The processes of the run.
+    MindSpore's communication is initialised.
     """
 
     def __init__(self, recipe: Recipe, job: Path, ranks: Ranks) -> None:

@@ -131,10 +131,9 @@ class RankStep(UpdateStep):
         return ops.sqrt(self.sum_squares(self.sum_all(self.stack(squares))))
 
     def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Run the step; ``optimizer.scalars`` are in the parameters of :data:`SCHEDULE`.
+        """Return ``(losses [3], norm, applied, loads [layers, E])``, the same on all devices.
 
-        Returns:
-            ``(losses [3], norm, applied, loads [layers, E])``, the same on all devices.
+        ``optimizer.scalars`` are in the parameters of :data:`SCHEDULE`.
         """
         losses, grads = self.gradients(batch)
         norm = self.global_norm(grads)

@@ -77,12 +77,10 @@ def _differences(
 
 
 def load_weights(model: nn.Cell, source: str | Path) -> None:
-    """Put the weights of a file or folder into a model; all fit or nothing is changed.
+    """Put the weights of a file or folder into a model, F16 and BF16 widened; all fit or nothing is changed.
 
-    Args:
-        model: Built model.
-        source: Safetensors file, folder with an index, or training checkpoint, in this package's names
-            (``telechat-moe convert`` brings Hugging Face's into them). F16 and BF16 are widened.
+    The source has names of this package (``telechat-moe convert`` brings Hugging Face's into them): a safetensors file,
+    a folder with an index, or a training checkpoint.
 
     Raises:
         BadInputError: Nothing readable is there, the files differ from their checksums, or tensors are missing,

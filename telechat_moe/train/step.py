@@ -70,10 +70,6 @@ class Accumulate(nn.Cell):
 
     The sums are the main gradients. Cells with ``accumulate_into`` (linear layers, experts) add to
     theirs while they compute it (GMMAdd); the gradients of all other parameters are added here.
-
-    Args:
-        model: Its cells are told to accumulate.
-        params: Parameters to train, in the order of the gradients.
     """
 
     def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
@@ -246,11 +242,7 @@ class TrainStep(UpdateStep):
     def construct(
         self, rate: Tensor, epsilon: Tensor, decay: Tensor, *batch: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run the step; the first three arguments come from ``optimizer.scalars``.
-
-        Returns:
-            The fields of :class:`StepOutput` in order.
-        """
+        """Return the fields of :class:`StepOutput`; the first three arguments come from ``optimizer.scalars``."""
         if self.accumulate is not None:
             losses, gradients = self.accumulate.take(self.accumulate(*batch), self.share)
         else:

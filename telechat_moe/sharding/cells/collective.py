@@ -219,11 +219,7 @@ class VocabularyRows(nn.Cell):
 
 
 class TokenCrossEntropy(nn.Cell):
-    """Negative log-likelihood of each token, logits sharded along the vocabulary.
-
-    Args:
-        group: Devices that hold the shards of a row.
-    """
+    """Negative log-likelihood of each token, logits sharded along the vocabulary over a group."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()

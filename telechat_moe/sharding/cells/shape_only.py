@@ -114,11 +114,7 @@ class MTPStub(nn.Cell):
 
 
 class HiddenStub(nn.Cell):
-    """Shape-only stub of a norm or of the head: ``[T, H]`` to ``[T, H]``, which the loss stub accepts.
-
-    Args:
-        dtype: Data type of the result; None = the input's.
-    """
+    """Shape-only stub of a norm or of the head: ``[T, H]`` to ``[T, H]``, which the loss stub accepts."""
 
     def __init__(self, dtype: ms.Type | None = None) -> None:
         super().__init__(auto_prefix=False)
