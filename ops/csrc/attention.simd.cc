@@ -5,17 +5,8 @@
 namespace telechat::SIMD_NS {
 namespace {
 
-int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
-
 void zero(float* x, int64_t n) {
   if (n > 0) std::memset(x, 0, static_cast<size_t>(n) * sizeof(float));
-}
-
-// Lanes behind the n-th are those of `other`.
-V first_lanes(V v, int n, V other) {
-  VI lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
-  return select(lane < splat_i(n), v, other);
 }
 
 float softmax(float* score, int64_t n, int64_t low, int64_t high, float scale, float* top) {

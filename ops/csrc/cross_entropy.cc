@@ -60,13 +60,10 @@ TELECHAT_RUN(CrossEntropy) {
   const float z = call.state<ZState>().z_loss;
   auto* lse = reinterpret_cast<LogSumExp*>(call[4].as<float>("the log-sum-exp"));
   float* loss_of = scratch<float>(0, r.T);
-  const int64_t step = rows_of_task(r);
-  parallel_for((r.T + step - 1) / step, [&](int64_t task) {
-    for (int64_t t = task * step; t < std::min(r.T, (task + 1) * step); t++) {
-      lse[t] = cross_entropy().log_sum_exp(r.x + t * r.V, r.V);
-      const float whole = lse[t].top + lse[t].rest, label = r.x[t * r.V + r.label[t]];
-      loss_of[t] = r.mask[t] * (lse[t].top - label + lse[t].rest + z * whole * whole);
-    }
+  parallel_for_steps(r.T, rows_of_task(r), [&](int64_t t) {
+    lse[t] = cross_entropy().log_sum_exp(r.x + t * r.V, r.V);
+    const float whole = lse[t].top + lse[t].rest, label = r.x[t * r.V + r.label[t]];
+    loss_of[t] = r.mask[t] * (lse[t].top - label + lse[t].rest + z * whole * whole);
   });
   *call[3].as<float>("the loss") = static_cast<float>(total(loss_of, r.T) / (total(r.mask, r.T) + kTiny));
 }
@@ -80,12 +77,9 @@ TELECHAT_RUN(CrossEntropyGrad) {
   const auto* lse = reinterpret_cast<const LogSumExp*>(call[3].as<const float>("the log-sum-exp"));
   float* dx = call[5].as<float>("dlogits");
   const double share = *call[4].as<const float>("dloss") / (total(r.mask, r.T) + kTiny);
-  const int64_t step = rows_of_task(r);
-  parallel_for((r.T + step - 1) / step, [&](int64_t task) {
-    for (int64_t t = task * step; t < std::min(r.T, (task + 1) * step); t++) {
-      const float factor = static_cast<float>(share * r.mask[t]);
-      cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * (lse[t].top + lse[t].rest)), dx + t * r.V);
-      dx[t * r.V + r.label[t]] -= factor;
-    }
+  parallel_for_steps(r.T, rows_of_task(r), [&](int64_t t) {
+    const float factor = static_cast<float>(share * r.mask[t]);
+    cross_entropy().softmax(r.x + t * r.V, r.V, lse[t], factor * (1 + 2 * z * (lse[t].top + lse[t].rest)), dx + t * r.V);
+    dx[t * r.V + r.label[t]] -= factor;
   });
 }

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "aot.h"
 #include "cast.h"
 #include "error.h"
 #include "gemm_own.h"
@@ -67,6 +66,12 @@ void scale(int64_t m, int64_t n, float beta, float* c, int64_t ldc) {
   }
 }
 
+template <typename T> const T* copy_columns(const T* x, int64_t ld, int64_t rows, int64_t columns, int slot) {
+  T* out = scratch<T>(slot, rows * columns);
+  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
+  return out;
+}
+
 }  // namespace
 
 void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, const float* a, int64_t lda, const float* b,
@@ -111,6 +116,13 @@ Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot
   return {single, half, width};
 }
 
+Operand columns(const Operand& x, int64_t rows, int64_t count, int slot) {
+  constexpr int64_t kFar = 1024;  // values between rows
+  if (x.ld < kFar) return x;
+  if (x.half) return {nullptr, copy_columns(x.half, x.ld, rows, count, slot), count};
+  return {copy_columns(x.single, x.ld, rows, count, slot), nullptr, count};
+}
+
 void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,
               int64_t ldc) {
   if (a.half) {
@@ -124,7 +136,6 @@ void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Op
 
 // For tests and benchmarks: "own" leaves oneDNN aside, anything else takes it where it is.
 extern "C" void telechat_use_gemm(const char* name) { telechat::use_own = std::strcmp(name, "own") == 0; }
-extern "C" int telechat_multiplies_bf16() { return telechat::multiplies_bf16(); }
 
 extern "C" const char* telechat_gemm_backend() { return telechat::gemm_backend(); }
 

@@ -2,7 +2,15 @@
 #pragma once
 #include <cstdint>
 
+#include "aot.h"
+
 namespace telechat {
+
+// Attributes of a product: whether its operands are rounded to bfloat16.
+struct ProductState : State {
+  bool bf16;
+  explicit ProductState(Attributes& a) : bf16(a.flag("bf16")) {}
+};
 
 // C[M,N] = alpha * op(A) op(B) + beta * C, row-major; op transposes where `ta` / `tb` is true, so A is stored
 // [M,K] or [K,M]. beta = 0 does not read C. M, N or K may be 0.
@@ -28,6 +36,10 @@ struct Operand {
 
 // `x` [rows, width] as an operand; with `bf16` a rounded copy in scratch memory of this thread, made by all threads.
 Operand operand(const float* x, int64_t rows, int64_t width, bool bf16, int slot);
+
+// Columns that will be read down, copied together where rows lie far apart: each value would cost a page and push others
+// out of its cache set.
+Operand columns(const Operand& x, int64_t rows, int64_t count, int slot);
 
 // gemm or gemm_bf16, whichever the operands (of one kind) need.
 void multiply(bool ta, bool tb, int64_t m, int64_t n, int64_t k, float alpha, Operand a, Operand b, float beta, float* c,

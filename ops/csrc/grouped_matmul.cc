@@ -3,10 +3,8 @@
 // Rows [offset(e), offset(e) + sizes[e]) belong to expert e (`group_list_type` 1 of Ascend's GroupedMatmul: sizes). A task
 // is a block of an expert's rows, or for weight gradients a block of a matrix's rows; one thread does it from start to end.
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
-#include "aot.h"
 #include "gemm.h"
 #include "pool.h"
 #include "rows.h"
@@ -19,13 +17,7 @@ constexpr int64_t kRows = 256;   // rows of a task: oneDNN repacks the weight on
 constexpr int64_t kTasks = 16;   // fewer are cut further, down to these
 constexpr int64_t kNarrow = 64;  // columns or rows of a weight
 constexpr int64_t kDepth = 512;  // rows summed into a weight gradient at a time
-constexpr int64_t kFar = 1024;   // values between rows
 enum Slot { kX, kW, kUp, kDy, kDgate, kColumns };  // 6 and 7 are gemm's
-
-struct GroupedState : State {
-  bool bf16;
-  explicit GroupedState(Attributes& a) : bf16(a.flag("bf16")) {}
-};
 
 // A block of a result: rows of an expert's group and columns, or rows of an expert's weight gradient.
 struct Block {
@@ -126,27 +118,13 @@ void input_block(const Groups& g, const Block& b, const Operand& dy, const Opera
            dx + b.row * g.I + b.column, g.I);
 }
 
-template <typename T> const T* copy_columns(const T* x, int64_t ld, int64_t rows, int64_t columns) {
-  T* out = scratch<T>(kColumns, rows * columns);
-  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
-  return out;
-}
-
-// Columns that will be read down, copied together where rows lie far apart: each value would cost a page and push others
-// out of its cache set.
-Operand columns(const Operand& x, int64_t rows, int64_t count) {
-  if (x.ld < kFar) return x;
-  if (x.half) return {nullptr, copy_columns(x.half, x.ld, rows, count), count};
-  return {copy_columns(x.single, x.ld, rows, count), nullptr, count};
-}
-
 // dw[e] = beta dw[e] + x_e^T dy_e in a block
 void weight_block(const Groups& g, const Block& b, const Operand& x, const Operand& dy, float beta, float* dw) {
   float* to = dw + (b.expert * g.I + b.row) * g.O;
   const int64_t size = g.size(b.expert);
   for (int64_t r = 0; r == 0 || r < size; r += kDepth) {
     const int64_t row = g.start[b.expert] + r, depth = std::min(kDepth, size - r);
-    multiply(true, false, b.rows, g.O, depth, 1, columns(x.at(row, b.row), depth, b.rows), dy.at(row, 0),
+    multiply(true, false, b.rows, g.O, depth, 1, columns(x.at(row, b.row), depth, b.rows, kColumns), dy.at(row, 0),
              r == 0 ? beta : 1, to, g.O);
   }
 }
@@ -158,7 +136,7 @@ Operand weights(const Arg& w, bool bf16, int slot) {
 void gradients(const Call& call, float* dx, float* dw, float beta) {
   const Groups g(call[0], call[1], call[2]);
   same_shape(call[3], g.P, g.O, "dy");
-  const bool bf16 = call.state<GroupedState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand w = weights(call[1], bf16, kW);
   const Operand dy = operand(call[3].as<const float>("dy"), g.P, g.O, bf16, kDy);
@@ -174,7 +152,7 @@ void weight_gradient(const Call& call, float* dw, float beta) {
   Groups g(call[0], call[1]);
   g.O = call[2].dim(-1);
   same_shape(call[2], g.P, g.O, "dy");
-  const bool bf16 = call.state<GroupedState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand dy = operand(call[2].as<const float>("dy"), g.P, g.O, bf16, kDy);
   const std::vector<Block> blocks = g.weight_blocks();
@@ -185,7 +163,7 @@ void swiglu_gradients(const Call& call, float* dx, float* dgate_w, float* dup_w,
   const Groups g(call[0], call[1], call[3]), same(call[0], call[2], call[3]);
   check(same.O == g.O, "gate and up weights differ in width");
   for (int i = 4; i < 7; i++) same_shape(call[i], g.P, g.O, i == 4 ? "gate" : i == 5 ? "up" : "dy");
-  const bool bf16 = call.state<GroupedState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand wg = weights(call[1], bf16, kW), wu = weights(call[2], bf16, kUp);
   const float *gate = call[4].as<const float>("gate"), *up = call[5].as<const float>("up");
@@ -216,11 +194,11 @@ float* main_grad(const Call& call, int at, int weight) {
 }  // namespace
 
 // x [P, I], w [E, I, O], sizes [E] -> y [P, O]
-TELECHAT_INIT(GroupedMatmul, GroupedState)
+TELECHAT_INIT(GroupedMatmul, ProductState)
 TELECHAT_SHAPES1(GroupedMatmul) { return {in.dim(0, 0), in.dim(1, 2)}; }
 TELECHAT_RUN(GroupedMatmul) {
   const Groups g(call[0], call[1], call[2]);
-  const bool bf16 = call.state<GroupedState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand w = weights(call[1], bf16, kW);
   float* y = call[3].as<float>("y");
@@ -229,32 +207,17 @@ TELECHAT_RUN(GroupedMatmul) {
 }
 
 // x, w, sizes, dy [P, O] -> dx, dw
-TELECHAT_INIT(GroupedMatmulGrad, GroupedState)
+TELECHAT_INIT(GroupedMatmulGrad, ProductState)
 TELECHAT_SHAPES(GroupedMatmulGrad) { return {in.shape(0), in.shape(1)}; }
 TELECHAT_RUN(GroupedMatmulGrad) { gradients(call, call[4].as<float>("dx"), call[5].as<float>("dw"), 0); }
 
-// dy [P, O], w [E, I, O], sizes -> dx [P, I]
-TELECHAT_INIT(GroupedMatmulDx, GroupedState)
-TELECHAT_SHAPES1(GroupedMatmulDx) { return {in.dim(0, 0), in.dim(1, 1)}; }
-TELECHAT_RUN(GroupedMatmulDx) {
-  Groups g(call[0], call[2]);
-  const Arg w = call[1];
-  check(w.rank == 3 && w.dim(0) == g.E && w.dim(2) == g.I, "w does not have the shape [%ld, I, %ld]", long(g.E), long(g.I));
-  g.O = g.I, g.I = w.dim(1);
-  const bool bf16 = call.state<GroupedState>().bf16;
-  const Operand dy = operand(call[0].as<const float>("dy"), g.P, g.O, bf16, kDy), of_w = weights(w, bf16, kW);
-  float* dx = call[3].as<float>("dx");
-  const std::vector<Block> blocks = g.row_blocks(g.I);
-  parallel_for(static_cast<int64_t>(blocks.size()), [&](int64_t i) { input_block(g, blocks[i], dy, of_w, 0, dx); });
-}
-
 // x [P, I], sizes [E], dy [P, O] -> dw [E, I, O]
-TELECHAT_INIT(GroupedMatmulDw, GroupedState)
+TELECHAT_INIT(GroupedMatmulDw, ProductState)
 TELECHAT_SHAPES1(GroupedMatmulDw) { return {in.dim(1, 0), in.dim(0, 1), in.dim(2, 1)}; }
 TELECHAT_RUN(GroupedMatmulDw) { weight_gradient(call, call[3].as<float>("dw"), 0); }
 
 // GMMAdd. x, sizes, dy, main gradient [E, I, O] -> a token; adds dw to the main gradient in place
-TELECHAT_INIT(GMMAdd, GroupedState)
+TELECHAT_INIT(GMMAdd, ProductState)
 TELECHAT_SHAPES1(GMMAdd) { return {1}; }
 TELECHAT_RUN(GMMAdd) {
   const Arg sum = call[3];
@@ -266,12 +229,12 @@ TELECHAT_RUN(GMMAdd) {
 }
 
 // GMMAdd with dx. x, w, sizes, dy, main gradient [E, I, O] -> dx; adds dw to the main gradient in place
-TELECHAT_INIT(GroupedMatmulGradAdd, GroupedState)
+TELECHAT_INIT(GroupedMatmulGradAdd, ProductState)
 TELECHAT_SHAPES1(GroupedMatmulGradAdd) { return in.shape(0); }
 TELECHAT_RUN(GroupedMatmulGradAdd) { gradients(call, call[5].as<float>("dx"), main_grad(call, 4, 1), 1); }
 
 // x [P, I], gate and up weights [E, I, O], sizes -> silu(gate) * up, gate, up, each [P, O]
-TELECHAT_INIT(GroupedSwiGLU, GroupedState)
+TELECHAT_INIT(GroupedSwiGLU, ProductState)
 TELECHAT_SHAPES(GroupedSwiGLU) {
   const Shape y = {in.dim(0, 0), in.dim(1, 2)};
   return {y, y, y};
@@ -280,7 +243,7 @@ TELECHAT_RUN(GroupedSwiGLU) {
   const Groups g(call[0], call[1], call[3]);
   const Groups same(call[0], call[2], call[3]);
   check(same.O == g.O, "gate and up weights differ in width");
-  const bool bf16 = call.state<GroupedState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand x = operand(call[0].as<const float>("x"), g.P, g.I, bf16, kX);
   const Operand wg = weights(call[1], bf16, kW), wu = weights(call[2], bf16, kUp);
   float *y = call[4].as<float>("y"), *gate = call[5].as<float>("gate"), *up = call[6].as<float>("up");
@@ -297,14 +260,14 @@ TELECHAT_RUN(GroupedSwiGLU) {
 }
 
 // x, gate and up weights, sizes, gate, up, dy -> dx, dgate_w, dup_w
-TELECHAT_INIT(GroupedSwiGLUGrad, GroupedState)
+TELECHAT_INIT(GroupedSwiGLUGrad, ProductState)
 TELECHAT_SHAPES(GroupedSwiGLUGrad) { return {in.shape(0), in.shape(1), in.shape(2)}; }
 TELECHAT_RUN(GroupedSwiGLUGrad) {
   swiglu_gradients(call, call[7].as<float>("dx"), call[8].as<float>("dw of gate"), call[9].as<float>("dw of up"), 0);
 }
 
 // ..., dy, main gradients of gate and up -> dx; adds in place
-TELECHAT_INIT(GroupedSwiGLUGradAdd, GroupedState)
+TELECHAT_INIT(GroupedSwiGLUGradAdd, ProductState)
 TELECHAT_SHAPES1(GroupedSwiGLUGradAdd) { return in.shape(0); }
 TELECHAT_RUN(GroupedSwiGLUGradAdd) {
   swiglu_gradients(call, call[9].as<float>("dx"), main_grad(call, 7, 1), main_grad(call, 8, 2), 1);

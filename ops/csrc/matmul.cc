@@ -1,8 +1,6 @@
 // Linear layers: y = x w^T, its gradients, and the gradient of w added to a running sum.
 #include <algorithm>
-#include <cstring>
 
-#include "aot.h"
 #include "gemm.h"
 #include "pool.h"
 
@@ -12,13 +10,7 @@ using namespace telechat;
 
 constexpr int64_t kRows = 256, kColumns = 1024;  // a task's part of a result; large enough for oneDNN's own packing
 constexpr int64_t kWorth = 1 << 20;  // multiplications that are worth a task
-constexpr int64_t kFar = 1024;  // values between rows from which on a strip of columns is copied together
 constexpr int kSlotX = 0, kSlotW = 1, kSlotDy = 2, kSlotStrip = 3;
-
-struct MatmulState : State {
-  bool bf16;
-  explicit MatmulState(Attributes& a) : bf16(a.flag("bf16")) {}
-};
 
 // A product cut into tasks.
 struct Blocks {
@@ -47,20 +39,6 @@ int64_t product_rows(int64_t m, int64_t n, int64_t depth) {
 // The rows of dw are few and its sum is long: smaller blocks, so that there are enough of them.
 int64_t weight_rows(int64_t outputs) { return outputs >= 2048 ? 256 : outputs >= 512 ? 128 : 64; }
 
-template <typename T> const T* copy_strip(const T* x, int64_t ld, int64_t rows, int64_t columns) {
-  T* out = scratch<T>(kSlotStrip, rows * columns);
-  for (int64_t r = 0; r < rows; r++) std::memcpy(out + r * columns, x + r * ld, columns * sizeof(T));
-  return out;
-}
-
-// Columns [c, c + columns) of `x`, which will be read down: where rows lie far apart each costs a page and a cache set.
-Operand strip(const Operand& x, int64_t rows, int64_t c, int64_t columns) {
-  const Operand at = x.at(0, c);
-  if (x.ld < kFar) return at;
-  if (at.half) return {nullptr, copy_strip(at.half, x.ld, rows, columns), columns};
-  return {copy_strip(at.single, x.ld, rows, columns), nullptr, columns};
-}
-
 struct Sizes {
   int64_t T, I, O;
 };
@@ -75,7 +53,7 @@ Sizes sizes(const Arg& x, const Arg& w) {
 void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, float* dx, float* dw, float beta) {
   const auto [T, I, O] = sizes(x, w);
   check(dy.rank == 2 && dy.dim(0) == T && dy.dim(1) == O, "dy does not have the shape [%ld, %ld] of y", long(T), long(O));
-  const bool bf16 = call.state<MatmulState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
   const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
   const Operand Dy = operand(dy.as<const float>("dy"), T, O, bf16, kSlotDy);
@@ -84,7 +62,7 @@ void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, floa
   parallel_for(of_x.count() + of_w.count(), [&](int64_t task) {
     if (task < of_w.count()) {
       of_w.run(task, [&](int64_t r, int64_t c, int64_t m, int64_t n) {
-        multiply(true, false, m, n, tokens, 1, strip(Dy, tokens, r, m), X.at(0, c), beta, dw + r * width + c, width);
+        multiply(true, false, m, n, tokens, 1, columns(Dy.at(0, r), tokens, m, kSlotStrip), X.at(0, c), beta, dw + r * width + c, width);
       });
     } else {
       of_x.run(task - of_w.count(), [&](int64_t r, int64_t c, int64_t m, int64_t n) {
@@ -97,12 +75,12 @@ void gradients(const Call& call, const Arg& x, const Arg& w, const Arg& dy, floa
 }  // namespace
 
 // x [T, I], w [O, I] -> y [T, O]
-TELECHAT_INIT(Matmul, MatmulState)
+TELECHAT_INIT(Matmul, ProductState)
 TELECHAT_SHAPES1(Matmul) { return {in.dim(0, 0), in.dim(1, 0)}; }
 TELECHAT_RUN(Matmul) {
   const Arg x = call[0], w = call[1];
   const auto [T, I, O] = sizes(x, w);
-  const bool bf16 = call.state<MatmulState>().bf16;
+  const bool bf16 = call.state<ProductState>().bf16;
   const Operand X = operand(x.as<const float>("x"), T, I, bf16, kSlotX);
   const Operand Wt = operand(w.as<const float>("w"), O, I, bf16, kSlotW);
   float* y = call[2].as<float>("y");
@@ -116,14 +94,14 @@ TELECHAT_RUN(Matmul) {
 }
 
 // x, w, dy [T, O] -> dx [T, I], dw [O, I]
-TELECHAT_INIT(MatmulGrad, MatmulState)
+TELECHAT_INIT(MatmulGrad, ProductState)
 TELECHAT_SHAPES(MatmulGrad) { return {in.shape(0), in.shape(1)}; }
 TELECHAT_RUN(MatmulGrad) {
   gradients(call, call[0], call[1], call[2], call[3].as<float>("dx"), call[4].as<float>("dw"), 0);
 }
 
 // x, w, dy, sum [O, I] -> dx; adds dw to `sum` in place
-TELECHAT_INIT(MatmulGradAdd, MatmulState)
+TELECHAT_INIT(MatmulGradAdd, ProductState)
 TELECHAT_SHAPES1(MatmulGradAdd) { return in.shape(0); }
 TELECHAT_RUN(MatmulGradAdd) {
   const Arg w = call[1], sum = call[3];

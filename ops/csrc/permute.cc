@@ -45,11 +45,13 @@ void check_rows(const int32_t* row, int64_t pairs, int64_t rows) {
   for (int64_t i = 0; i < pairs; i++) check(row[i] >= -1 && row[i] < rows, "pair %ld has row %d of %ld", long(i), row[i], long(rows));
 }
 
-template <typename F>
-void for_blocks(int64_t count, F&& body) {
-  parallel_for((count + kTokens - 1) / kTokens, [&](int64_t task) {
-    for (int64_t i = task * kTokens; i < std::min(count, (task + 1) * kTokens); i++) body(i);
-  });
+void check_pairs(const int32_t* pair, int64_t rows, int64_t pairs) {
+  for (int64_t p = 0; p < rows; p++) check(pair[p] >= -1 && pair[p] < pairs, "row %ld holds pair %d of %ld", long(p), pair[p], long(pairs));
+}
+
+// Pairs of an index [T, K]; -1 where an extent is not known yet.
+int64_t pairs_of(const Inputs& in) {
+  return in.dim(0, 0) < 0 || in.dim(0, 1) < 0 ? -1 : in.dim(0, 0) * in.dim(0, 1);
 }
 
 // out[t] = sum over k of weight[t, k] * y[row[t, k]]; without weights they are 1
@@ -60,7 +62,7 @@ void combine(const Arg& y, const Arg& row, const float* weight, int64_t T, int64
   check(row.size() == T * K, "%ld rows for %ld pairs", long(row.size()), long(T * K));
   check_rows(at, T * K, P);
   const std::vector<float> ones(weight ? 0 : K, 1.0f);
-  for_blocks(T, [&](int64_t t) {
+  parallel_for_steps(T, kTokens, [&](int64_t t) {
     const float* source[64];
     for (int64_t k = 0; k < K; k++) source[k] = at[t * K + k] < 0 ? nullptr : from + at[t * K + k] * H;
     row_kernels().weighted_sum(source, weight ? weight + t * K : ones.data(), K, H, out + t * H);
@@ -79,7 +81,7 @@ int64_t choices(const Arg& pairs_of, int64_t T) {
 // index [T, K] int32 -> row of each pair [T * K], pair of each row [T * K], group sizes [E]; int32, stable
 TELECHAT_INIT(PermutePlan, PlanState)
 TELECHAT_SHAPES(PermutePlan) {
-  const int64_t pairs = in.dim(0, 0) < 0 || in.dim(0, 1) < 0 ? -1 : in.dim(0, 0) * in.dim(0, 1);
+  const int64_t pairs = pairs_of(in);
   return {{pairs}, {pairs}, {in.attributes().integer("experts")}};
 }
 TELECHAT_RUN(PermutePlan) {
@@ -101,7 +103,7 @@ TELECHAT_INIT(CapacityPlan, CapacityState)
 TELECHAT_SHAPES(CapacityPlan) {
   Attributes attributes = in.attributes();
   const CapacityState state(attributes);
-  const int64_t pairs = in.dim(0, 0) < 0 || in.dim(0, 1) < 0 ? -1 : in.dim(0, 0) * in.dim(0, 1);
+  const int64_t pairs = pairs_of(in);
   return {{pairs}, {pairs < 0 ? -1 : state.experts * state.capacity(pairs)}, {state.experts}, {1}};
 }
 TELECHAT_RUN(CapacityPlan) {
@@ -139,8 +141,8 @@ TELECHAT_RUN(Permute) {
   const auto* pair = pairs.as<const int32_t>("pairs");
   const auto* from = x.as<const float>("x");
   float* to = call[3].as<float>("rows");
-  for (int64_t p = 0; p < pairs.size(); p++) check(pair[p] >= -1 && pair[p] < T * K, "row %ld holds pair %d of %ld", long(p), pair[p], long(T * K));
-  for_blocks(pairs.size(), [&](int64_t p) {
+  check_pairs(pair, pairs.size(), T * K);
+  parallel_for_steps(pairs.size(), kTokens, [&](int64_t p) {
     if (pair[p] < 0) {
       std::fill(to + p * H, to + (p + 1) * H, 0.0f);
     } else {
@@ -173,9 +175,9 @@ TELECHAT_RUN(UnpermuteGrad) {
   const auto* pair = pairs.as<const int32_t>("pairs");
   const auto *w = weight.as<const float>("weight"), *from = y.as<const float>("y"), *d = dout.as<const float>("dout");
   float *dy = call[4].as<float>("dy"), *dw = call[5].as<float>("dweight");
-  for (int64_t p = 0; p < P; p++) check(pair[p] >= -1 && pair[p] < T * K, "row %ld holds pair %d of %ld", long(p), pair[p], long(T * K));
+  check_pairs(pair, P, T * K);
   std::fill(dw, dw + T * K, 0.0f);
-  for_blocks(P, [&](int64_t p) {
+  parallel_for_steps(P, kTokens, [&](int64_t p) {
     if (pair[p] < 0) {
       std::fill(dy + p * H, dy + (p + 1) * H, 0.0f);
     } else {

@@ -24,6 +24,15 @@ void parallel_for(int64_t count, F&& body) {
            const_cast<void*>(static_cast<const void*>(&body)));
 }
 
+// The same with body(i), in tasks of `step` indices next to each other.
+template <typename F>
+void parallel_for_steps(int64_t count, int64_t step, F&& body) {
+  parallel_for((count + step - 1) / step, [&](int64_t task) {
+    const int64_t end = (task + 1) * step < count ? (task + 1) * step : count;
+    for (int64_t i = task * step; i < end; i++) body(i);
+  });
+}
+
 // Memory of this thread, aligned to 64 bytes, kept for the next call; `slot` in [0, 8) tells apart buffers that
 // are used together. Contents are undefined.
 void* scratch_bytes(int slot, size_t bytes);

@@ -74,13 +74,6 @@ float sum_of(const float* score, const int32_t* index, int64_t k) {
   return sum;
 }
 
-template <typename F>
-void for_tokens(int64_t tokens, F&& body) {
-  parallel_for((tokens + kTokens - 1) / kTokens, [&](int64_t task) {
-    for (int64_t t = task * kTokens; t < std::min(tokens, (task + 1) * kTokens); t++) body(t);
-  });
-}
-
 }  // namespace
 
 // logits [T, E], bias [E] -> score [T, E], index [T, K] int32, weight [T, K], chosen [T, E] of 0 and 1, load [E]
@@ -99,7 +92,7 @@ TELECHAT_RUN(Routing) {
   const auto *x = logits.as<const float>("logits"), *b = bias.as<const float>("bias");
   auto *score = call[2].as<float>("score"), *weight = call[4].as<float>("weight"), *chosen = call[5].as<float>("chosen");
   auto *index = call[3].as<int32_t>("index");
-  for_tokens(T, [&](int64_t t) {
+  parallel_for_steps(T, kTokens, [&](int64_t t) {
     float *own = score + t * E, *w = weight + t * K;
     int32_t* best = index + t * K;
     (s.softmax ? score_kernels().softmax : score_kernels().sigmoid)(x + t * E, E, own);
@@ -135,7 +128,7 @@ TELECHAT_RUN(RoutingGrad) {
   for (int64_t i = 0; i < T * K; i++) {
     check(index[i] >= 0 && index[i] < E, "token %ld chose expert %d of %ld", long(i / K), index[i], long(E));
   }
-  for_tokens(T, [&](int64_t t) {
+  parallel_for_steps(T, kTokens, [&](int64_t t) {
     const auto *own = score + t * E, *dw = dweight + t * K;
     const int32_t* best = index + t * K;
     float* d = scratch<float>(0, E);

@@ -5,8 +5,6 @@
 namespace telechat::SIMD_NS {
 namespace {
 
-int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
-
 void sigmoid(const float* x, int64_t n, float* y) {
   for (int64_t i = 0; i < n; i += W) store_n(y + i, sigmoid_v(load_n(x + i, lanes(n - i))), lanes(n - i));
 }

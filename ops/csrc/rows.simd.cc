@@ -5,8 +5,6 @@
 namespace telechat::SIMD_NS {
 namespace {
 
-int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
-
 void weighted_sum(const float* const* x, const float* weight, int64_t k, int64_t n, float* y) {
   for (int64_t i = 0; i < n; i += W) {
     const int rest = lanes(n - i);

@@ -82,6 +82,13 @@ static inline V fma(V a, V b, V c) {
 }
 
 static inline V select(VI mask, V yes, V no) { return (V)(((VI)yes & mask) | ((VI)no & ~mask)); }
+static inline int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
+// Lanes behind the n-th are those of `other`.
+static inline V first_lanes(V v, int n, V other) {
+  VI lane;
+  for (int i = 0; i < W; i++) lane[i] = i;
+  return select(lane < splat_i(n), v, other);
+}
 // As NumPy: a NaN on either side gives NaN.
 static inline V max_nan(V a, V b) { return select((a >= b) | (a != a), a, b); }
 static inline V min_nan(V a, V b) { return select((a <= b) | (a != a), a, b); }

@@ -41,22 +41,21 @@ def weight_gradient(x, dy, sizes):
 
 
 def products(x, w, sizes, dy, bf16=False):
-    """Return ``(y, dx, dw)`` of the native operators, dx and dw also on their own."""
+    """Return ``(y, dx, dw)`` of the native operators, dw also on its own."""
     bf16 = {"bf16": bf16}
     y, dx, dw = np.empty_like(dy), np.empty_like(x), np.empty_like(w)
-    alone = np.empty_like(x), np.empty_like(w)
+    alone = np.empty_like(w)
     Kernel("GroupedMatmul", bf16)([x, w, sizes], [y])
     Kernel("GroupedMatmulGrad", bf16)([x, w, sizes, dy], [dx, dw])
-    Kernel("GroupedMatmulDx", bf16)([dy, w, sizes], [alone[0]])
-    Kernel("GroupedMatmulDw", bf16)([x, sizes, dy], [alone[1]])
-    return y, dx, dw, *alone
+    Kernel("GroupedMatmulDw", bf16)([x, sizes, dy], [alone])
+    return y, dx, dw, alone
 
 
 def references(x, w, sizes, dy):
     expert = experts_of(sizes)
     dx = grouped_matmul_reference(dy, w.transpose(0, 2, 1), expert)
     dw = weight_gradient(x, dy, sizes)
-    return grouped_matmul_reference(x, w, expert), dx, dw, dx, dw
+    return grouped_matmul_reference(x, w, expert), dx, dw, dw
 
 
 def silu_gradient(gate, up, dy):

@@ -7,14 +7,6 @@ namespace {
 
 using dvm::Args;
 
-int lanes(int64_t left) { return left < W ? static_cast<int>(left) : W; }
-
-V first_lanes(V v, int n, V other) {
-  VI lane;
-  for (int i = 0; i < W; i++) lane[i] = i;
-  return select(lane < splat_i(n), v, other);
-}
-
 // bool is 1.0 or 0.0 in a register
 V truth(VI mask) { return select(mask, splat(1.0f), splat(0.0f)); }
 
