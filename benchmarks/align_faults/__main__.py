@@ -5,10 +5,11 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.align_faults import page, suite
+from benchmarks.command import answer
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
-from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.errors import UsageError
 
 EPILOG = """\
 Small mixture-of-experts models are trained on up to 16 logical ranks, in NumPy alone. One call on one rank is made
@@ -32,11 +33,7 @@ clean (pairs, of_two_layouts, false_alarms, with_flips, not_judged), baselines, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    try:
-        return run(_parser().parse_args(argv))
-    except TelechatMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return answer(_parser(), run, argv)
 
 
 def _parser() -> argparse.ArgumentParser:

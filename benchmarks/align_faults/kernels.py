@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Arrays = list[Array]
+Gradients = list[Any]
 Settings = dict[str, Any]
 
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
@@ -86,8 +88,8 @@ def rounded(x: Array, dtype: str) -> Array:
     return np.where(np.isnan(x), x, near.view(np.float32)).reshape(x.shape)
 
 
-Forward = Callable[[list[Array], Settings, Numerics], list[Array]]
-Backward = Callable[[list[Array], Settings, list[Array], list[Array], Numerics], list[Any]]
+Forward = Callable[[Arrays, Settings, Numerics], Arrays]
+Backward = Callable[[Arrays, Settings, Arrays, Arrays, Numerics], Gradients]
 
 
 @dataclass(frozen=True)
@@ -111,19 +113,15 @@ def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
 
 
-def _linear(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _linear(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [n.matmul(ins[0], _t(ins[1]))]
 
 
-def _linear_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _linear_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [n.matmul(g[0], ins[1]), n.matmul(_t(_rows(g[0])), _rows(ins[0]))]
 
 
-def _matmul_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _matmul_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [n.matmul(g[0], _t(ins[1])), n.matmul(_t(ins[0]), g[0])]
 
 
@@ -136,35 +134,29 @@ def _fit(g: Array, like: Array, n: Numerics) -> Array:
     return g
 
 
-def _mul_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _mul_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     if len(ins) == 1:
         return [g[0] * g[0].dtype.type(s["other"])]
     return [_fit(g[0] * ins[1], ins[0], n), _fit(g[0] * ins[0], ins[1], n)]
 
 
-def _mul(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _mul(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0] * (ins[1] if len(ins) > 1 else ins[0].dtype.type(s["other"]))]
 
 
-def _add(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _add(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0] + ins[1]]
 
 
-def _add_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _add_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [_fit(g[0], x, n) for x in ins]
 
 
-def _div(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _div(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0] / ins[1]]
 
 
-def _div_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _div_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [
         _fit(g[0] / ins[1], ins[0], n),
         _fit(-g[0] * ins[0] / (ins[1] * ins[1]), ins[1], n),
@@ -177,35 +169,29 @@ def _sigmoid(x: Array) -> Array:
     return np.where(x >= 0, one / (one + e), e / (one + e))
 
 
-def _silu_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _silu_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     y = _sigmoid(ins[0])
     return [g[0] * (y + ins[0] * y * (1 - y))]
 
 
-def _swiglu(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _swiglu(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     gate, up = np.split(ins[0], 2, -1)
     return [gate * _sigmoid(gate) * up]
 
 
-def _swiglu_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _swiglu_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     gate, up = np.split(ins[0], 2, -1)
     y = _sigmoid(gate)
     return [np.concatenate([g[0] * up * (y + gate * y * (1 - y)), g[0] * gate * y], -1)]
 
 
-def _rms(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _rms(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     x, w = ins
     mean = n.sum(x * x, -1) / x.dtype.type(x.shape[-1])
     return [x * (1 / np.sqrt(mean + x.dtype.type(s["eps"]))) * w]
 
 
-def _rms_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _rms_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     x, w = ins
     r = 1 / np.sqrt(n.sum(x * x, -1) / x.dtype.type(x.shape[-1]) + x.dtype.type(s["eps"]))
     gw = g[0] * w
@@ -214,14 +200,12 @@ def _rms_back(
     return [gw * r - x * (r * r * r * inner), dw]
 
 
-def _softmax(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _softmax(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     e = np.exp(ins[0] - ins[0].max(-1, keepdims=True))
     return [e / n.sum(e, -1)]
 
 
-def _softmax_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _softmax_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     y = outs[0]
     return [y * (g[0] - n.sum(g[0] * y, -1))]
 
@@ -230,15 +214,13 @@ def _masked(score: Array, mask: Array) -> Array:
     return np.where(mask, score, score.dtype.type(-np.inf))
 
 
-def _sdpa(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _sdpa(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     q, k, v = ins[:3]
     score = n.matmul(q, _t(k)) * q.dtype.type(s["scale"])
     return [n.matmul(_softmax([_masked(score, ins[3])], {}, n)[0], v)]
 
 
-def _sdpa_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _sdpa_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     q, k, v = ins[:3]
     scale = q.dtype.type(s["scale"])
     p = _softmax([_masked(n.matmul(q, _t(k)) * scale, ins[3])], {}, n)[0]
@@ -252,19 +234,15 @@ def _rotate(x: Array) -> Array:
     return np.concatenate([-x[..., half:], x[..., :half]], -1)
 
 
-def _rotary(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _rotary(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0] * ins[1] + _rotate(ins[0]) * ins[2]]
 
 
-def _rotary_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _rotary_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [g[0] * ins[1] - _rotate(g[0] * ins[2]), None, None]
 
 
-def _embedding_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _embedding_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [None, _add_rows(ins[1].shape, ins[0].reshape(-1), _rows(g[0]))]
 
 
@@ -274,58 +252,50 @@ def _add_rows(shape: tuple[int, ...], index: Array, rows: Array) -> Array:
     return out
 
 
-def _topk(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _topk(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     order = np.argsort(-ins[0], -1, kind="stable")[..., : s["k"]]
     return [np.take_along_axis(ins[0], order, -1), order]
 
 
-def _gather(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _gather(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [np.take_along_axis(ins[0], ins[1], s["dim"])]
 
 
-def _gather_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _gather_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     out = np.zeros_like(ins[0])
     np.put_along_axis(out, ins[1], g[0], s["dim"])  # choices of top-k are distinct
     return [out, None]
 
 
-def _sum(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _sum(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     x = ins[0]
     y = x.sum(s["dim"], keepdims=True) if x.dtype.kind != "f" else n.sum(x, s["dim"])
     return [y if s.get("keepdim") else y.squeeze(s["dim"])]
 
 
-def _sum_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _sum_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     grad = g[0] if s.get("keepdim") else np.expand_dims(g[0], s["dim"])
     return [np.broadcast_to(grad, ins[0].shape).copy()]
 
 
-def _permute(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _permute(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     flat = ins[1].reshape(-1)
     order = np.argsort(flat, kind="stable")
     return [ins[0][order // ins[1].shape[1]], np.argsort(order, kind="stable")]
 
 
-def _permute_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _permute_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     parts = g[0][outs[1]].reshape(len(ins[0]), -1, g[0].shape[-1])
     return [n.sum(parts, 1)[:, 0], None]
 
 
-def _unpermute(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _unpermute(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     rows, went, probs = ins
     parts = rows[went].reshape(*probs.shape, -1) * probs[..., None]
     return [n.sum(parts, 1)[:, 0]]
 
 
-def _unpermute_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _unpermute_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     rows, went, probs = ins
     parts = rows[went].reshape(*probs.shape, -1)
     dp = n.sum(parts * g[0][:, None], -1)[..., 0]
@@ -339,15 +309,13 @@ def _ends(group_list: Array) -> list[tuple[int, int]]:
     return [(int(e - c), int(e)) for c, e in zip(group_list, ends, strict=True)]
 
 
-def _grouped(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _grouped(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     x, w, groups = ins
     parts = [n.matmul(x[a:b], w[i]) for i, (a, b) in enumerate(_ends(groups))]
     return [np.concatenate(parts, 0)]
 
 
-def _grouped_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _grouped_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     x, w, groups = ins
     cut = _ends(groups)
     dx = [n.matmul(g[0][a:b], _t(w[i])) for i, (a, b) in enumerate(cut)]
@@ -355,17 +323,15 @@ def _grouped_back(
     return [np.concatenate(dx, 0), np.stack(dw), None]
 
 
-def _index_select(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _index_select(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0][ins[1]]]
 
 
-def _index_select_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+def _index_select_back(ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics) -> Gradients:
     return [_add_rows(ins[0].shape, ins[1], g[0]), None]
 
 
-def _cross_entropy(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _cross_entropy(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     x, label = ins
     top = x - x.max(-1, keepdims=True)
     log = np.log(n.sum(np.exp(top), -1))
@@ -374,30 +340,30 @@ def _cross_entropy(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
 
 
 def _cross_entropy_back(
-    ins: list[Array], s: Settings, outs: list[Array], g: list[Array], n: Numerics
-) -> list[Any]:
+    ins: Arrays, s: Settings, outs: Arrays, g: Arrays, n: Numerics
+) -> Gradients:
     p = _softmax([ins[0]], {}, n)[0]
     p[np.arange(len(p)), ins[1]] -= 1
     return [p * g[0], None]
 
 
-def _reshape(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _reshape(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0].reshape(s["shape"])]
 
 
-def _transpose(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _transpose(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [np.ascontiguousarray(np.swapaxes(ins[0], s["dim0"], s["dim1"]))]
 
 
-def _masked_fill(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _masked_fill(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [np.where(ins[1], ins[0].dtype.type(s["value"]), ins[0])]
 
 
-def _norm(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _norm(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [np.sqrt(n.sum(np.square(ins[0]).reshape(-1), 0))[0]]
 
 
-def _adamw(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _adamw(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     w, g, m, v = ins
     kind = w.dtype.type
     b1, b2 = (kind(b) for b in s["betas"])
@@ -409,7 +375,7 @@ def _adamw(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
     return [w - kind(s["lr"]) * mhat / (np.sqrt(vhat) + kind(s["eps"])), m, v]
 
 
-def _keep(ins: list[Array], s: Settings, n: Numerics) -> list[Array]:
+def _keep(ins: Arrays, s: Settings, n: Numerics) -> Arrays:
     return [ins[0].copy()]
 
 
