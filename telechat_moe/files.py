@@ -16,6 +16,7 @@
 * Private: :func:`keep_others_out`, :func:`check_private`.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -82,12 +83,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write a file whole or not at all, replacing one of that name."""
+def write_atomic(path: Path, data: bytes | str, *, replace: bool = True) -> None:
+    """Write a file whole or not at all, replacing one of that name; ``replace`` False: that is a FileExistsError."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}.part")
     hidden.unlink(missing_ok=True)
     write_new(hidden, [data.encode() if isinstance(data, str) else data])
-    hidden.replace(path)
+    try:
+        if replace:
+            hidden.replace(path)
+        else:
+            path.hardlink_to(hidden)
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
@@ -109,6 +116,30 @@ def new_folder(path: Path) -> Generator[Path, None, None]:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def locked(path: Path, busy: Exception) -> Generator[None, None, None]:
+    """Hold the lock of a file, made if it is not there, or of a folder; the system drops it when the process dies.
+
+    Where the file system has no locks, nothing is held.
+
+    Args:
+        path: File or folder.
+        busy: What to raise if another process holds it.
+    """
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # ---------------------------------------------------------------------------------------- checked

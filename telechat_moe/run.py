@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_overrides, add_start
+from telechat_moe.cli.arguments import add_overrides, add_start, add_trainer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
@@ -54,11 +54,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("recipe", metavar="RECIPE", help="shipped recipe name or YAML file")
     add_overrides(parser)
     add_start(parser)
-    parser.add_argument(
-        "--through",
-        choices=("own", "mindformers"),
-        help="whose trainer (default: own for device_target CPU, else mindformers)",
-    )
+    add_trainer(parser)
     parser.add_argument(
         "--local-processes",
         type=int,
@@ -67,9 +63,6 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--bind-cores", action="store_true", help="bind each process to its own cores"
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
     )
     # Given by `telechat-moe launch`: it has made the control folder and the graphs.
     parser.add_argument("--nonce", help=argparse.SUPPRESS)
@@ -130,15 +123,10 @@ def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> Non
     """
     if recipe.devices == processes:
         return
-    p = recipe.parallel_config
-    degrees = (
-        f"use_parallel {recipe.use_parallel}, data {p.data_parallel} x tensor {p.model_parallel} x context "
-        f"{p.context_parallel} x pipeline {p.pipeline_stage}"
-    )
     there = f"msrun started {processes}" if under_msrun else "this is one, without msrun"
     n = recipe.devices
     raise BadInputError(
-        f"{recipe.source}: laid out for {n} device(s) ({degrees}), {there}; start "
+        f"{recipe.source}: laid out for {n} device(s) ({recipe.degrees_text}), {there}; start "
         + (f"msrun --worker_num={n} --local_worker_num={n}" if n > 1 else "it without msrun")
         + ", let `telechat-moe launch` do it, or set the degrees so that their product is the number of processes"
     )
@@ -181,22 +169,13 @@ def _agree(job: Path, control: Control, rank: int) -> None:
     What an earlier run left there must not be taken for this one's, so rank 0 draws a nonce and tells it to the others
     through MindSpore.
     """
-    import mindspore as ms
     import numpy as np
-    from mindspore import Tensor, nn, ops
+    from mindspore import Tensor
 
-    class Sum(nn.Cell):
-        """Add over all processes."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.sum = ops.AllReduce()
-
-        def construct(self, x: ms.Tensor) -> ms.Tensor:
-            return self.sum(x)
+    from telechat_moe.sharding.cells.collective import SumOverProcesses
 
     mine = [secrets.randbelow(1 << 20) if rank == 0 else 0 for _ in range(5)]
-    total = Sum()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
+    total = SumOverProcesses()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
     nonce = "".join(f"{int(x):05x}" for x in total)
     if rank == 0:
         Control.fresh(job, nonce)

@@ -5,6 +5,8 @@ On the command line ``55GB`` is 55 * 10^9 bytes and ``55GiB`` is 55 * 2^30. In k
 """
 
 import re
+from collections.abc import Iterable
+from itertools import groupby
 
 from telechat_moe.errors import UsageError
 
@@ -65,3 +67,10 @@ def count_text(count: float) -> str:
             value = count / limit
             return f"{value:.1f}{unit}" if value >= 100 else f"{value:.2f}{unit}"
     return f"{count:g}"
+
+
+def ranges_text(numbers: Iterable[int], separator: str = ", ") -> str:
+    """Return rising numbers in short: ``0-3, 8, 10-11``."""
+    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    ends = [(run[0][1], run[-1][1]) for run in (list(members) for _, members in runs)]
+    return separator.join(str(a) if a == b else f"{a}-{b}" for a, b in ends)

@@ -33,6 +33,18 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_trainer(parser: argparse.ArgumentParser) -> None:
+    """Let a verb that trains take ``--through``, whose trainer, and ``--allow-outside``."""
+    parser.add_argument(
+        "--through",
+        choices=("own", "mindformers"),
+        help="whose trainer (default: own for device_target CPU, else mindformers)",
+    )
+    parser.add_argument(
+        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
+    )
+
+
 def add_documents(parser: argparse.ArgumentParser) -> None:
     """Let a verb take ``--documents FILE``, the lengths of documents that attention stays in."""
     parser.add_argument(

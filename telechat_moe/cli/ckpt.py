@@ -3,10 +3,10 @@
 import argparse
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli import ckpt_mindformers
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.units import size_text
@@ -25,31 +25,46 @@ telechat-moe ckpt merge output/checkpoints/step-00001000 whole
 telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
 telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 """
+TO = """\
+PATH is a checkpoint (step-00001000), OUT a folder to make. MindFormers' trainer goes on from what is printed.
+"""
+FROM = """\
+PATH is an iteration_... folder, a ..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through
+MindFormers (its newest). The checkpoint is written into the recipe's output_dir, and `telechat-moe train --resume`
+goes on.
+"""
+TO_EXAMPLES = """\
+telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe my_recipe.yaml
+python -m telechat_moe.run my_recipe.yaml --through mindformers --set load_checkpoint=PRINTED ...
+"""
+FROM_EXAMPLES = """\
+telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
+telechat-moe train my_recipe.yaml --resume --set output_dir=mine
+"""
 BAD = {3: "missing, broken, of another model, or the output exists"}
 
 
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="checkpoint, or folder of shards")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+def _paths(
+    path: str, out: str = "", recipe: str = "", *, tensors: bool = False
+) -> Callable[[argparse.ArgumentParser], None]:
+    """Return what adds PATH, OUT and --recipe with these helps; those without a help are left out."""
 
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("path", metavar="PATH", help=path)
+        if out:
+            parser.add_argument("out", metavar="OUT", help=out)
+        if recipe:
+            parser.add_argument("--recipe", required=True, metavar="RECIPE", help=recipe)
+        if tensors:
+            parser.add_argument("--tensors", action="store_true", help="list every tensor")
 
-def _reshard_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="checkpoint")
-    parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument(
-        "--recipe", required=True, metavar="RECIPE", help="recipe of that model with the layout"
-    )
-
-
-def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="folder of shards, or checkpoint")
-    parser.add_argument("out", metavar="OUT", help="folder of checkpoints; OUT/step-... is made")
+    return add
 
 
 def run_show(args: argparse.Namespace) -> int:
     """Verify, describe; return the exit code."""
     path = Path(args.path)
-    found = _pieces(path) if _is_pieces(path) else _checkpoint(path)
+    found = _found(path)
     if write_json(args.json, found):
         return 0
     print(f"{path}: {found['kind']} of step {found['step']}, {found['layout']}")
@@ -95,26 +110,37 @@ def run_merge(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_pieces(path: Path) -> bool:
-    from telechat_moe.checkpoint import reshard
+def run_to(args: argparse.Namespace) -> int:
+    """Write; say what MindFormers is to be told."""
+    from telechat_moe.interop.mindformers_checkpoint import resume_settings, to_mindformers
+    from telechat_moe.recipe import load
 
-    return (path / reshard.FILE).exists()
-
-
-def _pieces(path: Path) -> dict[str, Any]:
-    from telechat_moe.checkpoint import reshard
-
-    return _describe(path, reshard.verify(path))
-
-
-def _describe(path: Path, content: dict[str, Any]) -> dict[str, Any]:
-    about = {"kind": "pieces", "layout": content["layout"], "devices": content["devices"]}
-    return _summary(path, about, content, content["tensors"])
+    recipe = load(args.recipe, args.overrides)
+    out = Path(args.out)
+    to_mindformers(Path(args.path), out, recipe)
+    settings = resume_settings(out, recipe)
+    if not write_json(args.json, {"path": str(out), **settings}):
+        print(" ".join(f"{key}={value}" for key, value in settings.items()))
+    return 0
 
 
-def _checkpoint(path: Path) -> dict[str, Any]:
-    from telechat_moe.checkpoint import checkpoint, manifest
+def run_from(args: argparse.Namespace) -> int:
+    """Write; say where."""
+    from telechat_moe.interop.mindformers_checkpoint import to_ours
+    from telechat_moe.recipe import load
 
+    path = to_ours(Path(args.path), load(args.recipe, args.overrides))
+    if not write_json(args.json, {"path": str(path)}):
+        print(path)
+    return 0
+
+
+def _found(path: Path) -> dict[str, Any]:
+    """Verify a checkpoint or a folder of shards and describe it."""
+    from telechat_moe.checkpoint import checkpoint, manifest, reshard
+
+    if (path / reshard.FILE).exists():
+        return _describe(path, reshard.verify(path))
     checkpoint.verify(path)
     content = manifest.read(path)
     tensors = {
@@ -122,15 +148,16 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         for group, names in content["tensors"].items()
         for name, t in names.items()
     }
-    about = {"kind": "checkpoint", "layout": _layout(content), "devices": content.get("ranks", 1)}
+    layout = "whole tensors"
+    if "layout" in content:
+        layout = f"in pieces, written by {content['ranks']} ranks ({content['layout']})"
+    about = {"kind": "checkpoint", "layout": layout, "devices": content.get("ranks", 1)}
     return _summary(path, about, content, tensors)
 
 
-def _layout(content: dict[str, Any]) -> str:
-    """Say how the tensors of a checkpoint lie in its files."""
-    if "layout" not in content:
-        return "whole tensors"
-    return f"in pieces, written by {content['ranks']} ranks ({content['layout']})"
+def _describe(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+    about = {"kind": "pieces", "layout": content["layout"], "devices": content["devices"]}
+    return _summary(path, about, content, content["tensors"])
 
 
 def _summary(
@@ -163,7 +190,7 @@ SHOW = Verb(
     exits=BAD,
     json_keys="path, kind (checkpoint | pieces), step, layout, devices, tensors (name: group, dtype, shape), groups "
     "(name: tensors, elements, dtypes), files (name: bytes, sha256), bytes, verified.",
-    arguments=_show_arguments,
+    arguments=_paths("checkpoint, or folder of shards", tensors=True),
     run=run_show,
 )
 RESHARD = Verb(
@@ -173,7 +200,7 @@ RESHARD = Verb(
     exits=BAD,
     json_keys="as those of `ckpt show`.",
     overrides="override a value of the recipe",
-    arguments=_reshard_arguments,
+    arguments=_paths("checkpoint", "folder to make", "recipe of that model with the layout"),
     run=run_reshard,
 )
 MERGE = Verb(
@@ -182,8 +209,30 @@ MERGE = Verb(
     examples="telechat-moe ckpt merge shards merged",
     exits=BAD,
     json_keys="path.",
-    arguments=_merge_arguments,
+    arguments=_paths(
+        "folder of shards, or checkpoint", "folder of checkpoints; OUT/step-... is made"
+    ),
     run=run_merge,
+)
+TO_MINDFORMERS = Verb(
+    name="to-mindformers",
+    help="write a checkpoint as MindFormers' trainer resumes it",
+    notes=TO,
+    examples=TO_EXAMPLES,
+    json_keys="path, load_checkpoint, resume_training.",
+    overrides="override a value of the recipe",
+    arguments=_paths("checkpoint", "folder to make", "recipe of the run"),
+    run=run_to,
+)
+FROM_MINDFORMERS = Verb(
+    name="from-mindformers",
+    help="take over a checkpoint that MindFormers' trainer wrote",
+    notes=FROM,
+    examples=FROM_EXAMPLES,
+    json_keys="path.",
+    overrides="override a value of the recipe",
+    arguments=_paths("checkpoint of MindFormers", recipe="recipe of the run"),
+    run=run_from,
 )
 VERB = Verb(
     name="ckpt",
@@ -192,5 +241,5 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits=BAD,
-    subverbs=[SHOW, RESHARD, MERGE, *ckpt_mindformers.VERBS],
+    subverbs=[SHOW, RESHARD, MERGE, TO_MINDFORMERS, FROM_MINDFORMERS],
 )

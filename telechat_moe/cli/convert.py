@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     for note in result.notes:
         print(f"note: {note}", file=sys.stderr)
-    if not write_json(args.json, {**result.to_dict(), "seconds": round(seconds, 3)}):
+    if not write_json(args.json, {**vars(result), "seconds": round(seconds, 3)}):
         print(_describe(result, seconds))
     return 0
 

@@ -80,21 +80,16 @@ def _build_arguments(parser: argparse.ArgumentParser) -> None:
 def run_build(args: argparse.Namespace) -> int:
     """Build a dataset and say what it holds."""
     from telechat_moe.data import build
+    from telechat_moe.recipe import load
 
     if not logging.getLogger().handlers:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    recipe = _load(args.recipe) if args.recipe else None
-    settings = _settings(args, recipe)
+    recipe = load(args.recipe) if args.recipe else None
     begin = time.monotonic()
     with bars() as progress:
         result = build(
-            settings["out"],
-            settings["corpus"],
-            vocab_size=settings["vocab_size"],
-            tokenizer=settings["tokenizer"],
+            **_settings(args, recipe),
             eod_token=args.eod_token,
-            valid_fraction=settings["valid_fraction"],
-            seed=settings["seed"],
             extensions=args.extension,
             text_key=args.text_key,
             force=args.force,
@@ -103,24 +98,11 @@ def run_build(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - begin
     if recipe is not None:
         _check_fits(recipe, result.manifest)
-    report = {
-        "out": str(result.out),
-        "reused": result.reused,
-        "shards": result.shards,
-        "resumed_shards": result.resumed_shards,
-        "seconds": round(seconds, 3),
-        "skipped_files": result.skipped,
-        "manifest": result.manifest,
-    }
+    report = {**vars(result), "out": str(result.out), "seconds": round(seconds, 3)}
+    report["skipped_files"] = report.pop("skipped")
     if not write_json(args.json, report):
         print(_describe_build(result, seconds))
     return 0
-
-
-def _load(name: str) -> Recipe:
-    from telechat_moe.recipe import load
-
-    return load(name)
 
 
 def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]:
@@ -149,7 +131,7 @@ def _settings(args: argparse.Namespace, recipe: Recipe | None) -> dict[str, Any]
 
 def _recipe_folder(recipe: Recipe) -> str:
     """Return the folder in which the recipe's training data is expected."""
-    from telechat_moe.data.blend import parse_data_path
+    from telechat_moe.recipe.data_path import parse_data_path
 
     config = recipe.train_dataset.data_loader.config
     path = config and (config.data_path or config.train_data_path)

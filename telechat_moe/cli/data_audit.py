@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ def run_audit(args: argparse.Namespace) -> int:
         recipe = _load(given, args.overrides)
         with bar("reading samples") as progress:
             found = audit(args.output_dir, recipe, contents=args.contents, progress=progress)
-    if not write_json(args.json, found.to_dict()):
+    if not write_json(args.json, asdict(found)):
         _show(found)
     for problem in found.problems:
         print(problem, file=sys.stderr)

@@ -230,15 +230,11 @@ def _show(result: dict[str, Any], compared: dict[str, Any] | None) -> None:
 
 
 def _show_check(check: dict[str, Any] | None) -> None:
+    from telechat_moe.graph.report import check_text
+
     if check is None:
         return
-    said = "equal" if check["same"] else "NOT equal"
-    print(
-        f"rank {check['rank']} compiled too: {said} to what was derived from rank {check['derived_from']} "
-        f"({check['compared']})"
-    )
-    for text in check["differences"]:
-        print(f"  {text}")
+    print("\n  ".join((check_text(check), *check["differences"])))
 
 
 def _show_confirm(stages: list[dict[str, Any]]) -> None:

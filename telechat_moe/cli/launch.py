@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telechat_moe.cli.arguments import add_start
+from telechat_moe.cli.arguments import add_start, add_trainer
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
+from telechat_moe.units import ranges_text
 
 if TYPE_CHECKING:
     from telechat_moe.launch.job import LaunchPlan
@@ -35,6 +36,7 @@ telechat-moe launch my_recipe.yaml --nodes hosts --bind --print
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_start(parser)
+    add_trainer(parser)
     parser.add_argument("--nodes", metavar="HOSTFILE", help="machines (default: this one)")
     parser.add_argument(
         "--print", action="store_true", dest="only_print", help="print the commands, start nothing"
@@ -52,11 +54,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="go on after a death, at most N times in a row without a new checkpoint (default 0)",
     )
     parser.add_argument(
-        "--through",
-        choices=("own", "mindformers"),
-        help="whose trainer (default: own for device_target CPU, else mindformers)",
-    )
-    parser.add_argument(
         "--master-port",
         type=int,
         metavar="P",
@@ -68,9 +65,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="command that runs a shell line on a host; {host} in it is replaced by the host, else the "
         "host is appended (default: ssh)",
-    )
-    parser.add_argument(
-        "--allow-outside", action="store_true", help="the recipe may write outside of output_dir"
     )
 
 
@@ -137,13 +131,13 @@ def _say_binding(plan: "LaunchPlan") -> None:
     """Say which cores each process on this machine gets."""
     if not plan.bind:
         return
-    from telechat_moe.launch.affinity import Topology, show_cores
+    from telechat_moe.launch.affinity import Topology
 
     for node in plan.nodes:
         if node.is_here:
             shares = Topology.read().cores(node.local)
             for rank, cores in zip(node.ranks, shares, strict=True):
-                print(f"rank {rank}: cores {show_cores(cores)}", file=sys.stderr)
+                print(f"rank {rank}: cores {ranges_text(cores, ',')}", file=sys.stderr)
 
 
 VERB = Verb(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
+from telechat_moe.files import write_atomic
 from telechat_moe.units import count_text, gib_text
 
 if TYPE_CHECKING:
@@ -61,14 +61,10 @@ def run_ls(args: argparse.Namespace) -> int:
 def _entry(name: str, recipe: Recipe) -> dict[str, Any]:
     from telechat_moe.recipe.arithmetic import parameters
 
-    counts = parameters(recipe.model_config)
     return {
         "name": name,
         "model_type": recipe.model_config.model_type,
-        "total": counts.total,
-        "total_without_mtp": counts.total_without_mtp,
-        "active": counts.active,
-        "active_without_mtp": counts.active_without_mtp,
+        **parameters(recipe.model_config).totals(),
         "devices": recipe.devices,
         "description": describe(recipe.source.read_text(encoding="utf-8")),
     }
@@ -119,34 +115,18 @@ def _derived(model: ModelConfig) -> dict[str, Any]:
     from telechat_moe.recipe.arithmetic import flops_per_token, parameters, state_bytes
 
     counts, flops, state = parameters(model), flops_per_token(model), state_bytes(model)
+    parts = [
+        {
+            **{key: getattr(part, key) for key in ("name", "count", "each", "total")},
+            "active": part.total_active,
+        }
+        for part in counts.parts
+    ]
+    rates = {"forward": flops.forward, "training": flops.training, "convention": CONVENTION}
     return {
-        "parameters": {
-            "total": counts.total,
-            "total_without_mtp": counts.total_without_mtp,
-            "active": counts.active,
-            "active_without_mtp": counts.active_without_mtp,
-            "parts": [
-                {
-                    "name": part.name,
-                    "count": part.count,
-                    "each": part.each,
-                    "total": part.total,
-                    "active": part.total_active,
-                }
-                for part in counts.parts
-            ],
-        },
-        "flops_per_token": {
-            "forward": flops.forward,
-            "training": flops.training,
-            "convention": CONVENTION,
-        },
-        "state_bytes": {
-            "parameters": state.parameters,
-            "gradients": state.gradients,
-            "optimizer": state.optimizer,
-            "total": state.total,
-        },
+        "parameters": {**counts.totals(), "parts": parts},
+        "flops_per_token": rates,
+        "state_bytes": {**asdict(state), "total": state.total},
     }
 
 
@@ -211,7 +191,7 @@ def run_check(args: argparse.Namespace) -> int:
         found, problems = _problems(name, args)
         missing = missing or not found
         lines += [str(problem) for problem in problems] or [f"{name}: ok"]
-        entries = [problem.to_dict() for problem in problems]
+        entries = [asdict(problem) for problem in problems]
         report.append({"name": name, "ok": not problems, "problems": entries})
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
@@ -249,7 +229,7 @@ def run_cp(args: argparse.Namespace) -> int:
         hint = f"# yaml-language-server: $schema={schema_file()}".encode()
         data = hint + data.removeprefix(SCHEMA_COMMENT)
     try:
-        _write(dest, data, replace=args.force)
+        write_atomic(dest, data, replace=args.force)
     except FileExistsError:
         raise UsageError(f"{dest} exists; choose another name or give --force") from None
     except OSError as error:
@@ -257,21 +237,6 @@ def run_cp(args: argparse.Namespace) -> int:
     if not write_json(args.json, {"source": str(source), "destination": str(dest)}):
         print(f"{source.name} -> {dest}")
     return 0
-
-
-def _write(dest: Path, data: bytes, *, replace: bool) -> None:
-    """Write a file whole or not at all; without ``replace`` an existing file is an error."""
-    with tempfile.NamedTemporaryFile(dir=dest.parent, prefix=".cp-", delete=False) as file:
-        file.write(data)
-    temporary = Path(file.name)
-    temporary.chmod(0o644)
-    try:
-        if replace:
-            temporary.replace(dest)
-        else:
-            os.link(temporary, dest)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 SET = "replace a setting; may be repeated (values are YAML, list items by index)"

@@ -35,11 +35,9 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = load(args.recipe, args.overrides)
     if args.processes != recipe.devices or recipe.devices == 1:
-        p = recipe.parallel_config
         raise UsageError(
             f"--processes {args.processes}: {recipe.source} is laid out for {recipe.devices} device(s) "
-            f"(use_parallel {recipe.use_parallel}, data {p.data_parallel} x tensor {p.model_parallel} x context "
-            f"{p.context_parallel} x pipeline {p.pipeline_stage}); "
+            f"({recipe.degrees_text}); "
             + ("set a layout" if recipe.devices == 1 else f"use --processes {recipe.devices}")
         )
     from telechat_moe.launch import sharded_run

@@ -10,7 +10,7 @@ position in the plan and the checksum of its tokens are compared with it.
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,6 @@ class Audit:
     starts: list[Start] = field(default_factory=list[Start])
     rollbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     problems: list[str] = field(default_factory=list[str])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON types."""
-        return asdict(self)
 
 
 @dataclass

@@ -21,7 +21,6 @@ from telechat_moe.data.sample import Batch, SampleOptions
 from telechat_moe.errors import BadInputError
 
 Phase = Literal["train", "valid"]
-PHASES = ("train", "valid", "test")
 SIZE_MARGIN = 1.005
 """MindFormers asks 0.5 % more samples of each dataset that has a weight."""
 _RECIPE_OPTIONS = tuple(name for name in SampleOptions.__dataclass_fields__ if name != "vocab_size")
@@ -41,7 +40,7 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence[GptDataset], weights: Sequence[float], size: int) -> None:
         self.datasets = list(datasets)
-        self.weights = _normalised(weights)
+        self.weights = normalised(weights)
         self.chosen, self.within = blend_indices(self.weights, size)
         needed = np.bincount(self.chosen, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, needed.tolist(), strict=True):
@@ -91,48 +90,47 @@ def open_blend(
     size: int | None,
     seed: int = 1234,
     split: str | None = "1, 0, 0",
-    phase: str = "train",
-    drop_last: bool = True,
     options: SampleOptions | None = None,
 ) -> GptDataset | BlendedDataset:
     """Open ``data_path`` of a recipe as MindFormers' data loader does.
 
     Args:
-        data_path: ``[prefix]``, ``[weight, prefix, weight, prefix, ...]``, or prefixes alone, which
-            are then weighted by their numbers of samples.
+        data_path: ``[weight, prefix, weight, prefix, ...]``, or prefixes alone, which are weighted by their numbers of
+            samples.
         seq_length: Tokens of a sample's input.
-        size: Samples wanted. With weights the dataset serves 0.5 % more, with a prefix alone all
-            samples of whole epochs. None, without weights only: one epoch.
+        size: Samples wanted. With weights the dataset serves 0.5 % more, with a prefix alone all samples of whole
+            epochs. None, without weights only: one epoch.
         seed: Seed of the order.
-        split: Shares of the documents that go to train, valid and test. None if the files are for
-            one phase only (``train_data_path``): all documents, and a single prefix with a weight
-            is then opened as one without.
-        phase: Which of these to open.
-        drop_last: Drop the last short sample; MindFormers allows otherwise for valid only.
+        split: Shares of the documents that go to train, valid and test; those of train are opened. None for files of
+            one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
 
     Raises:
         BadInputError: If the path list or the split cannot be understood, or a dataset is broken.
     """
-    prefixes, weights = parse_data_path(data_path)
-    if split is None and len(prefixes) == 1:
-        weights = None
+    from telechat_moe.recipe.data_path import parse_data_path, parse_split  # not light
+
+    try:
+        prefixes, weights = parse_data_path(data_path)
+        shares = None if split is None else parse_split(split)
+    except ValueError as error:
+        raise BadInputError(
+            f"data_path is {list(data_path)}, split {split!r}; expected {error}"
+        ) from None
+    weights = None if split is None and len(prefixes) == 1 else weights and normalised(weights)
     if weights is not None and size is None:
         raise BadInputError(f"data_path {list(data_path)} has weights, so it needs a size")
     sources = [IndexedDataset(prefix) for prefix in prefixes]
-    sizes: list[int | None]
+    sizes: list[int | None] = [size] if len(sources) == 1 else [None] * len(sources)
     if weights is not None and size is not None:
         sizes = [math.ceil(size * weight * SIZE_MARGIN) for weight in weights]
-    else:
-        sizes = [size] if len(sources) == 1 else [None] * len(sources)
     datasets = [
         GptDataset(
             source,
             seq_length,
             count,
             seed,
-            documents=None if split is None else split_range(split, phase, len(source)),
-            drop_last=drop_last,
+            documents=None if shares is None else (0, round(normalised(shares)[0] * len(source))),
             options=options,
         )
         for source, count in zip(sources, sizes, strict=True)
@@ -158,17 +156,14 @@ def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedData
     Raises:
         BadInputError: If the recipe names no data, or it cannot be opened.
     """
+    from telechat_moe.recipe.data_path import parse_data_path
+
     loader = recipe.train_dataset.data_loader
     config = loader.config
     if config is None or not loader.sizes or not (config.data_path or config.train_data_path):
         raise BadInputError(
             f"{recipe.source}: train_dataset.data_loader needs sizes and config.data_path, the "
             "prefix that `telechat-moe data build` wrote"
-        )
-    if config.data_path and config.train_data_path:
-        raise BadInputError(
-            f"{recipe.source}: train_dataset.data_loader.config has both data_path and "
-            "train_data_path; keep one"
         )
     options = SampleOptions(
         **{name: getattr(config, name) for name in _RECIPE_OPTIONS},
@@ -202,60 +197,7 @@ def valid_prefix(prefix: str) -> str:
     return str(path.with_name(f"{before}valid{after}"))
 
 
-def parse_data_path(data_path: Sequence[str | float]) -> tuple[list[str], list[float] | None]:
-    """Tell weights from prefixes.
-
-    Returns:
-        The prefixes, and weights that sum to 1 or None.
-
-    Raises:
-        BadInputError: If only some prefixes have a weight, or a weight is not a positive number.
-    """
-    items = list(data_path)
-    if not items:
-        raise BadInputError("data_path is empty; expected [weight, prefix, ...] or [prefix, ...]")
-    numbers = [_number(item) for item in items]
-    if all(number is None for number in numbers):
-        return [str(item).strip() for item in items], None
-    weights, names = numbers[0::2], items[1::2]
-    if (
-        len(items) % 2
-        or any(w is None for w in weights)
-        or any(n is not None for n in numbers[1::2])
-    ):
-        raise BadInputError(
-            f"data_path is {items}; expected weight, prefix, weight, prefix, ... or prefixes alone"
-        )
-    found = [weight for weight in weights if weight is not None]
-    if not all(weight > 0 and math.isfinite(weight) for weight in found):
-        raise BadInputError(f"data_path has the weights {found}; each must be a number above 0")
-    return [str(name).strip() for name in names], _normalised(found)
-
-
-def split_range(split: str, phase: str, documents: int) -> tuple[int, int]:
-    """Return the range of documents that a split string such as "99, 1, 0" gives to a phase."""
-    parts = [_number(part) for part in split.split(",") if part.strip()]
-    shares = [part for part in parts if part is not None]
-    understood = len(shares) == len(parts) and 0 < len(shares) <= len(PHASES)
-    if not understood or min(shares) < 0 or not 0 < sum(shares) < math.inf:
-        raise BadInputError(f"split is {split!r}; expected three shares such as '98, 2, 0'")
-    shares = _normalised(shares + [0.0] * (len(PHASES) - len(shares)))
-    which = PHASES.index(phase)
-    if not shares[which] > 0:
-        raise BadInputError(f"split {split!r} gives no documents to {phase!r}")
-    bounds = [0.0]
-    for share in shares:
-        bounds.append(bounds[-1] + share)
-    return round(bounds[which] * documents), round(bounds[which + 1] * documents)
-
-
-def _number(item: str | float) -> float | None:
-    try:
-        return float(item)
-    except ValueError:
-        return None
-
-
-def _normalised(weights: Sequence[float]) -> list[float]:
+def normalised(weights: Sequence[float]) -> list[float]:
+    """Return weights that sum to 1."""
     array = np.array(weights, dtype=np.float64)
     return (array / array.sum()).tolist()

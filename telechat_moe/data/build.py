@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import logging
@@ -30,7 +29,7 @@ from telechat_moe.data.indexed import IndexedDataset, bin_path, idx_path, token_
 from telechat_moe.data.scan import LEARN_BYTES_PER_DOCUMENT, Progress, Scan, hash64, scan_corpus
 from telechat_moe.data.tokenizer import BASE_VOCAB, Tokenizer, load_tokenizer, train_tokenizer
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import checksum, json_bytes, sync_file, sync_folder, write_atomic
+from telechat_moe.files import checksum, json_bytes, locked, sync_file, sync_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -384,20 +383,13 @@ def _read_manifest(out: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep other builds out of the folder; the system drops the lock when the process dies."""
+    """Keep other builds out of the folder."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise UsageError(f"{out} is not a folder; give another --out") from None
-    descriptor = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TelechatMoeError(f"another build is writing to {out}; wait for it") from None
+    with locked(out, TelechatMoeError(f"another build is writing to {out}; wait for it")):
         yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

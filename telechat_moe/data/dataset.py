@@ -57,7 +57,6 @@ class GptDataset:
             epoch. ``len()`` is all samples of those epochs, as in MindFormers.
         seed: Seed of the order.
         documents: Documents to use, a range; None for all.
-        drop_last: Drop the tokens at the end that do not fill a sample; else they are padded.
         options: What a sample contains.
 
     Raises:
@@ -72,7 +71,6 @@ class GptDataset:
         seed: int = 1234,
         *,
         documents: tuple[int, int] | None = None,
-        drop_last: bool = True,
         options: SampleOptions | None = None,
     ) -> None:
         self.source = prefix if isinstance(prefix, IndexedDataset) else IndexedDataset(prefix)
@@ -84,7 +82,7 @@ class GptDataset:
             "num_samples": num_samples,
             "seed": seed,
             "documents": documents,
-            "drop_last": drop_last,
+            "drop_last": True,
         }
         if seq_length < 1:
             raise BadInputError(f"seq_length must be 1 or more, found {seq_length}")
@@ -96,7 +94,6 @@ class GptDataset:
                 seq_length=seq_length,
                 num_samples=num_samples,
                 seed=seed,
-                drop_last=drop_last,
                 extra_token=self.options.add_extra_token_to_sequence,
             )
         except ValueError as error:

@@ -234,28 +234,11 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Return the tokens of a sequence."""
-        return self.get(index)
-
-    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return tokens of one sequence, without copying.
-
-        Args:
-            index: Which sequence; negative numbers count from the end.
-            offset: First token.
-            length: Number of tokens; to the end of the sequence if None.
-
-        Raises:
-            IndexError: If there is no such sequence, or the range goes beyond it.
-        """
+        """Return the tokens of a sequence, without copying; negative numbers count from the end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.prefix}")
-        total = int(self.sequence_lengths[index])
-        length = total - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > total:
-            raise IndexError(f"tokens {offset} to {offset + length} of {total} in {self.prefix}")
-        start = int(self.sequence_pointers[index]) // self.dtype.itemsize + offset
-        return self.tokens[start : start + length]
+        start = int(self.sequence_pointers[index]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.sequence_lengths[index])]
 
     @property
     def num_documents(self) -> int:

@@ -10,7 +10,6 @@ Source: Megatron-LM ``megatron/core/datasets/gpt_dataset.py`` and ``helpers.cpp`
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +42,6 @@ def build_indices(
     seq_length: int,
     num_samples: int | None,
     seed: int,
-    drop_last: bool = True,
     extra_token: bool = True,
 ) -> Indices:
     """Build the indices of a dataset.
@@ -55,7 +53,6 @@ def build_indices(
         num_samples: At least this many samples are made, from as many whole epochs as that takes;
             None means one epoch.
         seed: Seed of the shuffles.
-        drop_last: Drop the tokens at the end that do not fill a sample.
         extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
 
     Raises:
@@ -78,7 +75,7 @@ def build_indices(
     # The legacy generator is what defines the order in Megatron and MindFormers.
     generator = np.random.RandomState(seed)
     row = _document_row(documents, epochs, generator, separate)
-    samples = _cut(lengths[row], seq_length, extra, drop_last)
+    samples = _cut(lengths[row], seq_length, extra)
     count = len(samples) - 1
     return Indices(row, samples, _shuffle(full if separate else count, count, generator), epochs)
 
@@ -98,7 +95,7 @@ def _document_row(
     return row
 
 
-def _cut(lengths: np.ndarray, seq_length: int, extra: int, drop_last: bool) -> np.ndarray:
+def _cut(lengths: np.ndarray, seq_length: int, extra: int) -> np.ndarray:
     """Divide the row every ``seq_length`` tokens; return where each sample starts, and the end.
 
     The k-th sample spans the tokens from ``k * seq_length`` to ``(k + 1) * seq_length``, the last
@@ -108,18 +105,10 @@ def _cut(lengths: np.ndarray, seq_length: int, extra: int, drop_last: bool) -> n
     """
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1])
-    whole = (total - extra) // seq_length
-    count = whole
-    if not drop_last:
-        # MindFormers rounds this quotient in single precision. Where that would ask for samples
-        # that do not exist (there it aborts) the exact number is taken.
-        single = np.ceil(np.float32(total - extra) / np.float32(seq_length))
-        count = min(int(single), math.ceil((total - extra) / seq_length))
+    count = (total - extra) // seq_length
     if count <= 0:
         raise ValueError(f"{total} tokens are fewer than the {seq_length + extra} of one sample")
     cuts = np.arange(count + 1, dtype=np.int64) * seq_length
-    if count > whole:
-        cuts[-1] = total - extra  # the last sample is short
     place = np.searchsorted(ends, cuts, side="right" if extra else "left")
     offset = cuts - (ends[place] - lengths[place])
     place[0] = offset[0] = 0  # also where the row starts with empty documents

@@ -99,25 +99,6 @@ class Tokenizer:
         ids = [int(token) for token in tokens]
         return self._backend.decode(ids, skip_special_tokens=skip_special)
 
-    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        """Return the exact bytes of tokens; special tokens show as their names.
-
-        Raises:
-            UsageError: If the tokenizer is not byte-level.
-        """
-        if not self._byte_level:
-            raise UsageError("only a byte-level tokenizer can be decoded to bytes")
-        result = bytearray()
-        for token in tokens:
-            name = self._backend.id_to_token(int(token))
-            if name is None:
-                raise UsageError(f"token {token} is not in the vocabulary of {self.vocab_size}")
-            if any(character not in _BYTE_OF for character in name):
-                result += name.encode()
-            else:
-                result += bytes(_BYTE_OF[character] for character in name)
-        return bytes(result)
-
     def to_json(self) -> str:
         """Return the tokenizer as the text of a ``tokenizer.json``."""
         return self._backend.to_str(pretty=True)
@@ -197,19 +178,3 @@ def _library() -> Any:
             f"text needs the package `tokenizers` ({error}); pip install 'telechat-moe[train]'"
         ) from None
     return tokenizers
-
-
-def _byte_of() -> dict[str, int]:
-    """Return the byte that each character of the byte-level alphabet stands for.
-
-    Printable Latin-1 stands for itself, the other bytes for U+0100 onwards, in order.
-    Source: GPT-2, ``encoder.py``, ``bytes_to_unicode``.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
-    return table
-
-
-_BYTE_OF = _byte_of()

@@ -21,7 +21,6 @@ from telechat_moe.graph.nodes import (
     Graph,
     GraphNode,
     Shape,
-    integer_of,
     module_of,
 )
 
@@ -130,10 +129,8 @@ class _Walk:
         if kind == "MakeTuple":
             return tuple(inputs)
         if kind == "TupleGetItem":
-            index = function.nodes.get(node.inputs[1])
-            place = integer_of(index) if index is not None else None
-            packed = inputs[0]
-            return packed[place] if isinstance(packed, tuple) and place is not None else packed
+            item, packed = function.item_of(node), inputs[0]
+            return packed[item] if isinstance(packed, tuple) and item is not None else packed
         if kind == "Partial":
             first: Closure = inputs[0]
             return Closure(first.name, (*first.values, *inputs[1:]))

@@ -1,7 +1,7 @@
 """Read and edit MindIR, MindSpore's serialised graph."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ COLLECTIVES = (
     "Send",
     "Receive",
 )
+PEER = {"Send": "dest_rank", "Receive": "src_rank"}
+"""The attribute that says which rank of the group is at the other end."""
 ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12: 4, 13: 8, 16: 2}
 NUMPY: dict[int, type[np.generic]] = {
     1: np.float32,
@@ -48,10 +50,7 @@ class Operation(NamedTuple):
 
     def attribute(self, name: str) -> Any:
         """Return the value of an attribute of the primitive, None if it has none."""
-        for attribute in self.primitive.attribute:
-            if attribute.name == name:
-                return value_of(attribute)
-        return None
+        return find_value(self.primitive.attribute, name)
 
     def shapes(self) -> list[tuple[tuple[int, ...], int]]:
         """Return ``(shape, element type)`` of each output."""
@@ -110,6 +109,11 @@ def value_of(attribute: Any) -> Any:
     return attribute.i
 
 
+def find_value(attributes: Iterable[Any], name: str) -> Any:
+    """Return the value of the attribute of this name, None if there is none."""
+    return next((value_of(a) for a in attributes if a.name == name), None)
+
+
 def output_shapes(node: Any) -> list[tuple[tuple[int, ...], int]]:
     """Return ``(shape, element type)`` of each output of a node."""
     found: list[tuple[tuple[int, ...], int]] = []
@@ -143,36 +147,28 @@ class Editor:
         Editor._count += 1
         return f"telechat_{what}_{Editor._count}"
 
+    def _add(self, name: str, kind: str, inputs: Sequence[str] = (), scope: str = "") -> Any:
+        node = self.nodes.add()
+        node.name, node.op_type = name, kind
+        node.input.extend(inputs)
+        node.output.append(name)
+        if scope:
+            node.domain = scope
+        return node
+
     def constant(self, value: int | Sequence[int]) -> str:
         """Add an integer, or a tuple of them."""
-        node = self.nodes.add()
-        node.name = self.name("constant")
-        node.output.append(node.name)
-        node.op_type = "Constant"
-        attribute = node.attribute.add()
-        attribute.name = "value"
-        if isinstance(value, int):
-            attribute.i, attribute.type = value, pb.AttributeProto.INT64
-            return node.name
-        attribute.type = pb.AttributeProto.TUPLE
-        for item in value:
-            part = attribute.values.add()
-            part.ints.append(item)
-            part.type = pb.AttributeProto.INT64
+        node = self._add(self.name("constant"), "Constant")
+        _set_value(node.attribute.add(), "value", value)
         return node.name
 
     def zeros(self, shape: Sequence[int], kind: int) -> str:
         """Add a tensor of zeros."""
-        node = self.nodes.add()
-        node.name = self.name("zeros")
-        node.output.append(node.name)
-        node.op_type = "Constant"
+        node = self._add(self.name("zeros"), "Constant")
         attribute = node.attribute.add()
-        attribute.name, attribute.type = "value", pb.AttributeProto.TENSORS
-        tensor = attribute.tensors.add()
-        tensor.dims.extend(shape)
-        tensor.data_type, tensor.name = kind, node.name
-        tensor.raw_data = np.zeros(shape, NUMPY[kind]).tobytes()
+        attribute.name = "value"
+        tensor = _add_tensor(attribute, shape, kind)
+        tensor.name, tensor.raw_data = node.name, np.zeros(shape, NUMPY[kind]).tobytes()
         return node.name
 
     def primitive(
@@ -187,13 +183,7 @@ class Editor:
                 if attribute.name in keep and attribute.name not in attributes:
                     primitive.attribute.add().CopyFrom(attribute)
         for name, value in attributes.items():
-            attribute = primitive.attribute.add()
-            attribute.name = name
-            if isinstance(value, str):
-                attribute.type = pb.AttributeProto.STRING
-                attribute.s = value.encode()
-            else:
-                attribute.i, attribute.type = value, pb.AttributeProto.INT64
+            _set_value(primitive.attribute.add(), name, value)
         self.model.primitives[primitive.name] = primitive
         return f"REF::{primitive.name}"
 
@@ -207,34 +197,41 @@ class Editor:
         name: str | None = None,
     ) -> str:
         """Add a node with one tensor as output; ``kind`` comes from :meth:`primitive`."""
-        node = self.nodes.add()
-        node.name = name or self.name("node")
-        node.op_type = kind
-        node.input.extend(inputs)
-        node.output.append(node.name)
-        node.domain = f"{scope}-{Editor._count}"
+        name = name or self.name("node")
+        node = self._add(name, kind, inputs, f"{scope}-{Editor._count}")
         attribute = node.attribute.add()
-        attribute.name, attribute.type = "shape", pb.AttributeProto.TENSORS
-        tensor = attribute.tensors.add()
-        tensor.dims.extend(shape)
-        tensor.data_type = element
-        return node.name
+        attribute.name = "shape"
+        _add_tensor(attribute, shape, element)
+        return name
 
     def pack(self, parts: Sequence[str], shape: Sequence[int], element: int, scope: str) -> str:
         """Add a tuple of tensors of one shape."""
-        node = self.nodes.add()
-        node.name = self.name("tuple")
-        node.op_type = self.primitive("MakeTuple")
-        node.input.extend(parts)
-        node.output.append(node.name)
-        node.domain = scope
+        node = self._add(self.name("tuple"), self.primitive("MakeTuple"), parts, scope)
         attribute = node.attribute.add()
         attribute.name, attribute.type = "shape", pb.AttributeProto.TUPLE
         attribute.seq_info.is_dyn_len = False
         for _ in parts:
-            value = attribute.values.add()
-            value.type = pb.AttributeProto.TENSORS
-            tensor = value.tensors.add()
-            tensor.dims.extend(shape)
-            tensor.data_type = element
+            _add_tensor(attribute.values.add(), shape, element)
         return node.name
+
+
+def _add_tensor(attribute: Any, shape: Sequence[int], element: int) -> Any:
+    attribute.type = pb.AttributeProto.TENSORS
+    tensor = attribute.tensors.add()
+    tensor.dims.extend(shape)
+    tensor.data_type = element
+    return tensor
+
+
+def _set_value(attribute: Any, name: str, value: str | int | Sequence[int]) -> None:
+    attribute.name = name
+    if isinstance(value, str):
+        attribute.type, attribute.s = pb.AttributeProto.STRING, value.encode()
+    elif isinstance(value, int):
+        attribute.type, attribute.i = pb.AttributeProto.INT64, value
+    else:
+        attribute.type = pb.AttributeProto.TUPLE
+        for item in value:
+            part = attribute.values.add()
+            part.type = pb.AttributeProto.INT64
+            part.ints.append(item)

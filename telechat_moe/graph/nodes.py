@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from telechat_moe.graph.mindir import ITEM_BYTES, Model, output_shapes, value_of
+from telechat_moe.graph.mindir import ITEM_BYTES, Model, find_value, output_shapes
 
 PHASES = ("forward", "recompute", "backward", "optimizer")
 STRUCTURE = {
@@ -63,11 +63,7 @@ class GraphNode(NamedTuple):
 
     def mark(self, name: str) -> Any:
         """Return an attribute that MindSpore's passes left on the node."""
-        for marks in (self.proto.node_attr, self.proto.primal_attr):
-            for attribute in marks:
-                if attribute.name == name:
-                    return value_of(attribute)
-        return None
+        return find_value((*self.proto.node_attr, *self.proto.primal_attr), name)
 
 
 def data_inputs(kind: str, inputs: Sequence[str]) -> tuple[str, ...]:
@@ -103,6 +99,12 @@ class Graph:
     def part(self) -> str | None:
         """``forward`` or ``backward`` of a network that micro-batches share, else None."""
         return "forward" if "▸" in self.name else "backward" if "◂" in self.name else None
+
+    def item_of(self, node: GraphNode) -> int | None:
+        """Return which item of a tuple a TupleGetItem takes; None: not known."""
+        index = self.nodes.get(node.inputs[1])
+        value = find_value(index.proto.attribute, "value") if index is not None else None
+        return value if isinstance(value, int) else None
 
     @cached_property
     def calls(self) -> dict[str, GraphNode]:
@@ -191,9 +193,7 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
     item = None
     while (node := function.nodes.get(name)) is not None:
         if node.kind == "TupleGetItem":
-            index = function.nodes.get(node.inputs[1])
-            item = integer_of(index) if index is not None else None
-            name = node.inputs[0]
+            name, item = node.inputs[0], function.item_of(node)
             packed = function.nodes.get(name)
             if packed is not None and packed.kind == "MakeTuple" and item is not None:
                 name, item = packed.inputs[item], None
@@ -202,15 +202,6 @@ def root_of(function: Graph, name: str) -> tuple[str, int | None]:
         else:
             break
     return name, item
-
-
-def integer_of(constant: GraphNode) -> int | None:
-    """Return the value of an integer constant, None if it is none."""
-    for attribute in constant.proto.attribute:
-        if attribute.name == "value":
-            value = value_of(attribute)
-            return value if isinstance(value, int) else None
-    return None
 
 
 def call_counts(model: Model, functions: dict[str, Graph]) -> dict[str, int]:
@@ -265,9 +256,7 @@ def resolve(
     if node.kind == "MakeTuple" and item is not None:
         return resolve(function, functions, inputs[item], None)
     if node.kind == "TupleGetItem":
-        index = function.nodes.get(inputs[1])
-        place = integer_of(index) if index is not None else None
-        return resolve(function, functions, inputs[0], place)
+        return resolve(function, functions, inputs[0], function.item_of(node))
     if not node.kind:  # a call: what the callee returns
         callee = resolve(function, functions, node.proto.op_type[5:], None)
         if callee is not None:

@@ -1,6 +1,5 @@
 """The dry run's report as one self-contained HTML page."""
 
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,17 @@ from typing import Any
 from telechat_moe import html
 from telechat_moe.graph.nodes import PHASES
 from telechat_moe.graph.report import (
+    MEMORY,
     Table,
     by_group,
-    by_module,
+    check_text,
     difference_tables,
+    module_rows,
 )
 from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
-from telechat_moe.units import size_text
+from telechat_moe.units import ranges_text, size_text
 
-MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 LANE, UNIT = 26, 22
 
 
@@ -61,13 +61,10 @@ def _head(result: dict[str, Any]) -> str:
     ]
     check = result["check"]
     if check is not None:
-        said = "equal" if check["same"] else "NOT equal"
+        said = check_text(check)
         kind = "good" if check["same"] else "bad"
         detail = "".join(f"<br>{escape(text)}" for text in check["differences"])
-        lines.append(
-            f"<p class={kind}>Rank {check['rank']} compiled too: {said} to what was derived from rank "
-            f"{check['derived_from']} ({escape(check['compared'])}).{detail}</p>"
-        )
+        lines.append(f"<p class={kind}>{escape(said[0].upper() + said[1:])}.{detail}</p>")
     lines += [html.tag("p", text, "bad") for text in result["unmatched_transfers"]]
     return "".join(lines)
 
@@ -79,7 +76,7 @@ def _table(table: Table) -> str:
 
 def _stage(stage: dict[str, Any]) -> str:
     others = stage["derived_ranks"]
-    derived = f"; ranks {_spans(others)} derived by substituting groups" if others else ""
+    derived = f"; ranks {ranges_text(others)} derived by substituting groups" if others else ""
     parts = [f"<h2>Stage {stage['stage']}, rank {stage['rank']}{derived}</h2>"]
     groups = by_group(stage)
     most = max((s["sent"] for s in groups.values()), default=0) or 1
@@ -91,10 +88,7 @@ def _stage(stage: dict[str, Any]) -> str:
         rows.append([*key, s["count"], *sizes, bar])
     head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent ", ""]
     parts += ["<h3>Collectives a step</h3>", html.table(head, rows)]
-    found = [
-        [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
-        for key, s in by_module(stage).items()
-    ]
+    found = module_rows(stage)
     head = ["module", "collective", "group", "calls ", "bytes ", "sent "]
     if found:
         parts.append(_table(("Forward collectives by module", head, found)))
@@ -112,17 +106,6 @@ def _stage(stage: dict[str, Any]) -> str:
     parts.append(f"<h3>Operators a step: {count}</h3>{said}")
     parts.append(html.details("by kind", table))
     return "".join(parts)
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """Return ranks in short: ``1-31``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _memory(result: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.liveness import Alive, alive
-from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, Model, value_of
+from telechat_moe.graph.mindir import COLLECTIVES, ITEM_BYTES, PEER, Model, find_value
 from telechat_moe.graph.nodes import (
     PHASES,
     STRUCTURE,
@@ -22,9 +22,8 @@ from telechat_moe.graph.nodes import (
     module_of,
     size_of,
 )
-from telechat_moe.graph.schedule import Event, Transfer, events, micro_of
+from telechat_moe.graph.schedule import Event, events, micro_of
 
-POINT_TO_POINT = ("Send", "Receive")
 INTEGERS = (6, 7)  # MindIR's int32 and int64
 
 
@@ -189,7 +188,7 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
     collectives: list[Collective] = []
     operators: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     links = _Links(functions.values())
-    transfers: dict[str, Transfer] = {}
+    transfers: dict[str, Event] = {}
     for name, function in functions.items():
         if not times[name]:
             continue
@@ -201,7 +200,7 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
             if node.kind in COLLECTIVES:
                 site = _Site(graph, devices, expected, links, function, node)
                 collectives.append(site.collective(times[name], micro.get(node.name)))
-                if node.kind in POINT_TO_POINT:
+                if node.kind in PEER:
                     transfers[node.name] = site.transfer()
     main = functions[model.proto.graph.name]
     living = alive(main, functions, _likely_size(expected))
@@ -301,31 +300,30 @@ class _Site:
         self.primitive = function.model.primitive(node.proto)
 
     def attribute(self, name: str) -> Any:
-        return _attribute(self.primitive, name)
+        return find_value(self.primitive.attribute, name)
 
     def ranks(self) -> list[int]:
         """Return the group; of a Send or Receive: both ends."""
         ranks = list(self.graph.groups.get(self.attribute("group"), ()))
-        if self.node.kind in POINT_TO_POINT:
+        if self.node.kind in PEER:
             return sorted((self.graph.rank, self.peer()))
         return ranks
 
     def peer(self) -> int:
         """Return the other end of a Send or Receive."""
-        place = self.attribute("dest_rank" if self.node.kind == "Send" else "src_rank")
-        return self.graph.groups[self.attribute("group")][place]
+        return self.graph.groups[self.attribute("group")][self.attribute(PEER[self.node.kind])]
 
-    def transfer(self) -> Transfer:
-        """Return what the order of micro-batches needs."""
-        phase = self._pipeline_phase("")
-        return Transfer(
-            sends=self.node.kind == "Send",
-            backward=phase == "backward",
-            micro=self.attribute("micro") or self.node.mark("micro") or 0,
-            chunk=self.attribute("chunk") or self.node.mark("chunk") or 0,
-            peer=self.peer(),
-            tag=self.attribute("sr_tag") or 0,
-            bytes=self._bytes(2)[0],
+    def transfer(self) -> Event:
+        """Return the event of a Send or Receive in the order of micro-batches."""
+        kind = "s" if self.node.kind == "Send" else "r"
+        micro, chunk = (self.attribute(n) or self.node.mark(n) or 0 for n in ("micro", "chunk"))
+        return Event(
+            kind + self._pipeline_phase("")[0],
+            micro,
+            chunk,
+            self.peer(),
+            self.attribute("sr_tag") or 0,
+            self._bytes(2)[0],
         )
 
     def collective(self, times: int, micro: int | None) -> Collective:
@@ -333,7 +331,7 @@ class _Site:
         kind, ranks = self.node.kind, self.ranks()
         size, floor = self._bytes(len(ranks))
         phase = self.function.phases[self.node.name]
-        pair = kind in POINT_TO_POINT
+        pair = kind in PEER
         return Collective(
             kind=kind,
             group="pp" if pair else self.devices.group_name(ranks, self.graph.rank),
@@ -350,13 +348,13 @@ class _Site:
         )
 
     def _pipeline_phase(self, phase: str) -> str:
-        if self.node.kind in POINT_TO_POINT:
+        if self.node.kind in PEER:
             backward = self.node.scope.startswith("Gradients") or self.attribute("is_bp")
             return "backward" if backward else "forward"
         return phase
 
     def _purpose(self, phase: str) -> str:
-        if self.node.kind in POINT_TO_POINT:
+        if self.node.kind in PEER:
             return "pipeline"
         if "Mirror" in self.node.scope or "mirror" in self.primitive.instance_name:
             return "gradients"
@@ -373,7 +371,7 @@ class _Site:
                 return _parameter_module(self.node.mark("mirror_user_id"))
             origin = linked
         primitive = self.function.model.primitive(origin.proto)
-        own = _attribute(primitive, "module")
+        own = find_value(primitive.attribute, "module")
         if own:
             return str(own)
         if "parallel_optimizer" in primitive.instance_name:
@@ -403,10 +401,6 @@ class _Site:
         return size, size
 
 
-def _attribute(primitive: Any, name: str) -> Any:
-    return next((value_of(a) for a in primitive.attribute if a.name == name), None)
-
-
 def _parameter_module(name: str | None) -> str:
     """Return the module of a parameter."""
     return name.removesuffix(".weight").removesuffix(".bias") if name else "unknown"
@@ -428,9 +422,8 @@ def sequence(graph: RankGraph) -> list[Step]:
         ranks: list[int] = []
         if operation.kind in COLLECTIVES:
             ranks = list(graph.groups.get(operation.attribute("group"), ()))
-            if operation.kind in POINT_TO_POINT:
-                place = "dest_rank" if operation.kind == "Send" else "src_rank"
-                ranks = sorted((graph.rank, ranks[operation.attribute(place)]))
+            if operation.kind in PEER:
+                ranks = sorted((graph.rank, ranks[operation.attribute(PEER[operation.kind])]))
         found.append(Step(operation.kind, tuple(operation.shapes()), tuple(ranks)))
     return found
 

@@ -5,7 +5,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ NOTES = {
     "gradients": "accumulators where there are some, else one gradient a trained parameter (all alive at the "
     "global norm)",
 }
+MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 ALL_KINDS = "together"
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -141,18 +142,12 @@ def _recomputation(reading: Reading) -> dict[str, Any]:
 
 
 def _memory(reading: Reading) -> dict[str, Any]:
-    memory = reading.memory
-    states = memory.parameters + memory.optimizer + memory.gradients + memory.other + memory.copies
+    sizes = {name: int(getattr(reading.memory, name)) for name in MEMORY}
     return {
-        "parameters": memory.parameters,
-        "optimizer": memory.optimizer,
-        "gradients": memory.gradients,
-        "other": memory.other,
-        "copies": memory.copies,
-        "activations": memory.activations,
-        "kept_by_a_pass": memory.kept,
+        **sizes,
+        "kept_by_a_pass": reading.memory.kept,
         "micro_batches_in_flight": max(in_flight(reading.order), 1),
-        "total": states + memory.activations,
+        "total": sum(sizes.values()),
     }
 
 
@@ -197,29 +192,51 @@ def check_derived(
     return not found
 
 
-def by_group(stage: dict[str, Any]) -> dict[tuple[str, str, str, str], Counter[str]]:
-    """Return ``(phase, purpose, kind, group)`` to sums of count, bytes, sent and certain."""
-    sums: dict[tuple[str, str, str, str], Counter[str]] = {}
-    for row in stage["collectives"]:
-        key = (row["phase"], row["purpose"], row["kind"], f"{row['group']} ({row['size']})")
-        total = sums.setdefault(key, Counter())
+def check_text(check: Mapping[str, Any]) -> str:
+    """Say in a sentence what :func:`check_derived` found."""
+    said = "equal" if check["same"] else "NOT equal"
+    return (
+        f"rank {check['rank']} compiled too: {said} to what was derived from rank {check['derived_from']} "
+        f"({check['compared']})"
+    )
+
+
+def _sums(
+    rows: Iterable[Mapping[str, Any]], key: Callable[[Mapping[str, Any]], tuple[str, ...]]
+) -> dict[tuple[str, ...], Counter[str]]:
+    """Return the sums of count, bytes, sent and certain of the rows of each key, and its group."""
+    sums: dict[tuple[str, ...], Counter[str]] = {}
+    for row in rows:
+        total = sums.setdefault((*key(row), f"{row['group']} ({row['size']})"), Counter())
         for name in ("count", "bytes", "sent", "certain"):
             total[name] += row[name]
-    order = {phase: place for place, phase in enumerate(PHASES)}
-    return dict(sorted(sums.items(), key=lambda item: (order[item[0][0]], item[0])))
-
-
-def by_module(stage: dict[str, Any]) -> dict[tuple[str, str, str], Counter[str]]:
-    """Return forward ``(module, kind, group)`` to sums; ``layers.*`` is all layers that have such a module."""
-    sums: dict[tuple[str, str, str], Counter[str]] = {}
-    for row in stage["collectives"]:
-        if row["phase"] != "forward" or row["purpose"] != "activations":
-            continue
-        key = (_any_layer(row["module"]), row["kind"], f"{row['group']} ({row['size']})")
-        total = sums.setdefault(key, Counter())
-        for name in ("count", "bytes", "sent"):
-            total[name] += row[name]
     return sums
+
+
+def by_group(stage: dict[str, Any]) -> dict[tuple[str, ...], Counter[str]]:
+    """Return ``(phase, purpose, kind, group)`` to sums of count, bytes, sent and certain."""
+    sums = _sums(stage["collectives"], lambda row: (row["phase"], row["purpose"], row["kind"]))
+    return dict(sorted(sums.items(), key=lambda item: (PHASES.index(item[0][0]), item[0])))
+
+
+def module_rows(stage: dict[str, Any]) -> list[list[str]]:
+    """Return module, kind, group, calls, bytes and sent of the forward collectives of activations.
+
+    ``layers.*`` is all layers that have such a module.
+    """
+    rows = (
+        row
+        for row in stage["collectives"]
+        if row["phase"] == "forward" and row["purpose"] == "activations"
+    )
+    return _cells(_sums(rows, lambda row: (_any_layer(row["module"]), row["kind"])))
+
+
+def _cells(sums: Mapping[tuple[str, ...], Counter[str]]) -> list[list[str]]:
+    return [
+        [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
+        for key, s in sums.items()
+    ]
 
 
 def _any_layer(module: str) -> str:
@@ -231,15 +248,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
     found: list[Table] = []
     for stage in result["stages"]:
         name = f"stage {stage['stage']}, rank {stage['rank']}"
-        rows = [
-            [*key, str(s["count"]), size_text(s["bytes"]), size_text(s["sent"])]
-            for key, s in by_group(stage).items()
-        ]
         head = ["phase", "purpose", "collective", "group", "calls ", "bytes ", "sent "]
-        found.append((f"{name}: collectives a step", head, rows))
-        rows = [
-            [*key, str(s["count"]), size_text(s["bytes"])] for key, s in by_module(stage).items()
-        ]
+        found.append((f"{name}: collectives a step", head, _cells(by_group(stage))))
+        rows = [row[:-1] for row in module_rows(stage)]
         head = ["module", "collective", "group", "calls ", "bytes "]
         found.append((f"{name}: forward collectives by module", head, rows))
         found.append((f"{name}: operators a step", *_operators(stage)))
@@ -264,20 +275,11 @@ def _operators(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def _memory_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    names = ("parameters", "optimizer", "gradients", "other", "copies", "activations", "total")
+    names = (*MEMORY, "total")
     rows = [
         [str(s["stage"]), *(size_text(s["memory"][n]) for n in names)] for s in result["stages"]
     ]
-    return [
-        "stage",
-        "parameters ",
-        "optimizer ",
-        "gradients ",
-        "other ",
-        "copies ",
-        "activations ",
-        "sum ",
-    ], rows
+    return ["stage", *(f"{name} " for name in MEMORY), "sum "], rows
 
 
 def difference(one: dict[str, Any], two: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.mindir import COLLECTIVES, Editor, Model, Operation
+from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
 
 FLOAT32, FLOATS = 1, (1, 10)
 TYPE_ID = {1: 43, 6: 34, 7: 35}  # element type of MindIR to the number that Cast takes
@@ -53,6 +53,11 @@ class _Site:
         self.source = node.input[0]
         shapes = operation.shapes()
         self.shape, self.element = list(shapes[0][0]), shapes[0][1]
+
+    @property
+    def peer(self) -> int:
+        """The other end of a Send or Receive."""
+        return self.ranks[self.operation.attribute(PEER[self.operation.kind])]
 
     def all_reduce(self, x: str, shape: Sequence[int], name: str | None = None, **more: Any) -> str:
         kind = self.editor.primitive(
@@ -145,8 +150,7 @@ def pair_name(a: int, b: int) -> str:
 
 
 def _send_receive(site: _Site) -> None:
-    place = "dest_rank" if site.operation.kind == "Send" else "src_rank"
-    pair = pair_name(site.rank, site.ranks[site.operation.attribute(place)])
+    pair = pair_name(site.rank, site.peer)
     source = site.source
     if site.operation.kind == "Receive":
         zeros = site.editor.zeros(site.shape, site.element)
@@ -218,10 +222,8 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
             if not _rewrite(site, fresh, chained):
                 continue
             counts[operation.kind] = counts.get(operation.kind, 0) + 1
-            if operation.kind in ("Send", "Receive"):
-                place = "dest_rank" if operation.kind == "Send" else "src_rank"
-                peer = ranks[operation.attribute(place)]
-                pairs[pair_name(rank, peer)] = sorted((rank, peer))
+            if operation.kind in PEER:
+                pairs[pair_name(rank, site.peer)] = sorted((rank, site.peer))
         del graph.node[:]
         graph.node.extend(fresh.node)
     return Rewritten(model.proto.SerializeToString(), pairs, counts)

@@ -51,18 +51,6 @@ class Event(NamedTuple):
         return f"{self.kind}{self.micro}{chunk}{peer}"
 
 
-class Transfer(NamedTuple):
-    """What a Send or Receive of the graph transfers, and with whom."""
-
-    sends: bool
-    backward: bool
-    micro: int
-    chunk: int
-    peer: int
-    tag: int
-    bytes: int
-
-
 def micro_of(graph: Graph) -> dict[str, int]:
     """Return the micro-batch of each node that belongs to one.
 
@@ -113,7 +101,7 @@ def _users(graph: Graph, source: str, micro: Mapping[str, int]) -> set[int]:
     return {micro[name] for name in behind if name in micro}
 
 
-def events(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
+def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
     """Return a rank's order; empty without micro-batches.
 
     Args:
@@ -127,7 +115,7 @@ def events(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
     order: list[tuple[float, Event]] = []
     for place, (name, node) in enumerate(graph.nodes.items()):
         if name in transfers:
-            order.append((place, _transfer(transfers[name])))
+            order.append((place, transfers[name]))
             continue
         pass_ = _pass(graph, node)
         if pass_ and node.kind in PRODUCTS and name in micro:
@@ -137,11 +125,11 @@ def events(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
     return [event for _, event in sorted(order, key=lambda item: item[0])]
 
 
-def _of_calls(graph: Graph, transfers: Mapping[str, Transfer]) -> list[Event]:
+def _of_calls(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
     found = []
     for name in graph.nodes:
         if name in transfers:
-            found.append(_transfer(transfers[name]))
+            found.append(transfers[name])
         elif name in graph.calls:
             found.append(pass_of(graph, name))
     return found
@@ -159,11 +147,6 @@ def pass_of(graph: Graph, name: str) -> Event:
         micro = [call for key, call in graph.calls.items() if key == call.name].index(forward)
     kind = "F" if name == forward.name else "B"
     return Event(kind, micro, forward.mark("chunk") or 0)
-
-
-def _transfer(t: Transfer) -> Event:
-    kind = ("s" if t.sends else "r") + ("b" if t.backward else "f")
-    return Event(kind, t.micro, t.chunk, t.peer, t.tag, t.bytes)
 
 
 def _pass(graph: Graph, node: GraphNode) -> str | None:

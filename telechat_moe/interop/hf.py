@@ -8,7 +8,7 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,35 +28,17 @@ from telechat_moe.interop.names import (
 )
 from telechat_moe.interop.writing import Destination, Progress
 from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3
 from telechat_moe.tensor_files import BYTES_OF_DTYPE, Bytes, Entry, Output
+from telechat_moe.units import ranges_text
 
 Format = Literal["hf", "telechat"]
 
 SHARD_BYTES = 5_000_000_000
 _SAME_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "n_routed_experts",
-    "routed_scaling_factor",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "qk_nope_head_dim",
-    "num_experts_per_tok",
-    "first_k_dense_replace",
-    "norm_topk_prob",
-    "scoring_func",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_interleave",
-    "num_nextn_predict_layers",
+    *(key for key in DEEPSEEK_V3 if key != "seq_length"),
+    *("initializer_range", "max_position_embeddings", "norm_topk_prob", "rms_norm_eps"),
+    *("rope_interleave", "rope_theta", "scoring_func", "tie_word_embeddings"),
 )
 _LABELS = {"hf": "pt", "telechat": "telechat-moe"}  # transformers reads files labelled "pt"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -107,10 +89,6 @@ class Conversion:
     notes: list[str]
     resumed_files: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON types."""
-        return asdict(self)
-
 
 def convert(
     src: str | Path,
@@ -142,7 +120,10 @@ def convert(
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
     src, dst = Path(src), Path(dst)
-    _check_destination(dst, shard_bytes)
+    if dst.exists() or dst.is_symlink():
+        raise BadInputError(f"{dst} exists; remove it or name another destination")
+    if shard_bytes < 1:
+        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
     _check_expressible(model_config)
     entries = read_weights(src)
     inputs = sorted({entry.file for entry in entries.values()})
@@ -171,13 +152,6 @@ def convert(
         notes=notes,
         resumed_files=written.resumed,
     )
-
-
-def _check_destination(dst: Path, shard_bytes: int) -> None:
-    if dst.exists() or dst.is_symlink():
-        raise BadInputError(f"{dst} exists; remove it or name another destination")
-    if shard_bytes < 1:
-        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
 
 
 def _dequantised(source: Path, entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:
@@ -336,18 +310,8 @@ def _folded(names: list[str]) -> list[str]:
         if len(found) == 1:
             lines.append(key.replace(".*.", f".{found[0]}."))
         else:
-            lines.append(f"{key} (* = {_ranges(sorted(found))})" if found else key)
+            lines.append(f"{key} (* = {ranges_text(sorted(found))})" if found else key)
     return lines
-
-
-def _ranges(numbers: list[int]) -> str:
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _mismatch(name: str, entry: Entry, shape: tuple[int, ...]) -> list[str]:

@@ -21,6 +21,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper.wrapper import MFTrainOneStepCell
 from mindspore import Tensor, nn, ops
 
+from telechat_moe.sharding.cells.collective import SumOverProcesses
+
 STEP = "TelechatMoeTrainOneStep"
 
 
@@ -54,19 +56,10 @@ class TelechatMoeTrainOneStep(MFTrainOneStepCell):
         return ops.logical_not(good)
 
 
-class _Sum(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sum = ops.AllReduce()
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.sum(x)
-
-
 def _barrier(group: str | None = None, **_: Any) -> None:
     """Wait for all processes: none has the sum before all have added to it."""
     del group
-    _Sum()(Tensor(np.ones(1, np.float32))).asnumpy()
+    SumOverProcesses()(Tensor(np.ones(1, np.float32))).asnumpy()
 
 
 def bridge_barrier() -> None:

@@ -88,11 +88,8 @@ def check_launch(recipe: Recipe, processes: int) -> None:
         BadInputError: Names the key, what it is and what it must be.
     """
     if recipe.devices != processes:
-        p = recipe.parallel_config
         raise BadInputError(
-            f"the recipe is laid out for {recipe.devices} device(s) (use_parallel {recipe.use_parallel}, data_parallel "
-            f"{p.data_parallel} x model_parallel {p.model_parallel} x context_parallel {p.context_parallel} x "
-            f"pipeline_stage {p.pipeline_stage}), and {processes} process(es) run. MindFormers would feed zeros to the "
+            f"the recipe is laid out for {recipe.devices} device(s) ({recipe.degrees_text}), and {processes} process(es) run. MindFormers would feed zeros to the "
             f"processes that its data loader does not know; start {recipe.devices} (msrun --worker_num), or set "
             f"use_parallel and parallel_config.data_parallel for {processes}"
         )

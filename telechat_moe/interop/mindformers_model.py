@@ -28,6 +28,7 @@ from telechat_moe.ops.custom import reason
 from telechat_moe.ops.rewrite import fuse_cells
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.rules.parallel import PARALLEL_MODES
+from telechat_moe.sharding.cells.collective import SumOverProcesses
 from telechat_moe.sharding.recipe import micro_batches
 from telechat_moe.train.rank_graph import placed_model
 
@@ -199,16 +200,6 @@ def transformer_config(recipe: Recipe) -> MLATransformerConfig:
     )
 
 
-class _SumLoads(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sum = ops.AllReduce()
-        self.add_flags(skip_auto_parallel_compile=True)
-
-    def construct(self, loads_LE: Tensor) -> Tensor:
-        return self.sum(loads_LE)
-
-
 class _Balance:
     """Move expert biases between two steps, by the rule of :class:`telechat_moe.model.balance.BiasUpdate`.
 
@@ -218,7 +209,9 @@ class _Balance:
     """
 
     def __init__(self, rate: float, devices: int) -> None:
-        self.sum = _SumLoads() if devices > 1 else None
+        self.sum = SumOverProcesses() if devices > 1 else None
+        if self.sum is not None:
+            self.sum.add_flags(skip_auto_parallel_compile=True)
         self.rate = np.float32(rate)
 
     def move(self, routers: Sequence[Router | None], experts: int) -> np.ndarray:

@@ -12,13 +12,11 @@ The next run with the same plan verifies the finished files and writes the other
 own name only when it is complete.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from telechat_moe.files import (
     checksums_path,
     differences,
     json_bytes,
+    locked,
     read_checksums,
     sync_folder,
     write_atomic,
@@ -90,7 +89,8 @@ class Destination:
         try:
             self.files = self.work / "files"
             self.files.mkdir(parents=True, exist_ok=True)
-            with self._locked():
+            busy = UsageError(f"another process is writing {self.dst}; wait for it")
+            with locked(self.work / "lock", busy):
                 return self._write(total)
         except OSError as error:
             where = error.filename or self.work
@@ -141,15 +141,6 @@ class Destination:
 
     def _names(self) -> list[str]:
         return [self.dst.name] if self._single() else tensor_files.shard_names(len(self.shards))
-
-    @contextmanager
-    def _locked(self) -> Generator[None, None, None]:
-        with (self.work / "lock").open("a+b") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"another process is writing {self.dst}; wait for it") from None
-            yield
 
     # ------------------------------------------------------------------ what is there already
 

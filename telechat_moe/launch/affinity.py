@@ -126,17 +126,6 @@ def parse_cores(text: str) -> list[int]:
     return cores
 
 
-def show_cores(cores: Sequence[int]) -> str:
-    """Write core numbers in the kernel's list format."""
-    parts: list[list[int]] = []
-    for core in sorted(cores):
-        if parts and parts[-1][1] == core - 1:
-            parts[-1][1] = core
-        else:
-            parts.append([core, core])
-    return ",".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)
-
-
 def use_cores(processes: int, index: int, bind: bool) -> None:
     """Bind this process to its cores if asked; set how many threads it may use if that is not set.
 

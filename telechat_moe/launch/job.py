@@ -7,7 +7,6 @@ A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and
 As a program, ``python -m telechat_moe.launch.job RECIPE [--set KEY=VALUE]``, it only compiles.
 """
 
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -24,7 +23,7 @@ from typing import Any
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
-from telechat_moe.files import check_private, keep_others_out, write_atomic
+from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
@@ -363,15 +362,8 @@ def only_launch(output: Path) -> Iterator[None]:
     folder = output / ".job"
     folder.mkdir(exist_ok=True)
     check_private(folder)
-    with (folder / "launched").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"{output}: another launch trains into it; wait, stop it, or set another output_dir"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+    busy = f"{output}: another launch trains into it; wait, stop it, or set another output_dir"
+    with locked(folder / "launched", UsageError(busy)):
         yield
 
 

@@ -13,7 +13,6 @@ Conventions, the same everywhere in this package:
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from telechat_moe.recipe.schema.model import ModelConfig
@@ -56,28 +55,20 @@ class Parameters:
 
     parts: tuple[ModelPart, ...]
 
-    def _sum(self, of: Callable[[ModelPart], int], mtp: bool) -> int:
-        return sum(of(part) for part in self.parts if mtp or not part.mtp)
+    def totals(self) -> dict[str, int]:
+        """Return all parameters (``total``) and those that a token uses (``active``), also those without MTP."""
+        own = [part for part in self.parts if not part.mtp]
+        return {
+            "total": sum(part.total for part in self.parts),
+            "total_without_mtp": sum(part.total for part in own),
+            "active": sum(part.total_active for part in self.parts),
+            "active_without_mtp": sum(part.total_active for part in own),
+        }
 
     @property
     def total(self) -> int:
         """All parameters, multi-token prediction included."""
-        return self._sum(lambda part: part.total, True)
-
-    @property
-    def total_without_mtp(self) -> int:
-        """All parameters of the model that answers."""
-        return self._sum(lambda part: part.total, False)
-
-    @property
-    def active(self) -> int:
-        """Active parameters in training, multi-token prediction included."""
-        return self._sum(lambda part: part.total_active, True)
-
-    @property
-    def active_without_mtp(self) -> int:
-        """Active parameters of the model that answers."""
-        return self._sum(lambda part: part.total_active, False)
+        return self.totals()["total"]
 
 
 _PARTS = (

@@ -6,8 +6,9 @@ attribute, so that cross-field rules can still run on everything else (``rules.p
 
 import dataclasses
 import difflib
+import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from telechat_moe.recipe.fields import Form, Length, Range
@@ -138,7 +139,7 @@ class Checker:
 
     def section(self, entry: Entry, cls: type, path: str) -> Any:
         """Check a map against a dataclass and build it; attributes with problems stay unset."""
-        plan = _section_keys(cls)
+        plan = section_keys(cls)
         built = cast(Any, object.__new__)(cls)
         given: dict[str, Entry] = {}
         for child in entry.node.entries:
@@ -156,18 +157,16 @@ class Checker:
                 below = f"{path}.{given[name].key}".lstrip(".")
                 value = self.check(given[name], field.type, below)
             elif name in plan.required:
-                value = self._missing(entry, f"{path}.{name}".lstrip("."), field)
+                expected, value = f"expected {describe(field.type)}", INVALID
+                self.report(entry, f"{path}.{name}".lstrip("."), "is missing", expected, "")
             else:
-                value = _default(field)
+                has_value = field.default is not dataclasses.MISSING
+                value = field.default if has_value else cast(Any, field.default_factory)()
             if value is not INVALID:
                 object.__setattr__(built, name, value)
         return built
 
-    def _missing(self, entry: Entry, path: str, field: dataclasses.Field[Any]) -> Any:
-        self.report(entry, path, "is missing", f"expected {describe(field.type)}", "")
-        return INVALID
-
-    def _unknown(self, child: Entry, plan: "_SectionKeys", path: str, below: str) -> None:
+    def _unknown(self, child: Entry, plan: "SectionKeys", path: str, below: str) -> None:
         where = f"the section {path}" if path else "a recipe"
         near = plan.elsewhere.get(child.key) or "".join(
             difflib.get_close_matches(child.key, plan.names, 1, 0.6)
@@ -186,7 +185,9 @@ class _Trial:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _SectionKeys:
+class SectionKeys:
+    """The keys of a section: its fields, and how they may be written."""
+
     fields: dict[str, dataclasses.Field[Any]]
     names: dict[str, str]
     """Every key that may be written, and the field that it sets."""
@@ -195,56 +196,31 @@ class _SectionKeys:
     """Names that other programs use for a field."""
 
 
-_KEYS: dict[type, _SectionKeys] = {}
-
-
-def _section_keys(cls: type) -> _SectionKeys:
-    if cls not in _KEYS:
-        fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
-        names = {name: name for name in fields}
-        for field in fields.values():
-            for other in cast("tuple[str, ...]", field.metadata.get("names", ())):
-                names[other] = field.name
-        required = frozenset(
-            f.name
-            for f in fields.values()
-            if f.metadata.get("written")
-            or (f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
-        )
-        elsewhere = {
-            name: field.name
-            for field in fields.values()
-            for name in cast("tuple[str, ...]", field.metadata.get("instead_of", ()))
-        }
-        _KEYS[cls] = _SectionKeys(fields, names, required, elsewhere)
-    return _KEYS[cls]
-
-
-def keys_of(cls: type) -> Iterable[str]:
-    """Return every key that may be written in the section ``cls``."""
-    return _section_keys(cls).names
-
-
-def required_of(cls: type) -> frozenset[str]:
-    """Return the keys that must be written in the section ``cls``."""
-    return _section_keys(cls).required
-
-
-def canonical(cls: type, key: str) -> str:
-    """Return the field that a written key of the section ``cls`` sets."""
-    return _section_keys(cls).names[key]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    factory = cast(Callable[[], Any], field.default_factory)
-    return factory()
+@functools.cache
+def section_keys(cls: type) -> SectionKeys:
+    """Return the keys of a section."""
+    fields = {f.name: f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")}
+    names = {name: name for name in fields}
+    for field in fields.values():
+        for other in cast("tuple[str, ...]", field.metadata.get("names", ())):
+            names[other] = field.name
+    required = frozenset(
+        f.name
+        for f in fields.values()
+        if f.metadata.get("written")
+        or (f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
+    )
+    elsewhere = {
+        name: field.name
+        for field in fields.values()
+        for name in cast("tuple[str, ...]", field.metadata.get("instead_of", ()))
+    }
+    return SectionKeys(fields, names, required, elsewhere)
 
 
 def type_names(cls: Any) -> tuple[str, ...]:
     """Return the values that the ``type`` key of a section may have."""
-    return get_args(_section_keys(cls).fields["type"].type)
+    return get_args(section_keys(cls).fields["type"].type)
 
 
 def options_of(kind: Any) -> tuple[Any, ...]:
@@ -296,13 +272,8 @@ def _kinds(kind: Any) -> tuple[Kind, ...]:
     if get_origin(base) is list:
         return ("list",)
     if get_origin(base) is Literal:
-        return tuple({k for v in get_args(base) for k in _SCALARS[type(v)] if k == _kind_of(v)})
+        return tuple({_SCALARS[type(value)][0] for value in get_args(base)})
     return _SCALARS[base]
-
-
-def _kind_of(value: object) -> str:
-    names: dict[type, str] = {bool: "bool", int: "int", str: "str", type(None): "null"}
-    return names[type(value)]
 
 
 _WORDS = {bool: "True or False", int: "an integer", float: "a number", str: "text"}

@@ -12,15 +12,18 @@ import importlib
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
+
 from telechat_moe.recipe import rules
-from telechat_moe.recipe.check import Checker, keys_of, required_of
+from telechat_moe.recipe.check import Checker, section_keys
 from telechat_moe.recipe.problems import Problem, RecipeError
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
-from telechat_moe.recipe.tree import Entry, Kind, YamlNode, read
+from telechat_moe.recipe.tree import Entry, YamlNode, read
 
 
 def shipped_dir() -> Path:
@@ -229,18 +232,12 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
             continue
         shared = shared or entry.alias
         if shared:
-            entry.node, entry.alias = _copy(entry.node), False
+            entries = [replace(e) for e in entry.node.entries]
+            entry.node, entry.alias = replace(entry.node, entries=entries), False
         if last:
             entry.node.become(new)
         node = entry.node
     return None
-
-
-def _copy(node: YamlNode) -> YamlNode:
-    entries = [Entry(e.key, e.line, e.node, e.alias) for e in node.entries]
-    return YamlNode(
-        node.kind, node.line, node.value, node.text, node.trap, entries, node.size, node.origin
-    )
 
 
 def _locate(top: Entry, key: str) -> Entry:
@@ -254,25 +251,22 @@ def _locate(top: Entry, key: str) -> Entry:
     return entry
 
 
-def _scalar_text(root: YamlNode, *keys: str) -> str:
-    node: YamlNode | None = root
-    for key in keys:
-        entry = node.get(key) if node else None
-        node = entry.node if entry else None
-    return node.value if node and node.kind == "str" else ""
+def _text(root: YamlNode, key: str) -> str:
+    """Return the text that is written for a dotted key; empty: none."""
+    entry = _locate(Entry("", 1, root), key)
+    return entry.node.value if entry.node.kind == "str" and key.endswith(entry.key) else ""
 
 
 def _complete_model(root: YamlNode) -> type:
     """Fill in model keys from Hugging Face's configuration or MindFormers' defaults; return the section's class."""
     section = _locate(Entry("", 1, root), "model.model_config")
-    kind = _scalar_text(root, "model", "model_config", "model_type")
-    folder = _scalar_text(root, "pretrained_model_dir")
+    kind, folder = _text(root, "model.model_config.model_type"), _text(root, "pretrained_model_dir")
     if section.key != "model_config" or section.node.kind != "map":
         return ModelConfig
     if folder:
         _fill(section.node, *_hugging_face(folder))
         have = {e.key for e in section.node.entries}
-        if not required_of(ModelConfig) <= have:
+        if not section_keys(ModelConfig).required <= have:
             return OtherModelConfig
     elif kind == "deepseek_v3":
         _fill(section.node, DEEPSEEK_V3, "MindFormers' default for deepseek_v3")
@@ -286,7 +280,7 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}, ""
-    known = {*keys_of(ModelConfig), *keys_of(OtherModelConfig)}
+    known = {*section_keys(ModelConfig).names, *section_keys(OtherModelConfig).names}
     if not isinstance(data, dict):
         return {}, ""
     pairs = cast("dict[str, object]", data).items()
@@ -294,20 +288,13 @@ def _hugging_face(folder: str) -> tuple[dict[str, object], str]:
 
 
 def _fill(section: YamlNode, values: dict[str, object], origin: str) -> None:
+    """Add keys that are not written, as if YAML said them."""
     have = {e.key for e in section.entries}
-    for key, value in values.items():
-        if key not in have:
-            section.entries.append(Entry(key, 0, _node(value, origin)))
-
-
-def _node(value: object, origin: str) -> YamlNode:
-    if isinstance(value, dict):
-        pairs = cast("dict[str, object]", value).items()
-        entries = [Entry(str(k), 0, _node(v, origin)) for k, v in pairs]
-        return YamlNode("map", 0, entries=entries, origin=origin)
-    if isinstance(value, list):
-        items = cast("list[object]", value)
-        entries = [Entry(str(i), 0, _node(v, origin)) for i, v in enumerate(items)]
-        return YamlNode("list", 0, entries=entries, origin=origin)
-    kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "str"}
-    return YamlNode(kinds.get(type(value), "null"), 0, value, str(value), origin=origin)
+    missing = {key: value for key, value in values.items() if key not in have}
+    node = read(
+        yaml.safe_dump(missing, sort_keys=False, allow_unicode=True),
+        lambda line, key, found, expected: None,
+    )
+    if node is not None:
+        _mark(node, origin)
+        section.entries += node.entries

@@ -33,17 +33,6 @@ class Problem:
         text = f"{place}: {self.key + ': ' if self.key else ''}{self.found}; {self.expected}"
         return f"{text}; did you mean {self.suggestion!r}?" if self.suggestion else text
 
-    def to_dict(self) -> dict[str, str | int]:
-        """Return the problem as plain data for ``--json``."""
-        return {
-            "file": self.file,
-            "line": self.line,
-            "key": self.key,
-            "found": self.found,
-            "expected": self.expected,
-            "suggestion": self.suggestion,
-        }
-
 
 class RecipeError(BadInputError):
     """A recipe cannot be used; ``problems`` lists every reason, in the order of the file.

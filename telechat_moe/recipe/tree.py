@@ -9,7 +9,7 @@ PyYAML's own resolver, because MindFormers reads the same file with ``yaml.safe_
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast
 
 import yaml
@@ -63,14 +63,8 @@ class YamlNode:
 
     def become(self, other: "YamlNode") -> None:
         """Take over another value, at every position that shares this node."""
-        self.kind, self.line, self.value, self.text = (
-            other.kind,
-            other.line,
-            other.value,
-            other.text,
-        )
-        self.trap, self.entries, self.size = other.trap, other.entries, other.size
-        self.origin = other.origin
+        for slot in fields(self):
+            setattr(self, slot.name, getattr(other, slot.name))
 
     def plain(self) -> Any:
         """Return the value as plain Python data."""

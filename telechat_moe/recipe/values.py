@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, cast
 
-from telechat_moe.recipe.check import canonical
+from telechat_moe.recipe.check import section_keys
 
 
 def plain(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def plain(section: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             no value, are sections, or mean nothing to MindFormers.
     """
     cls = cast("type[Any]", type(section))
-    written = {canonical(cls, key): value for key, value in given.items()}
+    written = {section_keys(cls).names[key]: value for key, value in given.items()}
     result = {name: _value(getattr(section, name), value) for name, value in written.items()}
     for field in dataclasses.fields(cls):
         value = getattr(section, field.name)

@@ -69,7 +69,7 @@ def test_dataset_holds_the_corpus(corpus: Path, whole: Path) -> None:
         documents = [dataset[index] for index in range(len(dataset))]
         assert all(tokens[-1] == tokenizer.eod for tokens in documents)
         assert not any((tokens[:-1] == tokenizer.eod).any() for tokens in documents)
-        found[side] = [tokenizer.decode_bytes(tokens[:-1]) for tokens in documents]
+        found[side] = [tokenizer.decode(tokens[:-1]).encode() for tokens in documents]
         assert manifest[side]["documents"] == len(documents)
         assert manifest[side]["tokens"] == sum(map(len, documents))
         assert manifest[side]["text_bytes"] == sum(map(len, found[side]))

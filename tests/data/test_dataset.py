@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from telechat_moe.data import GptDataset, IndexedDataset, SampleOptions, open_blend, write_indexed
 from telechat_moe.data import dataset as dataset_module
-from telechat_moe.data.blend import parse_data_path, split_range, valid_prefix
+from telechat_moe.data.blend import valid_prefix
 from telechat_moe.errors import BadInputError
+from telechat_moe.recipe.data_path import parse_data_path, parse_split
 
 documents_of = st.lists(st.lists(st.integers(1, 50), max_size=12), min_size=1, max_size=12)
 
@@ -97,15 +98,6 @@ def test_masks_and_positions(prefixes: dict[str, str], pad: int) -> None:
                 assert batch["attention_mask"][row, 0, i, j] == (not visible)
 
 
-def test_last_short_sample_is_padded(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "d", [[1, 2, 3, 4, 0]], np.uint16)
-    dataset = GptDataset(tmp_path / "d", 3, drop_last=False)
-    batch = dataset.batch(np.argsort(dataset.indices.shuffle))
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert batch["labels"].tolist() == [[2, 3, 4], [0, 0, 0]]
-    assert batch["loss_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
 def test_bad_settings_are_refused(prefixes: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="need the end-of-document token, but eod is -1"):
         SampleOptions(reset_position_ids=True)
@@ -127,27 +119,27 @@ def test_bad_settings_are_refused(prefixes: dict[str, str], tmp_path: Path) -> N
         dataset.batch(np.arange(len(dataset)))
 
 
-def test_data_path() -> None:
+def test_data_path(prefixes: dict[str, str]) -> None:
     assert parse_data_path(["a"]) == (["a"], None)
     assert parse_data_path(["1", "a"]) == (["a"], [1.0])
-    assert parse_data_path([3, "a", "1", " b "]) == (["a", "b"], [0.75, 0.25])
+    assert parse_data_path([3, "a", "1", " b "]) == (["a", "b"], [3, 1])
     assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
     for wrong in ([], ["1"], ["a", "1"], ["1", "a", "b"], ["0", "a"], ["-1", "a"], ["nan", "a"]):
-        with pytest.raises(BadInputError, match="data_path"):
+        with pytest.raises(ValueError, match=r"weight and prefix in turn|weights above 0"):
             parse_data_path(wrong)
+        with pytest.raises(BadInputError, match="data_path is"):
+            open_blend(wrong, seq_length=16, size=4)
 
 
-def test_split() -> None:
-    assert [split_range("90, 10, 0", phase, 50) for phase in ("train", "valid")] == [
-        (0, 45),
-        (45, 50),
-    ]
-    assert split_range("1", "train", 7) == (0, 7)
-    with pytest.raises(BadInputError, match="gives no documents to 'test'"):
-        split_range("1, 1, 0", "test", 7)
-    for wrong in ("", "a, b", "1, 2, 3, 4", "-1, 2", "0, 0, 0"):
-        with pytest.raises(BadInputError, match="split"):
-            split_range(wrong, "train", 7)
+def test_split(prefixes: dict[str, str]) -> None:
+    source = IndexedDataset(prefixes["long"])
+    half = open_blend([prefixes["long"]], seq_length=16, size=30, split="50, 50, 0")
+    assert set(half.indices.documents) == set(range(round(0.5 * len(source))))
+    assert parse_split("90, 10, 0") == [90, 10, 0]
+    assert parse_split("1") == [1]
+    for wrong in ("", "a, b", "1, 2, 3, 4", "-1, 2", "0, 0, 0", "0, 1, 0", "inf"):
+        with pytest.raises(ValueError, match="the first above 0"):
+            parse_split(wrong)
 
 
 def test_validation_beside_training() -> None:

@@ -34,6 +34,6 @@ if __name__ == "__main__":
         "start": start,
         "peak": peak(),
         "seconds": time.monotonic() - begin,
-        **result.to_dict(),
+        **vars(result),
     }
     sys.stdout.write(json.dumps(report) + "\n")

@@ -23,6 +23,7 @@ from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankFailedError, stop_on_signal
 from telechat_moe.recipe import load
+from telechat_moe.units import ranges_text
 
 NASTY = "a b$(touch pwned)`touch pwned`';touch pwned;\"&|\n*"
 
@@ -136,7 +137,7 @@ def test_processes_get_cores_beside_their_npu(tmp_path: Path) -> None:
     npus = {"0000:c1:00.0": 0, "0000:01:00.0": 1, "0000:02:00.0": 1, "0000:c2:00.0": 0}
     found = Topology.read(machine(tmp_path, TWO_NODES, npus), set(range(16)))
     assert found.npus == [1, 1, 0, 0]
-    assert [topology.show_cores(c) for c in found.cores(4)] == ["8-11", "12-15", "0-3", "4-7"]
+    assert [ranges_text(c, ",") for c in found.cores(4)] == ["8-11", "12-15", "0-3", "4-7"]
 
 
 NPU_SMI = """#!/bin/sh
@@ -165,14 +166,14 @@ def test_device_numbers_are_those_of_npu_smi(
 
 def test_without_npus_processes_spread_over_the_nodes(tmp_path: Path) -> None:
     found = Topology.read(machine(tmp_path, TWO_NODES, {}), set(range(16)))
-    assert [topology.show_cores(c) for c in found.cores(3)] == ["0-3", "4-7", "8-15"]
+    assert [ranges_text(c, ",") for c in found.cores(3)] == ["0-3", "4-7", "8-15"]
 
 
 def test_cores_that_are_not_allowed_and_nodes_without_any_are_left_out(tmp_path: Path) -> None:
     nodes = {0: "0-3,16-19", 1: "4-7", 2: ""}
     found = Topology.read(machine(tmp_path, nodes, {}), {2, 3, 16, 17})
     assert found.nodes == {0: [2, 3, 16, 17]}
-    assert [topology.show_cores(c) for c in found.cores(2)] == ["2-3", "16-17"]
+    assert [ranges_text(c, ",") for c in found.cores(2)] == ["2-3", "16-17"]
     # An NPU on a node whose cores are not ours does not leave its process without any.
     assert Topology(found.nodes, [1, 0]).cores(2) == [[2, 3], [16, 17]]
 

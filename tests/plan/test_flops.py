@@ -30,7 +30,7 @@ def test_architecture_of_a_recipe_has_the_parameters_and_flops_of_the_recipe(nam
     a, c = Architecture.from_recipe(recipe), recipe.model_config
     count, flops = parameters(c), flops_per_token(c)
     assert a.parameters == count.total
-    assert a.active_parameters == count.active_without_mtp
+    assert a.active_parameters == count.totals()["active_without_mtp"]
     assert model_flops(a).products == flops.products
     assert model_flops(a).attention == pytest.approx(flops.attention, rel=1e-12)
 

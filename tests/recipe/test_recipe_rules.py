@@ -102,7 +102,6 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (TINY, {C + "eod": "2048"}, C + "eod"),
         (TINY, {C + "pad": "2048"}, C + "pad"),
     ],
-    "model_batch": [(TINY, {M + "batch_size": "8"}, M + "batch_size")],
     "converter_names": [
         (LARGE, {M + "qk_nope_head_dim": "64"}, M + "qk_nope_head_dim"),
         (LARGE, {M + "qk_rope_head_dim": "32"}, M + "qk_rope_head_dim"),
@@ -410,8 +409,6 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
     ],
     "batching": [
         (TINY, {D + "drop_remainder": "False"}, D + "drop_remainder"),
-        (TINY, {D + "batch_size": "8"}, D + "batch_size"),
-        (TINY, {D + "micro_batch_num": "4"}, D + "micro_batch_num"),
     ],
     "evaluation": [(TINY, {"do_eval": "True"}, "do_eval")],
     "one_schedule": [
@@ -482,7 +479,10 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
     ],
     "callbacks": [(TINY, {"callbacks.2": "{type: MFLossMonitor}"}, "callbacks.2.type")],
     "bias_callback": [(TINY, {"callbacks": "[{type: MFLossMonitor}]"}, "callbacks")],
-    "callback_copies": [
+    "copies": [
+        (TINY, {M + "batch_size": "8"}, M + "batch_size"),
+        (TINY, {D + "batch_size": "8"}, D + "batch_size"),
+        (TINY, {D + "micro_batch_num": "4"}, D + "micro_batch_num"),
         (TINY, {"callbacks.1.expert_num": "16"}, "callbacks.1.expert_num"),
         (TINY, {"callbacks.1.topk_bias_update_rate": "0.1"}, "callbacks.1.topk_bias_update_rate"),
         (TINY, {"callbacks.1.balance_via_topk_bias": "False"}, "callbacks.1.balance_via_topk_bias"),

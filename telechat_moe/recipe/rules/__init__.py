@@ -1,37 +1,26 @@
 """Cross-field rules: settings that are right alone and wrong together.
 
-A rule is a generator that takes the recipe and yields (dotted key, found, expected) for each place
-that breaks it. Its docstring says what happens in MindFormers otherwise. The rules stand in
-`rules_model.py`, `rules_parallel.py`, `rules_data.py` and `rules_train.py`.
+A rule is a public generator function of `model.py`, `parallel.py`, `data.py` or `train.py`. It takes the recipe, in
+`model.py` the model section, and yields (dotted key, found, expected) for each place that breaks it. Its docstring says
+what happens in MindFormers otherwise.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 
-from telechat_moe.recipe.rules import data as rules_data
-from telechat_moe.recipe.rules import model as rules_model
-from telechat_moe.recipe.rules import parallel as rules_parallel
-from telechat_moe.recipe.rules import train as rules_train
-from telechat_moe.recipe.schema import Recipe
-
-Broken = tuple[str, str, str]
-Rule = Callable[[Recipe], Iterator[Broken]]
-
-RULES: tuple[Rule, ...] = (
-    *rules_model.RULES,
-    *rules_parallel.RULES,
-    *rules_data.RULES,
-    *rules_train.RULES,
-)
+from telechat_moe.recipe.rules import data, model, parallel, train
+from telechat_moe.recipe.schema import Broken, Recipe
 
 
-def documented() -> tuple[Callable[..., Iterator[Broken]], ...]:
-    """Return every rule in the form that has a name and a docstring."""
-    return (
-        *rules_model.DOCUMENTED,
-        *rules_parallel.DOCUMENTED,
-        *rules_data.DOCUMENTED,
-        *rules_train.DOCUMENTED,
-    )
+def documented() -> list[Callable[..., Iterator[Broken]]]:
+    """Return every rule."""
+    return [
+        found
+        for module in (model, parallel, data, train)
+        for name, found in vars(module).items()
+        if inspect.isgeneratorfunction(found) and not name.startswith("_")
+    ]
 
 
 def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Broken]:
@@ -43,15 +32,11 @@ def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Br
         lenient: Some values had problems and are missing from the recipe; a rule that needs one
             of them is skipped.
     """
-    for rule in RULES:
-        try:
-            yield from rule(recipe)
-        except AttributeError:
-            if not lenient:
-                raise
-    if devices is not None:
-        try:
-            yield from rules_parallel.device_count(recipe, devices)
-        except AttributeError:
-            if not lenient:
-                raise
+    for rule in documented():
+        with suppress(AttributeError) if lenient else nullcontext():
+            if rule is parallel.device_count:
+                yield from rule(recipe, devices)
+            elif rule.__module__ == model.__name__:
+                yield from rule(recipe.model.model_config)
+            else:
+                yield from rule(recipe)

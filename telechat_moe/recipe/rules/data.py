@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
-from telechat_moe.recipe.schema import Recipe
-from telechat_moe.recipe.schema.train import GptDatasetConfig, TrainDataset
+from telechat_moe.recipe.data_path import parse_data_path, parse_split
+from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.train import GptDatasetConfig
 
-Broken = tuple[str, str, str]
-TRAINING = ("train", "finetune")
 DATA = "train_dataset."
 LOADER = "train_dataset.data_loader."
 CONFIG = "train_dataset.data_loader.config."
@@ -29,7 +28,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
 
 def _config(r: Recipe) -> GptDatasetConfig | None:
     loader = r.train_dataset.data_loader
-    return loader.config if r.run_mode in TRAINING and loader.type == MEGATRON else None
+    return loader.config if r.trains and loader.type == MEGATRON else None
 
 
 def loader_keys(r: Recipe) -> Iterator[Broken]:
@@ -43,7 +42,7 @@ def loader_keys(r: Recipe) -> Iterator[Broken]:
 def megatron(r: Recipe) -> Iterator[Broken]:
     """A Megatron data set needs a kind, sizes and a configuration."""
     loader = r.train_dataset.data_loader
-    if r.run_mode not in TRAINING or loader.type != MEGATRON:
+    if not r.trains or loader.type != MEGATRON:
         return
     for key, expected in (
         ("datasets_type", "GPTDataset"),
@@ -59,7 +58,7 @@ def megatron(r: Recipe) -> Iterator[Broken]:
 
 def task(r: Recipe) -> Iterator[Broken]:
     """MindFormers builds data from `train_dataset_task.dataset_config`, not from `train_dataset`."""
-    if r.run_mode not in TRAINING:
+    if not r.trains:
         return
     if "train_dataset" not in r.given:
         yield "train_dataset", "is missing", "a section; training needs data"
@@ -153,50 +152,28 @@ def paths(r: Recipe) -> Iterator[Broken]:
             yield from _blend(CONFIG + key, getattr(config, key))
         if config.data_path and config.train_data_path:
             yield CONFIG + "train_data_path", "beside data_path", "only one of the two"
-        if config.data_path and not _split(config.split):
+        try:
+            if config.data_path:
+                parse_split(config.split or "")
+        except ValueError as error:
             found = f"{config.split!r} with data_path" if config.split else "is missing"
-            yield CONFIG + "split", found, 'shares such as "1, 0, 0", the first above 0'
+            yield CONFIG + "split", found, str(error)
     evaluation = r.telechat_moe.evaluation
     yield from _blend("telechat_moe.evaluation.data_path", evaluation.data_path)
 
 
 def _blend(key: str, value: Sequence[str] | None) -> Iterator[Broken]:
-    if value is None:
-        return
-    numbers = [_number(item) for item in value]
-    alternate = len(value) % 2 == 0 and all(
-        (number is not None) == (index % 2 == 0) for index, number in enumerate(numbers)
-    )
-    if not value or not (alternate or all(number is None for number in numbers)):
-        yield key, str(list(value)), "weight and prefix in turn, or prefixes only"
-    elif alternate and min(number for number in numbers if number is not None) <= 0:
-        yield key, str(list(value)), "weights above 0"
-
-
-def _number(text: str) -> float | None:
     try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _split(text: str | None) -> bool:
-    shares = [_number(part) for part in (text or "").split(",") if part.strip()]
-    known = [share for share in shares if share is not None and share >= 0]
-    return bool(known) and len(known) == len(shares) <= 3 and known[0] > 0
+        if value is not None:
+            parse_data_path(value)
+    except ValueError as error:
+        yield key, str(value), str(error)
 
 
 def batching(r: Recipe) -> Iterator[Broken]:
-    """Copies of batch settings that must agree; graphs have fixed shapes."""
-    data: TrainDataset = r.train_dataset
-    if not data.drop_remainder and r.run_mode in TRAINING:
+    """Graphs have fixed shapes."""
+    if not r.train_dataset.drop_remainder and r.trains:
         yield DATA + "drop_remainder", "False", "True: a graph has one batch size"
-    if data.batch_size is not None and data.batch_size != r.runner_config.batch_size:
-        expected = f"runner_config.batch_size ({r.runner_config.batch_size})"
-        yield DATA + "batch_size", str(data.batch_size), expected
-    if data.micro_batch_num not in (None, r.parallel_config.micro_batch_num):
-        expected = f"parallel_config.micro_batch_num ({r.parallel_config.micro_batch_num})"
-        yield DATA + "micro_batch_num", str(data.micro_batch_num), expected
 
 
 def evaluation(r: Recipe) -> Iterator[Broken]:
@@ -207,18 +184,3 @@ def evaluation(r: Recipe) -> Iterator[Broken]:
             "True without eval_dataset and eval_dataset_task",
             "False, or both sections",
         )
-
-
-RULES = (
-    loader_keys,
-    megatron,
-    task,
-    lengths,
-    columns,
-    masks,
-    token_ids,
-    paths,
-    batching,
-    evaluation,
-)
-DOCUMENTED = RULES

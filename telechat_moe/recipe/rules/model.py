@@ -1,11 +1,10 @@
 """Rules within the model section."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema import Broken
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 
-Broken = tuple[str, str, str]
 AnyModel = ModelConfig | OtherModelConfig
 AT = "model.model_config."
 
@@ -154,58 +153,3 @@ def token_ids(m: AnyModel) -> Iterator[Broken]:
         value = getattr(m, key)
         if isinstance(value, int) and m.vocab_size is not None and value >= m.vocab_size:
             yield AT + key, str(value), f"below vocab_size ({m.vocab_size})"
-
-
-MODEL_RULES: tuple[Callable[[AnyModel], Iterator[Broken]], ...] = (
-    groups,
-    top_k,
-    rotary,
-    dense_layers,
-    shared_experts,
-    capacity,
-    multi_token,
-    positions,
-    heads,
-    flash_attention,
-    activation,
-    tied,
-    token_ids,
-)
-
-
-def _of_recipe(
-    rule: Callable[[AnyModel], Iterator[Broken]],
-) -> Callable[[Recipe], Iterator[Broken]]:
-    return lambda recipe: rule(recipe.model.model_config)
-
-
-def model_batch(r: Recipe) -> Iterator[Broken]:
-    """The model's copy of the batch size is the one that MindFormers' masks use."""
-    size = r.model.model_config.batch_size
-    if size is not None and size != r.runner_config.batch_size:
-        expected = f"runner_config.batch_size ({r.runner_config.batch_size})"
-        yield AT + "batch_size", str(size), expected
-
-
-def converter_names(r: Recipe) -> Iterator[Broken]:
-    """Keys that MindFormers' converter of the model type ignores, and then takes its default."""
-    m = r.model.model_config
-    for key, other, default in (
-        ("qk_nope_head_dim", "qk_head_dim", 128),
-        ("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
-    ):
-        width, copy = getattr(m, key), getattr(m, other)
-        if copy is not None and width is not None and copy != width:
-            yield AT + other, f"{copy}, but {key} is {width}", f"{width}"
-        elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
-            found = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
-            yield AT + key, found, f"{other} {width} beside it (or MindFormers trains {default})"
-    dtype, written = m.router_dense_type, r.given["model"]["model_config"]
-    ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
-    if ignored and dtype not in ("float32", "fp32", None):
-        found = f"{dtype}; MindFormers ignores this key for deepseek_v3"
-        yield AT + "router_dense_type", found, "the key moe_router_dtype instead"
-
-
-RULES = (*(_of_recipe(rule) for rule in MODEL_RULES), model_batch, converter_names)
-DOCUMENTED = (*MODEL_RULES, model_batch, converter_names)

@@ -1,39 +1,31 @@
 """Rules about devices: degrees, pipeline, data layout, recomputation."""
 
+import math
 from collections.abc import Iterator
 
 from telechat_moe.recipe.experts import expert_degrees
-from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 from telechat_moe.recipe.schema.train import TrainDataset
 
-Broken = tuple[str, str, str]
 AT = "model.model_config."
 TP = "parallel_config.model_parallel"
 EP = "parallel_config.expert_parallel"
-TRAINING = ("train", "finetune")
 PARALLEL_MODES = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")
 
 
 def _degrees(r: Recipe) -> tuple[int, str]:
-    p = r.parallel_config
-    named = {
-        "data_parallel": p.data_parallel,
-        "model_parallel": p.model_parallel,
-        "context_parallel": p.context_parallel,
-        "pipeline_stage": p.pipeline_stage,
-    }
-    product = 1
-    for degree in named.values():
-        product *= degree
+    names = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
+    named = {name: int(getattr(r.parallel_config, name)) for name in names}
+    product = math.prod(named.values())
     said = " x ".join(f"{name} ({n})" for name, n in named.items() if n > 1) or "all degrees 1"
     return product, f"{said} = {product}"
 
 
-def device_count(r: Recipe, devices: int) -> Iterator[Broken]:
+def device_count(r: Recipe, devices: int | None) -> Iterator[Broken]:
     """The product of the degrees must be the number of devices."""
     product, said = _degrees(r)
-    if product != devices:
+    if devices is not None and product != devices:
         p = r.parallel_config
         rest = product // p.data_parallel
         advice = f"use {product} devices"
@@ -56,7 +48,7 @@ def parallel_mode(r: Recipe) -> Iterator[Broken]:
     """Layouts only exist in the semi-automatic and automatic modes."""
     p, mode = r.parallel_config, r.parallel.parallel_mode
     split = max(p.model_parallel, p.pipeline_stage, p.context_parallel, p.expert_parallel)
-    if not r.use_parallel or r.run_mode not in TRAINING or mode in PARALLEL_MODES or split == 1:
+    if not r.use_parallel or not r.trains or mode in PARALLEL_MODES or split == 1:
         return
     yield "parallel.parallel_mode", f"{mode}, but the model is split", "1 (semi-automatic)"
 
@@ -65,7 +57,7 @@ def cpu(r: Recipe) -> Iterator[Broken]:
     """MindSpore on CPU: no device queue, bfloat16 only in fused products."""
     if r.context.device_target != "CPU":
         return
-    if r.runner_config.sink_mode and r.run_mode in TRAINING:
+    if r.runner_config.sink_mode and r.trains:
         yield "runner_config.sink_mode", "True on CPU", "False: CPU has no device queue"
     m = r.model.model_config
     if m.params_dtype not in ("float32", "fp32", None):
@@ -131,7 +123,7 @@ def expert_parallel(r: Recipe) -> Iterator[Broken]:
     if experts is not None and experts % ep:
         yield EP, f"{ep}, with {experts} routed experts", f"a divisor of {experts}"
     stage = p.data_parallel * p.model_parallel * p.context_parallel
-    if r.use_parallel and stage % ep and r.run_mode in TRAINING:
+    if r.use_parallel and stage % ep and r.trains:
         found = (
             f"{ep}, with data_parallel ({p.data_parallel}) x model_parallel ({p.model_parallel})"
         )
@@ -197,7 +189,7 @@ def capacity_tokens(r: Recipe) -> Iterator[Broken]:
     """Tokens that share an expert's capacity are as many on each device; `alltoallv` drops none."""
     m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
     drops = bool(m.moe_token_drop_policy) and m.moe_expert_capacity_factor is not None
-    if not drops or r.run_mode not in TRAINING:
+    if not drops or not r.trains:
         return
     factor, chosen = m.moe_expert_capacity_factor, own.sharding.dispatcher
     if chosen == "alltoallv":
@@ -214,7 +206,7 @@ def capacity_tokens(r: Recipe) -> Iterator[Broken]:
 
 
 def _trains_split(r: Recipe) -> bool:
-    return r.use_parallel and r.run_mode in TRAINING
+    return r.use_parallel and r.trains
 
 
 def dispatcher(r: Recipe) -> Iterator[Broken]:
@@ -329,7 +321,7 @@ def micro_batches(r: Recipe) -> Iterator[Broken]:
     """Too few micro-batches leave stages idle; without stages MindFormers resets them to 1."""
     p, key = r.parallel_config, "parallel_config.micro_batch_num"
     pp, count = p.pipeline_stage, p.micro_batch_num
-    if r.run_mode not in TRAINING:
+    if not r.trains:
         return
     if pp == 1 and count > 1:
         found = f"{count} without pipeline stages, where it has no effect"
@@ -403,7 +395,7 @@ def _columns(data: TrainDataset) -> list[str]:
 
 def _no_strategy(r: Recipe) -> Iterator[Broken]:
     p = r.parallel_config
-    split = r.use_parallel and r.run_mode in TRAINING and p.model_parallel * p.context_parallel > 1
+    split = r.use_parallel and r.trains and p.model_parallel * p.context_parallel > 1
     strategy = r.parallel.dataset_strategy
     if split and not r.parallel.full_batch and strategy in (None, "data_parallel"):
         found = "missing, with full_batch False and a split model"
@@ -431,26 +423,3 @@ def recompute(r: Recipe) -> Iterator[Broken]:
     count = sum(int(n) for row in rows for n in row if isinstance(n, int))
     if layers is not None and count > layers:
         yield key, f"{count} layers of {layers}", f"at most {layers} in all"
-
-
-RULES = (
-    use_parallel,
-    parallel_mode,
-    cpu,
-    tensor_parallel,
-    sequence_parallel,
-    expert_parallel,
-    expert_mesh,
-    rows,
-    tied_table,
-    capacity_tokens,
-    dispatcher,
-    context_parallel,
-    interleave,
-    offset,
-    micro_batches,
-    schedule,
-    dataset_strategy,
-    recompute,
-)
-DOCUMENTED = (device_count, *RULES)

@@ -1,21 +1,20 @@
 """Rules about learning rate, callbacks and the run as a whole."""
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import Any
 
-from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.callbacks import (
-    MFLossMonitor,
-    MoEDropRateCallback,
     ProfileMonitor,
     TopkBiasBalanceCallback,
 )
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.optimizer import LrSchedule
 
-Broken = tuple[str, str, str]
-TRAINING = ("train", "finetune")
+MODEL = "model.model_config."
 
 _WARMUP = ("type", "params", "learning_rate", "warmup_steps", "warmup_ratio", "warmup_lr_init")
 _LR_KEYS: dict[str, tuple[str, ...]] = {
@@ -40,6 +39,34 @@ _LR_KEYS: dict[str, tuple[str, ...]] = {
 }
 
 
+_BATCH, _MICRO = "runner_config.batch_size", "parallel_config.micro_batch_num"
+_ACCUMULATION = "runner_config.gradient_accumulation_steps"
+_COPIES: dict[str, dict[str, str]] = {
+    "train_dataset": {"batch_size": _BATCH, "micro_batch_num": _MICRO},
+    "model.model_config": {"batch_size": _BATCH},
+    "TopkBiasBalanceCallback": {
+        "balance_via_topk_bias": MODEL + "moe_router_enable_expert_bias",
+        "topk_bias_update_rate": MODEL + "moe_router_bias_update_rate",
+        "expert_num": MODEL + "n_routed_experts",
+        "micro_batch_num": _MICRO,
+        "gradient_accumulation_steps": _ACCUMULATION,
+    },
+    "MFLossMonitor": {
+        "micro_batch_num": _MICRO,
+        "gradient_accumulation_steps": _ACCUMULATION,
+        "micro_batch_interleave_num": "micro_batch_interleave_num",
+    },
+    "MoEDropRateCallback": {
+        "capacity_factor": MODEL + "moe_expert_capacity_factor",
+        "expert_num": MODEL + "n_routed_experts",
+        "num_layers": MODEL + "num_hidden_layers",
+        "mtp_depth": MODEL + "num_nextn_predict_layers",
+    },
+}
+"""Sections and callbacks: their keys that repeat another setting, and that setting."""
+_ONE_BY_DEFAULT = ("TopkBiasBalanceCallback", "gradient_accumulation_steps")
+
+
 def _schedules(r: Recipe) -> Iterator[tuple[str, LrSchedule]]:
     if r.lr_schedule is not None:
         yield "lr_schedule.", r.lr_schedule
@@ -53,7 +80,7 @@ def one_schedule(r: Recipe) -> Iterator[Broken]:
     """With both schedules MindFormers takes the groups and drops the other silently."""
     if r.lr_schedule is not None and r.grouped_lr_schedule is not None:
         yield "lr_schedule", "beside grouped_lr_schedule", "only one of the two"
-    if r.lr_schedule is None and r.grouped_lr_schedule is None and r.run_mode in TRAINING:
+    if r.lr_schedule is None and r.grouped_lr_schedule is None and r.trains:
         yield "lr_schedule", "is missing", "lr_schedule or grouped_lr_schedule"
     if r.optimizer.learning_rate is not None and r.lr_schedule is not None:
         yield "optimizer.learning_rate", "beside lr_schedule", "remove it: the schedule holds"
@@ -132,7 +159,7 @@ def regular_expressions(r: Recipe) -> Iterator[Broken]:
             at = f"grouped_lr_schedule.grouped.{index}.params"
             patterns += [(f"{at}.{i}", text) for i, text in enumerate(group.params)]
     for index, rule in enumerate(r.model.model_config.param_init_std_rules or []):
-        patterns.append((f"model.model_config.param_init_std_rules.{index}.target", rule.target))
+        patterns.append((f"{MODEL}param_init_std_rules.{index}.target", rule.target))
     for key, text in patterns:
         try:
             re.compile(text)
@@ -154,45 +181,32 @@ def bias_callback(r: Recipe) -> Iterator[Broken]:
     """Without the callback MindFormers never updates the expert bias."""
     m = r.model.model_config
     biased = isinstance(m, ModelConfig) and m.moe_router_enable_expert_bias and m.num_moe_layers
-    if not biased or r.run_mode not in TRAINING:
+    if not biased or not r.trains:
         return
     if not any(isinstance(c, TopkBiasBalanceCallback) for c in r.callbacks):
         found = "no TopkBiasBalanceCallback, but moe_router_enable_expert_bias is True"
         yield "callbacks", found, "the callback: MindFormers updates the bias there"
 
 
-def callback_copies(r: Recipe) -> Iterator[Broken]:
-    """Callbacks repeat settings of other sections, and act on their own copy."""
-    m, p = r.model.model_config, r.parallel_config
-    steps = r.runner_config.gradient_accumulation_steps
-    for index, c in enumerate(r.callbacks):
-        copies: dict[str, tuple[object, object]] = {}
-        if isinstance(c, TopkBiasBalanceCallback):
-            copies = {
-                "balance_via_topk_bias": (c.balance_via_topk_bias, m.moe_router_enable_expert_bias),
-                "topk_bias_update_rate": (c.topk_bias_update_rate, m.moe_router_bias_update_rate),
-                "expert_num": (c.expert_num, m.n_routed_experts),
-                "micro_batch_num": (c.micro_batch_num, p.micro_batch_num),
-                "gradient_accumulation_steps": (c.gradient_accumulation_steps or 1, steps),
-            }
-        elif isinstance(c, MFLossMonitor):
-            interleave = c.micro_batch_interleave_num
-            copies = {
-                "micro_batch_num": (c.micro_batch_num, p.micro_batch_num),
-                "gradient_accumulation_steps": (c.gradient_accumulation_steps, steps),
-                "micro_batch_interleave_num": (interleave, r.micro_batch_interleave_num),
-            }
-        elif isinstance(c, MoEDropRateCallback):
-            copies = {
-                "capacity_factor": (c.capacity_factor, m.moe_expert_capacity_factor),
-                "expert_num": (c.expert_num, m.n_routed_experts),
-                "num_layers": (c.num_layers, m.num_hidden_layers),
-                "mtp_depth": (c.mtp_depth, m.num_nextn_predict_layers),
-            }
-        for key, (written, meant) in copies.items():
+def copies(r: Recipe) -> Iterator[Broken]:
+    """Copies of settings must agree with them: callbacks, data and masks act on their own copy."""
+    sections: list[tuple[str, Any]] = [
+        ("train_dataset", getattr(r, "train_dataset", None)),
+        ("model.model_config", r.model.model_config),
+        *((f"callbacks.{i}", c) for i, c in enumerate(getattr(r, "callbacks", ()))),
+    ]
+    for at, section in sections:
+        kind = getattr(section, "type", at)
+        for key, source in _COPIES.get(kind, {}).items():
+            written, meant = getattr(section, key, None), _value(r, source)
+            if written is None and (kind, key) == _ONE_BY_DEFAULT:
+                written = 1
             if written is not None and meant is not None and written != meant:
-                expected = f"{meant}, as the rest of the recipe says"
-                yield f"callbacks.{index}.{key}", str(written), expected
+                yield f"{at}.{key}", str(written), f"{source} ({meant})"
+
+
+def _value(r: Recipe, key: str) -> object:
+    return functools.reduce(lambda section, name: getattr(section, name, None), key.split("."), r)
 
 
 def profiling(r: Recipe) -> Iterator[Broken]:
@@ -239,17 +253,21 @@ def sections(r: Recipe) -> Iterator[Broken]:
         yield "parallel.auto_pipeline", "True", "False: MindFormers refuses it"
 
 
-RULES = (
-    one_schedule,
-    schedule_keys,
-    schedule_steps,
-    schedule_rates,
-    regular_expressions,
-    callbacks,
-    bias_callback,
-    callback_copies,
-    profiling,
-    spikes,
-    sections,
-)
-DOCUMENTED = RULES
+def converter_names(r: Recipe) -> Iterator[Broken]:
+    """Keys that MindFormers' converter of the model type ignores, and then takes its default."""
+    m = r.model.model_config
+    for key, other, default in (
+        ("qk_nope_head_dim", "qk_head_dim", 128),
+        ("qk_rope_head_dim", "qk_pos_emb_head_dim", 64),
+    ):
+        width, copy = getattr(m, key), getattr(m, other)
+        if copy is not None and width is not None and copy != width:
+            yield MODEL + other, f"{copy}, but {key} is {width}", f"{width}"
+        elif m.model_type == "telechat3_moe" and copy is None and width not in (None, default):
+            found = f"{width} without {other}; MindFormers ignores this key for telechat3_moe"
+            yield MODEL + key, found, f"{other} {width} beside it (or MindFormers trains {default})"
+    dtype, written = m.router_dense_type, r.given["model"]["model_config"]
+    ignored = m.model_type == "deepseek_v3" and "moe_router_dtype" not in written
+    if ignored and dtype not in ("float32", "fp32", None):
+        found = f"{dtype}; MindFormers ignores this key for deepseek_v3"
+        yield MODEL + "router_dense_type", found, "the key moe_router_dtype instead"

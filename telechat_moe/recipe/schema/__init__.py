@@ -32,6 +32,9 @@ from telechat_moe.recipe.schema.train import (
 )
 from telechat_moe.recipe.values import plain
 
+Broken = tuple[str, str, str]
+"""Key, what was found there and what is expected: what a rule across sections yields."""
+
 
 @section
 class Model:
@@ -177,12 +180,26 @@ class Recipe:
         )
 
     @property
+    def trains(self) -> bool:
+        """Whether the recipe is for training."""
+        return self.run_mode in ("train", "finetune")
+
+    @property
     def devices(self) -> int:
         """Devices that the parallel degrees need."""
         if not self.use_parallel:
             return 1
         p = self.parallel_config
         return p.data_parallel * p.model_parallel * p.context_parallel * p.pipeline_stage
+
+    @property
+    def degrees_text(self) -> str:
+        """The parallel degrees in words."""
+        p = self.parallel_config
+        return (
+            f"use_parallel {self.use_parallel}, data {p.data_parallel} x tensor {p.model_parallel} x context "
+            f"{p.context_parallel} x pipeline {p.pipeline_stage}"
+        )
 
     @property
     def global_batch(self) -> int:

@@ -1,6 +1,11 @@
 """Sections about watching a run: callbacks and MindFormers' monitor."""
 
+import functools
+import operator
+from typing import TYPE_CHECKING
+
 from telechat_moe.recipe.fields import Above0, Count, NonNegative, Positive, Text
+from telechat_moe.recipe.schema import table
 from telechat_moe.recipe.schema.table import section
 
 
@@ -63,11 +68,6 @@ class CheckpointMonitor(CallbackSection):
 
 
 @section
-class TrainingStateMonitor(CallbackSection):
-    """Writes norms and losses; settings stand in `monitor_config`."""
-
-
-@section
 class ProfileMonitor(CallbackSection):
     """Profiles some steps."""
 
@@ -95,50 +95,17 @@ class MoEDropRateCallback(CallbackSection):
     """Equals the model's `num_nextn_predict_layers`."""
 
 
-@section
-class ExpertMigrateCallback(CallbackSection):
-    """Moves experts between devices. Left out keys are taken from the model section."""
-
-
-@section
-class TrainCallBack(CallbackSection):
-    """Stops early."""
-
-
-@section
-class StressDetectCallBack(CallbackSection):
-    """Tests the hardware while training."""
-
-
-@section
-class SDCMonitor(CallbackSection):
-    """Watches for silent data corruption."""
-
-
-@section
-class ColdHotExpertMonitor(CallbackSection):
-    """Counts hot experts (old networks)."""
-
-
-@section
-class EvalCallBack(CallbackSection):
-    """Evaluates while training."""
-
-
-Callback = (
-    MFLossMonitor
-    | TopkBiasBalanceCallback
-    | CheckpointMonitor
-    | TrainingStateMonitor
-    | ProfileMonitor
-    | MoEDropRateCallback
-    | ExpertMigrateCallback
-    | TrainCallBack
-    | StressDetectCallBack
-    | SDCMonitor
-    | ColdHotExpertMonitor
-    | EvalCallBack
-)
+if TYPE_CHECKING:
+    Callback = CallbackSection
+else:  # every section whose `type` is its own name; those above, and those in the table alone
+    Callback = functools.reduce(
+        operator.or_,
+        (
+            globals().get(name) or getattr(table, name)
+            for name, block in table.blocks().items()
+            if block.rows[0].values == f'Literal["{name}"]'
+        ),
+    )
 
 
 @section
