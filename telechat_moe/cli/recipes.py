@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
-from telechat_moe.files import write_atomic
 from telechat_moe.units import count_text, gib_text
 
 if TYPE_CHECKING:
@@ -219,6 +218,7 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]
 
 def run_cp(args: argparse.Namespace) -> int:
     """Copy a recipe to a file of the user's own."""
+    from telechat_moe.files import write_atomic
     from telechat_moe.recipe import find, schema_file
 
     source, dest = find(args.recipe), Path(args.dest)

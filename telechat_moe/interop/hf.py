@@ -100,8 +100,7 @@ def convert(
 ) -> Conversion:
     """Write the weights of ``src`` in the other format to ``dst``.
 
-    A conversion that was killed resumes where it was when it is called with the same arguments
-    (:mod:`telechat_moe.interop.writing`).
+    Called with the same arguments, it resumes one that was killed (:mod:`telechat_moe.interop.writing`).
 
     Args:
         src: Safetensors file, folder with one or with an index, or folder of a training checkpoint.
@@ -114,8 +113,7 @@ def convert(
 
     Raises:
         WeightsError: If a tensor is unknown, missing, of wrong shape or type, or a copy differs.
-        BadInputError: If ``src`` cannot be read or differs from its checksums, ``dst`` exists, or Hugging Face's
-            model cannot compute what the recipe says.
+        BadInputError: If ``src`` is unreadable or changed, ``dst`` exists, or Hugging Face cannot hold the model.
         UsageError: If another process is writing ``dst``.
         TelechatMoeError: If writing failed; ``dst`` was not made.
     """
