@@ -285,6 +285,20 @@ def differences(folder: Path, expected: Known, found: Known) -> list[str]:
     return [f"{folder / name}: {problem}" for name, problem in pairs if problem]
 
 
+def counter(
+    what: str, total: int, progress: Callable[[str, int, int], None] | None, done: int = 0
+) -> Advance:
+    """Return a function that adds to the bytes that are done and tells ``progress``."""
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(what, done, max(done, total))
+
+    return advance
+
+
 def verify_checksums(
     weights: Path, progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[int, int, list[str]]:
@@ -304,14 +318,8 @@ def verify_checksums(
         )
         raise BadInputError(f"{weights}: {what}; nothing to verify against")
     folder = checksums_path(weights).parent
-    total, done = sum(f["bytes"] for f in expected.values()), 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if progress is not None:
-            progress("verifying", done, max(done, total))
-
+    total = sum(f["bytes"] for f in expected.values())
+    advance = counter("verifying", total, progress)
     problems: list[str] = []
     for name in expected:
         try:

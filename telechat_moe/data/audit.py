@@ -85,6 +85,11 @@ class _Entry:
     applied: bool = True
     start: int = 0
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a step; else a rollback, or a gap in the log."""
+        return self.step is not None and self.step > 0
+
 
 class _Timeline:
     """The steps that count at a moment, and how they came about."""
@@ -92,7 +97,6 @@ class _Timeline:
     def __init__(self, audit: Audit) -> None:
         self.audit, self.problems = audit, audit.problems
         self.entries: list[_Entry] = []
-        self.doubled: set[int] = set()
 
     @property
     def end(self) -> int:
@@ -101,9 +105,7 @@ class _Timeline:
 
     @property
     def last_step(self) -> int:
-        return next(
-            (e.step for e in reversed(self.entries) if e.step is not None and e.step > 0), 0
-        )
+        return next((e.step or 0 for e in reversed(self.entries) if e.is_step), 0)
 
     def _rollbacks(self) -> int:
         return sum(e.step is None for e in self.entries)
@@ -112,12 +114,7 @@ class _Timeline:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
         self.audit.starts.append(Start(line, int(said["step"]), str(said["layout"])))
         step, known = int(said["step"]), list(said["rollbacks"])
-        while self.entries and (
-            self._rollbacks() > len(known)
-            if self.entries[-1].step is None
-            else self.entries[-1].step > step
-        ):
-            self._undo(self.entries.pop())
+        self._undo(lambda e: self._rollbacks() > len(known) if e.step is None else e.step > step)
         # Killed between the checkpoint that a rollback writes and its line in the log.
         for rollback in known[self._rollbacks() :]:
             self.rollback(line, rollback)
@@ -131,10 +128,7 @@ class _Timeline:
     def rollback(self, line: int, said: dict[str, Any]) -> None:
         """Take note of a rollback, which undoes the steps after its checkpoint."""
         to_step, (first, end) = int(said["to_step"]), said["left_out"]
-        while (
-            self.entries and self.entries[-1].step is not None and self.entries[-1].step > to_step
-        ):
-            self._undo(self.entries.pop())
+        self._undo(lambda e: e.step is not None and e.step > to_step)
         self._place(f"line {line}, a rollback to step {to_step},", first)
         self.entries.append(_Entry(first, end, None))
 
@@ -164,13 +158,14 @@ class _Timeline:
             if not self.entries or self.entries[-1].end != first:
                 self.entries.append(_Entry(first, first, -1))
 
-    def _undo(self, entry: _Entry) -> None:
-        if entry.step is not None and entry.step > 0:
-            self.audit.undone += 1
+    def _undo(self, is_undone: Callable[[_Entry], bool]) -> None:
+        """Remove the last entries for which ``is_undone`` holds."""
+        while self.entries and is_undone(self.entries[-1]):
+            self.audit.undone += self.entries.pop().is_step
 
     def steps(self) -> list[_Entry]:
         """Return the steps that count."""
-        return [e for e in self.entries if e.step is not None and e.step > 0]
+        return [e for e in self.entries if e.is_step]
 
 
 def audit(
@@ -198,8 +193,8 @@ def audit(
     for line, said in _lines(output / FILE, found):
         if said["event"] == "start":
             first = first or said
-            for key in ("samples_per_epoch", "dataset", "global_batch"):
-                if said[key] != first[key] and key != "global_batch":
+            for key in ("samples_per_epoch", "dataset"):
+                if said[key] != first[key]:
                     found.problems.append(
                         f"line {line}: {key} is {said[key]}, before it was {first[key]}"
                     )
@@ -315,7 +310,7 @@ def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> Non
     after: dict[int, int] = {}
     step = 0
     for entry in timeline.entries:
-        step = entry.step if entry.step is not None and entry.step > 0 else step
+        step = (entry.step or 0) if entry.is_step else step
         after[step] = entry.end
     for path in sorted((output / "checkpoints").glob("step-*/checkpoint.json")):
         try:

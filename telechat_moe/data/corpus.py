@@ -21,7 +21,8 @@ import os
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -215,45 +216,40 @@ def _open(source: SourceFile) -> gzip.GzipFile | io.BufferedReader:
     return source.path.open("rb")
 
 
-def _read_error(source: SourceFile, error: Exception, at: str) -> BadInputError:
-    if isinstance(error, EOFError):
-        return BadInputError(
-            f"{source.path}: the gzip data ends {at} without its end mark; the file is truncated"
-        )
-    if isinstance(error, zlib.error | gzip.BadGzipFile):
-        return BadInputError(f"{source.path}: broken gzip data {at}: {error}")
-    reason = getattr(error, "strerror", None) or str(error)
-    return BadInputError(f"{source.path}: cannot be read {at}: {reason}")
+@contextmanager
+def _reading(source: SourceFile, at: Callable[[], str]) -> Iterator[None]:
+    """Turn an error of reading into one that names the file and how far it was read."""
+    try:
+        yield
+    except EOFError:
+        raise BadInputError(
+            f"{source.path}: the gzip data ends {at()} without its end mark; the file is truncated"
+        ) from None
+    except (zlib.error, gzip.BadGzipFile) as error:
+        raise BadInputError(f"{source.path}: broken gzip data {at()}: {error}") from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise BadInputError(f"{source.path}: cannot be read {at()}: {reason}") from None
 
 
 def _read_bytes(source: SourceFile) -> bytes:
-    done: list[bytes] = []
-    try:
-        with _open(source) as stream:
-            while block := stream.read(1 << 20):
-                done.append(block)
-    except (OSError, EOFError, zlib.error) as error:
-        raise _read_error(source, error, f"after byte {sum(map(len, done))}") from None
-    return b"".join(done)
+    done = bytearray()
+    with _reading(source, lambda: f"after byte {len(done)}"), _open(source) as stream:
+        while block := stream.read(1 << 20):
+            done += block
+    return bytes(done)
 
 
 def _read_lines(source: SourceFile, key: str) -> Iterator[Document]:
     number = 0
-    try:
-        stream = _open(source)
-    except OSError as error:
-        raise _read_error(source, error, "at all") from None
-    with stream:
-        while True:
-            try:
-                line = stream.readline()
-            except (OSError, EOFError, zlib.error) as error:
-                raise _read_error(source, error, f"after line {number}") from None
-            if not line:
-                return
-            number += 1
+    where = f"{source.path}: line"
+    with (
+        _reading(source, lambda: f"after line {number}" if number else "at all"),
+        _open(source) as stream,
+    ):
+        for number, line in enumerate(stream, 1):
             if line.strip():
-                text = _parse_line(f"{source.path}: line {number}", line, key)
+                text = _parse_line(f"{where} {number}", line, key)
                 yield Document(f"{source.name}:{number}", text)
 
 

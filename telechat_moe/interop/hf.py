@@ -136,19 +136,20 @@ def convert(
     shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
-    written = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress).write()
+    destination = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress)
+    files, resumed = destination.write()
     return Conversion(
         source=str(src),
         destination=str(dst),
         to=to,
-        files=written.files,
+        files=files,
         tensors=len(outputs),
         parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in table if not p.is_bias),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
         ignored=ignored,
         notes=notes,
-        resumed_files=written.resumed,
+        resumed_files=resumed,
     )
 
 

@@ -21,6 +21,7 @@ Its files also hold counters and the terms of the last loss (:data:`STATE`, and 
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,38 +163,34 @@ def read(path: Path, recipe: Recipe) -> Saved:
     kept = {name: t for name, t in tensors.items() if name.split(".")[-1] not in TRANSIENT}
     groups = grouped(kept, MOMENTS)
     if UPSTREAM_TABLE in groups["model"]:
-        groups = _our_names(groups, recipe, path)
+        groups = _renamed(groups, upstream_names.to_ours, recipe, path)
     return Saved(path, int(step), int(updates), int(batch), groups)
 
 
-def _our_names(groups: Groups, recipe: Recipe, path: Path) -> Groups:
-    """Return the tensors of MindFormers' own class under our names and in our layouts."""
-    config = recipe.model_config
-    optimizer: dict[str, Array] = {}
-    for moment in MOMENTS:
-        for pair in upstream_names.pairs(config):
-            if not pair.is_trained:
-                continue
-            name = f"{moment}.{pair.upstream}"
-            if name not in groups["optimizer"]:
-                raise BadInputError(f"{path}: {name} is missing")
-            parts = pair.split(groups["optimizer"][name])
-            optimizer |= {f"{moment}.{ours}": t for ours, t in zip(pair.ours, parts, strict=True)}
-    return {"model": upstream_names.to_ours(groups["model"], config), "optimizer": optimizer}
+def _renamed(
+    groups: Groups, rename: Callable[..., dict[str, Array]], recipe: Recipe, path: Path
+) -> Groups:
+    """Return the tensors of a checkpoint under the other model's names and in its layouts.
 
-
-def _upstream_names(groups: Groups, recipe: Recipe) -> Groups:
-    """Return the inverse of :func:`_our_names`."""
-    config = recipe.model_config
-    optimizer = {
-        f"{moment}.{pair.upstream}": pair.join(
-            [groups["optimizer"][f"{moment}.{name}"] for name in pair.ours]
-        )
-        for moment in MOMENTS
-        for pair in upstream_names.pairs(config)
-        if pair.is_trained
-    }
-    return {"model": upstream_names.to_upstream(groups["model"], config), "optimizer": optimizer}
+    Args:
+        groups: Weights and moments.
+        rename: `upstream_names.to_ours` or `upstream_names.to_upstream`.
+        recipe: Its model section says what there must be.
+        path: Where they are from, for errors.
+    """
+    config, optimizer = recipe.model_config, dict[str, Array]()
+    try:
+        for moment in MOMENTS:
+            mine = {
+                name.removeprefix(f"{moment}."): tensor
+                for name, tensor in groups["optimizer"].items()
+                if name.startswith(f"{moment}.")
+            }
+            found = rename(mine, config, only_trained=True)
+            optimizer |= {f"{moment}.{name}": tensor for name, tensor in found.items()}
+        return {"model": rename(groups["model"], config), "optimizer": optimizer}
+    except BadInputError as error:
+        raise BadInputError(f"{path}: {error}") from None
 
 
 def _parsed(file: Path) -> dict[str, Array]:
@@ -282,7 +279,7 @@ def to_mindformers(path: Path, out: Path, recipe: Recipe) -> None:
     if out.exists():
         raise UsageError(f"{out} exists; name a folder that does not")
     if recipe.trainer.type != TRAINER:
-        saved.tensors.update(_upstream_names(saved.tensors, recipe))
+        saved.tensors.update(_renamed(saved.tensors, upstream_names.to_upstream, recipe, path))
     monitor = recipe.checkpoints
     prefix = (monitor.prefix if monitor else None) or "CKP"
     try:

@@ -100,25 +100,34 @@ def pairs(config: ModelConfig) -> list[Pair]:
     return list(_table(config))
 
 
-def to_upstream(ours: Mapping[str, np.ndarray], config: ModelConfig) -> Arrays:
+def to_upstream(
+    ours: Mapping[str, np.ndarray], config: ModelConfig, *, only_trained: bool = False
+) -> Arrays:
     """Return upstream's parameters from ours; arrays are copied where the layout differs.
+
+    Args:
+        ours: All weights, or, with ``only_trained``, all but the biases of the routers, such as an optimizer's moments.
+        config: The model.
+        only_trained: See ``ours``.
 
     Raises:
         BadInputError: A weight is missing, unknown or has another shape; all of them are named.
     """
-    table = pairs(config)
+    table = [pair for pair in pairs(config) if pair.is_trained or not only_trained]
     known = {name: shape for p in table for name, shape in zip(p.ours, p.our_shapes, strict=True)}
     _check(ours, known, names.OUR_STATE, "ours")
     return {p.upstream: p.join([ours[name] for name in p.ours]) for p in table}
 
 
-def to_ours(upstream: Mapping[str, np.ndarray], config: ModelConfig) -> Arrays:
+def to_ours(
+    upstream: Mapping[str, np.ndarray], config: ModelConfig, *, only_trained: bool = False
+) -> Arrays:
     """Return our weights from upstream's parameters, or anything of their shapes, such as gradients.
 
     Raises:
         BadInputError: See :func:`to_upstream`.
     """
-    table = pairs(config)
+    table = [pair for pair in pairs(config) if pair.is_trained or not only_trained]
     _check(upstream, {p.upstream: p.shape for p in table}, STATE, "MindFormers'")
     return {
         name: part

@@ -28,6 +28,7 @@ from telechat_moe.files import (
     checksum,
     checksums_content,
     checksums_path,
+    counter,
     differences,
     json_bytes,
     locked,
@@ -39,19 +40,6 @@ from telechat_moe.tensor_files import Output, TensorFile
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done and the bytes in all."""
-
-
-@dataclass
-class Written:
-    """The result of writing.
-
-    Attributes:
-        files: Names of the files of the destination.
-        resumed: Files that an earlier, interrupted run had finished.
-    """
-
-    files: list[str]
-    resumed: int
 
 
 @dataclass
@@ -77,8 +65,11 @@ class Destination:
     progress: Progress | None = None
     kept: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
-    def write(self) -> Written:
+    def write(self) -> tuple[list[str], int]:
         """Write what is not written yet.
+
+        Returns:
+            Names of the files of the destination, and how many an earlier, interrupted run had finished.
 
         Raises:
             BadInputError: An input differs from its checksums or changed, or another process writes here.
@@ -113,21 +104,21 @@ class Destination:
             "goes on there; remove the folder to give up"
         )
 
-    def _write(self, total: int) -> Written:
-        names = self._names()
+    def _write(self, total: int) -> tuple[list[str], int]:
+        single = [self.dst.name] if self._single() else None
+        names = single or tensor_files.shard_names(len(self.shards))
         before = {path: _identity(path) for path in self.inputs}
         self._begin(names)
         sources = self._check_inputs()
         self._verify_finished()
         resumed = sum(name in self.kept for name in names)
-        done = sum(_size(s) for s, n in zip(self.shards, names, strict=True) if n in self.kept)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if self.progress is not None:
-                self.progress("writing", done, total)
-
+        done = sum(
+            o.nbytes
+            for shard, name in zip(self.shards, names, strict=True)
+            for o in shard
+            if name in self.kept
+        )
+        advance = counter("writing", total, self.progress, done)
         advance(0)
         for name, shard in zip(names, self.shards, strict=True):
             if name not in self.kept:
@@ -137,10 +128,7 @@ class Destination:
             raise BadInputError(
                 f"{changed[0]} changed while it was being read; {self.dst} was not made"
             )
-        return Written(self._finish(names, sources), resumed)
-
-    def _names(self) -> list[str]:
-        return [self.dst.name] if self._single() else tensor_files.shard_names(len(self.shards))
+        return self._finish(names, sources), resumed
 
     # ------------------------------------------------------------------ what is there already
 
@@ -170,14 +158,7 @@ class Destination:
         log = self.work / "inputs.jsonl"
         known = {line["name"]: line for line in _lines(log)}
         total = sum(path.stat().st_size for path in self.inputs)
-        done, found = 0, Known()
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            if self.progress is not None:
-                self.progress("checking the source", done, total)
-
+        advance, found = counter("checking the source", total, self.progress), Known()
         for path in self.inputs:
             if path.name in known:
                 found[path.name] = {k: known[path.name][k] for k in ("bytes", "sha256")}
@@ -236,10 +217,6 @@ class Destination:
 
     def _single(self) -> bool:
         return self.dst.suffix == ".safetensors"
-
-
-def _size(shard: Sequence[Output]) -> int:
-    return sum(o.nbytes for o in shard)
 
 
 def _identity(path: Path) -> tuple[int, int]:
