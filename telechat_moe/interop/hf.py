@@ -120,8 +120,6 @@ def convert(
     src, dst = Path(src), Path(dst)
     if dst.exists() or dst.is_symlink():
         raise BadInputError(f"{dst} exists; remove it or name another destination")
-    if shard_bytes < 1:
-        raise BadInputError(f"shard_bytes ({shard_bytes}) must be at least 1")
     _check_expressible(model_config)
     entries = read_weights(src)
     inputs = sorted({entry.file for entry in entries.values()})
