@@ -28,7 +28,7 @@ from benchmarks.plan_published.models import published
 from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
@@ -40,9 +40,9 @@ def _vtrain(row: Fields, table: str, line: int) -> MeasuredStep:
     dp, tp, pp = (int_of(row, f"{w} parallelism") for w in ("data", "tensor", "pipeline"))
     micro = int_of(row, "micro batch")
     vocab = -(-50257 // (128 * tp)) * 128 * tp
-    architecture = plain(
-        f"GPT {hidden}x{layers}", hidden=hidden, layers=layers, heads=heads, seq=seq, vocab=vocab,
-        positions=seq, tied=True, biases=True,
+    architecture = Architecture(
+        name=f"GPT {hidden}x{layers}", hidden=hidden, layers=("dense",) * layers, heads=heads, seq=seq, vocab=vocab,
+        positions=seq, tied=True, biases=True, gated=False,
     )  # fmt: skip
     layout = Layout(
         dp=dp, tp=tp, pp=pp, micro_batch=micro,
@@ -63,7 +63,7 @@ def _foundry(row: Fields, table: str, line: int) -> MeasuredStep:
         int_of(row, "# GPUs"),
         int_of(row, "MicroBatchSize"),
     )
-    architecture = published(f"mpt{row['Model']}", seq=seq, positions=seq)
+    architecture = published(f"mpt{row['Model']}", seq=seq)
     if architecture is None:
         raise MissingError(f"Model {row['Model']}: no published architecture")
     precision = row["Precision"]

@@ -16,7 +16,7 @@ from benchmarks.plan_published.cells import (
     number_of,
 )
 from benchmarks.plan_published.models import published
-from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
@@ -64,9 +64,9 @@ def mindformers(row: Fields, table: str, line: int) -> MeasuredStep:
         if not ffn:
             raise MissingError("inter")
         vocab = int_of(row, "vocab", known.vocab if known else None)
-        architecture = plain(
-            name, hidden=hidden, layers=layers, heads=heads, kv_heads=kv, ffn=ffn, gated=not gpt, seq=seq,
-            vocab=vocab,
+        architecture = Architecture(
+            name=name, hidden=hidden, layers=("dense",) * layers, heads=heads, kv_heads=kv, ffn=ffn, gated=not gpt,
+            seq=seq, vocab=vocab,
         )  # fmt: skip
     dp, tp, pp, cp = (int_of(row, k, 1) for k in ("dp", "mp", "pp", "cp"))
     micro = int_of(row, "batch_per_dp")
@@ -135,8 +135,8 @@ def mindspeed(row: Fields, table: str, line: int) -> MeasuredStep:
     if experts:
         architecture = replace(known, seq=seq)
     else:
-        architecture = plain(
-            known.name, hidden=hidden, layers=layers, heads=heads, kv_heads=int_of(row, "kv", known.kv_heads),
+        architecture = Architecture(
+            name=known.name, hidden=hidden, layers=("dense",) * layers, heads=heads, kv_heads=int_of(row, "kv", known.kv_heads),
             ffn=int_of(row, "ffn", known.ffn), gated=known.gated, seq=seq, window=known.window, vocab=known.vocab, tied=known.tied,
             head_dim=known.head_dim if known.hidden == hidden else hidden // heads, biases=known.biases,
         )  # fmt: skip

@@ -75,10 +75,9 @@ def golden(row: Fields, table: str, line: int) -> MeasuredStep:
     if is_true(row, "multi-latent-attention"):
         return replace(start, reason="missing: q-lora-rank, kv-lora-rank and head widths of MLA")
     ffn = int_of(row, "ffn-hidden-size", 4 * hidden)
-    kv = int_of(row, "num-query-groups", heads)
     architecture = Architecture(
         name=case, hidden=hidden, layers=("moe" if experts else "dense",) * layers,
-        attention="gqa" if kv != heads else "mha", heads=heads, kv_heads=kv, head_dim=hidden // heads, ffn=ffn,
+        heads=heads, kv_heads=int_of(row, "num-query-groups", heads), ffn=ffn,
         gated=swiglu, experts=experts, top_k=int_of(row, "moe-router-topk", 2 if experts else 0),
         moe_ffn=int_of(row, "moe-ffn-hidden-size", ffn) if experts else 0, vocab=vocab,
         tied=not is_true(row, "untie-embeddings-and-output-weights"), seq=seq, positions=seq, biases=not swiglu,

@@ -16,7 +16,7 @@ from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, unre
 from benchmarks.plan_published.models import published
 from benchmarks.plan_published.partial_steps import PARTS
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.flops import hardware_flops, model_flops
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
@@ -140,8 +140,8 @@ def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
     if float(row.get("layers") or 0) > MOST:
         raise MissingError(f"layers: {row['layers']} is out of range")
     if row.get("hidden") and row.get("layers") and row.get("heads") and not row.get("experts"):
-        return plain(
-            model, hidden=int(row["hidden"]), layers=int(row["layers"]), heads=int(row["heads"]),
+        return Architecture(
+            name=model, hidden=int(row["hidden"]), layers=("dense",) * int(row["layers"]), heads=int(row["heads"]),
             kv_heads=int(row.get("kv", 0)), ffn=int(row.get("ffn") or row.get("inter") or 0),
             seq=int(_first(row, "seq")), vocab=int(_first(row, "vocab", default=51200)), tied=True, biases=True,
             gated=bool(row.get("kv")),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.plan_published.models import published
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.collectives import all_to_all
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.device import LIMIT, Constants, load_device, names
@@ -19,7 +19,9 @@ from telechat_moe.tools.plan.cost.roofline import context_exchange, layer, rates
 from telechat_moe.tools.plan.cost.step import evaluate, evaluate_columns, reduction
 
 A100 = load_device("a100")
-GPT = plain("gpt", hidden=4096, layers=32, heads=32, seq=2048, vocab=51200)
+GPT = Architecture(
+    name="gpt", hidden=4096, layers=("dense",) * 32, heads=32, seq=2048, vocab=51200, gated=False
+)
 
 
 def one(layout, device=A100, model=GPT, constants=None):
@@ -141,7 +143,9 @@ def test_an_early_stop_saves_the_last_product():
 def test_float8_products_need_casts_written_for_both_passes():
     """Counted by hand: attention's result and the activation forward, all four results' gradients backward, 4 bytes each."""
     h100 = load_device("h100")
-    model = plain("gpt", hidden=512, layers=2, heads=4, ffn=1024, seq=256, vocab=1000)
+    model = Architecture(
+        hidden=512, layers=("dense",) * 2, heads=4, ffn=1024, seq=256, vocab=1000, gated=False
+    )
     wide, narrow = (
         layer(x, rates(x, h100, h100.constants), False)
         for x in (columns([(model, Layout(compute=c))]) for c in ("bf16", "fp8"))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.plan_published.models import published
 from telechat_moe.recipe import load
 from telechat_moe.recipe.arithmetic import flops_per_token, parameters
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.flops import (
     hardware_flops,
     keys_per_token,
@@ -52,7 +52,9 @@ def test_names_of_tables_mean_the_right_model(name, means):
 def test_megatron_formula():
     """96 B S l h^2 (1 + S/6h + V/16lh): Narayanan et al. 2021, eq. 3, recomputation included, all keys."""
     s, layers, h, vocab = 2048, 96, 12288, 51200
-    a = plain("GPT-3", hidden=h, layers=layers, heads=96, seq=s, vocab=vocab, tied=True)
+    a = Architecture(
+        hidden=h, layers=("dense",) * layers, heads=96, seq=s, vocab=vocab, tied=True, gated=False
+    )
     body = 96 * layers * h**2 * (1 + s / (6 * h)) * s
     head = 6 * s * h * vocab  # not recomputed; the paper's V term counts 6 S h V
     every_key = model_flops(a, keys=float(s))
@@ -61,7 +63,7 @@ def test_megatron_formula():
 
 
 def test_a_window_limits_keys_and_causal_is_half():
-    a = plain("x", hidden=64, layers=1, heads=4, seq=1000, vocab=10)
+    a = Architecture(hidden=64, layers=("dense",), heads=4, seq=1000, vocab=10)
     assert keys_per_token(a) == pytest.approx(sum(range(1, 1001)) / 1000)
     w = replace(a, window=128)
     assert keys_per_token(w) == pytest.approx(sum(min(i, 128) for i in range(1, 1001)) / 1000)

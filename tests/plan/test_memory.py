@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.plan_published.models import published
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import columns
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.expected_graph import activations
@@ -37,7 +37,7 @@ def test_stages_hold_every_parameter_once(name, pp):
 def test_activations_of_a_gpt_layer(tp):
     """Korthikanti et al. 2022: s b h (34 + 5 a s / h), dropout masks (3 s b h) and GeLU's input kept (8) among the 34."""
     h, a, s, b = 12288, 96, 2048, 1
-    gpt = plain("gpt", hidden=h, layers=2, heads=a, seq=s, vocab=51200)
+    gpt = Architecture(hidden=h, layers=("dense",) * 2, heads=a, seq=s, vocab=51200, gated=False)
     layout = Layout(tp=tp, sequence_parallel=tp > 1, micro_batch=b).but(flash=False)
     dense, _, entry = layer_activations(columns([(gpt, layout)]))
     published_bytes = s * b * h * (34 + 5 * a * s / h) / tp
@@ -49,7 +49,7 @@ def test_activations_of_a_gpt_layer(tp):
 
 
 def test_micro_batches_in_flight():
-    gpt = plain("gpt", hidden=512, layers=8, heads=8, seq=128, vocab=512)
+    gpt = Architecture(hidden=512, layers=("dense",) * 8, heads=8, seq=128, vocab=512, gated=False)
     flat = in_flight(columns([(gpt, Layout(pp=4, micro_batches=16))]))[0]
     assert flat.tolist() == [4, 3, 2, 1]
     short = in_flight(columns([(gpt, Layout(pp=4, micro_batches=2))]))[0]
@@ -64,7 +64,7 @@ def test_micro_batches_in_flight():
 
 
 def test_zero_levels_divide_what_they_say():
-    gpt = plain("gpt", hidden=1024, layers=8, heads=8, seq=128, vocab=512)
+    gpt = Architecture(hidden=1024, layers=("dense",) * 8, heads=8, seq=128, vocab=512, gated=False)
     tables = [evaluate(gpt, [Layout(dp=8, zero=z)], A100).memory for z in (0, 1, 2, 3)]
     for level, (name, since) in enumerate((("optimizer", 1), ("gradients", 2), ("parameters", 3))):
         del level

@@ -8,7 +8,7 @@ import pytest
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.measured_steps import COLUMNS, read_measured_steps
@@ -39,8 +39,8 @@ def test_a_row_is_the_recipe_or_the_dimensions_that_it_gives(table: Path) -> Non
     assert changed.layout == Layout.from_recipe(recipe).but(dp=16, recompute="full")
     assert changed.device == "ascend-910b"
     assert llama.layout == Layout(dp=8, micro_batches=2, recompute="full")
-    assert llama.architecture == plain(
-        "llama", hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192, gated=True
+    assert llama.architecture == Architecture(
+        name="llama", hidden=4096, layers=("dense",) * 32, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from telechat_moe.cli import main
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.cost.architecture import plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.simulate_step import make_program, simulate_step
@@ -26,7 +26,9 @@ def device():
 
 
 def model(layers=16):
-    return plain("m", hidden=4096, layers=layers, heads=32, seq=2048, vocab=32000)
+    return Architecture(
+        hidden=4096, layers=("dense",) * layers, heads=32, seq=2048, vocab=32000, gated=False
+    )
 
 
 def test_pangu_schedule(device):

@@ -83,7 +83,7 @@ def test_noise_does_not_carry_the_fit_away():
 def test_cpu_step_by_hand():
     """One dense layer's products counted one by one."""
     a = Architecture(
-        hidden=4, layers=("dense",), attention="mla", heads=2, kv_heads=2, head_dim=3, q_lora_rank=5, kv_lora_rank=6,
+        hidden=4, layers=("dense",), heads=2, q_lora_rank=5, kv_lora_rank=6,
         qk_nope=2, qk_rope=1, v_head_dim=7, ffn=8, vocab=9, seq=10,
     )  # fmt: skip
     t = 20
@@ -97,7 +97,7 @@ def test_cpu_step_by_hand():
 
 
 MOE = Architecture(
-    hidden=4, layers=("moe",), attention="mla", heads=2, kv_heads=2, head_dim=3, q_lora_rank=5, kv_lora_rank=6,
+    hidden=4, layers=("moe",), heads=2, q_lora_rank=5, kv_lora_rank=6,
     qk_nope=2, qk_rope=1, v_head_dim=7, ffn=8, vocab=9, seq=10, experts=4, top_k=2, moe_ffn=3, shared_ffn=3,
 )  # fmt: skip
 

@@ -8,7 +8,6 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 
 LayerKind = Literal["dense", "moe"]
-AttentionKind = Literal["mha", "gqa", "mla"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,25 +21,26 @@ class Architecture:
     layers: tuple[LayerKind, ...]
     """Decoder layers in order, without MTP."""
 
-    attention: AttentionKind = "mha"
     heads: int
-    kv_heads: int
-    """Key/value heads; equals `heads` for MHA and MLA."""
+    kv_heads: int = 0
+    """Key/value heads; 0: `heads`, as for MLA."""
 
-    head_dim: int
-    """Width of a head (MHA, GQA); for MLA `qk_nope + qk_rope`."""
+    head_dim: int = 0
+    """Width of a head; 0: `qk_nope + qk_rope` for MLA, else the width over the heads."""
 
     q_lora_rank: int = 0
     """MLA: width of the query latent; 0: queries are projected directly."""
 
     kv_lora_rank: int = 0
+    """MLA: width of the key-value latent; 0: another kind of attention."""
+
     qk_nope: int = 0
     qk_rope: int = 0
     v_head_dim: int = 0
     """Width of a value head; 0: `head_dim`."""
 
-    ffn: int
-    """Inner width of a dense layer's feed-forward."""
+    ffn: int = 0
+    """Inner width of a dense layer's feed-forward; 0: four times the width."""
 
     gated: bool = True
     """Feed-forwards are SwiGLU (three matrices); False: two matrices with an activation between them."""
@@ -77,6 +77,13 @@ class Architecture:
     """Linear layers have biases and norms have shifts (GPT-2/3)."""
 
     def __post_init__(self) -> None:
+        usual = {
+            "kv_heads": self.heads,
+            "head_dim": self.qk_nope + self.qk_rope or self.hidden // self.heads,
+            "ffn": 4 * self.hidden,
+        }
+        for name, value in usual.items():
+            object.__setattr__(self, name, getattr(self, name) or value)
         if not self.layers:
             raise BadInputError(f"model {self.name or '?'}: no layers")
         if "moe" in self.layers and not (self.experts and self.top_k and self.moe_ffn):
@@ -84,6 +91,11 @@ class Architecture:
                 f"model {self.name or '?'}: MoE layers need experts, top_k and moe_ffn, found "
                 f"{self.experts}, {self.top_k}, {self.moe_ffn}"
             )
+
+    @property
+    def mla(self) -> bool:
+        """Whether attention is MLA."""
+        return self.kv_lora_rank > 0
 
     @property
     def dense_layers(self) -> int:
@@ -110,7 +122,7 @@ class Architecture:
         """Elements of one attention layer's matrices."""
         h, width = self.hidden, self.heads * self.head_dim
         out = self.heads * self.value_dim * h
-        if self.attention != "mla":
+        if not self.mla:
             return h * width + 2 * h * self.kv_heads * self.head_dim + out
         q = self.q_lora_rank * (h + width) if self.q_lora_rank else h * width
         down = h * (self.kv_lora_rank + self.qk_rope)
@@ -141,8 +153,7 @@ class Architecture:
     def small_weights(self) -> int:
         """Elements of one layer's norms and, with `biases`, of a dense layer's biases; experts have none."""
         if not self.biases:
-            latents = self.q_lora_rank + self.kv_lora_rank if self.attention == "mla" else 0
-            return 2 * self.hidden + latents
+            return 2 * self.hidden + self.q_lora_rank + self.kv_lora_rank
         bias = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.hidden + self.ffn
         return 4 * self.hidden + bias
 
@@ -193,10 +204,7 @@ class Architecture:
             name=name,
             hidden=c.hidden_size,
             layers=layers,
-            attention="mla",
             heads=c.num_attention_heads,
-            kv_heads=c.num_attention_heads,
-            head_dim=c.qk_nope_head_dim + c.qk_rope_head_dim,
             q_lora_rank=c.q_lora_rank or 0,
             kv_lora_rank=c.kv_lora_rank,
             qk_nope=c.qk_nope_head_dim,
@@ -221,7 +229,7 @@ class Architecture:
             BadInputError: No recipe has such a model: it is not MLA, or a dense layer follows a MoE layer.
         """
         dense = self.dense_layers
-        if self.attention != "mla" or "moe" in self.layers[:dense]:
+        if not self.mla or "moe" in self.layers[:dense]:
             raise BadInputError(f"model {self.name or '?'}: no recipe has such layers")
         return ModelConfig(
             hidden_size=self.hidden,
@@ -249,57 +257,3 @@ class Architecture:
         """Return the architecture of a recipe's model; attention counts only the pairs within documents."""
         found = cls.from_model(recipe.model_config, recipe.source.stem if recipe.source else "")
         return replace(found, pair_share=pair_share)
-
-
-def plain(
-    name: str,
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    seq: int,
-    vocab: int,
-    kv_heads: int = 0,
-    ffn: int = 0,
-    gated: bool = False,
-    tied: bool = False,
-    biases: bool = False,
-    positions: int = 0,
-    window: int = 0,
-    head_dim: int = 0,
-) -> Architecture:
-    """Return a dense GPT or Llama from the few numbers that tables give.
-
-    Args:
-        name: For messages.
-        hidden: Width.
-        layers: Number of layers.
-        heads: Attention heads.
-        seq: Tokens per sequence.
-        vocab: Rows of the embedding.
-        kv_heads: Key/value heads; 0: as many as heads.
-        ffn: Inner width; 0: four times the width.
-        gated: SwiGLU.
-        tied: The head's matrix is the embedding's.
-        biases: Linear layers have biases and norms have shifts.
-        positions: Rows of a learned position table.
-        window: Keys that a query may look back at; 0: all.
-        head_dim: Width of a head; 0: the width over the heads.
-    """
-    return Architecture(
-        name=name,
-        hidden=hidden,
-        layers=("dense",) * layers,
-        attention="gqa" if kv_heads and kv_heads != heads else "mha",
-        heads=heads,
-        kv_heads=kv_heads or heads,
-        head_dim=head_dim or hidden // heads,
-        ffn=ffn or 4 * hidden,
-        gated=gated,
-        vocab=vocab,
-        tied=tied,
-        seq=seq,
-        biases=biases,
-        positions=positions,
-        window=window,
-    )

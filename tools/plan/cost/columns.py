@@ -12,8 +12,8 @@ from telechat_moe.tools.plan.cost.layout import STACK, Layout
 Array = NDArray[np.float64]
 
 _ARCHITECTURE = (
-    "hidden", "heads", "kv_heads", "head_dim", "value_dim", "q_lora_rank", "kv_lora_rank", "qk_nope", "qk_rope",
-    "ffn", "matrices", "experts", "top_k", "moe_ffn", "shared_width", "mtp", "vocab", "tied", "seq", "positions",
+    "hidden", "heads", "kv_heads", "head_dim", "value_dim", "mla", "q_lora_rank", "kv_lora_rank", "qk_nope",
+    "qk_rope", "ffn", "matrices", "experts", "top_k", "moe_ffn", "shared_width", "mtp", "vocab", "tied", "seq", "positions",
     "attention_weights", "dense_weights", "expert_weights", "shared_weights", "small_weights", "mtp_weights",
     "dense_layers", "moe_layers", "window", "pair_share",
 )  # fmt: skip
@@ -131,8 +131,6 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     values |= _arrays(layouts, _LAYOUT)
     values |= _arrays([x.stack for x in layouts], STACK)
     values |= _recomputed([x.recompute for x in layouts])
-    mla = np.array([a.attention == "mla" for a in architectures], dtype=np.float64)
-    values["mla"] = mla
     values["fp8"] = np.array([x.compute in ("fp8", "fp4") for x in layouts], dtype=np.float64)
     values["fp4"] = np.array([x.compute == "fp4" for x in layouts], dtype=np.float64)
     values["fp32"] = np.array([x.compute == "fp32" for x in layouts], dtype=np.float64)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
-from telechat_moe.tools.plan.cost.architecture import Architecture, plain
+from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Schedule
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 from telechat_moe.units import GIB
@@ -157,6 +157,6 @@ def _model_and_layout(values: Mapping[str, Any]) -> tuple[Architecture, Layout]:
     lacks = [n for n in ("hidden", "layers", "heads", "vocab", "seq") if values[n] is None]
     if lacks:
         raise BadInputError(f"a recipe, or {', '.join(lacks)}")
-    return plain(values["model"] or "", gated=True, seq=values["seq"], **dimensions), Layout(
-        **given
-    )
+    dimensions["layers"] = ("dense",) * dimensions["layers"]
+    name, seq = values["model"] or "", values["seq"]
+    return Architecture(name=name, seq=seq, **dimensions), Layout(**given)
