@@ -10,7 +10,7 @@ from test_placement import random_problem
 
 from telechat_moe.tools.plan.search.placement import PathPool, PlacementSearch
 from telechat_moe.tools.plan.search.placement_problem import Problem, Rest
-from telechat_moe.tools.plan.search.planner import question
+from telechat_moe.tools.plan.search.planner import find
 
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 
@@ -53,7 +53,7 @@ def test_cp_sat_agrees() -> None:
 def real(fixed: str) -> Problem:
     """Return how the layers of the 105B model are placed on 256 devices, for the best configuration with these degrees."""
     device, memory = "ascend-910b", 55 * 2**30
-    plan = question(LARGE, [], 256, device, memory, None, fixed.split()).answer(top=1)
+    plan = find(LARGE, [], 256, device, memory, None, fixed.split(), top=1)
     return plain(plan.best[0].problem)
 
 

@@ -13,7 +13,7 @@ from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost.expected_graph import calls_of, differences, predict
-from telechat_moe.tools.plan.search.planner import question
+from telechat_moe.tools.plan.search.planner import find, recipe_text
 
 RECIPE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 SMALL = {
@@ -57,11 +57,10 @@ PLANS = [
 def planned(fixed, mib, tmp_path, settings=SETTINGS, devices=4):
     """Return the file of a planned recipe, and the layout."""
     memory = mib and mib * 2**20
-    asked = question(RECIPE, settings, devices, "ascend-910b", memory, 16, fixed.split())
-    plan = asked.answer(top=1)
+    plan = find(RECIPE, settings, devices, "ascend-910b", memory, 16, fixed.split(), top=1)
     assert plan.optimal
     file = tmp_path / "plan.yaml"
-    file.write_text(asked.recipe_text(plan))
+    file.write_text(recipe_text(plan, RECIPE, settings))
     return file, plan.best[0].layout
 
 

@@ -92,33 +92,36 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.tools.plan.report import layouts as report
     from telechat_moe.tools.plan.search import planner
 
-    question: Any = planner.question(
-        args.recipe,
-        args.overrides,
-        args.devices,
-        args.device,
-        room,
-        args.global_batch,
-        args.fix,
-        args.beyond_recipes,
-        args.documents,
-    )
     with bars() as move:
 
-        def done(share: float, solved: int) -> None:
+        def done(_: float, solved: int) -> None:
             if move is not None:
                 move("layouts solved", solved, None)
 
-        plan: Any = question.answer(top=args.top, limit_s=args.limit, done=done)
+        plan: Any = planner.find(
+            args.recipe,
+            args.overrides,
+            args.devices,
+            args.device,
+            room,
+            args.global_batch,
+            args.fix,
+            args.beyond_recipes,
+            args.documents,
+            top=args.top,
+            limit_s=args.limit,
+            done=done,
+        )
     data: Any = report.summary(plan, args.top)
     if not write_json(args.json, data):
         _show(data, report.ranked(data), report.too_large(data))
     if args.out and plan.best:
-        write_text("", args.out, lambda: question.recipe_text(plan, args.pick))
+        text = planner.recipe_text
+        write_text("", args.out, lambda: text(plan, args.recipe, args.overrides, args.pick))
     if args.why:
         write_text("", args.why, lambda: "\n".join(report.why_not(plan)) + "\n")
     if args.html:
-        write_text("", args.html, lambda: report.page(plan, question.front(plan), data))
+        write_text("", args.html, lambda: report.page(plan, planner.front(plan), data))
     if args.certificate and plan.best:
         from telechat_moe.tools.plan.search import certify
 

@@ -56,7 +56,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
     # Any: lies in tools/, only an install maps it
-    from telechat_moe.tools.plan.schedules import report
+    from telechat_moe.tools.plan.report import schedule as report
 
     found: Any = report.find(
         stages=args.stages,
@@ -74,12 +74,12 @@ def run(args: argparse.Namespace) -> int:
         effort=args.effort,
         seed=args.seed,
     )
-    write_text("--html ", args.html, lambda: report.html(found))
+    write_text("--html ", args.html, lambda: report.html(found, args.memory))
     if write_json(args.json, report.data(found)):
         return 0
     show_table(report.HEADERS, report.rows(found))
     print()
-    for line in report.summary(found):
+    for line in report.summary(found, args.memory):
         print(line)
     return 0
 

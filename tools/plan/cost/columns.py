@@ -22,16 +22,12 @@ _LAYOUT = (
     "micro_batches", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "residual_bytes", "own_graph", "skips", "imbalance",
     "devices",
 )  # fmt: skip
+STAGE_COLUMNS = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
+"""Layers of each stage, [n, P]: dense and MoE, and those of them that are recomputed."""
+
 PARTLY = {
-    # full, attention, core, mlp, norm, activation
-    "save_qkv": (
-        0.0,
-        0.45,
-        1.0,
-        0.67,
-        1.0,
-        1.0,
-    ),  # the backward pass does not need the last product
+    # full, attention, core, mlp, norm, activation; the backward pass does not need the last product
+    "save_qkv": (0.0, 0.45, 1.0, 0.67, 1.0, 1.0),
     "save_half": (0.0, 0.5, 0.0, 0.5, 1.0, 1.0),  # every other product is kept
 }
 """Share of each module of a layer that a compiler's policy recomputes."""
@@ -134,8 +130,7 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     values["fp8"] = np.array([x.compute in ("fp8", "fp4") for x in layouts], dtype=np.float64)
     values["fp4"] = np.array([x.compute == "fp4" for x in layouts], dtype=np.float64)
     values["fp32"] = np.array([x.compute == "fp32" for x in layouts], dtype=np.float64)
-    names = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
-    values |= dict(zip(names, _stages(pairs), strict=True))
+    values |= dict(zip(STAGE_COLUMNS, _stages(pairs), strict=True))
     bubble = {"gpipe": 0.0, "1f1b": 0.0, "interleaved": 1.0, "zb-h1": 2.0, "zb-h2": 3.0}
     values["order"] = np.array([bubble.get(x.schedule, 4.0) for x in layouts])
     values["gpipe"] = np.array([x.schedule == "gpipe" for x in layouts], dtype=np.float64)

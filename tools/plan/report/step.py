@@ -13,7 +13,15 @@ from telechat_moe.tools.plan.cost.expert_overlap import hidden
 from telechat_moe.tools.plan.cost.flops import utilisation as utilisation_of
 from telechat_moe.tools.plan.cost.layout import Layout, Schedule
 from telechat_moe.tools.plan.cost.simulate_step import Step, simulate_step
-from telechat_moe.tools.plan.report.timeline import Box, Curve, Table, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.report.timeline import (
+    Box,
+    Table,
+    Timeline,
+    activations,
+    chrome_trace,
+    operations,
+    page,
+)
 from telechat_moe.tools.plan.schedules.program import Kind, Op
 from telechat_moe.units import gib_text, seconds_text
 
@@ -214,28 +222,14 @@ def notes(step: Step) -> list[str]:
     ]
 
 
-def _label(op: Op) -> str:
-    return "/".join(f"{k.value}{m}" for k, _, m in op.parts())
-
-
 def timeline(step: Step) -> Timeline:
     """Return every operation of every stage, what follows the pipeline, and memory over time."""
-    boxes: list[Box] = []
+    result, boxes = step.result, operations(step.result)
     sends: list[Box] = []
-    memory: list[Curve] = []
-    end = step.result.makespan
     for s, ops in enumerate(step.program.ops):
-        start, stop = step.result.start[s], step.result.end[s]
-        for op, begin, finish in zip(ops, start, stop, strict=True):
-            boxes.append(
-                Box(s, float(begin), float(finish - begin), op.kind.value, str(op), _label(op))
-            )
+        for op, finish in zip(ops, result.end[s], strict=True):
             sends += _sends(step, s, op, float(finish))
-        _after(step, s, end, boxes)
-        fixed = float(step.fixed_bytes[s])
-        t = [0.0, *map(float, start), float(stop[-1]), step.step_s]
-        held = [fixed, *(fixed + float(v) for v in step.result.memory[s]), fixed, fixed]
-        memory.append(Curve(s, t, held))
+        _after(step, s, result.makespan, boxes)
     names = [
         f"stage {s}: {'+'.join(str(step.layers[c]) for c in held)} layers"
         for s, held in enumerate(step.program.chunks_of_stage)
@@ -245,7 +239,7 @@ def timeline(step: Step) -> Timeline:
         names,
         boxes,
         sends,
-        memory,
+        activations(result, step.fixed_bytes.tolist(), step.step_s),
         step.device.memory_bytes - step.device.reserved_bytes,
         tables(step),
         notes(step),

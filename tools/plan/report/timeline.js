@@ -14,9 +14,9 @@ for (const [k, what] of Object.entries(data.kinds)) {
   box.style.background = "var(--" + k + ")"; span.append(box, what); keys.append(span);
 }
 const unit = s => { const a = Math.abs(s);
-  return a >= 1 || a === 0 ? [1, "s"] : a >= 1e-3 ? [1e3, "ms"] : [1e6, "us"]; };
+  return !data.units ? [1, ""] : a >= 1 || a === 0 ? [1, "s"] : a >= 1e-3 ? [1e3, "ms"] : [1e6, "us"]; };
 const say = s => { const [f, u] = unit(s); return +(s * f).toPrecision(5) + " " + u; };
-const size = b => b >= 2 ** 30 ? (b / 2 ** 30).toFixed(2) + " GiB" : b >= 2 ** 20 ? (b / 2 ** 20).toFixed(1) + " MiB" :
+const size = b => !data.units ? +b.toPrecision(4) : b >= 2 ** 30 ? (b / 2 ** 30).toFixed(2) + " GiB" : b >= 2 ** 20 ? (b / 2 ** 20).toFixed(1) + " MiB" :
   (b / 1024).toFixed(1) + " KiB";
 const x = t => LEFT + (t - from) / (to - from) * (time.clientWidth - LEFT);
 const at = px => from + (px - LEFT) / (time.clientWidth - LEFT) * (to - from);

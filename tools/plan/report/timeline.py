@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telechat_moe import html
+from telechat_moe.tools.plan.schedules.program import Op
+from telechat_moe.tools.plan.schedules.simulate import Result
 
 SCRIPT = Path(__file__).with_name("timeline.js")
 CANVAS = """
@@ -79,20 +81,47 @@ class Timeline:
     """Memory of a device: a line in the memory panel."""
     tables: Sequence[Table] = ()
     notes: Sequence[str] = field(default_factory=tuple)
+    units: bool = True
+    """Whether times are seconds and memory bytes; else the page shows bare numbers."""
+
+
+def operations(result: Result) -> list[Box]:
+    """Return a box for each operation of a simulated schedule; a stage is a row."""
+    return [
+        Box(s, float(begin), float(end - begin), op.kind.value, str(op), _label(op))
+        for s, ops in enumerate(result.program.ops)
+        for op, begin, end in zip(ops, result.start[s], result.end[s], strict=True)
+    ]
+
+
+def _label(op: Op) -> str:
+    return "/".join(f"{k.value}{m}" for k, _, m in op.parts())
+
+
+def activations(result: Result, fixed: Sequence[float], end: float) -> list[Curve]:
+    """Return the memory of each stage: what is fixed and the activations that are held, until `end`."""
+    curves: list[Curve] = []
+    for s, (start, own) in enumerate(zip(result.start, fixed, strict=True)):
+        t = [0.0, *map(float, start), float(result.end[s][-1]), end]
+        held = [own, *(own + float(v) for v in result.memory[s]), own, own]
+        curves.append(Curve(s, t, held))
+    return curves
 
 
 def page(timeline: Timeline) -> str:
     """Return a self-contained page."""
     used = {box.kind for box in (*timeline.boxes, *timeline.sends)}
+    amount = round if timeline.units else _short
     data = {
         "rows": list(timeline.rows),
         "kinds": {k: v for k, v in KINDS.items() if k in used},
         "boxes": _columns(timeline.boxes, len(timeline.rows)),
         "sends": _columns(timeline.sends, len(timeline.rows)),
         "memory": [
-            {"row": c.row, "t": [_short(t) for t in c.start_s], "v": [round(v) for v in c.bytes]}
+            {"row": c.row, "t": [_short(t) for t in c.start_s], "v": [amount(v) for v in c.bytes]}
             for c in timeline.memory
         ],
+        "units": timeline.units,
         "limit": timeline.limit_bytes,
     }
     tables = [html.tag("h2", t.title) + html.table(t.headers, t.rows) for t in timeline.tables]

@@ -4,74 +4,32 @@ Source: DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1; the order follows t
 (8 ranks, 20 micro-batches).
 """
 
-from collections import deque
-
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_route, v_route
+from telechat_moe.tools.plan.schedules.program import Op, Program, StageWriter, loop_route, v_route
 
 
-class _Stage:
-    """Writer of a stage's operations for two lanes, each with its own micro-batches in order."""
-
-    def __init__(self, chunk: tuple[int, int], micros: tuple[range, range]) -> None:
-        self.chunk = chunk
-        self.micros = micros
-        self.forwards = [0, 0]
-        self.backwards = [0, 0]
-        self.waiting: deque[tuple[int, int]] = deque()  # chunk and micro-batch of each postponed dW
-        self.ops: list[Op] = []
-
-    def _next(self, counts: list[int], lane: int) -> tuple[int, int]:
-        counts[lane] += 1
-        return self.chunk[lane], self.micros[lane][counts[lane] - 1]
-
-    def forward(self, lane: int) -> None:
-        self.ops.append(Op(Kind.F, *self._next(self.forwards, lane)))
-
-    def backward(self, lane: int, split: bool = False) -> None:
-        what = self._next(self.backwards, lane)
-        self.ops.append(Op(Kind.D if split else Kind.B, *what))
-        if split:
-            self.waiting.append(what)
-
-    def both(self, forward: int, backward: int) -> None:
-        f, b = self._next(self.forwards, forward), self._next(self.backwards, backward)
-        self.ops.append(Op(Kind.FB, *f, *b))
-
-    def weights(self) -> None:
-        self.ops.append(Op(Kind.W, *self.waiting.popleft()))
-
-
-def _fill(stage: _Stage, rank: int, ranks: int, each: int) -> tuple[Op, ...]:
+def _fill(to: StageWriter, rank: int, ranks: int, each: int) -> tuple[Op, ...]:
     """Write the eight phases of a rank; rank `ranks - 1` is in the middle, `each` micro-batches a lane."""
     outer = ranks - 1 - rank  # ranks between this one and the middle
-    for _ in range(2 * outer):
-        stage.forward(0)
-    for _ in range(rank + 1):
-        stage.forward(0)
-        stage.forward(1)
-    for _ in range(outer):
-        stage.backward(1, split=True)
-        stage.weights()
-        stage.forward(1)
-    for i in range(each - 2 * ranks + rank + 1):
-        if i == 0 and outer == 0:  # the middle gains nothing from overlapping its first pair
-            stage.forward(0)
-            stage.backward(1)
-        else:
-            stage.both(0, 1)
-        stage.both(1, 0)
-    for _ in range(outer):
-        stage.backward(1)
-        stage.both(1, 0)
+    pairs = each - 2 * ranks + rank + 1
+    to.put("F0", 2 * outer)
+    to.put("F0 F1", rank + 1)
+    to.put("D1 W1 F1", outer)
+    if not outer:  # the middle gains nothing from overlapping its first pair
+        to.put("F0 B1 FB10")
+        pairs -= 1
+    to.put("FB01 FB10", pairs)
+    to.put("B1 FB10", outer)
+    late: list[str] = []  # lanes of the dW that wait, the oldest first
     for i in range(2 * (rank + 1)):  # the second half keeps its dW for the gaps that follow
-        stage.backward(1 - i % 2, split=i > rank)
-    for _ in range(outer):
-        stage.weights()
-        stage.backward(0, split=True)
-    while stage.waiting:
-        stage.weights()
-    return tuple(stage.ops)
+        lane = str(1 - i % 2)
+        to.put(("D" if i > rank else "B") + lane)
+        late += [lane] * (i > rank)
+    for lane in (late + ["0"] * outer)[:outer]:
+        to.put(f"W{lane} D0")
+    for lane in (late + ["0"] * outer)[outer:]:
+        to.put(f"W{lane}")
+    return tuple(to.ops)
 
 
 def dualpipe(stages: int, micro_batches: int) -> Program:
@@ -94,8 +52,8 @@ def dualpipe(stages: int, micro_batches: int) -> Program:
         rank = min(s, stages - 1 - s)
         lower = s < stages // 2
         # lane 0 enters at this stage's nearer end; both lanes see the same chunk numbers on the upper half
-        stage = _Stage((rank, stages - 1 - rank), lanes if lower else (lanes[1], lanes[0]))
-        ops.append(_fill(stage, rank, stages // 2, half))
+        to = StageWriter((rank, stages - 1 - rank), lanes if lower else lanes[::-1])
+        ops.append(_fill(to, rank, stages // 2, half))
     there = loop_route(stages, 1)
     return Program(
         "dualpipe",
@@ -119,7 +77,7 @@ def dualpipev(stages: int, micro_batches: int) -> Program:
         )
     lane = range(micro_batches)
     ops = tuple(
-        _fill(_Stage((s, 2 * stages - 1 - s), (lane, lane)), s, stages, micro_batches)
+        _fill(StageWriter((s, 2 * stages - 1 - s), (lane, lane)), s, stages, micro_batches)
         for s in range(stages)
     )
     return Program("dualpipev", stages, micro_batches, (v_route(stages, 2),), ops)

@@ -1,4 +1,4 @@
-"""Generate 1F1B, interleaved 1F1B (VPP), and the variant that overlaps a forward with a backward."""
+"""Generate GPipe, 1F1B, interleaved 1F1B (VPP), and the variant that overlaps a forward with a backward."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,14 @@ from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, loop_route
+
+
+def gpipe(stages: int, micro_batches: int) -> Program:
+    """Return GPipe: all forwards, then all backwards.
+
+    Source: Huang et al. 2019, arXiv 1811.06965.
+    """
+    return _in_turn("gpipe", stages, micro_batches, 1, [micro_batches] * stages)
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Program:

@@ -3,6 +3,8 @@
 A program says nothing about time: `Times` gives the durations, and `simulate` combines both.
 """
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -58,6 +60,34 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         """Write it as `F(chunk 3, micro-batch 0)`."""
         return " & ".join(f"{k.value}(chunk {c}, micro-batch {m})" for k, c, m in self.parts())
+
+
+class StageWriter:
+    """Writer of a stage's operations; a lane is one of its chunks, with its micro-batches in order.
+
+    Args:
+        chunks: Chunk of each lane.
+        micros: Micro-batches of each lane.
+    """
+
+    def __init__(self, chunks: Sequence[int], micros: Sequence[Sequence[int]]) -> None:
+        self.chunks = chunks
+        self.left: dict[str, deque[int]] = {}
+        """Micro-batches that still go forward (`F0` for lane 0) and backward (`D0`), and those whose dW waits (`W0`)."""
+        for lane, own in enumerate(micros):
+            self.left |= {f"F{lane}": deque(own), f"D{lane}": deque(own), f"W{lane}": deque()}
+        self.ops: list[Op] = []
+
+    def put(self, pattern: str, times: int = 1) -> None:
+        """Write a pattern: `F1 D1` is the next forward and dX of lane 1, `FB01` a forward of lane 0 beside a B of lane 1."""
+        for word in pattern.split() * times:
+            kind, lanes = Kind(word.rstrip("01")), word.lstrip("FBDW")
+            what: list[int] = []
+            for way, lane in zip(kind.value.replace("B", "D"), lanes, strict=True):
+                what += (self.chunks[int(lane)], self.left[way + lane].popleft())
+            if kind is Kind.D:
+                self.left["W" + lanes].append(what[1])
+            self.ops.append(Op(kind, *what))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,12 @@ from numpy.typing import NDArray
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.dualpipe import dualpipe, dualpipev
-from telechat_moe.tools.plan.schedules.gpipe import gpipe
-from telechat_moe.tools.plan.schedules.interleaved import interleaved, one_f_one_b, overlapped
+from telechat_moe.tools.plan.schedules.interleaved import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    overlapped,
+)
 from telechat_moe.tools.plan.schedules.program import Kind, Program, Times
 from telechat_moe.tools.plan.schedules.simulate import Result, simulate
 from telechat_moe.tools.plan.schedules.zero_bubble import zb_h1, zb_h2, zb_v

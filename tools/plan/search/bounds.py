@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Array, Columns
+from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Array, Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.memory import local_parameters, memory
@@ -31,8 +31,6 @@ from telechat_moe.tools.plan.search.placement_problem import (
 
 PLAIN, DENSE, MOE, DENSE_RECOMPUTED, MOE_RECOMPUTED, BEFORE, END = range(7)
 """Stages of the probe: the first has only the embedding, then one layer each, the last two have only head and MTP."""
-
-NAMES = ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again")
 
 
 @dataclass
@@ -140,7 +138,7 @@ def with_stages(x: Columns, **arrays: Array) -> Columns:
     """Return the columns with other layers on the stages, `[n, any number]`."""
     width = next(iter(arrays.values())).shape[1]
     zero = np.zeros((len(x), width))
-    stages = {name: arrays.get(name, zero) for name in NAMES}
+    stages = {name: arrays.get(name, zero) for name in STAGE_COLUMNS}
     whole = np.full(len(x), float(width))
     last: Array = whole - 1.0
     mtp: Array = last - x.mtp_apart
@@ -160,7 +158,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     probe = np.zeros((4, n, END + 1))
     probe[0, :, [DENSE, DENSE_RECOMPUTED]] = probe[1, :, [MOE, MOE_RECOMPUTED]] = 1
     probe[2, :, DENSE_RECOMPUTED] = probe[3, :, MOE_RECOMPUTED] = 1
-    seen = with_stages(x, **dict(zip(NAMES, probe, strict=True)))
+    seen = with_stages(x, **dict(zip(STAGE_COLUMNS, probe, strict=True)))
     r = rates(seen, device, device.constants)
     s = stage_times(seen, r)
     held = memory(seen, device)
@@ -232,7 +230,7 @@ def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Arra
 def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     """Return the bytes at the peak of a layer of each kind, plain and recomputed, [n, 2, P] each, and of no layer."""
     ones = np.ones_like(x.stage_moe)
-    zero = {name: np.zeros_like(ones) for name in NAMES}
+    zero = {name: np.zeros_like(ones) for name in STAGE_COLUMNS}
 
     def activations(*names: str) -> Array:
         return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones)), device).activations
@@ -248,9 +246,10 @@ def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Arra
         seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
         buffers = memory(seen, device).buffers
         idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
-    plain = [activations(name) - empty.activations for name in NAMES[:2]]
+    plain = [activations(name) - empty.activations for name in STAGE_COLUMNS[:2]]
     more = [
-        activations(a, b) - empty.activations for a, b in zip(NAMES[:2], NAMES[2:], strict=True)
+        activations(a, b) - empty.activations
+        for a, b in zip(STAGE_COLUMNS[:2], STAGE_COLUMNS[2:], strict=True)
     ]
     entry = np.stack(more, axis=1)
     kept = np.where(choice[:, None, None], np.stack(plain, axis=1), entry)

@@ -1,13 +1,13 @@
 """Find the layout for a recipe and a number of devices; `telechat-moe plan layout` runs this."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 from telechat_moe.errors import UsageError
 from telechat_moe.recipe.load import load
 from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.documents import pack, read_lengths
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.report.layouts import distinct
@@ -22,78 +22,42 @@ FRONT = (0.8, 0.6, 0.45, 0.3, 0.2)
 FRONT_S = 8.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A planning problem: model, space, device and limits."""
-
-    recipe: str
-    overrides: list[str]
-    architecture: Architecture
-    space: Space
-    device: Device
-
-    def answer(
-        self,
-        *,
-        top: int = 10,
-        limit_s: float = 300.0,
-        done: Callable[[float, int], object] = lambda share, solved: None,
-    ) -> SearchResult:
-        """Run the search; see `search`.
-
-        Raises:
-            UsageError: No layout satisfies the settings, however much memory there is.
-        """
-        plan = search(
-            self.architecture, self.space, self.device, top=top, limit_s=limit_s, done=done
-        )
-        if not len(plan.rows):
-            raise UsageError(explain_empty(self.architecture, self.space))
-        return plan
-
-    def front(self, plan: SearchResult) -> list[SearchResult]:
-        """Return the plans under smaller memory limits, each searched for `FRONT_S` at most."""
-        if not plan.best:
-            return []
-        peak = plan.best[0].peak_bytes
-        return [
-            search(
-                self.architecture,
-                self.space,
-                usable(self.device, peak * share),
-                top=1,
-                limit_s=FRONT_S,
-            )
-            for share in FRONT
-        ]
-
-    def recipe_text(self, plan: SearchResult, pick: int = 1) -> str:
-        """Return the recipe with a layout.
-
-        Args:
-            plan: What was found.
-            pick: The layout's number in the ranked table.
-
-        Raises:
-            UsageError: There is no such layout.
-            RecipeError: It breaks a rule of recipes.
-        """
-        found = distinct(plan)
-        if not 1 <= pick <= len(found):
-            raise UsageError(f"--pick {pick}: {len(found)} layouts were found")
-        best, word = found[pick - 1], "proven optimal under the event simulation"
-        gap = best.step_s / plan.lower_bound_s - 1
-        if pick > 1 or not plan.optimal:
-            word = f"within {gap:.2%} of the proven bound"
-        comment = (
-            f"{self.architecture.name} on {self.space.devices} x {self.device.name}, by telechat-moe plan layout.\n"
-            f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.peak_bytes, 1)}.\n"
-            "Not measured."
-        )
-        return write_recipe(self.recipe, self.overrides, best.layout, comment)
+def front(plan: SearchResult) -> list[SearchResult]:
+    """Return the plans under smaller memory limits, each searched for `FRONT_S` at most."""
+    if not plan.best:
+        return []
+    devices = [usable(plan.device, plan.best[0].peak_bytes * share) for share in FRONT]
+    return [search(plan.architecture, plan.space, d, top=1, limit_s=FRONT_S) for d in devices]
 
 
-def question(
+def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int = 1) -> str:
+    """Return the recipe with a layout.
+
+    Args:
+        plan: What was found.
+        recipe: What it was found for.
+        overrides: Its settings.
+        pick: The layout's number in the ranked table.
+
+    Raises:
+        UsageError: There is no such layout.
+        RecipeError: It breaks a rule of recipes.
+    """
+    found = distinct(plan)
+    if not 1 <= pick <= len(found):
+        raise UsageError(f"--pick {pick}: {len(found)} layouts were found")
+    best, word = found[pick - 1], "proven optimal under the event simulation"
+    if pick > 1 or not plan.optimal:
+        word = f"within {best.step_s / plan.lower_bound_s - 1:.2%} of the proven bound"
+    comment = (
+        f"{plan.architecture.name} on {plan.space.devices} x {plan.device.name}, by telechat-moe plan layout.\n"
+        f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.peak_bytes, 1)}.\n"
+        "Not measured."
+    )
+    return write_recipe(recipe, overrides, best.layout, comment)
+
+
+def find(
     recipe: str,
     overrides: list[str],
     devices: int,
@@ -103,8 +67,9 @@ def question(
     fixed: list[str],
     beyond_recipes: bool = False,
     documents: str | None = None,
-) -> Question:
-    """Return a question, checked.
+    **options: Any,
+) -> SearchResult:
+    """Find the fastest layouts of a recipe's model.
 
     Args:
         recipe: Shipped name or file.
@@ -116,9 +81,10 @@ def question(
         fixed: Settings `name=value` of the layout.
         beyond_recipes: Also search layouts that recipes cannot express.
         documents: File of their lengths, which attention stays in; None: one a sequence.
+        options: `top`, `limit_s` and `done` of `search`.
 
     Raises:
-        UsageError: A setting that does not exist.
+        UsageError: A setting that does not exist, or no layout satisfies the settings, however much memory there is.
         RecipeError: The recipe has problems.
     """
     loaded = load(recipe, overrides)
@@ -139,10 +105,8 @@ def question(
     )
     seq = loaded.model_config.seq_length
     share = pack(read_lengths(documents), seq).share if documents else 0.0
-    return Question(
-        recipe=recipe,
-        overrides=overrides,
-        architecture=Architecture.from_recipe(loaded, share),
-        space=space,
-        device=target,
-    )
+    architecture = Architecture.from_recipe(loaded, share)
+    plan = search(architecture, space, target, **options)
+    if not len(plan.rows):
+        raise UsageError(explain_empty(architecture, space))
+    return plan

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from telechat_moe.errors import UsageError
 from telechat_moe.recipe.experts import expert_degrees
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.columns import Columns, columns
+from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Columns, columns
 from telechat_moe.tools.plan.cost.layout import Ends, Layout
 
 POLICIES = ("none", "full", "norm+activation", "swap")
@@ -29,29 +29,14 @@ CHOSEN = tuple(POLICIES.index(word) for word in ("full", "swap"))
 SCHEDULES = ("1f1b", "interleaved", "zb-v")
 ENDS: tuple[Ends, ...] = ("last", "mtp-before")
 NAMES = (
-    "dp",
-    "tp",
-    "cp",
-    "pp",
-    "vpp",
-    "ep",
-    "etp",
-    "micro_batch",
-    "micro_batches",
-    "sp",
-    "zero",
-    "policy",
-    "schedule",
+    "dp", "tp", "cp", "pp", "vpp", "ep", "etp", "micro_batch", "micro_batches", "sp", "zero", "policy", "schedule",
     "ends",
-)
-ORDER = {"1f1b": 0.0, "interleaved": 1.0, "zb-v": 4.0}
-"""`Columns.order` of each schedule."""
+)  # fmt: skip
+"""Columns of the table of configurations."""
 
-FIXABLE = {
-    "dp": "dp", "tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "ep": "ep", "etp": "etp", "zero": "zero",
-    "micro_batch": "micro_batch", "micro_batches": "micro_batches", "sequence_parallel": "sp", "sp": "sp",
-    "schedule": "schedule", "recompute": "policy", "ends": "ends",
-}  # fmt: skip
+FIXABLE = {"recompute": "policy", "sequence_parallel": "sp"}
+FIXABLE |= {name: name for name in NAMES if name != "policy"}
+"""Column of each name that `--fix` takes."""
 
 
 WORDS = {"policy": POLICIES, "schedule": SCHEDULES, "sp": ("false", "true"), "ends": ENDS}
@@ -175,20 +160,8 @@ def _inner(
                     zeros = range(1 if dp * cp == 1 else 4 if space.beyond_recipes else 2)
                     for zero, end, policy in product(zeros, ends, policies):
                         yield (
-                            dp,
-                            tp,
-                            cp,
-                            pp,
-                            vpp,
-                            ep,
-                            etp,
-                            micro_batch,
-                            micro_batches,
-                            sp,
-                            zero,
-                            policy,
-                            schedule,
-                            end,
+                            *(dp, tp, cp, pp, vpp, ep, etp, micro_batch, micro_batches),
+                            *(sp, zero, policy, schedule, end),
                         )
 
 
@@ -238,38 +211,32 @@ def layout_of(row: NDArray[Any], space: Space) -> Layout:
 
 def space_columns(a: Architecture, rows: NDArray[Any], space: Space) -> Columns:
     """Return the arrays of configurations with one number of stages, before placement: no stage has a layer."""
-    one = columns(
-        [(a, space.base.but(pp=1, vpp=1, chunks=None, recompute="none", recompute_layers=None))]
-    )
-    n = len(rows)
-    values: dict[str, Any] = {}
-    for name, value in vars(one).items():
-        values[name] = np.broadcast_to(value, (n, *value.shape[1:])) if len(value) == 1 else value
-    own = dict(zip(NAMES, rows.T.astype(np.float64), strict=True))
-    for name in NAMES[:9]:
-        values[name] = own[name]
+    kinds = product(range(len(POLICIES)), range(len(SCHEDULES)), range(len(ENDS)))
+    base = space.base.but(pp=2, vpp=2, chunks=None)
+    layouts = [
+        base.but(
+            recompute=POLICIES[policy],
+            recompute_layers=(0,) * 4 if policy in CHOSEN else None,
+            schedule=SCHEDULES[schedule],
+            ends=ENDS[end],
+        )
+        for policy, schedule, end in kinds
+    ]
+    n, own = len(rows), dict(zip(NAMES, rows.T, strict=True))
+    kind = (own["policy"] * len(SCHEDULES) + own["schedule"]) * len(ENDS) + own["ends"]
+    values: dict[str, Any] = {
+        name: value[kind] if len(value) == len(layouts) else np.broadcast_to(value, (n,))
+        for name, value in vars(columns([(a, x) for x in layouts])).items()
+    }
+    own = {name: column.astype(np.float64) for name, column in own.items()}
+    values |= {name: own[name] for name in NAMES[:9]}
     values["sequence_parallel"], values["zero"] = own["sp"], own["zero"]
     values["opt_shards"] = np.zeros(n)
     values["fsdp"] = (own["zero"] == 3).astype(float)
     values["devices"] = own["dp"] * own["tp"] * own["cp"] * own["pp"]
     values["expert_copies"] = own["dp"] * own["cp"] * own["tp"] / (own["ep"] * own["etp"])
-    names = [name for name in vars(one) if name.startswith("re_")]
-    tables = columns(
-        [
-            (a, space.base.but(pp=1, vpp=1, chunks=None, recompute_layers=None, recompute=p))
-            for p in POLICIES
-        ]
-    )
-    for name in names:
-        values[name] = getattr(tables, name)[rows[:, NAMES.index("policy")]]
-    values["order"] = np.array([ORDER[s] for s in SCHEDULES])[rows[:, NAMES.index("schedule")]]
-    values["gpipe"] = np.zeros(n)
-    values["mtp_again"] = 1.0 - np.isin(rows[:, NAMES.index("policy")], CHOSEN)
-    pp = int(rows[0, NAMES.index("pp")])
-    for name in ("stage_dense", "stage_moe", "stage_dense_again", "stage_moe_again"):
-        values[name] = np.zeros((n, pp))
+    values |= dict.fromkeys(STAGE_COLUMNS, np.zeros((n, int(rows[0, NAMES.index("pp")]))))
     values["last_stage"] = np.where(own["schedule"] == 2, 0.0, own["pp"] - 1)
-    values["mtp_apart"] = own["ends"]
     values["mtp_stage"] = values["last_stage"] - own["ends"]
     return Columns(values)
 

@@ -1,16 +1,16 @@
 """Report what `telechat-moe plan schedule` prints and writes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.plan.report.timeline import Table, Timeline, activations, operations, page
 from telechat_moe.tools.plan.schedules.bounds import Rules
 from telechat_moe.tools.plan.schedules.check import check
-from telechat_moe.tools.plan.schedules.page import page
 from telechat_moe.tools.plan.schedules.program import Times
 from telechat_moe.tools.plan.schedules.simulate import Result
 from telechat_moe.tools.plan.schedules.synthesise import EFFORT, PLACEMENTS, Synthesis, synthesise
@@ -20,18 +20,6 @@ HEADERS = ["schedule", "chunks a stage ", "bubble ", "makespan ", "memory (1F1B 
 
 LONGEST = 1e100
 """The longest time that is accepted; sums of longer ones may exceed the range of a float."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A synthesis and the request that it answers."""
-
-    synthesis: Synthesis
-    stages: int
-    micro_batches: int
-    chunks: int
-    memory: float
-    """Of 1F1B's."""
 
 
 def find(
@@ -49,7 +37,7 @@ def find(
     placement: str | None = None,
     effort: float | None = None,
     seed: int = 0,
-) -> Found:
+) -> Synthesis:
     """Synthesise from a stage's times.
 
     Args:
@@ -93,7 +81,7 @@ def find(
         seed,
     )
     check(synthesis.program)
-    return Found(synthesis, stages, micro_batches, chunks, memory)
+    return synthesis
 
 
 def _factors(chunks: int, scale: Mapping[int, float] | None) -> NDArray[np.float64]:
@@ -135,9 +123,9 @@ def _chunk_times(
     )
 
 
-def rows(found: Found) -> list[list[str]]:
+def rows(s: Synthesis) -> list[list[str]]:
     """Return the table: our schedule, then the published ones from shortest to longest."""
-    s, p = found.synthesis, found.stages
+    p = s.program.stages
     ours = "ours" if s.source == "synthesised" else f"ours = {s.source}"
     result = [_row(ours, s.program.chunks // p, s.result, p, "yes")]
     for k in sorted(s.table, key=lambda k: k.result.makespan):
@@ -159,49 +147,43 @@ def _row(name: str, chunks: int, result: Result, stages: int, fits: str) -> list
     ]
 
 
-def ideal_bubble(found: Found) -> float:
+def ideal_bubble(s: Synthesis) -> float:
     """Return the idle share of a schedule as short as the bound."""
-    result, bound = found.synthesis.result, found.synthesis.bound.makespan
-    busy = float((1 - result.idle).sum()) * result.makespan
-    return max(0.0, 1 - busy / (found.stages * bound))
+    busy = float((1 - s.result.idle).sum()) * s.result.makespan
+    return max(0.0, 1 - busy / (s.program.stages * s.bound.makespan))
 
 
-def summary(found: Found) -> list[str]:
-    """Return what to print below the table."""
-    s = found.synthesis
-    peak, least = s.result.peak.max() / found.stages, s.result.peak.min() / found.stages
-    placement = (
-        "zigzag (v)" if s.program.routes[0] == _route("v", s, found) else "round-robin (loop)"
-    )
-    if s.program.chunks == found.stages:
+def summary(s: Synthesis, memory: float) -> list[str]:
+    """Return what to print below the table; `memory` is what was allowed, 1F1B's = 1."""
+    p = s.program.stages
+    peak, least = s.result.peak.max() / p, s.result.peak.min() / p
+    chunks = s.program.chunks // p
+    zigzag = s.program.routes[0] == PLACEMENTS["v"](p, chunks)
+    placement = "zigzag (v)" if zigzag else "round-robin (loop)"
+    if chunks == 1:
         placement = "one chunk a stage"
     return [
         f"bubble {s.result.bubble:.2%} of the makespan, start-up included; makespan {s.result.makespan:.6g}",
-        f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(found):.2%}",
+        f"proven lower bound {s.bound.makespan:.6g} ({s.bound.reason}): bubble at least {ideal_bubble(s):.2%}",
         f"gap {s.gap:.2%} of the makespan" + (", proven optimal" if s.gap < 1e-9 else ""),
-        f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {found.memory:.3f}",
+        f"memory {least:.3f} to {peak:.3f} of 1F1B's, allowed {memory:.3f}",
         f"placement: {placement}; found by {s.source}, {s.tries:,} schedules tried",
         "deadlock: none, by a search for cycles with all sends and receives",
     ]
 
 
-def _route(name: str, s: Synthesis, found: Found) -> tuple[int, ...]:
-    return PLACEMENTS[name](found.stages, s.program.chunks // found.stages)
-
-
-def data(found: Found) -> dict[str, Any]:
+def data(s: Synthesis) -> dict[str, Any]:
     """Return the figures and the program as plain data."""
-    s = found.synthesis
     return {
-        "stages": found.stages,
-        "micro_batches": found.micro_batches,
-        "chunks_of_a_stage": s.program.chunks // found.stages,
+        "stages": s.program.stages,
+        "micro_batches": s.program.micro_batches,
+        "chunks_of_a_stage": s.program.chunks // s.program.stages,
         "bubble": s.result.bubble,
         "bubble_convention": "idle share of the makespan over all stages, start-up included",
         "makespan": s.result.makespan,
         "lower_bound": s.bound.makespan,
         "lower_bound_reason": s.bound.reason,
-        "lower_bound_bubble": ideal_bubble(found),
+        "lower_bound_bubble": ideal_bubble(s),
         "gap": s.gap,
         "peak_activations": s.result.peak.tolist(),
         "source": s.source,
@@ -225,12 +207,25 @@ def data(found: Found) -> dict[str, Any]:
     }
 
 
-def html(found: Found) -> str:
-    """Return the page."""
+def html(s: Synthesis, memory: float) -> str:
+    """Return the page: every operation, and the activations of each stage in units of a micro-batch's."""
+    p = s.program
     title = (
-        f"Pipeline schedule: {found.stages} stages, {found.micro_batches} micro-batches, "
-        f"{found.synthesis.program.chunks // found.stages} chunks a stage"
+        f"Pipeline schedule: {p.stages} stages, {p.micro_batches} micro-batches, "
+        f"{p.chunks // p.stages} chunks a stage"
     )
+    memory_curves = activations(s.result, [0.0] * p.stages, s.result.makespan)
+    table = Table("Schedules on the same times", HEADERS, rows(s))
+    names = [f"stage {i}" for i in range(p.stages)]
+    said = ["; ".join(summary(s, memory)[:4]) + "."]
     return page(
-        found.synthesis.result, title, "; ".join(summary(found)[:4]) + ".", HEADERS, rows(found)
+        Timeline(
+            title,
+            names,
+            operations(s.result),
+            memory=memory_curves,
+            tables=[table],
+            notes=said,
+            units=False,
+        )
     )
