@@ -9,8 +9,8 @@ make it worse. The scheduler is native (`tools/plan/native/pipeline_schedule.cc`
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,8 +207,8 @@ class _Instance:
         self.busiest = float(np.bincount(self.route, all_work, minlength=self.stages).max())
         self.operations = (3 if split else 2) * len(self.route) * self.micro_batches
 
-    def due(self, pattern: Pattern) -> NDArray[Any]:
-        """Return due dates, [3, chunks, micro-batches]."""
+    def follow(self, pattern: Pattern) -> "_Policy":
+        """Return the due dates of a pattern, and when each micro-batch may enter."""
         t, n = self.times, len(self.route)
         back = self._arrays[2]
         mean = float((t.forward + back + self._arrays[3]).sum()) / (
@@ -227,12 +227,10 @@ class _Instance:
             pattern.warm * np.minimum(i, pattern.warm_n) + np.maximum(i - pattern.warm_n, 0)
         )
         offsets = np.stack([forward, backward, backward + pattern.late_w * mean])
-        return offsets[:, :, None] + begin
-
-    def release(self, pattern: Pattern) -> NDArray[Any]:
-        """Return when each micro-batch may enter, [micro-batches]."""
-        i = np.arange(self.micro_batches, dtype=np.float64)
-        return np.maximum(i - pattern.burst, 0.0) * pattern.pace * self.busiest
+        release = np.maximum(i - pattern.burst, 0.0) * pattern.pace * self.busiest
+        return _Policy(
+            offsets[:, :, None] + begin, release, np.array([pattern.wait, pattern.eager], float)
+        )
 
     def imitate(self, result: Result) -> "_Policy":
         """Return the due dates that reproduce a schedule on this placement: its start times."""
@@ -242,30 +240,23 @@ class _Instance:
                 for kind, chunk, micro in op.parts():
                     at = {Kind.F: (0,), Kind.D: (1,), Kind.W: (2,), Kind.B: (1, 2)}[kind]
                     due[at, chunk, micro] = start
-        return _Policy(due, np.zeros(self.micro_batches), 0.0, 0.0)
+        return _Policy(due, np.zeros(self.micro_batches), np.zeros(2))
 
     def climb(
         self, policy: "_Policy", steps: int, seed: int = 0
     ) -> tuple[float, "_Policy", "_Order"]:
         """Return makespan, improved policy and order; infinity where the memory does not suffice."""
-        due = np.ascontiguousarray(policy.due, dtype=np.float64).copy()
-        release = np.ascontiguousarray(policy.release, dtype=np.float64).copy()
-        wait, eager = ctypes.c_double(policy.wait), ctypes.c_double(policy.eager)
+        found = _Policy(*(array.copy() for array in policy))
         out = np.empty(self.operations, np.int32)
         lengths = np.empty(self.stages, np.int32)
         makespan = load().telechat_schedule_pipeline(
             ctypes.byref(self._problem),
-            address(due),
-            address(release),
-            ctypes.byref(wait),
-            ctypes.byref(eager),
+            *map(address, (found.due, found.release, found.wait_eager, found.wait_eager[1:])),
             seed,
             steps,
             self.bound.makespan * (1 + 1e-12),
-            address(out),
-            address(lengths),
+            *map(address, (out, lengths)),
         )
-        found = _Policy(due, release, wait.value, eager.value, makespan)
         return makespan, found, (out, lengths)
 
     def decode(self, order: "_Order") -> tuple[tuple[Op, ...], ...]:
@@ -299,13 +290,19 @@ _Order = tuple[NDArray[Any], NDArray[Any]]
 """Operations as `pipeline_schedule.cc` numbers them, stage after stage, and how many each stage has."""
 
 
-@dataclass
-class _Policy:
+class _Policy(NamedTuple):
+    """What the scheduler follows."""
+
     due: NDArray[Any]
+    """Due dates of F, D and W, [3, chunks, micro-batches]."""
     release: NDArray[Any]
-    wait: float
-    eager: float
-    makespan: float = np.inf
+    """When each micro-batch may enter."""
+    wait_eager: NDArray[Any]
+    """`Pattern.wait` and `Pattern.eager`."""
+
+
+_Found = tuple[Result, Times, str]
+"""A schedule, the times of its chunks, and how it was found."""
 
 
 class _Search:
@@ -360,30 +357,20 @@ class _Search:
 
     def run(self, effort: int) -> Synthesis:
         table = tuple(known(self.times, self.stages, self.micro_batches, self.memory, self.rules))
+        usable = [k for k in table if k.fits and k.copies == 1]
+        usable = [k for k in usable if k.program.routes[0] in self.routes]
         bound = min((i.bound for i in self.instances), key=lambda b: b.makespan)
-        best = self._best_known(table)
+        found: list[_Found] = [(k.result, k.times, k.program.name) for k in usable]
         enough = bound.makespan * (1 + 1e-12)
-        if best is None or best.result.makespan > enough:
-            found = self._search(table, effort, enough)
-            if found is not None and (best is None or found.result.makespan < best.result.makespan):
-                best = found
-        assert best is not None  # an instance exists, so the scheduler has found something
-        if best.result.makespan < bound.makespan * (1 - 1e-9):
-            raise AssertionError(f"{best.result.makespan} is below the bound {bound}")
-        return replace(best, bound=bound, table=table, tries=self.tries)
+        if all(result.makespan > enough for result, _, _ in found):
+            found += self._search(usable, effort, enough)
+        result, times, source = min(found, key=lambda one: one[0].makespan)
+        if result.makespan < bound.makespan * (1 - 1e-9):
+            raise AssertionError(f"{result.makespan} is below the bound {bound}")
+        return Synthesis(result, times, bound, source, table, self.tries)
 
-    def _fitting(self, table: Sequence[Known]) -> list[Known]:
-        """Return the published schedules that may be used."""
-        return [k for k in table if k.fits and k.copies == 1 and k.program.routes[0] in self.routes]
-
-    def _best_known(self, table: Sequence[Known]) -> Synthesis | None:
-        fitting = self._fitting(table)
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda k: k.result.makespan)
-        return Synthesis(best.result, best.times, Bound(0.0, ""), best.program.name, (), 0)
-
-    def _search(self, table: Sequence[Known], effort: int, enough: float) -> Synthesis | None:
+    def _search(self, usable: Sequence[Known], effort: int, enough: float) -> list[_Found]:
+        """Return the best schedule that the scheduler makes, if it makes one."""
         first: list[tuple[float, int, _Policy]] = []
         best: tuple[float, int, _Order | None] = (np.inf, -1, None)
         spent = 0
@@ -398,19 +385,13 @@ class _Search:
             if makespan < best[0]:
                 best = (makespan, index, order)
 
-        for k in self._fitting(table):
+        for k in usable:
             index = self.routes.index(k.program.routes[0])
             attempt(index, self.instances[index].imitate(k.result), 0)
         for pattern in PATTERNS:
             for index, instance in enumerate(self.instances):
                 if spent < effort / 2 and best[0] > enough:
-                    policy = _Policy(
-                        instance.due(pattern),
-                        instance.release(pattern),
-                        pattern.wait,
-                        pattern.eager,
-                    )
-                    attempt(index, policy, 0)
+                    attempt(index, instance.follow(pattern), 0)
         while spent < effort and best[0] > enough:
             first.sort(key=lambda f: f[0])
             first = first[:4]
@@ -419,16 +400,16 @@ class _Search:
             attempt(index, policy, int(min(200, max(rest, 1))))
         claimed, index, order = best
         if order is None:
-            return None
+            return []
         instance = self.instances[index]
-        return self._judge(instance, instance.decode(order), claimed)
+        return [self._judge(instance, instance.decode(order), claimed)]
 
     def _below(self, most: int) -> int:
         return int(self.random.integers(most))  # type: ignore[reportUnknownMemberType]
 
     def _judge(
         self, instance: _Instance, ops: tuple[tuple[Op, ...], ...], claimed: float
-    ) -> Synthesis:
+    ) -> _Found:
         """Simulate what the scheduler made, and use B where it is shorter than D and W."""
         program = instance.program(ops)
         result = simulate(program, instance.times)
@@ -443,7 +424,7 @@ class _Search:
             fused = simulate(instance.program(tried), instance.times)
             if fused.makespan <= result.makespan and (fused.peak <= self.memory * (1 + 1e-9)).all():
                 ops, result = tried, fused
-        return Synthesis(result, instance.times, Bound(0.0, ""), "synthesised", (), 0)
+        return result, instance.times, "synthesised"
 
 
 def _fuse(ops: tuple[tuple[Op, ...], ...], chunk: int) -> tuple[tuple[Op, ...], ...]:

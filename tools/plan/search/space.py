@@ -34,8 +34,8 @@ NAMES = (
 )  # fmt: skip
 """Columns of the table of configurations."""
 
-FIXABLE = {"recompute": "policy", "sequence_parallel": "sp"}
-FIXABLE |= {name: name for name in NAMES if name != "policy"}
+_ALIASES = {"recompute": "policy", "sequence_parallel": "sp"}
+FIXABLE = _ALIASES | {name: name for name in NAMES if name != "policy"}
 """Column of each name that `--fix` takes."""
 
 
