@@ -29,6 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from telechat_moe.processes import processor_seconds
 from telechat_moe.tools.plan.cost import cpu_step
 from telechat_moe.tools.plan.cost.device import Device, load_device
 from telechat_moe.tools.plan.cost.this_machine import (
@@ -112,9 +113,9 @@ def measured_layout(case: StepCase, steps: int = 9) -> float:
     return statistics.median(max(after[p] - before[p] for p in before) for before, after in pairs)
 
 
-def _watch(process: subprocess.Popen[Any], run: Path) -> list[dict[str, float]]:
+def _watch(process: subprocess.Popen[Any], run: Path) -> list[dict[int, float]]:
     """Return the processor seconds of each worker at the end of each step."""
-    marks: list[dict[str, float]] = []
+    marks: list[dict[int, float]] = []
     seen = 0
     while process.poll() is None:
         time.sleep(0.02)
@@ -126,19 +127,14 @@ def _watch(process: subprocess.Popen[Any], run: Path) -> list[dict[str, float]]:
     return [m for m in marks if len(m) == 2]
 
 
-def _workers(run: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            line = (entry / "cmdline").read_text()
-            if run not in line or "MS_ROLE=MS_WORKER" not in (entry / "environ").read_text():
-                continue
-            words = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it ended meanwhile
-            continue
-        found[entry.name] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+def _workers(run: str) -> dict[int, float]:
+    import psutil
+
+    found: dict[int, float] = {}
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        line, given = (process.info[name] or () for name in ("cmdline", "environ"))
+        if any(run in word for word in line) and dict(given).get("MS_ROLE") == "MS_WORKER":
+            found[process.pid] = processor_seconds(process.pid)
     return found
 
 

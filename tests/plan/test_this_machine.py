@@ -190,7 +190,7 @@ def test_plain_operators_keep_scores():
 
 
 def test_medians_of_rounds():
-    found = medians([{"ready": "a"}, {"steps": {"a": [3.0, 1.0, 2.0], "b": [5.0]}}])
+    found = medians({"ready": "a", "steps": {"a": [3.0, 1.0, 2.0], "b": [5.0]}})
     assert found == {"a": 2.0, "b": 5.0}
     job = as_job(CALIBRATION[:1], "plain")
     assert job[0]["overrides"][-1] == "telechat_moe.operators.default=plain"
@@ -203,9 +203,9 @@ def test_calibration_is_put_together(monkeypatch, tmp_path, capsys):
     def measured(job, *, processes=1, beside=False, on_result=None):
         if "all_reduce" in job:
             assert processes == 2
-            return [{"all_reduce": [1e-3, 1e-3 + 2**24 / 1e9]}]
+            return {"all_reduce": [1e-3, 1e-3 + 2**24 / 1e9]}
         steps = {c.name: [9.0, cpu_step.predict(*of_case(c), SUM), 0.0] for c in CALIBRATION}
-        return [{"flops": [1e11] * len(job["shapes"])}, {"bandwidth": 2e10}, {"steps": steps}]
+        return {"flops": [1e11] * len(job["shapes"]), "bandwidth": 2e10, "steps": steps}
 
     monkeypatch.setattr(this_machine, "run_measurement", measured)
     path = tmp_path / "here.yaml"
@@ -226,7 +226,7 @@ def test_failed_measurement_says_why():
 
 def test_product_rates():
     """Rates of our products: positive, and not above what a core can do."""
-    rates = run_measurement({"shapes": [(256, 256, 256)]})[0]["flops"]
+    rates = run_measurement({"shapes": [(256, 256, 256)]})["flops"]
     assert 1e8 < rates[0] < 1e12
 
 

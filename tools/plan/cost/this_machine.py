@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,16 +28,6 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
 
 RECIPE = "telechat3_moe/pretrain_19m.yaml"
-FITTED = (
-    "matmul_share",
-    "matmul_half",
-    "attention_share",
-    "memory_share",
-    "layer_host_s",
-    "step_host_s",
-)
-"""Constants that the steps determine."""
-
 START = {
     "matmul_share": 0.8,
     "matmul_half": 40.0,
@@ -46,6 +36,9 @@ START = {
     "layer_host_s": 2e-3,
     "step_host_s": 4e-3,
 }
+FITTED = tuple(START)
+"""Constants that the steps determine."""
+
 PULL = 0.02
 """Weight of staying near `START`: it decides only the constants that the steps do not determine."""
 
@@ -113,9 +106,9 @@ def run_measurement(
     *,
     processes: int = 1,
     beside: bool = False,
-    on_result: Callable[[dict[str, Any]], None] | None = None,
-) -> list[dict[str, Any]]:
-    """Measure in a process of its own, one thread each.
+    on_result: Callable[[dict[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
+    """Measure in a process of its own, one thread each, and return all results by name.
 
     Args:
         job: What to measure, see `measure_here`.
@@ -127,39 +120,31 @@ def run_measurement(
         MeasurementError: It ended without a result.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
-    script = Path(__file__).with_name("measure_here.py")
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(script), json.dumps(job)]
+    job_arguments = [str(Path(__file__).with_name("measure_here.py")), json.dumps(job)]
+    results: dict[str, Any] = {}
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        command = [sys.executable, *job_arguments]
+        log = Path(folder, "worker_0.log")
         if processes > 1:
-            msrun = Path(sys.executable).with_name("msrun")
             command = [
-                str(msrun), f"--worker_num={processes}", f"--local_worker_num={processes}", "--join=True",
-                f"--log_dir={folder}", "--master_port=18118", str(script), json.dumps(job),
+                str(Path(sys.executable).with_name("msrun")), f"--worker_num={processes}",
+                f"--local_worker_num={processes}", "--join=True", f"--log_dir={folder}", "--master_port=18118",
+                *job_arguments,
             ]  # fmt: skip
-        with ExitStack() as stack:
-            start = partial(subprocess.Popen, command, env=environment, cwd=folder)
-            if beside:
-                stack.enter_context(start(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            process = stack.enter_context(
-                start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            )
-            said: list[str] = []
-            for line in process.stdout or ():
-                if line.startswith("{"):
-                    results.append(json.loads(line))
-                    if on_result:
-                        on_result(results[-1])
-                else:
-                    said.append(line.rstrip())
-        if processes > 1:
-            log = Path(folder, "worker_0.log")
-            text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-            for line in text.splitlines():
-                if line.startswith("{"):
-                    results.append(json.loads(line))
-                    if on_result:
-                        on_result(results[-1])
+        start = partial(subprocess.Popen, command, env=environment, cwd=folder)
+        if beside:
+            stack.enter_context(start(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        process = stack.enter_context(
+            start(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+        for line in _lines(process, log):
+            if not line.startswith("{"):
+                said.append(line.rstrip())
+                continue
+            result = json.loads(line)
+            results |= result
+            on_result(result)
     if process.returncode or not results:
         tail = "\n".join(said[-5:])
         raise MeasurementError(
@@ -169,9 +154,17 @@ def run_measurement(
     return results
 
 
-def medians(results: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _lines(process: subprocess.Popen[str], log: Path) -> Iterator[str]:
+    """Yield what a process prints, and then what msrun's first worker wrote."""
+    yield from process.stdout or ()
+    process.wait()
+    if not process.returncode and log.exists():
+        yield from log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
+def medians(results: dict[str, Any]) -> dict[str, float]:
     """Return each step's median time from what a measurement printed."""
-    times: dict[str, list[float]] = next(r["steps"] for r in results if "steps" in r)
+    times: dict[str, list[float]] = results["steps"]
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
@@ -280,19 +273,17 @@ def calibrate(
     cases = as_job(CALIBRATION, operators)
     job = {"shapes": shapes, "cases": cases}
     results = run_measurement(job, beside=operators == "plain", on_result=step)
-    rates = next(r["flops"] for r in results if "flops" in r)
-    bandwidth = next(r["bandwidth"] for r in results if "bandwidth" in r)
-    seconds = medians(results)
+    rates, seconds = results["flops"], medians(results)
     link, start = 1e9, 1e-4
     if network:
         found = run_measurement({"all_reduce": ALL_REDUCE_BYTES}, processes=2, on_result=step)
-        small, large = next(r["all_reduce"] for r in found if "all_reduce" in r)
+        small, large = found["all_reduce"]
         link, start = ALL_REDUCE_BYTES[1] / max(large - small, 1e-9), small
     base = Device(
         name="this-machine" if operators == "fused" else "this-machine-plain",
         peak_flops={"fp32": max(rates), "bf16": max(rates)},
         memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-        memory_bandwidth=bandwidth,
+        memory_bandwidth=results["bandwidth"],
         node_devices=os.cpu_count() or 1,
         intra_bandwidth=link,
         inter_bandwidth=link,
@@ -300,13 +291,11 @@ def calibrate(
         constants=replace(Constants(), intra_share=1.0, inter_share=1.0, collective_host_s=start),
     )
     pairs = [of_case(c, operators) for c in CALIBRATION]
-    constants = fit(pairs, [seconds[c.name] for c in CALIBRATION], base)
-    own = cpu_step.fit(pairs, [seconds[c.name] for c in CALIBRATION])
-    device = replace(base, constants=constants, fitted=FITTED, step=own)
-    steps = [
-        (c.name, seconds[c.name], cpu_step.predict(*pair, own))
-        for c, pair in zip(CALIBRATION, pairs, strict=True)
-    ]
+    took = [seconds[c.name] for c in CALIBRATION]
+    own = cpu_step.fit(pairs, took)
+    device = replace(base, constants=fit(pairs, took, base), fitted=FITTED, step=own)
+    fitted = [cpu_step.predict(*pair, own) for pair in pairs]
+    steps = zip((c.name for c in CALIBRATION), took, fitted, strict=True)
     return Calibration(device, tuple(zip(shapes, rates, strict=True)), tuple(steps))
 
 
@@ -314,32 +303,31 @@ def as_yaml(found: Calibration) -> str:
     """Return the description in the format of `devices/*.yaml`."""
     import yaml
 
-    d = found.device
-    constants: dict[str, object] = {}
-    for name, value in vars(d.constants).items():
-        if value == getattr(Constants(), name):
-            continue
-        how = (
-            "fitted to seven training steps"
-            if name in FITTED
-            else "AllReduce between two processes"
-        )
-        constants[name] = {
-            "value": float(f"{value:.6g}"),
-            "source": f"measured here: {how}",
+    def short(value: float) -> float:
+        return float(f"{value:.6g}")
+
+    d, usual = found.device, vars(Constants())
+    how = {True: "fitted to seven training steps", False: "AllReduce between two processes"}
+    constants = {
+        name: {
+            "value": short(value),
+            "source": f"measured here: {how[name in FITTED]}",
             "fitted": name in FITTED,
         }
+        for name, value in vars(d.constants).items()
+        if value != usual[name]
+    }
     document = {
         "name": d.name,
-        "peak_flops": {k: float(f"{v:.6g}") for k, v in d.peak_flops.items()},
+        "peak_flops": {k: short(v) for k, v in d.peak_flops.items()},
         "memory_bytes": d.memory_bytes,
-        "memory_bandwidth": float(f"{d.memory_bandwidth:.6g}"),
+        "memory_bandwidth": short(d.memory_bandwidth),
         "node_devices": d.node_devices,
-        "intra_bandwidth": float(f"{d.intra_bandwidth:.6g}"),
-        "inter_bandwidth": float(f"{d.inter_bandwidth:.6g}"),
+        "intra_bandwidth": short(d.intra_bandwidth),
+        "inter_bandwidth": short(d.inter_bandwidth),
         "reserved_bytes": d.reserved_bytes,
         "constants": constants,
-        "step": {name: float(f"{value:.6g}") for name, value in d.step.items()},
+        "step": {name: short(value) for name, value in d.step.items()},
         "sources": {
             "peak_flops": "the fastest of our float32 products at the recipe's shapes, one thread",
             "memory_bandwidth": "a copy of 128 MiB, bytes read and written, one thread",

@@ -34,8 +34,10 @@ NAMES = (
 )  # fmt: skip
 """Columns of the table of configurations."""
 
-_ALIASES = {"recompute": "policy", "sequence_parallel": "sp"}
-FIXABLE = _ALIASES | {name: name for name in NAMES if name != "policy"}
+FIXABLE = {name: name for name in NAMES if name != "policy"} | {
+    "recompute": "policy",
+    "sequence_parallel": "sp",
+}
 """Column of each name that `--fix` takes."""
 
 
@@ -111,7 +113,7 @@ def enumerate_space(a: Architecture, space: Space) -> NDArray[Any]:
 def explain_empty(a: Architecture, space: Space) -> str:
     """Return why a space is empty."""
     rows = enumerate_space(a, replace(space, fixed={}))
-    fixed = {column: name for name, column in FIXABLE.items()}
+    said = {**dict(zip(NAMES, NAMES, strict=True)), "policy": "recompute"}
     if not len(rows):
         return f"no layout has {space.devices} devices and {space.global_batch} sequences a step; recipes refuse all"
     for name, value in space.fixed.items():
@@ -120,8 +122,8 @@ def explain_empty(a: Architecture, space: Space) -> str:
         if not np.isin(known, value).any():
             values = ", ".join(words[i] if words else str(i) for i in known)
             more = "" if space.beyond_recipes or not words else " (more with --beyond-recipes)"
-            return f"--fix: no layout has this {fixed[name]}; it can be {values}{more}"
-    return f"--fix: each of {', '.join(fixed[n] for n in space.fixed)} can be so, but not together"
+            return f"--fix: no layout has this {said[name]}; it can be {values}{more}"
+    return f"--fix: each of {', '.join(said[n] for n in space.fixed)} can be so, but not together"
 
 
 def _divisors(n: int, most: int) -> list[int]:
