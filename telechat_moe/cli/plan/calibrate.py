@@ -20,15 +20,14 @@ telechat-moe plan simulate telechat3_moe/pretrain_19m.yaml --device this-machine
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", metavar="FILE", default="this-machine.yaml", help="default this-machine.yaml")
+    add(
         "--recipe",
         metavar="RECIPE",
         help="recipe whose matrix products are measured (default pretrain_19m)",
     )
-    parser.add_argument(
+    add(
         "--operators",
         choices=["fused", "plain"],
         default="fused",

@@ -30,51 +30,40 @@ telechat-moe check my_recipe.yaml --devices 256
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices")
-    parser.add_argument(
-        "--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--devices", type=int, required=True, metavar="N", help="number of devices")
+    add("--device", default="ascend-910b", metavar="D", help="description (default ascend-910b)")
+    add(
         "--memory",
         metavar="SIZE",
         help="memory of a device to use, as 55GiB (2^30 bytes) or 59GB (10^9)",
     )
-    parser.add_argument(
-        "--global-batch", type=int, metavar="B", help="sequences of a step (default: the recipe's)"
-    )
-    parser.add_argument(
+    add("--global-batch", type=int, metavar="B", help="sequences of a step (default: the recipe's)")
+    add(
         "--fix",
         action="append",
         default=[],
         metavar="NAME=VALUE",
         help="allow only these values of a variable, such as tp=8 or zero=0,1",
     )
-    parser.add_argument(
-        "--top", type=int, default=10, metavar="K", help="layouts to print (default 10)"
-    )
-    parser.add_argument(
-        "--limit", type=float, default=300.0, metavar="S", help="seconds (default 300)"
-    )
-    parser.add_argument(
+    add("--top", type=int, default=10, metavar="K", help="layouts to print (default 10)")
+    add("--limit", type=float, default=300.0, metavar="S", help="seconds (default 300)")
+    add(
         "--beyond-recipes",
         action="store_true",
         help="also search what recipes cannot express: swapping, ZeRO 2 and 3, MTP before its head, zb-v",
     )
-    parser.add_argument("--out", metavar="FILE", help="write the recipe with the layout")
-    parser.add_argument(
+    add("--out", metavar="FILE", help="write the recipe with the layout")
+    add(
         "--pick",
         type=int,
         default=1,
         metavar="K",
         help="layout of the ranked table that --out writes (default 1)",
     )
-    parser.add_argument("--why", metavar="FILE", help="write a line for every layout not chosen")
-    parser.add_argument(
-        "--html", metavar="FILE", help="write the report with the front of time against memory"
-    )
-    parser.add_argument(
-        "--certificate", metavar="FILE", help="write the proof, for every configuration"
-    )
+    add("--why", metavar="FILE", help="write a line for every layout not chosen")
+    add("--html", metavar="FILE", help="write the report with the front of time against memory")
+    add("--certificate", metavar="FILE", help="write the proof, for every configuration")
     add_documents(parser)
 
 

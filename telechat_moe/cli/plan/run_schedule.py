@@ -26,25 +26,14 @@ for the rest), so that all stages can run at once.
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument(
-        "--chunks", type=int, default=1, metavar="V", help="chunks of a stage (default 1)"
-    )
-    parser.add_argument(
-        "--schedule", required=True, metavar="S", help="1f1b, zb-v, dualpipev ... or synthesised"
-    )
-    parser.add_argument(
-        "--micro-batches", type=int, required=True, metavar="M", help="micro-batches of the step"
-    )
-    parser.add_argument(
-        "--layout", metavar="L", help="chunks in Megatron's notation, Et|tt|mL; default: even"
-    )
-    parser.add_argument(
-        "--pace", type=float, metavar="MS", help="least time of F, dX and dW of a stage, in ms"
-    )
-    parser.add_argument(
-        "--operations", action="store_true", help="list every operation with its times"
-    )
+    add = parser.add_argument
+    add("--stages", type=int, required=True, metavar="P", help="pipeline stages")
+    add("--chunks", type=int, default=1, metavar="V", help="chunks of a stage (default 1)")
+    add("--schedule", required=True, metavar="S", help="1f1b, zb-v, dualpipev ... or synthesised")
+    add("--micro-batches", type=int, required=True, metavar="M", help="micro-batches of the step")
+    add("--layout", metavar="L", help="chunks in Megatron's notation, Et|tt|mL; default: even")
+    add("--pace", type=float, metavar="MS", help="least time of F, dX and dW of a stage, in ms")
+    add("--operations", action="store_true", help="list every operation with its times")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,18 +26,17 @@ layer placed and the step simulated, in --place seconds together (gap: how far t
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("space", metavar="SPACE", help="YAML file with the choices")
-    parser.add_argument(
-        "--top", type=int, default=20, metavar="K", help="models to print (default 20)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("space", metavar="SPACE", help="YAML file with the choices")
+    add("--top", type=int, default=20, metavar="K", help="models to print (default 20)")
+    add(
         "--place",
         type=float,
         default=60.0,
         metavar="S",
         help="seconds in which models of the front are planned (default 60; 0: not)",
     )
-    parser.add_argument("--html", metavar="FILE", help="write a page with the front")
+    add("--html", metavar="FILE", help="write a page with the front")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,34 +15,35 @@ see docs/plan_accuracy.md for how far they are from published measurements.
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--device",
         required=True,
         metavar="D",
         help="shipped device (ascend-910b, h100 ...) or YAML",
     )
-    parser.add_argument(
+    add(
         "--schedule",
         metavar="S",
         help="instead of the recipe's: zb-h1, zb-v, dualpipev, overlap ...",
     )
     add_documents(parser)
-    parser.add_argument(
+    add(
         "--jitter",
         type=float,
         default=0.0,
         metavar="S",
         help="deviation of an operation's time on a device, over its mean, as 0.02",
     )
-    parser.add_argument(
+    add(
         "--spread",
         type=float,
         default=0.0,
         metavar="S",
         help="deviation of devices' speed, which lasts, as 0.01",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the timeline as a page")
-    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
+    add("--html", metavar="FILE", help="write the timeline as a page")
+    add("--trace", metavar="FILE", help="write a Chrome trace (Perfetto)")
 
 
 def run(args: argparse.Namespace) -> int:
