@@ -1,6 +1,6 @@
 """Architectures and layouts as arrays, one entry a configuration: what the cost model computes on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -100,16 +100,28 @@ def stage_of_chunk(layout: Layout) -> list[int]:
 
 def _one(a: Architecture, x: Layout) -> Array:
     table = np.zeros((4, x.pp))
-    place, layer = stage_of_chunk(x), 0
-    for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
-        stage = place[chunk]
-        again = count if x.recompute_layers is None else min(x.recompute_layers[chunk], count)
-        for i, kind in enumerate(a.layers[layer : layer + count]):
-            row = 0 if kind == "dense" else 1
+    for stage, layers in zip(stage_of_chunk(x), x.chunk_kinds(a.layers), strict=True):
+        for kind, recomputed in layers:
+            row = int(kind == "moe")
             table[row, stage] += 1
-            table[row + 2, stage] += i < again
-        layer += count
+            table[row + 2, stage] += recomputed
     return table
+
+
+_ORDER = {"gpipe": 0, "1f1b": 0, "interleaved": 1, "zb-h1": 2, "zb-h2": 3}
+_DERIVED: dict[str, Callable[[Layout], float]] = {
+    "fp8": lambda x: x.compute in ("fp8", "fp4"),
+    "fp4": lambda x: x.compute == "fp4",
+    "fp32": lambda x: x.compute == "fp32",
+    "order": lambda x: _ORDER.get(x.schedule, 4),
+    "gpipe": lambda x: x.schedule == "gpipe",
+    "last_stage": lambda x: stage_of_chunk(x)[-1],
+    "mtp_apart": lambda x: x.ends != "last",
+    "mtp_stage": lambda x: stage_of_chunk(x)[-1 - (x.ends != "last")],
+    # recipes that count recomputed layers leave MTP out; it is never swapped
+    "mtp_again": lambda x: x.recompute_layers is None and x.recompute != "swap",
+}
+"""Columns that follow from other fields of a layout."""
 
 
 def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
@@ -127,26 +139,10 @@ def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
     values |= _arrays(layouts, _LAYOUT)
     values |= _arrays([x.stack for x in layouts], STACK)
     values |= _recomputed([x.recompute for x in layouts])
-    values["fp8"] = np.array([x.compute in ("fp8", "fp4") for x in layouts], dtype=np.float64)
-    values["fp4"] = np.array([x.compute == "fp4" for x in layouts], dtype=np.float64)
-    values["fp32"] = np.array([x.compute == "fp32" for x in layouts], dtype=np.float64)
+    values |= {name: np.array([float(of(x)) for x in layouts]) for name, of in _DERIVED.items()}
     values |= dict(zip(STAGE_COLUMNS, _stages(pairs), strict=True))
-    bubble = {"gpipe": 0.0, "1f1b": 0.0, "interleaved": 1.0, "zb-h1": 2.0, "zb-h2": 3.0}
-    values["order"] = np.array([bubble.get(x.schedule, 4.0) for x in layouts])
-    values["gpipe"] = np.array([x.schedule == "gpipe" for x in layouts], dtype=np.float64)
-    last_stage = np.array([stage_of_chunk(x)[-1] for x in layouts])
-    values["last_stage"] = last_stage.astype(np.float64)
-    apart = np.array([x.ends != "last" for x in layouts], dtype=np.float64)
-    values["mtp_apart"] = apart
-    values["mtp_stage"] = np.array(
-        [stage_of_chunk(x)[-1 - (x.ends != "last")] for x in layouts], dtype=np.float64
-    )
     values["expert_copies"] = (
         values["dp"] * values["cp"] * values["tp"] / (values["ep"] * values["etp"])
     )
-    last_moe = np.array([a.layers[-1] == "moe" for a in architectures], dtype=np.float64)
-    values["mtp_moe"] = last_moe
-    # recipes that count recomputed layers leave MTP out; it is never swapped
-    again = [x.recompute_layers is None and x.recompute != "swap" for x in layouts]
-    values["mtp_again"] = np.array(again, dtype=np.float64)
+    values["mtp_moe"] = np.array([float(a.layers[-1] == "moe") for a in architectures])
     return Columns(values)

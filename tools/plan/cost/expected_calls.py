@@ -97,30 +97,25 @@ class Calls:
     def _passes(self, stage: int) -> None:
         """Add the collectives of all micro-batches' forward and backward passes."""
         a, x = self.a, self.x
-        place, at, last = stage_of_chunk(x), 0, x.pp * x.vpp - 1
+        place, last = stage_of_chunk(x), x.pp * x.vpp - 1
         full = "full" in x.recompute
-        for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
-            kinds = list(a.layers[at : at + count])
-            at += count
-            marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
-            marks = [full and i < marked for i in range(count)]
+        for chunk, layers in enumerate(x.chunk_kinds(a.layers)):
             if chunk == last:
-                kinds += [a.layers[-1]] * a.mtp
-                marks += [full and x.recompute_layers is None] * a.mtp
+                layers += [(a.layers[-1], x.recompute_layers is None)] * a.mtp
             if place[chunk] != stage:
                 continue
             if chunk == 0:
                 for _ in range(1 + a.mtp):
                     self._run(self._sum_tp(4), False)
-            for kind, again in zip(kinds, marks, strict=True):
-                self._run(self._block(kind), again)
+            for kind, again in layers:
+                self._run(self._block(kind), full and again)
             if chunk == last:
                 # with MTP's layers the head's inputs are gathered again, in a pipeline the first one, too: MindSpore does
                 # so, nothing asks for it
                 whole = full and x.recompute_layers is None and a.mtp > 0
                 for depth in range(1 + a.mtp):
                     self._run(self._loss(), whole and (depth > 0 or x.pp > 1))
-            if "moe" in kinds:  # one gradient for all routers of the pass
+            if any(kind == "moe" for kind, _ in layers):  # one gradient for all routers of the pass
                 ranks = self.mesh.group(self.rank, self.mesh.axes("dp"))
                 self._put("backward", "AllReduce", ranks, 4, x.micro_batches)
 

@@ -134,7 +134,7 @@ def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
     """Return the items of every chunk, in the model's order."""
     full = "full" in x.recompute
     s = saved(columns([(a, x)]))
-    entry, at, last = float(s.entry[0]), 0, x.pp * x.vpp - 1
+    entry, last = float(s.entry[0]), x.pp * x.vpp - 1
     layers = {
         "dense": _Item(float(s.dense[0]), float(s.dense_working[0])),
         "moe": _Item(float(s.moe[0]), float(s.moe_working[0])),
@@ -145,14 +145,11 @@ def _chunks(a: Architecture, x: Layout) -> list[list[_Item]]:
         return _Item(entry, whole.working + whole.kept - entry) if again else whole
 
     found: list[list[_Item]] = []
-    for chunk, count in enumerate(x.chunk_layers(len(a.layers))):
-        marked = count if x.recompute_layers is None else x.recompute_layers[chunk]
+    for chunk, kinds in enumerate(x.chunk_kinds(a.layers)):
         items = [_Item(float(s.ends[0]))]
         if chunk == 0:  # what MTP's norm of the embeddings reads; the table's gradient
             items.append(_Item(a.mtp * entry, 4 * a.vocab // x.tp * a.hidden))
-        kinds = a.layers[at : at + count]
-        items += [layer(kind, full and i < marked) for i, kind in enumerate(kinds)]
-        at += count
+        items += [layer(kind, full and again) for kind, again in kinds]
         if chunk == last:
             items += _end(a, s, entry, layer(a.layers[-1], full and x.recompute_layers is None))
         found.append(items)

@@ -11,6 +11,7 @@ all-to-all, in the order in which an overlapped schedule launches them, and each
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
@@ -139,26 +140,19 @@ class _Streams:
     """Two in-order streams; an item starts when its stream is free and what it waits for has ended."""
 
     def __init__(self) -> None:
-        self._compute: list[Interval] = []
-        self._exchange: list[Interval] = []
-
-    def compute(self, seconds: float, after: float = 0.0) -> float:
-        """Append a computation that waits until `after` (us), and return when it ends (us)."""
-        return self._append(self._compute, seconds, after)
-
-    def exchange(self, seconds: float, after: float = 0.0) -> float:
-        """Append a dispatch or combine that waits until `after` (us), and return when it ends (us)."""
-        return self._append(self._exchange, seconds, after)
-
-    @staticmethod
-    def _append(stream: list[Interval], seconds: float, after: float) -> float:
-        start = max(after, stream[-1][1] if stream else 0.0)
-        stream.append((start, start + seconds * 1e6))
-        return stream[-1][1]
+        self._busy: tuple[list[Interval], list[Interval]] = ([], [])
+        self.compute, self.exchange = (partial(_append, stream) for stream in self._busy)
 
     def summary(self) -> OverlapSummary:
         """Return how busy both streams were."""
-        return summarise(self._compute, self._exchange)
+        return summarise(*self._busy)
+
+
+def _append(stream: list[Interval], seconds: float, after: float = 0.0) -> float:
+    """Append an item that waits until `after` (us), and return when it ends (us)."""
+    start = max(after, stream[-1][1] if stream else 0.0)
+    stream.append((start, start + seconds * 1e6))
+    return stream[-1][1]
 
 
 def _steady(p: LayerTimes, layers: int, pairs: int) -> OverlapSummary:

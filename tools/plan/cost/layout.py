@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Literal, cast
 
 from telechat_moe.errors import BadInputError
@@ -191,6 +192,15 @@ class Layout:
         count = self.pp * self.vpp - (self.ends != "last")
         even = tuple(layers // count + (i < layers % count) for i in range(count))
         return even + (0,) * (self.pp * self.vpp - count)
+
+    def chunk_kinds(self, layers: Sequence[str]) -> list[list[tuple[str, bool]]]:
+        """Return the kinds of layers in each global chunk, each with whether `recompute` is meant for it."""
+        counts, following = self.chunk_layers(len(layers)), iter(layers)
+        marked = self.recompute_layers or counts
+        return [
+            [(kind, i < most) for i, kind in enumerate(islice(following, count))]
+            for count, most in zip(counts, marked, strict=True)
+        ]
 
     def short(self) -> str:
         """Return the degrees on one line, such as `dp4 tp8 pp8`."""

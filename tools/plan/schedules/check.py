@@ -5,16 +5,13 @@ its producer and a receive before its consumer, each in the order of its stage's
 only when its receive has been posted and a stage waits for both, as blocking communication does.
 """
 
-from collections import Counter
-from dataclasses import dataclass, field
+import itertools
+from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.schedules.program import Kind, Program
 from telechat_moe.tools.plan.schedules.simulate import Key, makes, needs
-
-Event = tuple[str, int, int]
-"""("op", stage, position); or ("send" or "recv", stage, its number on that stage)."""
 
 
 def check(program: Program, rendezvous: bool = False) -> None:
@@ -74,69 +71,45 @@ def find_cycle(program: Program, rendezvous: bool = False) -> list[str]:
         program: A complete program.
         rendezvous: Whether sends block.
     """
-    graph = _graph(program, rendezvous)
     try:
-        TopologicalSorter(graph.before).prepare()
-    except CycleError as error:
-        cycle: list[Event] = error.args[
-            1
-        ]  # each before the next; the first one is repeated at the end
-        return [graph.text[event] for event in reversed(cycle[1:])]
+        TopologicalSorter(_graph(program, rendezvous)).prepare()
+    except CycleError as error:  # each before the next; the first one is repeated at the end
+        cycle: list[str] = error.args[1]
+        return cycle[:0:-1]
     return []
 
 
-@dataclass
-class _Graph:
-    """What each event waits for, and its text for messages."""
-
-    before: dict[Event, list[Event]] = field(default_factory=dict[Event, list[Event]])
-    text: dict[Event, str] = field(default_factory=dict[Event, str])
-
-    def add(self, node: Event, text: str) -> Event:
-        self.before[node] = []
-        self.text[node] = text
-        return node
-
-    def edge(self, first: Event, then: Event) -> None:
-        self.before[then].append(first)
-
-
-def _graph(program: Program, rendezvous: bool) -> _Graph:
-    graph = _Graph()
-    maker: dict[Key, Event] = {}
+def _graph(program: Program, rendezvous: bool) -> dict[str, list[str]]:
+    """Return what each operation, send and receive waits for; all are said as they are printed."""
+    names = [
+        [f"stage {s}, operation {i}: {op}" for i, op in enumerate(ops)]
+        for s, ops in enumerate(program.ops)
+    ]
+    before: dict[str, list[str]] = {name: [] for own in names for name in own}
+    maker: dict[Key, tuple[int, str]] = {}
     for s, ops in enumerate(program.ops):
-        for i, op in enumerate(ops):
-            node = graph.add(("op", s, i), f"stage {s}, operation {i}: {op}")
-            maker.update(dict.fromkeys(makes(op), node))
-    sent: dict[Event, list[Event]] = {}  # receives of what an operation sends
-    receives: dict[Event, list[Event]] = {}  # of what an operation reads
-    for node in list(graph.text):
-        _, s, i = node
-        for key in needs(program.ops[s][i], program.chunks):
-            source = maker[key]
-            if source[1] == s:
-                graph.edge(source, node)
-                continue
-            what = f"{key[0]}(chunk {key[1]}, micro-batch {key[2]})"
-            number = len(graph.text)
-            send = graph.add(
-                ("send", source[1], number), f"stage {source[1]}: send of {what} to stage {s}"
-            )
-            receive = graph.add(
-                ("recv", s, number), f"stage {s}: receive of {what} from stage {source[1]}"
-            )
-            for first, then in ((source, send), (send, receive), (receive, node)):
-                graph.edge(first, then)
-            sent.setdefault(source, []).append(receive)
-            receives.setdefault(node, []).append(receive)
+        for op, name in zip(ops, names[s], strict=True):
+            maker.update(dict.fromkeys(makes(op), (s, name)))
+    sent: defaultdict[str, list[str]] = defaultdict(list)  # receives of what an operation sends
+    receives: defaultdict[str, list[str]] = defaultdict(list)  # of what an operation reads
     for s, ops in enumerate(program.ops):
-        previous: list[Event] = []
-        for i in range(len(ops)):
-            node = ("op", s, i)
-            for first in previous:
-                for then in (*receives.get(node, ()), node):
-                    graph.edge(first, then)
-            previous = [node]
-            if rendezvous:  # the stage continues when what it sends has been received
-                previous += sent.get(node, ())
-    return graph
+        for op, name in zip(ops, names[s], strict=True):
+            for key in needs(op, program.chunks):
+                source, made = maker[key]
+                if source == s:
+                    before[name].append(made)
+                    continue
+                what = f"{key[0]}(chunk {key[1]}, micro-batch {key[2]})"
+                send = f"stage {source}: send of {what} to stage {s}"
+                receive = f"stage {s}: receive of {what} from stage {source}"
+                before |= {send: [made], receive: [send]}
+                before[name].append(receive)
+                sent[made].append(receive)
+                receives[name].append(receive)
+    for own in names:
+        for last, name in itertools.pairwise(own):
+            # with rendezvous the stage continues when what it sends has been received
+            for first in (last, *(sent[last] if rendezvous else ())):
+                for then in (*receives[name], name):
+                    before[then].append(first)
+    return before

@@ -221,17 +221,16 @@ class Times:
         """
         n = len(self.forward)
         forward, dx, dw = (_array(a, n) for a in (self.forward, self.dx, self.dw))
-        zero = np.zeros(n)
+        usual = {
+            "backward": dx + dw,
+            "forward_exposed": np.zeros(n),
+            "backward_exposed": np.zeros(n),
+            "activation": np.full(n, stages / n),
+        }
+        given = {name: getattr(self, name) for name in usual}
+        filled = {k: _array(a, n) if len(a) else usual[k] for k, a in given.items()}
         result = Times(
-            forward,
-            dx,
-            dw,
-            float(self.comm),
-            _array(self.backward, n) if len(self.backward) else dx + dw,
-            _array(self.forward_exposed, n) if len(self.forward_exposed) else zero,
-            _array(self.backward_exposed, n) if len(self.backward_exposed) else zero,
-            _array(self.activation, n) if len(self.activation) else zero + stages / n,
-            float(self.kept_for_w),
+            forward, dx, dw, float(self.comm), **filled, kept_for_w=float(self.kept_for_w)
         )
         if not 0 <= result.comm < np.inf or not 0 <= result.kept_for_w <= 1:
             raise BadInputError(

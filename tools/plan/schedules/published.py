@@ -90,20 +90,10 @@ def merge(times: Times, chunks: int) -> Times:
         times: Filled in (`Times.full`).
         chunks: Chunks afterwards, a divisor of those before.
     """
-
-    def total(a: NDArray[Any]) -> NDArray[Any]:
-        return a.reshape(chunks, -1).sum(1)
-
-    return replace(
-        times,
-        forward=total(times.forward),
-        dx=total(times.dx),
-        dw=total(times.dw),
-        backward=total(times.backward),
-        forward_exposed=total(times.forward_exposed),
-        backward_exposed=total(times.backward_exposed),
-        activation=total(times.activation),
-    )
+    arrays: dict[str, NDArray[Any]] = {
+        name: a for name, a in vars(times).items() if isinstance(a, np.ndarray)
+    }
+    return replace(times, **{name: a.reshape(chunks, -1).sum(1) for name, a in arrays.items()})
 
 
 def allowed(times: Times, rules: Rules) -> Times:

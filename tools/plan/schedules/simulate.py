@@ -43,22 +43,17 @@ def durations(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
     alone.
     """
     times = times.full(program.stages)
-    return tuple(np.array([_duration(op, times) for op in ops]) for ops in program.ops)
+    alone = {Kind.F: times.forward, Kind.B: times.backward, Kind.D: times.dx, Kind.W: times.dw}
 
+    def lasts(op: Op) -> float:
+        first, *paired = (float(alone[kind][chunk]) for kind, chunk, _ in op.parts())
+        if not paired:
+            return first
+        talk = float(times.forward_exposed[op.chunk]), float(times.backward_exposed[op.back_chunk])
+        computed = first - talk[0] + paired[0] - talk[1]
+        return max(first, paired[0], computed, talk[0] + talk[1])
 
-def _duration(op: Op, times: Times) -> float:
-    if op.kind is Kind.F:
-        return float(times.forward[op.chunk])
-    if op.kind is Kind.B:
-        return float(times.backward[op.chunk])
-    if op.kind is Kind.D:
-        return float(times.dx[op.chunk])
-    if op.kind is Kind.W:
-        return float(times.dw[op.chunk])
-    back = times.backward if op.kind is Kind.FB else times.dx
-    f, b = float(times.forward[op.chunk]), float(back[op.back_chunk])
-    talk = float(times.forward_exposed[op.chunk]), float(times.backward_exposed[op.back_chunk])
-    return max(f, b, f - talk[0] + b - talk[1], talk[0] + talk[1])
+    return tuple(np.array([lasts(op) for op in ops]) for ops in program.ops)
 
 
 def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
