@@ -65,16 +65,9 @@ def all_to_all(
 ) -> Array:
     """Return the time of an all-to-all, ``size`` bytes leaving each member.
 
-    What stays inside the node and what leaves it go at the same time; the longer one counts.
-
-    Args:
-        size: Bytes that leave a member.
-        members: Members of the group.
-        stride: Ranks between neighbours.
-        device: Device and network.
-        c: Its constants.
-        copies: Of each token in ``size``: hierarchical, one copy goes to each node that has a destination and is handed
-            on there; uniform destinations hit (n - 1) (1 - (1 - 1/n)^copies) of the other nodes. 0: direct.
+    What stays inside the node and what leaves it go at the same time; the longer one counts. Above 0, ``copies`` of each
+    token are in ``size``: hierarchical, one goes to each node that has a destination and is handed on there; uniform
+    destinations hit (n - 1) (1 - (1 - 1/n)^copies) of the other nodes.
     """
     inside, nodes = spread(members, stride, device)
     once = copies > 0

@@ -125,11 +125,7 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
 
 
 def columns(pairs: Sequence[tuple[Architecture, Layout]]) -> Columns:
-    """Return the arrays of configurations.
-
-    Args:
-        pairs: Architecture and layout of each.
-    """
+    """Return the arrays of configurations, each an architecture and a layout."""
     architectures = [a for a, _ in pairs]
     layouts = [x for _, x in pairs]
     if all(a is architectures[0] for a in architectures):

@@ -60,9 +60,8 @@ def _experts(a: Architecture, x: Layout) -> tuple[float, float]:
 def terms(architecture: Architecture, layout: Layout) -> Array:
     """Return the five terms for one micro-batch's forward and backward and one update, in one process.
 
-    Args:
-        architecture: The model; attention is MLA.
-        layout: One stage. Gives the micro-batch and, as `imbalance`, what fused experts compute over what is routed to them.
+    Attention is MLA; the layout has one stage, and its `imbalance` says what fused experts compute over what is routed
+    to them.
     """
     a, x, h = architecture, layout, architecture.hidden
     t = float(x.micro_batch * a.seq / x.cp)
@@ -125,14 +124,9 @@ def predict(
     start_s: float = 0.0,
     bandwidth: float = np.inf,
 ) -> float:
-    """Return the seconds of a step in one process.
+    """Return the seconds of a step in one process; a coefficient that was not fitted counts nothing.
 
-    Args:
-        architecture: The model.
-        layout: One stage.
-        coefficients: By name of the term; one that was not fitted counts nothing.
-        start_s: Of an AllReduce.
-        bandwidth: Of an AllReduce, bytes a second.
+    An AllReduce takes `start_s` seconds and moves `bandwidth` bytes a second.
     """
     weights = np.array([coefficients.get(name, 0.0) for name in TERMS])
     calls, size = all_reduces(architecture, layout)

@@ -78,10 +78,6 @@ def read_lengths(path: str) -> Lengths:
 def pack(lengths: Lengths, seq: int) -> Packed:
     """Return the sequences that consecutive documents fill; tokens that do not fill the last one are dropped.
 
-    Args:
-        lengths: Tokens of each document.
-        seq: Tokens of a sequence.
-
     Raises:
         BadInputError: Fewer tokens than one sequence.
     """

@@ -41,10 +41,6 @@ class ExpectedRank:
 def predict(recipe: Recipe, rank: int) -> ExpectedRank:
     """Return what the graph of a rank must contain.
 
-    Args:
-        recipe: Loaded recipe.
-        rank: Global rank.
-
     Raises:
         BadInputError: See `refuse`.
     """
@@ -176,12 +172,7 @@ def _end(a: Architecture, s: Saved, entry: float, block: _Item) -> list[_Item]:
 
 
 def differences(recipe: Recipe, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return expected and found figures, and their differences, for each stage of a dry run's report.
-
-    Args:
-        recipe: The recipe that was compiled.
-        report: Of `telechat-moe dryrun --json`, for target Ascend.
-    """
+    """Return expected and found figures, and their differences, for each stage of a report of `telechat-moe dryrun --json`."""
     found: list[dict[str, Any]] = []
     for stage in report["stages"]:
         one = predict(recipe, stage["rank"])

@@ -31,13 +31,7 @@ def layer_weights(a: Architecture, kind: str) -> float:
 
 
 def model_flops(a: Architecture, *, keys: float | None = None, mtp: bool = True) -> Flops:
-    """Return the FLOPs of a token.
-
-    Args:
-        a: The model.
-        keys: Keys per query; None: causal.
-        mtp: Count multi-token prediction too.
-    """
+    """Return the FLOPs of a token; `keys` a query where they are not the causal ones."""
     depth = a.mtp if mtp else 0
     weights = sum(layer_weights(a, kind) for kind in a.layers)
     weights += depth * (2 * a.hidden**2 + layer_weights(a, a.layers[-1]))
@@ -77,14 +71,7 @@ CONVENTIONS = ("model", "full_attention", "six_n", "hardware")
 
 
 def utilisation(a: Architecture, x: Layout, step_s: float, peak_flops: float) -> dict[str, float]:
-    """Return the share of the peak that a step time means, by convention.
-
-    Args:
-        a: The model.
-        x: The layout.
-        step_s: Seconds of a step.
-        peak_flops: Peak of a device in FLOP/s.
-    """
+    """Return the share of the peak (FLOP/s of a device) that a step time means, by convention."""
     rate = x.global_batch * a.seq / (step_s * x.devices * peak_flops)
     return {
         "model": model_flops(a).training * rate,

@@ -60,11 +60,7 @@ def memory_bandwidth(size: int = 2**27, seconds: float = 0.5) -> float:
 
 
 class TrainingStep:
-    """Our training step on one process, as `telechat-moe train` runs it.
-
-    Args:
-        recipe: Model, batch and operators.
-    """
+    """Our training step on one process, as `telechat-moe train` runs it."""
 
     def __init__(self, recipe: Any) -> None:
         import mindspore as ms

@@ -196,11 +196,7 @@ def memory(x: Columns, device: Device) -> Memory:
 def _working(x: Columns, dense: Array, moe: Array, entry: Array) -> Array:
     """Return what the backward pass of a layer needs besides what layers keep, the largest of each stage.
 
-    Args:
-        x: Configurations.
-        dense: Bytes that a dense layer keeps that is not recomputed, [n, 1].
-        moe: That a MoE layer keeps.
-        entry: That a recomputed layer keeps.
+    Dense and MoE layers keep the given bytes, [n, 1], a recomputed layer those of its entry.
     """
     # two swapped layers are in memory: one in use and one being copied
     full, swapped = x.re_full[:, None] > 0, x.re_swap[:, None] > 0

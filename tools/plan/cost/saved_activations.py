@@ -69,10 +69,7 @@ def _rows(x: Columns) -> _Rows:
 def _attention(x: Columns, r: _Rows, norm: Array) -> tuple[Array, Array]:
     """Return the bytes that attention keeps, and how many of them are operands and result of its core.
 
-    Args:
-        x: Configurations.
-        r: Their rows.
-        norm: 1 where norms alone are recomputed.
+    `norm` is 1 where norms alone are recomputed.
     """
     h, heads = x.hidden, x.heads / x.tp
     cut = (x.sequence_parallel > 0) & (x.tp > 1)

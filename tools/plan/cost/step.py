@@ -273,12 +273,7 @@ def optimizer(x: Columns, device: Device, c: Constants) -> Array:
 def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
     """Return the time of the update: gradients, master copies and moments read, the latter written.
 
-    Args:
-        x: Configurations.
-        device: Device and network.
-        c: Its constants.
-        dense: Parameters that all data-parallel copies hold.
-        experts: Experts' parameters.
+    `dense` parameters are held by all data-parallel copies, `experts` are not.
     """
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut = x.zero > 0
@@ -292,14 +287,7 @@ def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Arra
 def evaluate_columns(
     x: Columns, device: Device, constants: Constants | None = None, *, steps_only: bool = False
 ) -> Table:
-    """Predict steps from arrays; see `evaluate`.
-
-    Args:
-        x: Configurations.
-        device: Device and network.
-        constants: Instead of the device's.
-        steps_only: Leave the memory out: all zeros.
-    """
+    """Predict steps from arrays; see `evaluate`. With `steps_only` the memory is all zeros."""
     c = constants or device.constants
     s = stage_times(x, rates(x, device, c))
     makespan, ideal, imbalance = pipeline(x, s)
@@ -335,16 +323,9 @@ def evaluate(
     device: Device,
     constants: Constants | None = None,
 ) -> Table:
-    """Predict time and memory of steps.
+    """Predict time and memory of steps, one entry a layout.
 
-    Args:
-        architecture: The model, or one for each layout.
-        layouts: Configurations.
-        device: Device and network.
-        constants: Instead of the device's, such as while fitting.
-
-    Returns:
-        Arrays with one entry a layout.
+    The architecture is that of all, or one for each layout; `constants` replace those of the device while fitting.
     """
     if isinstance(architecture, Architecture):
         architecture = [architecture] * len(layouts)

@@ -193,12 +193,7 @@ def product_shapes(architecture: Architecture, layout: Layout) -> list[tuple[int
 
 
 def of_case(case: StepCase, operators: str = "fused") -> tuple[Architecture, Layout]:
-    """Return architecture and layout of a case.
-
-    Args:
-        case: The step.
-        operators: ``fused``, or ``plain``: MindSpore's own, which `run-sharded` executes.
-    """
+    """Return architecture and layout of a case; `plain` operators are those that `run-sharded` executes."""
     recipe = load(case.recipe, list(case.overrides))
     layout = Layout.from_recipe(recipe)
     if operators == "plain":

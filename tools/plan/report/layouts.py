@@ -204,13 +204,7 @@ FRONT = (
 
 
 def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) -> str:
-    """Return the report as one page.
-
-    Args:
-        plan: The result.
-        plans: Results under smaller memory limits, for the front.
-        data: Its `summary`.
-    """
+    """Return the report as one page: the result, those under smaller memory limits, and the result's `summary`."""
     points = front_points([plan, *plans])
     front = [
         [f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout] for p in reversed(points)

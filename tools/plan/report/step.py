@@ -41,13 +41,7 @@ PARTS = {
 def of_recipe(
     recipe: Recipe, device: str, schedule: str | None = None, pair_share: float = 0.0
 ) -> Step:
-    """Simulate a recipe.
-
-    Args:
-        recipe: Model and layout.
-        device: Shipped name or file.
-        schedule: Instead of the recipe's.
-        pair_share: Of attention, see `Architecture`.
+    """Simulate a recipe, with its own schedule or another; `pair_share`: see `Architecture`.
 
     Raises:
         UsageError: There is no such schedule.

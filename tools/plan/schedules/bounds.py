@@ -98,13 +98,7 @@ def lower_bound(
 ) -> Bound:
     """Return the largest of the bounds that the module describes.
 
-    Args:
-        times: Of each chunk, filled in (`Times.full`).
-        route: Stage of each chunk.
-        stages: P.
-        micro_batches: m.
-        memory: Per stage the most activations it may hold.
-        rules: What the schedule may do.
+    Times are filled in (`Times.full`); `memory` is the most activations of each stage.
     """
     ways = _ways(times, route, rules)
     best = Bound(float(ways.head_b[0] + ways.back[0] + ways.tail_b[0]), "path of one micro-batch")
@@ -193,12 +187,7 @@ def _savings(times: Times, ways: _Ways, own: NDArray[Any], inside: NDArray[Any])
     A pair has one forward and one backward, so all pairs save no more than the forwards can, and no more than the
     backwards can. Only operations of the set count: one that overlaps an operation outside the set takes its whole
     time. A forward hides more beside D and W as one backward (FB) than beside D alone.
-
-    Args:
-        times: Of each chunk.
-        ways: Shortest times of these chunks.
-        own: Chunks of the stage.
-        inside: Of F, D and W of each of them, whether it is in the set.
+    `inside` says of F, D and W of each chunk of the stage whether it is in the set.
     """
     f, back, weight = times.forward[own][:, None], ways.back[own], ways.weight[own]
     has_f, has_d, has_w = inside.reshape(3, -1)

@@ -67,9 +67,7 @@ def complete(program: Program) -> list[str]:
 def find_cycle(program: Program, rendezvous: bool = False) -> list[str]:
     """Return operations that wait for each other in a cycle, as text; empty where there is none.
 
-    Args:
-        program: A complete program.
-        rendezvous: Whether sends block.
+    The program is complete; with `rendezvous` sends block.
     """
     try:
         TopologicalSorter(_graph(program, rendezvous)).prepare()

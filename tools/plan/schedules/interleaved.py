@@ -30,11 +30,6 @@ def interleaved(stages: int, micro_batches: int, chunks: int) -> Program:
 
     Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2; the order is Megatron-LM's.
 
-    Args:
-        stages: P.
-        micro_batches: m, a multiple of P.
-        chunks: Chunks of a stage, V.
-
     Raises:
         BadInputError: m is not a multiple of P.
     """
@@ -48,13 +43,8 @@ def overlapped(stages: int, micro_batches: int, chunks: int, split: bool = True)
 
     The experts' all-to-all of one micro-batch hides behind the computation of the other. Each stage runs one more
     forward ahead, so that a pair's forward does not wait for the backward of its own pair. With `split` the pair holds dX
-    only and dW follows it (`--overlap-moe-expert-parallel-comm --delay-wgrad-compute` of Megatron-LM).
-
-    Args:
-        stages: P.
-        micro_batches: m, a multiple of P.
-        chunks: Chunks of a stage, V; 1 is plain 1F1B with twice its activations.
-        split: Whether dX and dW are separate operations.
+    only and dW follows it (`--overlap-moe-expert-parallel-comm --delay-wgrad-compute` of Megatron-LM). One chunk a stage is plain 1F1B with
+    twice its activations.
 
     Raises:
         BadInputError: m is not a multiple of P.
@@ -90,15 +80,9 @@ def interleaved_warm_up(stages: int, chunks: int) -> list[int]:
 def orders(
     stages: int, micro_batches: int, chunks: int, ahead: Sequence[int]
 ) -> list[NDArray[np.int32]]:
-    """Return the order of every stage: some forwards ahead, then alternating forwards and backwards.
+    """Return the order of every stage: `ahead` forwards, then alternating forwards and backwards.
 
     Operations are numbers, ``(kind * P V + chunk) * m + micro-batch``, with kind 0 for F and 1 for B.
-
-    Args:
-        stages: P.
-        micro_batches: m; a multiple of P where V is above 1.
-        chunks: Chunks of a stage, V.
-        ahead: Forwards that each stage runs before it alternates.
 
     Raises:
         BadInputError: m is not a multiple of P.

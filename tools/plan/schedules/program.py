@@ -197,24 +197,12 @@ class Times:
         dw: float = 1.0,
         comm: float = 0.0,
     ) -> "Times":
-        """Return equal chunks.
-
-        Args:
-            stages: P.
-            chunks: Chunks of a stage.
-            forward: F of a whole stage, so of each chunk forward / chunks.
-            dx: D of a whole stage.
-            dw: W of a whole stage.
-            comm: Between neighbouring chunks on different stages.
-        """
+        """Return equal chunks; times are those of a whole stage, so a chunk takes the share ``1 / chunks`` of them."""
         one = np.full(stages * chunks, 1.0 / chunks)
         return Times(one * forward, one * dx, one * dw, comm)
 
     def full(self, stages: int) -> "Times":
-        """Return these times with every empty array filled in.
-
-        Args:
-            stages: P, for the unit of activations.
+        """Return these times with every empty array filled in; the stages give the unit of activations.
 
         Raises:
             BadInputError: An array has another length, or a value is negative or not finite.

@@ -39,13 +39,7 @@ GENERATORS: dict[str, tuple[int, Generator]] = {
 
 
 def generate(name: str, stages: int, micro_batches: int, chunks: int) -> Program:
-    """Return a published schedule.
-
-    Args:
-        name: A key of `GENERATORS`.
-        stages: P.
-        micro_batches: m.
-        chunks: Chunks of a stage, V.
+    """Return the published schedule of a name in `GENERATORS`.
 
     Raises:
         BadInputError: No schedule has this name, or it does not exist for these numbers.
@@ -84,12 +78,7 @@ class Known:
 
 
 def merge(times: Times, chunks: int) -> Times:
-    """Return the times of fewer, larger chunks: neighbours are added up.
-
-    Args:
-        times: Filled in (`Times.full`).
-        chunks: Chunks afterwards, a divisor of those before.
-    """
+    """Return the filled-in times of fewer, larger chunks, a divisor of those before: neighbours are added up."""
     arrays: dict[str, NDArray[Any]] = {
         name: a for name, a in vars(times).items() if isinstance(a, np.ndarray)
     }
@@ -107,14 +96,10 @@ def allowed(times: Times, rules: Rules) -> Times:
 def known(
     times: Times, stages: int, micro_batches: int, memory: NDArray[Any], rules: Rules
 ) -> Iterator[Known]:
-    """Yield every published schedule that these numbers allow, simulated.
+    """Yield every published schedule that these numbers and rules allow, simulated.
 
-    Args:
-        times: Of each chunk of the finest division, filled in (`Times.full`); their number is a multiple of P.
-        stages: P.
-        micro_batches: m.
-        memory: Per stage the most activations it may hold.
-        rules: Schedules that need more are left out.
+    Times are filled in (`Times.full`), of each chunk of the finest division; `memory` is the most activations of each
+    stage.
     """
     finest = len(times.forward) // stages
     times = allowed(times, rules)

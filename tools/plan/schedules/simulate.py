@@ -78,11 +78,7 @@ def memory(program: Program, times: Times) -> tuple[NDArray[Any], ...]:
 
 
 def simulate(program: Program, times: Times) -> Result:
-    """Return the start and end of every operation.
-
-    Args:
-        program: The order.
-        times: Durations, one value for each of the program's chunks.
+    """Return the start and end of every operation; times are of each of the program's chunks.
 
     Raises:
         BadInputError: `times` has another number of chunks; or the program cannot finish, and what each stage waits for.

@@ -147,12 +147,9 @@ def with_stages(x: Columns, **arrays: Array) -> Columns:
 
 
 def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
-    """Return the costs of all configurations.
+    """Return the costs of all configurations of one depth (`space_columns`).
 
-    Args:
-        x: Configurations of one depth; see `space_columns`.
-        device: Device and network.
-        choice: Whether the number of recomputed layers of each is free; else all layers are, by its policy.
+    Where there is a `choice`, the number of recomputed layers is free; else all layers are, by the policy.
     """
     n = len(x)
     probe = np.zeros((4, n, END + 1))

@@ -10,11 +10,7 @@ from telechat_moe.tools.plan.cost.layout import MODULES, Layout
 
 
 def settings(layout: Layout, layers: int) -> dict[str, Any]:
-    """Return the settings of a recipe, by dotted key.
-
-    Args:
-        layout: With its layers placed.
-        layers: Decoder layers of the model.
+    """Return the settings of a recipe, by dotted key, for a layout whose layers are placed.
 
     Raises:
         BadInputError: Recipes cannot say it.

@@ -53,13 +53,7 @@ class PipelineProgram:
 
 @lru_cache(maxsize=256)
 def pipeline(schedule: str, stages: int, micro_batches: int, chunks: int) -> PipelineProgram:
-    """Return the program of a schedule, made once.
-
-    Args:
-        schedule: `1f1b`, `interleaved`, `zb-v`.
-        stages: P.
-        micro_batches: m.
-        chunks: Chunks of a stage, V.
+    """Return the program of `1f1b`, `interleaved` or `zb-v`, made once.
 
     Raises:
         BadInputError: The schedule does not exist for these.

@@ -201,10 +201,8 @@ class PlacementSearch:
     ) -> Placed | None:
         """Move single layers off the longest path while that helps; None: the placement does not fit.
 
-        Args:
-            counts: Layers of every chunk to begin with.
-            patience: How often it continues from a few layers moved at random after no move helps.
-            until: `time.perf_counter()` after which it ends with what it has.
+        It begins with these layers of every chunk, continues `patience` times from a few layers moved at random after no
+        move helps, and ends at `until` (`time.perf_counter()`) with what it has.
         """
         return self._best(np.ascontiguousarray(counts, dtype=np.int32), patience, until)
 

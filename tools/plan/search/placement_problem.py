@@ -205,13 +205,8 @@ class Problem:
 def least_largest(fixed: NDArray[Any], each: NDArray[Any], number: int) -> NDArray[Any]:
     """Return a lower bound on the parameters of the largest stage when equal layers are divided among the stages.
 
-    Args:
-        fixed: What stages have without them, [n, any, stages].
-        each: Of one layer, [n, any].
-        number: Layers.
-
-    Returns:
-        The bound, [n, any], reduced slightly for rounding.
+    Stages have `fixed` without them, [n, any, stages]; a layer has `each`, [n, any]. The bound, [n, any], is reduced
+    slightly for rounding.
     """
     low = fixed.max(axis=2)
     high = low + each * number

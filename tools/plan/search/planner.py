@@ -31,13 +31,7 @@ def front(plan: SearchResult) -> list[SearchResult]:
 
 
 def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int = 1) -> str:
-    """Return the recipe with a layout.
-
-    Args:
-        plan: What was found.
-        recipe: What it was found for.
-        overrides: Its settings.
-        pick: The layout's number in the ranked table.
+    """Return the recipe with a layout: the one of number `pick` in the ranked table.
 
     Raises:
         UsageError: There is no such layout.
