@@ -2,11 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import yaml
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
@@ -96,3 +98,16 @@ def unreadable(what: str, error: Exception) -> str:
     """Return the reason, in one line, why a row whose figures raise is not predicted."""
     reason = f"missing: a readable {what} ({type(error).__name__}: {str(error)[:60]})"
     return " ".join(reason.split())
+
+
+def or_reason(start: MeasuredStep, read: Callable[[], MeasuredStep]) -> MeasuredStep:
+    """Return what `read` makes of a row, or `start` with the reason why it makes nothing."""
+    try:
+        return read()
+    except MissingError as missing:
+        reason = f"missing: {missing}"
+    except BadInputError as error:
+        reason = f"missing: a consistent layout ({error})"
+    except UNREADABLE as error:
+        reason = unreadable("layout", error)
+    return replace(start, reason=reason)

@@ -7,7 +7,7 @@ from pulling, and a prior holds constants that few rows determine: to `TYPICAL` 
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import yaml
@@ -43,15 +43,6 @@ WEAK = 0.02
 """Weight of staying near the defaults on all other devices."""
 
 
-@dataclass
-class VariantRows:
-    """Rows of one device variant, ready to evaluate."""
-
-    device: Device
-    x: Columns
-    index: NDArray[np.int64]
-
-
 class Problem:
     """Rows of a device and its variants with one set of constants."""
 
@@ -64,19 +55,17 @@ class Problem:
         count = Counter(row.table for row in rows)
         self.weight = np.array([count[row.table] ** -0.35 for row in rows])
         named = [load_device(row.device or default or device.name) for row in rows]
-        self.variants: list[VariantRows] = []
+        self.variants: list[tuple[Device, Columns, NDArray[np.int64]]] = []
         for name in sorted({d.name for d in named}):
             index = np.array([i for i, d in enumerate(named) if d.name == name])
             pairs = [(self.rows[i].architecture, self.rows[i].layout) for i in index]
-            self.variants.append(VariantRows(named[index[0]], columns(pairs), index))  # type: ignore[arg-type]
+            self.variants.append((named[index[0]], columns(pairs), index))  # type: ignore[arg-type]
 
     def predict(self, constants: Constants) -> Array:
         """Return predicted seconds of each row."""
         out = np.zeros(len(self.rows))
-        for variant in self.variants:
-            out[variant.index] = evaluate_columns(
-                variant.x, variant.device, constants, steps_only=True
-            ).step_s
+        for device, x, index in self.variants:
+            out[index] = evaluate_columns(x, device, constants, steps_only=True).step_s
         return out
 
     def without(self, keep: NDArray[np.bool_]) -> "Problem":

@@ -17,6 +17,7 @@ from benchmarks.overlap.overlap import predict
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.collectives import all_reduce, bus
 from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.measured_steps import read_csv
 from telechat_moe.tools.plan.cost.score import statistics
 
 Unit = Literal["s", "GB/s", "share"]
@@ -32,7 +33,7 @@ class PartialStep:
     line: int
     """Line of the CSV file, or number within its set."""
 
-    what: str
+    part: str
     device: str = ""
     measured: float = 0.0
     predicted: float | None = None
@@ -62,17 +63,12 @@ def read_partial_steps(file: str | Path) -> list[PartialStep]:
             raw = yaml.safe_load(path.read_text(encoding="utf-8"))
             entries = raw.get("sets") if isinstance(raw, dict) else None
             return [p for e in entries or () if isinstance(e, dict) for p in _set(e, path.parent)]
-        with path.open(encoding="utf-8", newline="") as stream:
-            reader = csv.DictReader(stream)
-            columns = set(reader.fieldnames or ())
-            if {"gpus", "bytes", "time_us"} <= columns:
-                return [
-                    _guarded(_all_reduce, path.stem, line, row)
-                    for line, row in enumerate(reader, 2)
-                ]
-    except (OSError, UnicodeDecodeError, csv.Error, yaml.YAMLError):
+        columns, rows = read_csv(path)
+    except (OSError, UnicodeDecodeError, BadInputError, yaml.YAMLError):
         return []
-    if {"dur_us", "stream", "name"} <= columns:
+    if {"gpus", "bytes", "time_us"} <= set(columns):
+        return [_guarded(_all_reduce, path.stem, line, row) for line, row in enumerate(rows, 2)]
+    if {"dur_us", "stream", "name"} <= set(columns):
         return list(_kernels(path, path.stem, "h800", {}))
     return []
 
@@ -87,7 +83,7 @@ def _guarded(
         part = parse(table, line, row)
     except (ArithmeticError, TypeError, ValueError) as error:
         reason = " ".join(f"missing: readable numbers ({error})".split())[:120]
-        return PartialStep(table=table, line=line, what="", reason=reason)
+        return PartialStep(table=table, line=line, part="", reason=reason)
     if not part.reason and not (0 < part.measured < 1e18):
         return replace(
             part, predicted=None, reason=f"impossible: measured {part.measured:g} {part.unit}"
@@ -102,7 +98,7 @@ def _all_reduce(table: str, line: int, row: Mapping[str, Any]) -> PartialStep:
     part = PartialStep(
         table=table,
         line=line,
-        what=f"all-reduce of {size / 2**20:.4g} MiB, {gpus} devices",
+        part=f"all-reduce of {size / 2**20:.4g} MiB, {gpus} devices",
         device=name,
         measured=seconds,
     )
@@ -139,7 +135,7 @@ def _kernels(
         found = predict(read_kernels(path))
     except (BadInputError, OSError, UnicodeDecodeError, csv.Error) as error:
         reason = f"missing: the kernel list ({error})"
-        yield PartialStep(table=table, line=0, what="kernel list", device=device, reason=reason)
+        yield PartialStep(table=table, line=0, part="kernel list", device=device, reason=reason)
         return
     own, known = found.device, found.measured
     figures: list[tuple[str, float, float | None, Unit]] = [
@@ -158,7 +154,7 @@ def _kernels(
         ),
     ]
     for number, (what, predicted, measured, unit) in enumerate(figures, 1):
-        part = PartialStep(table=table, line=number, what=what, device=device, unit=unit)
+        part = PartialStep(table=table, line=number, part=what, device=device, unit=unit)
         if measured:
             yield replace(part, measured=float(measured), predicted=predicted)
         elif not summary and number > 1:
@@ -182,7 +178,7 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[PartialStep]:
                 yield PartialStep(
                     table=table,
                     line=0,
-                    what=f"{way} {group}, {place}",
+                    part=f"{way} {group}, {place}",
                     device=device.name,
                     measured=float(rate),
                     predicted=predicted,
@@ -196,7 +192,7 @@ def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[PartialStep]:
             yield PartialStep(
                 table=table,
                 line=0,
-                what=f"{key} {group}",
+                part=f"{key} {group}",
                 device=device.name,
                 reason=f"missing: {why}",
             )
@@ -216,15 +212,9 @@ def plain(parts: Sequence[PartialStep]) -> list[dict[str, Any]]:
     """Return the rows as plain data."""
     return [
         {
-            "table": p.table,
-            "line": p.line,
-            "part": p.what,
-            "device": p.device,
-            "predicted": p.predicted,
+            **{name: value for name, value in vars(p).items() if name != "reason"},
             "measured": p.measured or None,
-            "unit": p.unit,
             "error": p.error,
-            "provenance": p.provenance,
             "rejected": p.reason or None,
         }
         for p in parts

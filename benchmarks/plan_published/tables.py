@@ -5,15 +5,12 @@ predicted keeps the reason: a layout field that is missing, a device without a d
 (`validate.py`).
 """
 
-import csv
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.plan_published.cells import (
-    UNREADABLE,
     Cells,
     Fields,
     MissingError,
@@ -22,14 +19,16 @@ from benchmarks.plan_published.cells import (
     is_true,
     new_row,
     number_of,
-    unreadable,
+    or_reason,
 )
 from benchmarks.plan_published.models import published
 from benchmarks.plan_published.tables_ascend import mindformers, mindspeed
 from benchmarks.plan_published.tables_golden import golden
+from benchmarks.plan_published.tables_yaml import read_sets
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.layout import Layout, Stack
+from telechat_moe.tools.plan.cost.measured_steps import read_csv
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
@@ -105,21 +104,18 @@ def _dgxc(row: Fields, table: str, line: int) -> MeasuredStep:
             stack=Stack(graphs=True), opt_shards=8 if "axml" in config else 128 if gpus >= 512 else 0,
         )  # fmt: skip
         return replace(start, architecture=architecture, layout=layout)
-    tp, pp, cp = int_of(row, "tp"), int_of(row, "pp"), int_of(row, "cp", 1)
-    layout = _megatron(
-        row, architecture, gpus, tp, pp, cp, int_of(row, "vp", 1), 1, micro, batch, compute
-    )
+    layout = _megatron(row, architecture, gpus, micro, batch, compute)
     again = "selective" if "340b" in config.lower() else "none"
     layout = replace(layout, gradient_bytes=2, recompute=again)
     return replace(start, architecture=architecture, layout=layout)
 
 
 def _megatron(
-    row: Fields, a: Architecture, gpus: int, tp: int, pp: int, cp: int, vpp: int, ep: int, micro: int, batch: int,
-    compute: str,
-) -> Layout:  # fmt: skip
+    row: Fields, a: Architecture, gpus: int, micro: int, batch: int, compute: str
+) -> Layout:
     """Return a Megatron-core layout with its usual settings: sequence parallel, distributed optimizer, overlap."""
-    del row
+    tp, pp, cp = int_of(row, "tp"), int_of(row, "pp"), int_of(row, "cp", 1)
+    vpp, ep = int_of(row, "vp", 1), int_of(row, "ep", 1)
     dp = divided(gpus, tp * pp * cp, "gpus")
     layers, count = len(a.layers), pp * vpp
     if pp == 1 or count > layers + 2:
@@ -155,20 +151,7 @@ def _bridge(row: Fields, table: str, line: int) -> MeasuredStep:
         return replace(start, reason="missing: precision")
     precision = row["precision"].split()[0].upper()
     compute = "fp4" if "FP4" in precision else "bf16" if precision.startswith("BF16") else "fp8"
-    tp, pp, cp = int_of(row, "tp"), int_of(row, "pp"), int_of(row, "cp", 1)
-    layout = _megatron(
-        row,
-        architecture,
-        gpus,
-        tp,
-        pp,
-        cp,
-        int_of(row, "vp", 1),
-        int_of(row, "ep", 1),
-        micro,
-        batch,
-        compute,
-    )
+    layout = _megatron(row, architecture, gpus, micro, batch, compute)
     # scripts/performance of the same repository: HybridEP, gradients reduced in 2 bytes
     layout = layout.but(hierarchical=True, permute_bytes=8, gradient_bytes=2)
     if precision == "MXFP8" and "B" in device and _version(row["container"]) >= _fused_from(model):
@@ -214,53 +197,31 @@ def read_table(file: str | Path) -> list[MeasuredStep]:
         BadInputError: The file is missing or its columns fit no format.
     """
     path = Path(file)
-    if not path.is_file():
-        raise BadInputError(f"{path}: no such file")
     if path.suffix in (".yaml", ".yml"):
-        from benchmarks.plan_published.tables_yaml import read_sets
-
         return read_sets(path)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream)
-            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-            columns = set(reader.fieldnames or ())
-            for needed, parse in FORMATS:
-                if needed <= columns:
-                    return list(_rows(reader, parse, path.stem))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise BadInputError(f"{path}: not a CSV table in UTF-8 ({error})") from None
-    if not columns:
-        raise BadInputError(f"{path}: empty, expected a table with a header")
+    columns, rows = read_csv(path)
+    for needed, parse in FORMATS:
+        if needed <= set(columns):
+            return [_row(row, parse, path.stem, line) for line, row in enumerate(rows, start=2)]
     raise BadInputError(
         f"{path}: columns {', '.join(sorted(columns))[:200]} fit no known table; see the formats in "
         "docs/plan_accuracy.md"
     )
 
 
-def _rows(
-    reader: Any, parse: Callable[[Fields, str, int], MeasuredStep], table: str
-) -> Iterator[MeasuredStep]:
-    for line, given in enumerate(reader, start=2):
-        # cells beyond the header come under the key None, missing ones as None
-        fields = Cells({k: v for k, v in given.items() if k is not None and v is not None})
-        try:
-            yield parse(fields, table, line)
-        except MissingError as missing:
-            yield _bare(fields, table, line, f"missing: {missing}")
-        except BadInputError as error:
-            yield _bare(fields, table, line, f"missing: a consistent layout ({error})")
-        except UNREADABLE as error:
-            yield _bare(fields, table, line, unreadable("layout", error))
-
-
-def _bare(fields: Fields, table: str, line: int, reason: str) -> MeasuredStep:
-    model = next(
-        (fields[k] for k in ("model", "Model", "config", "name", "case") if fields.get(k)), ""
+def _row(
+    given: Fields, parse: Callable[[Fields, str, int], MeasuredStep], table: str, line: int
+) -> MeasuredStep:
+    # cells beyond the header come under the key None, missing ones as None
+    fields = Cells({k: v for k, v in given.items() if k is not None and v is not None})
+    model, device = (
+        next((fields[key] for key in keys if fields[key]), "")
+        for keys in (
+            ("model", "Model", "config", "name", "case"),
+            ("gpu", "GPU", "system", "hw", "device"),
+        )
     )
-    device = next(
-        (fields[k] for k in ("gpu", "GPU", "system", "hw", "device") if fields.get(k)), ""
+    bare = MeasuredStep(
+        table=table, line=line, model=model, device=device, group=f"{table}/{model}"
     )
-    return MeasuredStep(
-        table=table, line=line, model=model, device=device, group=f"{table}/{model}", reason=reason
-    )
+    return or_reason(bare, lambda: parse(fields, table, line))

@@ -21,13 +21,12 @@ from telechat_moe.tools.plan.cost.layout import Layout, Stack
 from telechat_moe.tools.plan.cost.score import MeasuredStep
 
 
-def _list(text: str) -> Any:
-    return yaml_value(text) if text else None
-
-
-def yaml_value(text: str) -> Any:
-    """Parse a cell that holds a YAML list or scalar."""
-    return yaml.safe_load(text)
+def _listed(text: str) -> Any:
+    """Return what a cell holds in YAML; of a list that may hold lists its numbers."""
+    value = yaml.safe_load(text) if text else None
+    if not isinstance(value, list):
+        return value
+    return [int(x) for entry in value for x in (entry if isinstance(entry, list) else [entry])]
 
 
 SMALL_GB = 31
@@ -90,21 +89,17 @@ def mindformers(row: Fields, table: str, line: int) -> MeasuredStep:
 
 
 def _offset(text: str, layers: int, chunks: int) -> tuple[int, ...] | None:
-    value = _list(text)
-    if not isinstance(value, list):
-        return None
-    flat = [int(x) for entry in value for x in (entry if isinstance(entry, list) else [entry])]
-    if len(flat) != chunks:
+    flat = _listed(text)
+    if not isinstance(flat, list) or len(flat) != chunks:
         return None
     counts = tuple(layers // chunks + extra for extra in flat)
     return counts if sum(counts) == layers and min(counts) >= 0 else None
 
 
 def _ascend_recompute(row: Fields, chunks: int) -> tuple[str, tuple[int, ...] | None]:
-    value = _list(row.get("recompute") or "")
+    value = _listed(row["recompute"])
     if isinstance(value, list):
-        flat = [int(x) for entry in value for x in (entry if isinstance(entry, list) else [entry])]
-        return "full", tuple(flat) if len(flat) == chunks else None
+        return "full", tuple(value) if len(value) == chunks else None
     if value is True:
         return "full", None
     select = row.get("select_recompute") or ""

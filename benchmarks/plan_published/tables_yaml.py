@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, unreadable
+from benchmarks.plan_published.cells import MOST, UNREADABLE, MissingError, or_reason, unreadable
 from benchmarks.plan_published.models import published
 from benchmarks.plan_published.partial_steps import PARTS
 from telechat_moe.errors import BadInputError
@@ -68,20 +68,15 @@ def _set(entry: Mapping[str, Any]) -> Iterator[MeasuredStep]:
     common = entry.get("common") or {}
     if name in PARTS:
         return
+    bare = MeasuredStep(table=table, line=0, model="", device="", group=table, provenance=grade)
     if not isinstance(entry.get("rows"), list):
-        reason = "missing: steps (the set has no rows with a time)"
-        yield MeasuredStep(
-            table=table, line=0, model="", device="", group=table, provenance=grade, reason=reason
-        )
+        yield replace(bare, reason="missing: steps (the set has no rows with a time)")
         return
     for number, given in enumerate(entry["rows"], start=1):
         try:
             variants = list(_variants({**common, **given}, name))
         except UNREADABLE as error:
-            reason = unreadable("row", error)
-            yield MeasuredStep(
-                table=table, line=number, model="", device="", group=table, provenance=grade, reason=reason
-            )  # fmt: skip
+            yield replace(bare, line=number, reason=unreadable("row", error))
             continue
         for variant in variants:
             yield replace(_row(variant, table, name, number), provenance=grade)
@@ -103,14 +98,7 @@ def _variants(row: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
     yield {**base, "device": "v100", "gpus": tp, "gbs": 8, "mbs": 8, "ms": row.get("v100_ms_b8")}
     yield {**base, "device": "a100", "gpus": tp, "gbs": 16, "mbs": 16, "ms": row.get("a100_ms_b16")}
     wide = row.get("a100_dp128_b2048") or {}
-    yield {
-        **base,
-        "device": "a100",
-        "gpus": wide.get("gpus"),
-        "gbs": 2048,
-        "mbs": 16,
-        "ms": wide.get("ms"),
-    }
+    yield {**base, **wide, "device": "a100", "gbs": 2048, "mbs": 16}
 
 
 def _row(row: dict[str, Any], table: str, name: str, number: int) -> MeasuredStep:
@@ -120,20 +108,19 @@ def _row(row: dict[str, Any], table: str, name: str, number: int) -> MeasuredSte
         table=table, line=number, model=model, device=device, group=f"{table}/{model}/{gpus}",
         source=str(row.get("src", "")),
     )  # fmt: skip
-    try:
+
+    def read() -> MeasuredStep:
         architecture = _architecture(row, model)
         layout = _layout(row, architecture)
-        step = _step(row, architecture, layout)
-        memory = float(row["mem"]) * GIB if row.get("mem") else None
-    except MissingError as missing:
-        return replace(start, reason=f"missing: {missing}")
-    except BadInputError as error:
-        return replace(start, reason=f"missing: a consistent layout ({error})")
-    except UNREADABLE as error:
-        return replace(start, reason=unreadable("layout", error))
-    return replace(
-        start, architecture=architecture, layout=layout, step_s=step, memory_bytes=memory
-    )
+        return replace(
+            start,
+            architecture=architecture,
+            layout=layout,
+            step_s=_step(row, architecture, layout),
+            memory_bytes=float(row["mem"]) * GIB if row.get("mem") else None,
+        )
+
+    return or_reason(start, read)
 
 
 def _architecture(row: Mapping[str, Any], model: str) -> Architecture:
@@ -199,15 +186,10 @@ def _layout(row: Mapping[str, Any], a: Architecture) -> Layout:
 
 def _step(row: Mapping[str, Any], a: Architecture, x: Layout) -> float:
     tokens = x.global_batch * a.seq
-    for key, factor in (
-        ("step", 1.0),
-        ("step_s", 1.0),
-        ("iter_s", 1.0),
-        ("ms", 1e-3),
-        ("iter_ms", 1e-3),
-    ):
-        if row.get(key) is not None:
-            return float(row[key]) * factor
+    for unit, keys in ((1.0, ("step", "step_s", "iter_s")), (1e-3, ("ms", "iter_ms"))):
+        for key in keys:
+            if row.get(key) is not None:
+                return float(row[key]) * unit
     if row.get("tps") is not None:  # tokens/s of one device
         return tokens / (float(row["tps"]) * x.devices)
     if row.get("tok_s") is not None:

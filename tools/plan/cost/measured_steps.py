@@ -84,14 +84,11 @@ def describe_columns() -> str:
     return "\n".join(f"  {name:18} {says}" for name, (_, says) in COLUMNS.items())
 
 
-def read_measured_steps(file: str | Path) -> list[MeasuredStep]:
-    """Read a table; a row that cannot be predicted keeps the reason.
-
-    Args:
-        file: A CSV file in UTF-8 whose header names columns of `COLUMNS`.
+def read_csv(file: str | Path) -> tuple[list[str], list[dict[str, str | None]]]:
+    """Return the header and the rows of a CSV table in UTF-8.
 
     Raises:
-        BadInputError: The file is missing, is no CSV table, or has a column of another name.
+        BadInputError: The file is missing, is no CSV table, or has no header.
     """
     path = Path(file)
     if not path.is_file():
@@ -106,12 +103,25 @@ def read_measured_steps(file: str | Path) -> list[MeasuredStep]:
         raise BadInputError(f"{path}: not a CSV table in UTF-8 ({error})") from None
     if not names:
         raise BadInputError(f"{path}: empty, expected a table with a header")
+    return names, lines
+
+
+def read_measured_steps(file: str | Path) -> list[MeasuredStep]:
+    """Read a table; a row that cannot be predicted keeps the reason.
+
+    Args:
+        file: A CSV file in UTF-8 whose header names columns of `COLUMNS`.
+
+    Raises:
+        BadInputError: The file is missing, is no CSV table, or has a column of another name.
+    """
+    names, lines = read_csv(file)
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise BadInputError(
-            f"{path}: no column is called {', '.join(unknown)[:200]}; there are {', '.join(COLUMNS)}"
+            f"{file}: no column is called {', '.join(unknown)[:200]}; there are {', '.join(COLUMNS)}"
         )
-    return [_row(line, path.stem, number) for number, line in enumerate(lines, start=2)]
+    return [_row(line, Path(file).stem, number) for number, line in enumerate(lines, start=2)]
 
 
 def _row(line: Mapping[str, str | None], table: str, number: int) -> MeasuredStep:
