@@ -8,6 +8,7 @@ from benchmarks.overlap import report
 from benchmarks.overlap.overlap import LAUNCH_US, MULTIPROCESSORS
 from telechat_moe.cli.arguments import add_json
 from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.tools.plan.report.timeline import chrome_trace, page
 
 EPILOG = """\
 KERNELS is a CSV with the columns dur_us, stream, name, grid and, where it was measured, start_us. Which kernel waits for
@@ -48,8 +49,12 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Predict, write, print; return the exit code."""
     prediction = report.read_and_predict(args.kernels, args.launch_us, args.multiprocessors)
-    write_text("--html ", args.html, lambda: report.html(prediction, args.kernels))
-    write_text("--trace ", args.trace, lambda: report.trace(prediction, args.kernels))
+    write_text("--html ", args.html, lambda: page(report.timeline(prediction, args.kernels)))
+    write_text(
+        "--trace ",
+        args.trace,
+        lambda: chrome_trace(report.timeline(prediction, args.kernels, False)),
+    )
     if write_json(args.json, report.report(prediction, args.kernels)):
         return 0
     show_table(["figure", "predicted ", "measured ", "difference "], report.rows(prediction))

@@ -8,7 +8,7 @@ from benchmarks.overlap.kernel_list import read_kernels
 from benchmarks.overlap.overlap import Prediction, predict
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.plan.cost.expert_overlap import OverlapSummary
-from telechat_moe.tools.plan.report.timeline import Box, Table, Timeline, chrome_trace, page
+from telechat_moe.tools.plan.report.timeline import Box, Table, Timeline
 
 
 def read_and_predict(path: str, launch_us: float, multiprocessors: int) -> Prediction:
@@ -117,13 +117,3 @@ def timeline(prediction: Prediction, path: str, compare: bool = True) -> Timelin
     return Timeline(
         f"Kernels of {Path(path).name}", names, boxes, tables=(table,), notes=notes(prediction)
     )
-
-
-def html(prediction: Prediction, path: str) -> str:
-    """Return the page, predicted above measured."""
-    return page(timeline(prediction, path))
-
-
-def trace(prediction: Prediction, path: str) -> str:
-    """Return the predicted kernels as a Chrome trace."""
-    return chrome_trace(timeline(prediction, path, compare=False))

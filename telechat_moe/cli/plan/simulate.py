@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
     # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import step as report
+    from telechat_moe.tools.plan.report import timeline
 
     recipe = load(args.recipe, args.overrides)
     packed: Any = None
@@ -63,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         )
     share: float = packed.share if packed else 0.0
     step: Any = report.of_recipe(recipe, args.device, args.schedule, share)
-    write_text("--html ", args.html, lambda: report.html(step))
-    write_text("--trace ", args.trace, lambda: report.trace(step))
+    write_text("--html ", args.html, lambda: timeline.page(report.timeline(step)))
+    write_text("--trace ", args.trace, lambda: timeline.chrome_trace(report.timeline(step)))
     figures = report.report(step)
     varied: Any = None
     if args.jitter or args.spread:

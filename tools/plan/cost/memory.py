@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.plan.cost.columns import Array, Columns
-from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.saved_activations import saved
 from telechat_moe.units import MIB
 
@@ -139,14 +138,8 @@ def in_flight(x: Columns) -> Array:
     return np.where(stage < p, chosen, 0.0)
 
 
-def no_memory(x: Columns) -> Memory:
-    """Return zeros, for callers that want times only."""
-    return Memory(*[np.zeros_like(x.stage_dense)] * 6)
-
-
-def memory(x: Columns, device: Device) -> Memory:
+def memory(x: Columns) -> Memory:
     """Return the bytes of each stage at the step's peak."""
-    del device
     dense, experts = local_parameters(x)
     copies = np.where(x.opt_shards > 0, np.minimum(x.opt_shards, x.dp * x.cp), x.dp * x.cp)
     cut_dense, cut_experts = copies[:, None], x.expert_copies[:, None]

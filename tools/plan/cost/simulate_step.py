@@ -119,7 +119,7 @@ def chunk_times(architecture: Architecture, layout: Layout, device: Device) -> t
     backward = stages.backward[0]
     weights = np.minimum(weights, backward - stages.again[0])
     exposed = x.stage_moe[0] * (moe.forward.expert[0] if moe else 0.0)
-    held = step_memory(x, device).activations[0]
+    held = step_memory(x).activations[0]
     paired = layout.schedule in PAIRED
     once = float(np.max(send(x, device, device.constants)))
     times = Times(

@@ -15,7 +15,7 @@ from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, poi
 from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.layout import Layout
-from telechat_moe.tools.plan.cost.memory import Memory, local_parameters, memory, no_memory
+from telechat_moe.tools.plan.cost.memory import Memory, local_parameters, memory
 from telechat_moe.tools.plan.cost.roofline import (
     Layer,
     Pass,
@@ -201,9 +201,10 @@ def neighbours(x: Columns, device: Device, c: Constants) -> Array:
     return np.where(x.pp > 1, steady + start, 0.0)
 
 
-def data_parallel(x: Columns, device: Device, c: Constants, s: Stages) -> Array:
-    """Return the time of gradient reduction and parameter gathering that is not hidden in a step."""
-    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+def data_parallel(
+    x: Columns, device: Device, c: Constants, s: Stages, dense: Array, experts: Array
+) -> Array:
+    """Return the time of gradient reduction and parameter gathering that is not hidden in a step; see `reduction`."""
     total, repeated = reduction(x, device, c, dense, experts)
     last = s.backward.max(axis=1)
     hidden = np.maximum(total - last, c.exposed * total)
@@ -264,12 +265,6 @@ def reduction(
     return total, repeated
 
 
-def optimizer(x: Columns, device: Device, c: Constants) -> Array:
-    """Return the time of the update of the largest stage."""
-    dense, experts = (count.max(axis=1) for count in local_parameters(x))
-    return update(x, device, c, dense, experts)
-
-
 def update(x: Columns, device: Device, c: Constants, dense: Array, experts: Array) -> Array:
     """Return the time of the update: gradients, master copies and moments read, the latter written.
 
@@ -292,19 +287,20 @@ def evaluate_columns(
     s = stage_times(x, rates(x, device, c))
     makespan, ideal, imbalance = pipeline(x, s)
     sends = neighbours(x, device, c)
-    data = data_parallel(x, device, c, s)
-    update = optimizer(x, device, c)
+    dense, experts = (count.max(axis=1) for count in local_parameters(x))
+    data = data_parallel(x, device, c, s, dense, experts)
+    optimizer = update(x, device, c, dense, experts)
     host = np.full_like(makespan, c.step_host_s)
     used = (s.forward + s.backward).sum(axis=1) * x.micro_batches
     whole = makespan + sends
     parts = {name: seconds * x.micro_batches for name, seconds in s.parts.items()}
     parts["neighbours"] = sends
-    held = no_memory(x) if steps_only else memory(x, device)
+    held = Memory(*[np.zeros_like(s.forward)] * 6) if steps_only else memory(x)
     return Table(
-        step_s=whole + data + update + host,
+        step_s=whole + data + optimizer + host,
         pipeline_s=whole,
         data_s=data,
-        optimizer_s=update,
+        optimizer_s=optimizer,
         host_s=host,
         bubble=1 - used / (whole * x.pp),
         bubble_ideal_s=ideal,

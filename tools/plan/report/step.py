@@ -1,4 +1,4 @@
-"""Report a simulated step as tables, a page, a trace and plain data."""
+"""Report a simulated step as tables, a a trace and plain data."""
 
 from typing import Any, get_args
 
@@ -18,9 +18,7 @@ from telechat_moe.tools.plan.report.timeline import (
     Table,
     Timeline,
     activations,
-    chrome_trace,
     operations,
-    page,
 )
 from telechat_moe.tools.plan.schedules.program import Kind, Op
 from telechat_moe.units import gib_text, seconds_text
@@ -166,32 +164,42 @@ def utilisations(step: Step) -> list[tuple[str, float, float]]:
     return [(name, shares[name] * could, shares[name]) for name in CONVENTIONS]
 
 
+def _per_stage(step: Step) -> list[dict[str, Any]]:
+    """Return the layers, the idle share and the memory of each stage, as `report` writes them."""
+    held = step.table.memory
+    return [
+        {
+            "stage": s,
+            "layers": [step.layers[c] for c in chunks],
+            "idle": float(step.result.idle[s]),
+            "parameters_bytes": float(held.parameters[0, s]),
+            "gradients_bytes": float(held.gradients[0, s]),
+            "optimizer_bytes": float(held.optimizer[0, s]),
+            "activations_bytes": float(step.result.peak[s]),
+            "buffers_bytes": float(held.buffers[0, s]),
+            "peak_bytes": float(step.peak_bytes[s]),
+        }
+        for s, chunks in enumerate(step.program.chunks_of_stage)
+    ]
+
+
 def stages(step: Step) -> Table:
     """Return time and memory of each stage."""
     rows: list[list[str]] = []
-    held, limit = step.table.memory, step.device.memory_bytes - step.device.reserved_bytes
-    m = step.layout.micro_batches
-    for s in range(step.program.stages):
-        chunks = list(step.program.chunks_of_stage[s])
-        times = step.times
-        peak = float(step.peak_bytes[s])
-        row = [
-            str(s),
-            "+".join(str(step.layers[c]) for c in chunks),
-            seconds_text(float(times.forward[chunks].sum()) * m),
-            seconds_text(float((times.dx + times.dw)[chunks].sum()) * m),
-            seconds_text(float(step.again_s[chunks].sum()) * m),
-            f"{step.result.idle[s] * 100:.2f} %",
-        ]
-        for part in (held.parameters, held.gradients, held.optimizer):
-            row.append(gib_text(float(part[0, s])))
-        row += [
-            gib_text(float(step.result.peak[s])),
-            gib_text(float(held.buffers[0, s])),
-            gib_text(peak),
-        ]
-        row.append("yes" if peak <= limit else f"no, {gib_text(peak - limit)} too much")
-        rows.append(row)
+    limit, t = step.device.memory_bytes - step.device.reserved_bytes, step.times
+    for one, chunks in zip(_per_stage(step), step.program.chunks_of_stage, strict=True):
+        times = (float(a[list(chunks)].sum()) for a in (t.forward, t.dx + t.dw, step.again_s))
+        over = one["peak_bytes"] - limit
+        rows.append(
+            [
+                str(one["stage"]),
+                "+".join(map(str, one["layers"])),
+                *(seconds_text(seconds * step.layout.micro_batches) for seconds in times),
+                f"{one['idle'] * 100:.2f} %",
+                *(gib_text(value) for name, value in one.items() if name.endswith("_bytes")),
+                "yes" if over <= 0 else f"no, {gib_text(over)} too much",
+            ]
+        )
     headers = (
         "stage ", "layers", "forward ", "backward ", "of it again ", "idle ", "parameters ", "gradients ",
         "optimizer ", "activations ", "buffers ", "peak ", "fits",
@@ -269,8 +277,7 @@ def _after(step: Step, stage: int, at: float, boxes: list[Box]) -> None:
 
 def report(step: Step) -> dict[str, Any]:
     """Return the figures as plain data."""
-    t, held = step.table, step.table.memory
-    count = step.program.stages
+    t = step.table
     return {
         "model": step.architecture.name,
         "layout": step.layout.short(),
@@ -293,28 +300,5 @@ def report(step: Step) -> dict[str, Any]:
         "fits": bool(
             (step.peak_bytes <= step.device.memory_bytes - step.device.reserved_bytes).all()
         ),
-        "stages": [
-            {
-                "stage": s,
-                "layers": [step.layers[c] for c in step.program.chunks_of_stage[s]],
-                "idle": float(step.result.idle[s]),
-                "parameters_bytes": float(held.parameters[0, s]),
-                "gradients_bytes": float(held.gradients[0, s]),
-                "optimizer_bytes": float(held.optimizer[0, s]),
-                "activations_bytes": float(step.result.peak[s]),
-                "buffers_bytes": float(held.buffers[0, s]),
-                "peak_bytes": float(step.peak_bytes[s]),
-            }
-            for s in range(count)
-        ],
+        "stages": _per_stage(step),
     }
-
-
-def html(step: Step) -> str:
-    """Return the page."""
-    return page(timeline(step))
-
-
-def trace(step: Step) -> str:
-    """Return the Chrome trace."""
-    return chrome_trace(timeline(step))

@@ -158,7 +158,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     seen = with_stages(x, **dict(zip(STAGE_COLUMNS, probe, strict=True)))
     r = rates(seen, device, device.constants)
     s = stage_times(seen, r)
-    held = memory(seen, device)
+    held = memory(seen)
     states = held.parameters + held.gradients + held.optimizer
     weights = np.stack(local_parameters(seen), axis=-1)  # [n, 7, 2]
     always = choice[:, None]  # else every layer is recomputed by its policy
@@ -169,7 +169,7 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
     recompute_time = s.backward[:, [DENSE_RECOMPUTED, MOE_RECOMPUTED]] - s.backward[:, [DENSE, MOE]]
     own, head = _weight_gradients(x, seen, r, s.backward)
     zero = np.zeros(n)
-    kept, entry, idle = _kept(x, device, choice)
+    kept, entry, idle = _kept(x, choice)
     often = (x.zero >= 2) & (x.dp * x.cp > 1)  # reduced in every micro-batch, see `data_parallel`
     start, reduce, updates = _after(x, device, often)
     each = np.where(often, x.micro_batches * (1 - device.constants.exposed), 1.0)
@@ -224,15 +224,15 @@ def _after(x: Columns, device: Device, often: NDArray[Any]) -> tuple[Array, Arra
     return start, np.column_stack([(m - start) / 1e9 for m in more]), np.column_stack(updates) / 1e9
 
 
-def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
+def _kept(x: Columns, choice: NDArray[Any]) -> tuple[Array, Array, Array]:
     """Return the bytes at the peak of a layer of each kind, plain and recomputed, [n, 2, P] each, and of no layer."""
     ones = np.ones_like(x.stage_moe)
     zero = {name: np.zeros_like(ones) for name in STAGE_COLUMNS}
 
     def activations(*names: str) -> Array:
-        return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones)), device).activations
+        return memory(Columns(vars(x) | zero | dict.fromkeys(names, ones))).activations
 
-    empty = memory(Columns(vars(x) | zero), device)
+    empty = memory(Columns(vars(x) | zero))
     idle = empty.peak.copy()
     last = x.last_stage.astype(int)
     rows = np.arange(len(x))
@@ -241,7 +241,7 @@ def _kept(x: Columns, device: Device, choice: NDArray[Any]) -> tuple[Array, Arra
         idle[rows, last] -= empty.buffers[rows, last] - empty.buffers[rows, other]
     else:
         seen = with_stages(x, stage_dense=np.zeros((len(x), 2)))
-        buffers = memory(seen, device).buffers
+        buffers = memory(seen).buffers
         idle[rows, last] -= buffers[:, 1] - buffers[:, 0]
     plain = [activations(name) - empty.activations for name in STAGE_COLUMNS[:2]]
     more = [

@@ -32,16 +32,8 @@ CHOICES = (
     "q_lora_rank", "kv_lora_rank",
 )  # fmt: skip
 KEYS = (
-    "recipe",
-    "device",
-    "devices",
-    "memory_gib",
-    "global_batch",
-    "choices",
-    "budget",
-    "align",
-    "layouts",
-)
+    "recipe", "device", "devices", "memory_gib", "global_batch", "choices", "budget", "align", "layouts",
+)  # fmt: skip
 BUDGET = ("parameters", "active_parameters")
 BATCH = 4096
 """Number of architectures that are scored at once."""
@@ -76,9 +68,11 @@ class Scored:
     layout: Layout
     step_s: float
     tokens_per_s: float
-    """Bytes of one device."""
+    """Of one device."""
 
     peak_bytes: float
+    gap: float = np.inf
+    """Relative distance of a simulated step to the proven bound; infinity: the step is a closed form."""
 
 
 @dataclass(frozen=True)
@@ -206,15 +200,14 @@ def _fits_layout(s: Choices, a: Architecture, x: Layout) -> bool:
 
 def search_models(s: Choices) -> Result:
     """Score every architecture of the space."""
-    refused, number = Counter[str](), 0
+    refused = Counter[str]()
     allowed: list[Architecture] = []
     for a in architectures(s):
-        number += 1
-        why = refusal(s, a)
-        if why:
+        if why := refusal(s, a):
             refused[why] += 1
         else:
             allowed.append(a)
+    number = len(allowed) + refused.total()
     layouts = _layouts(s, allowed[0]) if allowed else []
     scored: list[Scored] = []
     for start in range(0, len(allowed), BATCH):
@@ -241,20 +234,7 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
     return list(found)
 
 
-@dataclass(frozen=True)
-class PlannedModel:
-    """An architecture with the layout that the planner finds, its layers placed."""
-
-    layout: Layout
-    step_s: float
-    """Simulated, operation by operation."""
-
-    tokens_per_s: float
-    gap: float
-    """Relative distance to the proven bound."""
-
-
-def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[PlannedModel | None]:
+def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored | None]:
     """Plan architectures one by one; see `search`.
 
     Args:
@@ -266,7 +246,7 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[PlannedM
         One plan for each architecture; None: no layout was found in its time.
     """
     until = time.perf_counter() + limit_s
-    found: list[PlannedModel | None] = []
+    found: list[Scored | None] = []
     for i, c in enumerate(some):
         degrees = range(1, Space.most_tp + 1)
         fixed = {
@@ -276,11 +256,18 @@ def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[PlannedM
         space = Space(devices=s.devices, global_batch=s.global_batch, base=s.layout, fixed=fixed)
         share = max(until - time.perf_counter(), 0.0) / (len(some) - i)
         plan = search(c.architecture, space, s.device, top=1, limit_s=share)
-        best = plan.best[0] if plan.best else None
         tokens = s.global_batch * s.base.seq / s.devices
-        found.append(
-            best and PlannedModel(best.layout, best.step_s, tokens / best.step_s, plan.gap)
-        )
+        found += [
+            Scored(
+                c.architecture,
+                one.layout,
+                one.step_s,
+                tokens / one.step_s,
+                one.peak_bytes,
+                plan.gap,
+            )
+            for one in plan.best[:1]
+        ] or [None]
     return found
 
 
