@@ -5,6 +5,8 @@ Start times give the order within each stream and the measured figures; no predi
 """
 
 import csv
+import itertools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,10 +74,7 @@ def role_of(name: str) -> str:
 
 
 def _blocks(grid: str) -> int:
-    count = 1
-    for number in re.findall(r"\d+", grid):
-        count *= max(int(number), 1)
-    return count
+    return math.prod(max(int(number), 1) for number in re.findall(r"\d+", grid))
 
 
 def read_kernels(path: str | Path) -> KernelList:
@@ -138,10 +137,7 @@ def by_stream(kernels: Sequence[Kernel]) -> dict[str, list[int]]:
 
 def runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
     """Yield first and one past the last of each run of true flags."""
-    first = None
-    for i, flag in enumerate([*flags, False]):
-        if flag and first is None:
-            first = i
-        elif not flag and first is not None:
-            yield first, i
-            first = None
+    for true, run in itertools.groupby(range(len(flags)), lambda i: flags[i]):
+        if true:
+            first, *rest = run
+            yield first, first + len(rest) + 1

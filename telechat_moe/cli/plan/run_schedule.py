@@ -60,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
     batches = random_batches(
         spec.config, args.micro_batches, recipe.runner_config.batch_size, recipe.seed
     )
-    pace = _pace(args, schedule.chunks)
+    pace: dict[str, list[float]] | None = None
+    if args.pace is not None:
+        each = args.pace / 1e3 * args.stages / schedule.chunks
+        pace = {kind: [each] * schedule.chunks for kind in "FDW"}
     runs = 2 * sum(len(ops) for ops in schedule.ops)
     with (
         counted("compiling, then running", runs) as one_more,
@@ -121,12 +124,6 @@ def plain(program: Any) -> Any:
     return Schedule(program.name, program.chunks, program.micro_batches, ops)
 
 
-def _pace(args: argparse.Namespace, chunks: int) -> dict[str, list[float]] | None:
-    if args.pace is None:
-        return None
-    return {kind: [args.pace / 1e3 * args.stages / chunks] * chunks for kind in "FDW"}
-
-
 def measured_times(program: Any, step: Any) -> Any:
     """Return the mean time of each chunk's F, dX, dW and B in a step, seconds; what never ran apart is the other's sum."""
     import numpy as np  # not for every start of the program
@@ -163,9 +160,7 @@ def report(
             at += len(op)
             timeline.append(
                 {
-                    "operation": " & ".join(
-                        f"{k}(chunk {c}, micro-batch {m})" for k, c, m in (e.part for e in parts)
-                    ),
+                    "operation": str(program.ops[s][i]),
                     "start_ms": 1e3 * (parts[0].start_s - zero),
                     "end_ms": 1e3 * (parts[-1].end_s - zero),
                     "simulated_start_ms": 1e3 * float(result.start[s][i]),

@@ -1,7 +1,7 @@
 """What a device and its network can do: published figures and at most 12 fitted constants, from a YAML file."""
 
 import re
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -151,14 +151,11 @@ def _key(text: str) -> str:
 
 
 def _by_name(name: str) -> Path | None:
-    wanted = _key(name)
-    for file in sorted(FOLDER.glob("*.yaml")):
-        if _key(file.stem) == wanted:
-            return file
-    for file in sorted(FOLDER.glob("*.yaml")):
-        if wanted in (_key(alias) for alias in _read(file).aliases):
-            return file
-    return None
+    files, wanted = sorted(FOLDER.glob("*.yaml")), _key(name)
+    named = [file for file in files if _key(file.stem) == wanted]
+    return next(iter(named), None) or next(
+        (file for file in files if wanted in map(_key, _read(file).aliases)), None
+    )
 
 
 def _read(file: Path) -> Device:
@@ -174,13 +171,13 @@ def _parsed(file: Path, changed: int) -> Device:
     measured = tuple(name for name in values if name not in fitted)
     given: dict[str, str] = raw.pop("sources", None) or {}
     sources = {**given, **notes}
-    allowed = {f.name for f in fields(Device)}
-    wrong = [key for key in raw if key not in allowed]
+    known = {
+        f.name: f.default is f.default_factory for f in fields(Device)
+    }  # both MISSING: required
+    wrong = [key for key in raw if key not in known]
     if wrong:
-        raise BadInputError(
-            f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(allowed))}"
-        )
-    lacks = [f.name for f in fields(Device) if _required(f) and f.name not in {"name", *raw}]
+        raise BadInputError(f"{file}: unknown key {wrong[0]}; there are {', '.join(sorted(known))}")
+    lacks = [name for name, required in known.items() if required and name not in {"name", *raw}]
     if lacks:
         raise BadInputError(f"{file}: missing {', '.join(lacks)}")
     raw["aliases"] = tuple(raw.get("aliases") or ())
@@ -196,10 +193,6 @@ def _parsed(file: Path, changed: int) -> Device:
     return Device(
         **raw, constants=Constants(**values), sources=sources, fitted=fitted, measured=measured
     )
-
-
-def _required(one: "Field[Any]") -> bool:
-    return one.default is MISSING and one.default_factory is MISSING
 
 
 def _mapping(file: Path) -> dict[str, Any]:

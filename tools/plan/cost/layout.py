@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.schema import Recipe
+from telechat_moe.recipe.schema.parallel import ParallelConfig
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe", "dualpipev", "overlap"
@@ -224,10 +225,11 @@ class Layout:
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Layout":
         """Return the layout that a recipe describes."""
-        p, c, run = recipe.parallel_config, recipe.model_config, recipe.runner_config
-        here, data = recipe.use_parallel, recipe.train_dataset.data_loader.config
+        c, run, here = recipe.model_config, recipe.runner_config, recipe.use_parallel
+        data = recipe.train_dataset.data_loader.config
+        p = recipe.parallel_config if here else ParallelConfig()
         pipeline = recipe.parallel.pipeline_config
-        pp = p.pipeline_stage if here else 1
+        pp = p.pipeline_stage
         interleaved = bool(pipeline and pipeline.pipeline_interleave and c.pp_interleave_num > 1)
         vpp = c.pp_interleave_num if interleaved and here else 1
         zero = 1 if recipe.parallel.enable_parallel_optimizer and here else 0
@@ -235,20 +237,18 @@ class Layout:
         if zero and detail and detail.optimizer_level:
             zero = {"level1": 1, "level2": 2, "level3": 3}[detail.optimizer_level]
         count = p.micro_batch_num if pp > 1 else run.gradient_accumulation_steps
-        recompute, layers = _recompute(recipe, pp * vpp, c.num_hidden_layers)
+        recompute, layers = _recompute(recipe, pp * vpp)
         width = {"float32": 4, "fp32": 4}.get(c.params_dtype, 2)
         compute: Compute = "fp32" if c.compute_dtype in ("float32", "fp32") else "bf16"
         return cls(
-            dp=p.data_parallel if here else 1,
-            tp=p.model_parallel if here else 1,
-            sequence_parallel=p.use_seq_parallel and here,
-            cp=p.context_parallel if here else 1,
+            dp=p.data_parallel,
+            tp=p.model_parallel,
+            sequence_parallel=p.use_seq_parallel,
+            cp=p.context_parallel,
             pp=pp,
             vpp=vpp,
-            ep=p.expert_parallel if here else 1,
-            etp=p.model_parallel
-            if here and recipe.telechat_moe.sharding.expert_tensor_parallel
-            else 1,
+            ep=p.expert_parallel,
+            etp=p.model_parallel if recipe.telechat_moe.sharding.expert_tensor_parallel else 1,
             zero=zero,  # type: ignore[arg-type]
             opt_shards=max((detail and detail.optimizer_weight_shard_size) or 0, 0),
             micro_batch=run.batch_size,
@@ -293,17 +293,15 @@ def _chunks(offset: object, layers: int, pp: int, vpp: int) -> tuple[int, ...] |
     return tuple(layers // (pp * vpp) + extra for extra in flat)
 
 
-def _recompute(recipe: Recipe, chunks: int, layers: int) -> tuple[str, tuple[int, ...] | None]:
+def _recompute(recipe: Recipe, chunks: int) -> tuple[str, tuple[int, ...] | None]:
     """Return the policy and, where a recipe lists layers, how many of each global chunk."""
     section = recipe.recompute_config
     whole = section.recompute
     asked = recipe.telechat_moe.sharding.recompute
     modules = [word for word, name in MODULES.items() if name in asked]
-    if modules and not whole:
-        return "+".join(modules), None
-    if isinstance(whole, list) and whole:
-        flat = _flat(whole)
-        return "full", tuple(flat) if len(flat) == chunks else None
     if whole:
-        return "full", None
+        flat = _flat(whole) if isinstance(whole, list) else []
+        return "full", tuple(flat) if len(flat) == chunks else None
+    if modules:
+        return "+".join(modules), None
     return ("selective", None) if section.select_recompute else ("none", None)

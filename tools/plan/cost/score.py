@@ -132,12 +132,10 @@ def score(rows: Sequence[MeasuredStep], default: str) -> list[Scored]:
         layouts = [rows[i].layout for i in index]
         table = evaluate(architectures, layouts, device)  # type: ignore[arg-type]
         for at, i in enumerate(index):
-            row, peak = rows[i], table.memory.peak[at]
+            row, peak, used = rows[i], table.memory.peak[at], None
             stage = int(peak.argmax()) if row.memory_stage is None else row.memory_stage
-            architecture, layout = row.architecture, row.layout
-            used = None
-            if row.step_s and architecture and layout:
-                used = utilisation(architecture, layout, row.step_s, device.peak("bf16"))["model"]
+            if (a := row.architecture) and (x := row.layout) and row.step_s:
+                used = utilisation(a, x, row.step_s, device.peak("bf16"))["model"]
             out[i] = Scored(
                 row=row,
                 step_s=float(table.step_s[at]) if row.step_s else None,

@@ -162,8 +162,6 @@ def _edges_bound(
 def _stage_bound(
     times: Times, ways: _Ways, own: NDArray[Any], micro_batches: int, rules: Rules
 ) -> float:
-    if not len(own):
-        return 0.0
     head = np.concatenate([ways.head_f[own], ways.head_b[own], ways.head_b[own] + ways.back[own]])
     tail = np.concatenate([ways.tail_f[own], ways.tail_b[own], np.zeros(len(own))])
     work = np.concatenate([times.forward[own], ways.back[own], ways.weight[own]])

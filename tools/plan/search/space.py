@@ -172,13 +172,11 @@ def _experts(a: Architecture, dp: int, tp: int, cp: int) -> Iterator[tuple[int, 
     if not a.moe_layers:
         yield 1, 1
         return
-    for ep in expert_degrees((tp, cp, dp)):
-        if a.experts % ep == 0:
-            yield ep, 1
+    ways: list[tuple[int, tuple[int, ...]]] = [(1, (tp, cp, dp))]
     if tp > 1 and a.moe_ffn % tp == 0:
-        for ep in expert_degrees((dp,)):
-            if a.experts % ep == 0:
-                yield ep, tp
+        ways.append((tp, (dp,)))
+    for etp, degrees in ways:
+        yield from ((ep, etp) for ep in expert_degrees(degrees) if a.experts % ep == 0)
 
 
 def _pipelines(a: Architecture, space: Space, pp: int) -> Iterator[tuple[int, int]]:
