@@ -98,7 +98,7 @@ def test_our_own_step_by_its_tensors(change):
     x = base.but(zero=0, recompute="none", recompute_layers=None, chunks=None).but(**change)
     x = x.but(schedule="interleaved" if x.vpp > 1 else "1f1b")
     table = columns([(a, x)])
-    found = memory(table, A100)
+    found = memory(table)
     alive = (found.activations + found.buffers)[0] - WORKSPACE
     assert alive == pytest.approx(activations(a, x), rel=0.06)
     dense, experts = local_parameters(table)
