@@ -7,12 +7,12 @@ holds the coefficients of all configurations of one depth, found by probing the 
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.columns import STAGE_COLUMNS, Array, Columns
 from telechat_moe.tools.plan.cost.device import Device
 from telechat_moe.tools.plan.cost.layout import Layout
@@ -81,25 +81,30 @@ class Costs:
     fixed_weights: Array
     """The same for each stage without layers, [n, 2, P]."""
 
+    count: tuple[int, int]
+    """Dense and MoE layers of the model."""
+
     base: Array
     start: Array
     reduce: Array
     """Seconds of gradient reduction for each parameter, [n, 2]; `start` holds the seconds without any."""
 
     update: Array
-    exposed: float
+    exposed: Array
     late: Array
     """`Rest.late`, [n, 2]."""
 
     hides: Array
     """`Rest.hides`, [n, 2]."""
 
-    overlap: Array
     micro_batches: Array
     choice: NDArray[Any]
     """Whether the number of recomputed layers of each chunk is free."""
 
-    _least: Array | None = None
+    @property
+    def bulk(self) -> int:
+        """The kind with the most layers."""
+        return int(self.count[1] >= self.count[0])
 
     def rest(self, row: int) -> Rest:
         """Return the rest of a configuration's step after the pipeline."""
@@ -108,29 +113,25 @@ class Costs:
             start=float(self.start[row]),
             reduce=(float(self.reduce[row, 0]), float(self.reduce[row, 1])),
             update=(float(self.update[row, 0]), float(self.update[row, 1])),
-            exposed=self.exposed if self.overlap[row] > 0 else 1.0,
+            exposed=float(self.exposed[row]),
             late=(float(self.late[row, 0]), float(self.late[row, 1])),
             hides=(float(self.hides[row, 0]), float(self.hides[row, 1])),
         )
 
-    def least_weights(self, a: Architecture) -> Array:
-        """Return the least parameters that the largest stage can have, [n, 2]."""
-        if self._least is None:
-            g = int(a.moe_layers >= a.dense_layers)
-            number = max(a.moe_layers, a.dense_layers)
-            self._least = least_largest(self.fixed_weights, self.weights[:, g], number)
-        return self._least
+    @cached_property
+    def least_weights(self) -> Array:
+        """The least parameters that the largest stage can have, [n, 2]."""
+        return least_largest(self.fixed_weights, self.weights[:, self.bulk], max(self.count))
 
-    def least_rest(self, a: Architecture, makespan: Array) -> Array:
+    def least_rest(self, makespan: Array) -> Array:
         """Return a lower bound on the rest of the step after a pipeline of at most `makespan` seconds, [n].
 
         Some stage has at least the average number of layers.
         """
-        largest = self.least_weights(a)
+        largest = self.least_weights
         whole = self.start + (self.reduce * largest).sum(axis=1)
         hidden = self.late[:, 0] * makespan / self.micro_batches + self.late[:, 1]
-        exposed = np.where(self.overlap > 0, self.exposed, 1.0)
-        shown = np.maximum(whole - hidden, exposed * whole)
+        shown = np.maximum(whole - hidden, self.exposed * whole)
         return shown + (self.update * largest).sum(axis=1) + self.base
 
 
@@ -191,14 +192,14 @@ def costs(x: Columns, device: Device, choice: NDArray[Any]) -> Costs:
         last_stage=x.last_stage.astype(int),
         weights=weights[:, [DENSE, MOE]],
         fixed_weights=np.stack(local_parameters(x), axis=1),
+        count=(int(x.dense_layers[0]), int(x.moe_layers[0])),
         base=np.full(n, device.constants.step_host_s),
         start=start,
         reduce=reduce,
         update=updates,
-        exposed=device.constants.exposed,
+        exposed=np.where(often | (x.overlap > 0), device.constants.exposed, 1.0),
         late=_late(x, hides, s.forward, s.backward),
         hides=hides,
-        overlap=np.where(often, 1.0, x.overlap),
         micro_batches=x.micro_batches,
         choice=choice,
     )
@@ -264,7 +265,7 @@ def _late(x: Columns, hides: Array, forward: Array, backward: Array) -> Array:
     return np.column_stack([most, beyond[:, [PLAIN, BEFORE, END]].sum(axis=1)])
 
 
-def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float) -> Problem:
+def problem_of(c: Costs, row: int, layout: Layout, room: float) -> Problem:
     """Return the inner problem of a configuration."""
 
     def ps(seconds: Array) -> Times:
@@ -285,10 +286,11 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
             working=math.ceil(c.working[row, g]) if c.choice[row] else math.ceil(c.held[row]),
             weights=(math.ceil(c.weights[row, g, 0]), math.ceil(c.weights[row, g, 1])),
         )
-        for g, count in enumerate((a.dense_layers, a.moe_layers))
+        for g, count in enumerate(c.count)
         if count
     ]
-    total, last = len(a.layers), 0 if layout.ends != "last" else len(a.layers)
+    total = sum(c.count)
+    last = total if layout.ends == "last" else 0
     most = (total,) * (layout.pp * layout.vpp - 1) + (last,)
     buffer = [0] * layout.pp
     buffer[c.last_stage[row]] = math.ceil(c.logits[row])
@@ -316,8 +318,8 @@ def problem_of(c: Costs, row: int, a: Architecture, layout: Layout, room: float)
 class StageCapacity:
     """How many layers of the larger kind a stage can hold within its memory and time, with recomputation."""
 
-    def __init__(self, c: Costs, a: Architecture, room: float, some: NDArray[Any]) -> None:
-        g, n, stages = int(a.moe_layers >= a.dense_layers), len(some), c.fixed.shape[1]
+    def __init__(self, c: Costs, room: float, some: NDArray[Any]) -> None:
+        g, n, stages = c.bulk, len(some), c.fixed.shape[1]
         self.space = room - c.fixed[some]
         self.space[np.arange(n), c.last_stage[some]] -= c.logits[some]
         self.each = c.states[some, g, None] + c.entry[some, g]
@@ -363,39 +365,38 @@ class StageCapacity:
         return low, possible
 
 
-def lower_bound(c: Costs, a: Architecture, room: float) -> tuple[Array, Array, Array]:
+def lower_bound(c: Costs, room: float) -> tuple[Array, Array, Array]:
     """Return a lower bound on the step time, and by how many bytes, on which stage, a configuration does not fit.
 
     A stage with n layers of the larger kind takes m times their time, and holds no more layers than fit with all of
     them recomputed; together the stages must hold all layers. Infinity: they do not fit.
     """
-    number = max(a.moe_layers, a.dense_layers)
-    s = StageCapacity(c, a, room, np.arange(len(c.fixed)))
-
+    number = max(c.count)
+    s = StageCapacity(c, room, np.arange(len(c.fixed)))
     low, possible = s.shortest(number)
     lacking = (s.each * (number / s.fit.shape[1]) - s.space).mean(axis=1)
     return (
-        np.where(possible, low + c.least_rest(a, low), np.inf),
+        np.where(possible, low + c.least_rest(low), np.inf),
         np.maximum(lacking, (-s.space).max(axis=1)),
         s.space.argmin(axis=1),
     )
 
 
-def estimate(c: Costs, a: Architecture, chunks: NDArray[Any], bound: Array) -> Array:
+def estimate(c: Costs, chunks: NDArray[Any], bound: Array) -> Array:
     """Return an estimate of the step, [n]: its bound and the start-up of equal chunks.
 
     It orders the search and proves nothing.
     """
-    counts = np.array([a.dense_layers, a.moe_layers])
     stages = c.fixed.shape[1]
-    total = (c.times.sum(axis=2) * counts).sum(axis=1) + (c.first + c.before + c.last).sum(axis=1)
+    total = (c.times.sum(axis=2) * np.array(c.count)).sum(axis=1) + (
+        c.first + c.before + c.last
+    ).sum(axis=1)
     return bound + (stages - 1) * (total / stages / chunks + 2 * c.send * chunks)
 
 
 def prove(
     c: Costs,
     some: NDArray[Any],
-    a: Architecture,
     proofs: list[Multipliers],
     stages_of: NDArray[Any],
     room: float,
@@ -406,16 +407,14 @@ def prove(
     Args:
         c: Costs.
         some: Rows of it.
-        a: The model.
         proofs: Of any configuration with that schedule: one for each stage that may be among the longest, or one for all.
         stages_of: Stage of each chunk.
         room: Bytes of a device.
         target: Only placements below it are of interest, s.
     """
-    number, stages = max(a.moe_layers, a.dense_layers), c.fixed.shape[1]
-    held = StageCapacity(c, a, room, some)
-    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
-    least = c.least_weights(a)[some]
+    number, stages = max(c.count), c.fixed.shape[1]
+    held = StageCapacity(c, room, some)
+    exposed, least = c.exposed[some], c.least_weights[some]
     rest = (exposed[:, None] * c.reduce[some] + c.update[some]) * least
     after = c.base[some] + exposed * c.start[some] + rest.sum(axis=1)
     most = np.minimum(held.most(target - after), number)
@@ -425,7 +424,7 @@ def prove(
         fewest = np.where(few.sum(axis=1, keepdims=True) < number, few + 1, 0)
     found = np.full(len(some), np.inf)
     for stage, proof in enumerate(proofs):  # the first stage with more than `few`
-        value = _proved(c, some, a, proof, stages_of, held.space, least)
+        value = _proved(c, some, proof, stages_of, held.space)
         value += fewest[:, stage % stages] * proof.fewest[stage % stages] - most @ proof.most
         found = np.minimum(found, np.where(most.sum(axis=1) < number, np.inf, value))
         asked = fewest[:, stage % stages] > 0
@@ -436,23 +435,20 @@ def prove(
 def _proved(
     c: Costs,
     some: NDArray[Any],
-    a: Architecture,
     proof: Multipliers,
     stages_of: NDArray[Any],
     space: Array,
-    least_weights: Array,
 ) -> Array:
-    chunks, g = len(stages_of), int(a.moe_layers >= a.dense_layers)
-    number, few = max(a.moe_layers, a.dense_layers), min(a.moe_layers, a.dense_layers)
+    chunks, g = len(stages_of), c.bulk
+    number, few = max(c.count), min(c.count)
     m, share = c.micro_batches[some], proof.share
-    exposed = np.where(c.overlap[some] > 0, c.exposed, 1.0)
-    shown = share * exposed + (1 - share)
+    shown = share * c.exposed[some] + (1 - share)
     k = share + (1 - share) * (1 - c.late[some, 0] / m)
     constant = c.base[some] + shown * c.start[some] - (1 - share) * c.late[some, 1]
     u = shown[:, None] * c.reduce[some] + c.update[some]
     weigh = u[:, :, None] * proof.parameters  # [n, 2, P + 1]
     least, weigh = weigh[:, :, -1], weigh[:, :, :-1]
-    total = constant + k * proof.sends * c.send[some] + (least * least_weights).sum(axis=1)
+    total = constant + k * proof.sends * c.send[some] + (least * c.least_weights[some]).sum(axis=1)
     fixed = c.first[some] @ proof.counts[:, 0] + c.last[some] @ proof.counts[:, -1]
     if chunks > 1:
         fixed = fixed + c.before[some] @ proof.counts[:, -2]

@@ -144,7 +144,7 @@ class SearchResult:
         layout = layout_of(self.rows[row], self.space)
         c, here = self.costs[layout.pp]
         at = int(np.searchsorted(here, row))
-        return problem_of(c, at, self.architecture, layout, self.room_bytes)
+        return problem_of(c, at, layout, self.room_bytes)
 
 
 def usable(device: Device, memory_bytes: float | None) -> Device:
@@ -242,8 +242,8 @@ class _Search:
             here = np.flatnonzero(column["pp"] == pp)
             x = space_columns(self.found.architecture, self.found.rows[here], self.found.space)
             c = costs(x, self.found.device, np.isin(column["policy"][here], CHOSEN))
-            bound, lacks, stage = lower_bound(c, self.found.architecture, self.found.room_bytes)
-            guess = estimate(c, self.found.architecture, column["vpp"][here], bound)
+            bound, lacks, stage = lower_bound(c, self.found.room_bytes)
+            guess = estimate(c, column["vpp"][here], bound)
             return c, (here, bound, guess, np.column_stack([lacks, stage]))
 
         depths = [int(pp) for pp in np.unique(column["pp"])]
@@ -301,8 +301,7 @@ class _Search:
             return
         c, here = found.costs[key[1]]
         at, route = np.searchsorted(here, some), answer.search.p.pipeline.route
-        a, room = found.architecture, found.room_bytes
-        bound = prove(c, at, a, answer.first, route, room, self.best)
+        bound = prove(c, at, answer.first, route, found.room_bytes, self.best)
         better = bound > found.bound_s[some]
         found.proofs.append(answer)
         found.bound_s[some[better]] = bound[better]
