@@ -58,21 +58,24 @@ def run(args: argparse.Namespace) -> int:
     # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import schedule as report
 
+    same = (
+        "stages",
+        "micro_batches",
+        "chunks",
+        "backward",
+        "comm",
+        "memory",
+        "overlap",
+        "placement",
+        "effort",
+        "seed",
+    )
     found: Any = report.find(
-        stages=args.stages,
-        micro_batches=args.micro_batches,
-        chunks=args.chunks,
         times=_numbers(args.times),
-        backward=args.backward,
         scale=_scales(args.scale),
-        comm=args.comm,
-        memory=args.memory,
         kept_for_w=args.kept_for_dw,
-        overlap=args.overlap,
         split=not args.no_split,
-        placement=args.placement,
-        effort=args.effort,
-        seed=args.seed,
+        **{name: getattr(args, name) for name in same},
     )
     write_text("--html ", args.html, lambda: report.html(found, args.memory))
     if write_json(args.json, report.data(found)):

@@ -55,15 +55,14 @@ def hardware_flops(a: Architecture, x: Layout) -> float:
         if "early_stop" in words:
             again -= (body - attention) / a.matrices
     else:
-        again += (
-            flops.attention
-            if words & {"selective", "core_attention", "attention", "save_qkv"}
-            else 0.0
+        shares = (
+            ({"selective", "core_attention", "attention", "save_qkv"}, flops.attention),
+            ({"attention"}, attention),
+            ({"mlp", "experts"}, body - attention),
+            ({"save_half"}, 0.5 * body),
+            ({"save_qkv"}, 0.67 * (body - attention) + 0.45 * attention),
         )
-        again += attention if "attention" in words else 0.0
-        again += body - attention if words & {"mlp", "experts"} else 0.0
-        again += 0.5 * body if "save_half" in words else 0.0
-        again += 0.67 * (body - attention) + 0.45 * attention if "save_qkv" in words else 0.0
+        again = sum(flop for names, flop in shares if words & names)
     return flops.training + share * again
 
 

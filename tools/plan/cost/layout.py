@@ -268,11 +268,8 @@ class Layout:
 
 
 def _schedule(word: str, vpp: int) -> Schedule:
-    if word == "gpipe":
-        return "gpipe"
-    if word == "zero_bubble_v":
-        return "zb-v"
-    return "interleaved" if vpp > 1 else "1f1b"
+    named: dict[str, Schedule] = {"gpipe": "gpipe", "zero_bubble_v": "zb-v"}
+    return named.get(word, "interleaved" if vpp > 1 else "1f1b")
 
 
 Nested = int | list[int]

@@ -184,13 +184,9 @@ def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubbl
         return np.full_like(values, values.mean())
 
     alone = times.dx - again
-    equal = Times(
-        mean(times.forward),
-        mean(times.dx),
-        mean(times.dw),
-        forward_exposed=mean(times.forward_exposed),
-        backward_exposed=mean(times.backward_exposed),
-    )
+    exposed = (mean(times.forward_exposed), mean(times.backward_exposed))
+    even = [mean(a) for a in (times.forward, times.dx, times.dw)]
+    equal = Times(*even, forward_exposed=exposed[0], backward_exposed=exposed[1])
     ideal = simulate(program, equal).bubble
     uneven = simulate(program, replace(times, dx=alone + again.mean(), comm=0.0)).bubble
     recomputed = simulate(program, replace(times, comm=0.0)).bubble

@@ -94,25 +94,22 @@ def send(x: Columns, device: Device, c: Constants) -> Array:
 
 def stage_times(x: Columns, r: Rates) -> Stages:
     """Return the time of each stage for one micro-batch."""
-    dense, moe = layer(x, r, False), None
+    kinds = [(layer(x, r, False), x.stage_dense, x.stage_dense_again)]
     if np.any(x.experts > 0):
-        moe = layer(x, r, True)
+        kinds.append((layer(x, r, True), x.stage_moe, x.stage_moe_again))
     head, embedding = head_forward(x, r), embedding_forward(x, r)
     rows = len(x)
-    forward = x.stage_dense * dense.forward.time[:, None]
-    again = x.stage_dense_again * dense.again.time[:, None]
-    backward = x.stage_dense * dense.backward.time[:, None]
-    if moe is not None:
-        forward = forward + x.stage_moe * moe.forward.time[:, None]
-        again = again + x.stage_moe_again * moe.again.time[:, None]
-        backward = backward + x.stage_moe * moe.backward.time[:, None]
+    forward, backward, again = (np.zeros_like(x.stage_dense) for _ in range(3))
+    for one, here, more in kinds:
+        forward += here * one.forward.time[:, None]
+        backward += here * one.backward.time[:, None]
+        again += more * one.again.time[:, None]
     ends: list[tuple[Index, Pass, Pass, Pass | None]] = [
         (np.zeros(rows, dtype=int), embedding, embedding * 1.0, None),
         (x.last_stage.astype(int), head, head * 2.0, None),
     ]
     if np.any(x.mtp > 0):
-        block = moe if moe is not None else dense
-        ahead, back, once_more = _mtp(x, r, block, head)
+        ahead, back, once_more = _mtp(x, r, kinds[-1][0], head)
         ends.append(
             (x.mtp_stage.astype(int), ahead * x.mtp, back * x.mtp, once_more * x.mtp * x.mtp_again)
         )
@@ -127,15 +124,12 @@ def stage_times(x: Columns, r: Rates) -> Stages:
             again[index, stage] += more.time
     backward = backward + again
     slowest: Index = (forward + backward).argmax(axis=1)
-    parts = _parts(x, slowest, dense, moe, ends)
-    return Stages(forward, backward, again, parts)
+    return Stages(forward, backward, again, _parts(slowest, kinds, ends))
 
 
 def _parts(
-    x: Columns,
     slowest: Index,
-    dense: Layer,
-    moe: Layer | None,
+    kinds: Sequence[tuple[Layer, Array, Array]],
     ends: Sequence[tuple[Index, Pass, Pass, Pass | None]],
 ) -> dict[str, Array]:
     """Return seconds of the slowest stage by kind of operator for one micro-batch."""
@@ -149,9 +143,6 @@ def _parts(
             key = word or name
             parts[key] = parts.get(key, 0.0) + count * seconds
 
-    kinds = [(dense, x.stage_dense, x.stage_dense_again)]
-    if moe is not None:
-        kinds.append((moe, x.stage_moe, x.stage_moe_again))
     for one, here, more in kinds:
         add(one.forward, here[index, slowest])
         add(one.backward, here[index, slowest])
