@@ -125,10 +125,7 @@ def names() -> list[str]:
 
 
 def load_device(name: str | Path) -> Device:
-    """Read a device description.
-
-    Args:
-        name: A shipped name (`a100`, `ascend-910b`) or alias, or a YAML file.
+    """Read a device description: a shipped name (`a100`, `ascend-910b`) or alias, or a YAML file.
 
     Raises:
         BadInputError: There is none, or the file does not fit.

@@ -46,10 +46,7 @@ class Packed:
 
 
 def read_lengths(path: str) -> Lengths:
-    """Return the tokens of each document, in order.
-
-    Args:
-        path: Megatron's `.idx` (its `.bin` beside it), or a text with a number on each line.
+    """Return the tokens of each document, in order: of Megatron's `.idx` beside its `.bin`, or of a text with a number a line.
 
     Raises:
         BadInputError: No such file, a line that is no positive number, no document, or a broken index.

@@ -215,12 +215,7 @@ def hidden(
 ) -> Hidden:
     """Return how much of the all-to-all each phase of the schedule hides.
 
-    Args:
-        architecture: A model with MoE layers.
-        layout: Degrees and micro-batch.
-        device: Device and network.
-        layers: MoE layers of a chunk.
-        pairs: Overlapped pairs that follow each other in the steady state.
+    A chunk has `layers` MoE layers; `pairs` overlapped pairs follow each other in the steady state.
 
     Raises:
         BadInputError: There is no all-to-all.

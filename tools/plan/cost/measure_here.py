@@ -111,12 +111,8 @@ def step_seconds(
 ) -> dict[str, list[float]]:
     """Return the processor times of each case's training step, one a round.
 
-    All cases take a step in every round: what else the machine does disturbs them alike.
-
-    Args:
-        cases: Each has `name`, `recipe`, `overrides`.
-        rounds: Steps of each after the warm-up.
-        ready: Called with the name of a case that is compiled.
+    All cases (`name`, `recipe`, `overrides`) take a step in every round after the warm-up: what else the machine does
+    disturbs them alike. `ready` is called with the name of a case that is compiled.
     """
     from telechat_moe.recipe import load
 

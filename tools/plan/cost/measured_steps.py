@@ -107,10 +107,7 @@ def read_csv(file: str | Path) -> tuple[list[str], list[dict[str, str | None]]]:
 
 
 def read_measured_steps(file: str | Path) -> list[MeasuredStep]:
-    """Read a table; a row that cannot be predicted keeps the reason.
-
-    Args:
-        file: A CSV file in UTF-8 whose header names columns of `COLUMNS`.
+    """Read a table; a row that cannot be predicted keeps the reason. The header names columns of `COLUMNS`.
 
     Raises:
         BadInputError: The file is missing, is no CSV table, or has a column of another name.

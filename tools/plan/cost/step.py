@@ -215,12 +215,7 @@ def reduction(
 ) -> tuple[Array, Array]:
     """Return the time to reduce gradients and gather parameters, hidden or not.
 
-    Args:
-        x: Configurations.
-        device: Device and network.
-        c: Its constants.
-        dense: Parameters of the largest stage that all data-parallel copies hold.
-        experts: Its experts' parameters.
+    `dense` are the parameters of the largest stage that all data-parallel copies hold, `experts` those of its experts.
 
     Returns:
         The time once a step, and the time that sharded gradients and parameters need in every micro-batch.

@@ -15,11 +15,7 @@ from telechat_moe.tools.plan.schedules.simulate import Key, makes, needs
 
 
 def check(program: Program, rendezvous: bool = False) -> None:
-    """Refuse a program that is incomplete or deadlocks.
-
-    Args:
-        program: The program.
-        rendezvous: Whether sends block until they are received; programs that pass without may fail with it.
+    """Refuse a program that is incomplete or deadlocks; with `rendezvous` sends block until they are received.
 
     Raises:
         BadInputError: An operation is missing or doubled, or operations wait in a cycle.

@@ -90,13 +90,7 @@ def _rows(numbers: list[int], pp: int, vpp: int) -> list[Any]:
 
 
 def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) -> str:
-    """Return the text of a complete recipe: that of `name` with this layout.
-
-    Args:
-        name: Recipe to start from.
-        overrides: Settings of the user.
-        layout: With its layers placed.
-        comment: Lines of comment at the top.
+    """Return the text of a complete recipe: that of `name` with the user's settings, this layout and a comment at the top.
 
     Raises:
         RecipeError: The recipe with this layout breaks a rule.

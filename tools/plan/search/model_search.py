@@ -235,12 +235,9 @@ def _layouts(s: Choices, a: Architecture) -> list[Layout]:
 
 
 def plan_models(s: Choices, some: list[Scored], limit_s: float) -> list[Scored | None]:
-    """Plan architectures one by one; see `search`.
+    """Plan architectures one by one; see `search`. Each device's shard of a width stays in whole blocks.
 
-    Args:
-        s: The space; each device's shard of a width stays in whole blocks.
-        some: Scored architectures.
-        limit_s: Seconds for all of them together; the next ones may use the time that one does not need.
+    All together take `limit_s` seconds; the next ones may use the time that one does not need.
 
     Returns:
         One plan for each architecture; None: no layout was found in its time.
