@@ -184,9 +184,9 @@ def _bubble(program: Program, times: Times, again: Array, total: float) -> Bubbl
         return np.full_like(values, values.mean())
 
     alone = times.dx - again
-    exposed = (mean(times.forward_exposed), mean(times.backward_exposed))
-    even = [mean(a) for a in (times.forward, times.dx, times.dw)]
-    equal = Times(*even, forward_exposed=exposed[0], backward_exposed=exposed[1])
+    forward, dx, dw = (mean(a) for a in (times.forward, times.dx, times.dw))
+    ahead, back = mean(times.forward_exposed), mean(times.backward_exposed)
+    equal = Times(forward, dx, dw, forward_exposed=ahead, backward_exposed=back)
     ideal = simulate(program, equal).bubble
     uneven = simulate(program, replace(times, dx=alone + again.mean(), comm=0.0)).bubble
     recomputed = simulate(program, replace(times, comm=0.0)).bubble
