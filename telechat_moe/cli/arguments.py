@@ -18,6 +18,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help=says)
 
 
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Let a verb take the dumps of two runs."""
+    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
+    parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
+
+
 def add_start(parser: argparse.ArgumentParser) -> None:
     """Let a verb that trains take ``--resume`` or ``--overwrite``."""
     start = parser.add_mutually_exclusive_group()

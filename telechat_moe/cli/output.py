@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def write_text(option: str, target: str | None, make: Callable[[], str]) -> None
         raise UsageError(f"{option}{target}: cannot be written: {error.strerror}") from None
 
 
-def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], prefix: str = "") -> None:
+def show_table(headers: Sequence[str], rows: Sequence[Sequence[object]], prefix: str = "") -> None:
     """Print a table: with rich on a terminal, else in plain columns.
 
     Args:
@@ -60,17 +60,30 @@ def show_table(headers: Sequence[str], rows: Sequence[Sequence[str]], prefix: st
         rows: Cells, as many in each row as there are titles.
         prefix: Put before each plain line, such as ``# `` inside YAML.
     """
+    texts = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        _rich_table(headers, rows)
+        _rich_table(headers, texts)
         return
     titles = [h.strip() for h in headers]
-    widths = [max(len(r[i]) for r in [titles, *rows]) for i in range(len(titles))]
-    for row in [titles, *rows]:
+    widths = [max(len(r[i]) for r in [titles, *texts]) for i in range(len(titles))]
+    for row in [titles, *texts]:
         cells = [
             cell.rjust(width) if title.endswith(" ") else cell.ljust(width)
             for cell, width, title in zip(row, widths, headers, strict=True)
         ]
         print((prefix + "  ".join(cells)).rstrip())
+
+
+def show_counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> None:
+    """Print how many tensors were judged, by status, and why others were not."""
+    reasons = [(f"not judged: {why}", count) for why, count in unknown.items()]
+    show_table(["tensors", "number "], [*judged.items(), *reasons])
+
+
+def show_left(count: int, option: str = "") -> None:
+    """Print how many lines of a table are left out, if any, and the option that shows them."""
+    if count > 0:
+        print(f"and {count} more ({option} lists all)" if option else f"and {count} more")
 
 
 def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

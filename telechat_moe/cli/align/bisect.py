@@ -2,9 +2,8 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
+from telechat_moe.cli.output import VERDICT_CODES, show_counts, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -54,55 +53,46 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import across_layouts, bisect, points, reproduce
+    from telechat_moe.tools.align.judge.neighbourhood import around
     from telechat_moe.tools.align.report import bisect_page as page
 
     reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
     if args.map is not None or across_layouts.differ_in_layout(reference, target):
-        links: list[Any] = [] if args.map is None else points.read_map(Path(args.map))
+        links = [] if args.map is None else points.read_map(Path(args.map))
         outcome = across_layouts.across(reference, target, links, args.rtol)
     elif args.rtol is not None:
-        raise UsageError(
-            "--rtol is for runs whose calls differ; these are judged by derived bounds"
-        )
+        said = "--rtol is for runs whose calls differ; these are judged by derived bounds"
+        raise UsageError(said)
     else:
         outcome = bisect.bisect(reference, target)
-    graph: Any = None
-    if outcome.findings:
-        first = outcome.findings[0]
-        from telechat_moe.tools.align.judge import neighbourhood as around
-
-        graph = around.around(target, first.step, first.rank, first.verdict.key)
-    names = args.reference, args.target
-    write_text("--html ", args.html, lambda: page.page(outcome, *names, graph))
+    first = outcome.findings[0] if outcome.findings else None
+    graph = around(target, first.step, first.rank, first.verdict.key) if first else None
+    report = page.plain(outcome, args.reference, args.target, graph)
+    write_text("--html ", args.html, lambda: page.page(report))
     write_text("--junit ", args.junit, lambda: page.junit(outcome, args.target))
-    if args.reproducer and outcome.findings:
-        reproduce.write(outcome.findings[0], Path(args.reproducer))
-    if write_json(args.json, page.plain(outcome, *names, graph)):
-        return VERDICT_CODES[outcome.verdict]
-    if outcome.findings:
-        first = outcome.findings[0]
-        v, call = first.verdict, first.call
+    if args.reproducer and first:
+        reproduce.write(first, Path(args.reproducer))
+    code = VERDICT_CODES[outcome.verdict]
+    if write_json(args.json, report):
+        return code
+    if first:
+        layer = report["first"]["layer"]
         rows = [
-            ["call", v.key],
-            ["tensor", v.place],
-            ["phase", call.stage.value if call else "-"],
-            [
-                "layer",
-                str(bisect.layer_of(call)) if call and bisect.layer_of(call) is not None else "-",
-            ],
-            ["step", str(first.step)],
+            ["call", first.verdict.key],
+            ["tensor", first.verdict.place],
+            ["phase", first.call.stage.value if first.call else "-"],
+            ["layer", "-" if layer is None else layer],
+            ["step", first.step],
             ["ranks", ", ".join(map(str, outcome.ranks))],
             ["kind of fault", f"{first.family}: {first.evidence}"],
-            ["observed / bound", f"{v.ratio:.3g}"],
-            ["where", v.reason],
+            ["observed / bound", f"{first.verdict.ratio:.3g}"],
+            ["where", first.verdict.reason],
         ]
         show_table(["the first", "wrong call"], rows)
         print()
-    counts = [[name, str(count)] for name, count in sorted(outcome.judged.items())]
-    counts += [[f"not judged: {why}", str(n)] for why, n in sorted(outcome.unknown.items())]
-    show_table(["tensors", "number "], counts)
-    print(f"\n{outcome.verdict}: {page.sentence(outcome)}")
-    return VERDICT_CODES[outcome.verdict]
+    show_counts(dict(sorted(outcome.judged.items())), dict(sorted(outcome.unknown.items())))
+    print(f"\n{outcome.verdict}: {report['sentence']}")
+    return code
 
 
 VERB = Verb(

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 from telechat_moe.cli.verb import Verb
@@ -84,12 +85,10 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
     from telechat_moe.recipe import load
 
     recipe = load(args.arguments[0], args.overrides)
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
     from telechat_moe.tools.align.capture import mindspore as capture
 
-    layers = _numbers("--layers", args.layers)
+    layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)
     wanted = capture.Filter(None if layers is None else frozenset(layers), tuple(args.only))
-    ranks = _numbers("--ranks", args.ranks)
     dump = capture.capture_recipe(
         recipe, args.out, steps, values=args.values, wanted=wanted, ranks=ranks
     )
@@ -103,23 +102,26 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
 
 
 def _steps(text: str) -> range:
-    first, _, last = text.partition("-")
-    if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first):
+    steps = _range(text)
+    if not steps:
         raise UsageError(f"--steps {text}: expected a number or A-B, such as 0-3")
-    return range(int(first), int(last or first) + 1)
+    return steps
+
+
+def _range(text: str) -> range | None:
+    first, _, last = text.partition("-")
+    known = first.isdigit() and (last or first).isdigit()
+    return range(int(first), int(last or first) + 1) if known else None
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:
     """Return the numbers of a list such as ``0,2-3``."""
     if text is None:
         return None
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise UsageError(f"{option} {text}: expected numbers, such as 0,2-3")
-        found += range(int(first), int(last or first) + 1)
-    return found
+    ranges = [_range(part) for part in text.split(",")]
+    if None in ranges:
+        raise UsageError(f"{option} {text}: expected numbers, such as 0,2-3")
+    return [*chain.from_iterable(filter(None, ranges))]
 
 
 VERB = Verb(

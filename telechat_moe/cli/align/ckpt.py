@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
+from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json
 from telechat_moe.cli.progress import tracked
 from telechat_moe.cli.verb import Verb
 
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
         show_table(
             ["tensor", "type", "differ ", "max abs ", "rel L2 ", "ULPs"], _rows(report, names)
         )
-    left = len(report.different) - len(names)
-    if left > 0:
-        print(f"and {left} more (--tensors lists all)")
+    show_left(len(report.different) - len(names), "--tensors")
     for name, why in report.problems.items():
         print(f"not compared: {name}: {why}")
     equal = sum(c.bitwise for c in report.compared.values())
@@ -67,16 +65,9 @@ def _rows(report: Any, names: list[str]) -> list[list[str]]:
         c = report.compared[name]
         counts: dict[str, int] = c.histogram or {}
         histogram = " ".join(f"{k}:{n:,}" for k, n in counts.items())
-        rows.append(
-            [
-                name,
-                c.dtype,
-                f"{c.different:,}/{c.elements:,}",
-                f"{c.max_abs:.3g}",
-                f"{c.relative_l2:.3g}",
-                histogram,
-            ]
-        )
+        differ = f"{c.different:,}/{c.elements:,}"
+        numbers = [f"{c.max_abs:.3g}", f"{c.relative_l2:.3g}"]
+        rows.append([name, c.dtype, differ, *numbers, histogram])
     return rows
 
 

@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
+from telechat_moe.cli.arguments import add_runs
+from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json, write_text
 from telechat_moe.cli.progress import bar
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -41,8 +42,7 @@ telechat-moe align compare hf ours --map hf_map.json --profile torch
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
-    parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
+    add_runs(parser)
     parser.add_argument(
         "--profile", metavar="NAME", help="the standard (mixed; with --benchmark ascend-l0)"
     )
@@ -86,7 +86,6 @@ def _number(text: str) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
-    # Unknown to pyright: only an install maps telechat_moe.tools to tools/.
     from telechat_moe.tools.align.compare import profiles
 
     name = args.profile or ("ascend-l0" if args.benchmark else profiles.DEFAULT)
@@ -155,32 +154,19 @@ def _show(outcome: Any, most: int) -> None:
     rows = outcome.sorted()
     shown = [_line(row) for row in rows[:most]]
     if shown:
-        show_table(
-            [
-                "status",
-                "step ",
-                "rank ",
-                "tensor",
-                "metric",
-                "observed ",
-                "limit ",
-                "ratio ",
-                "why",
-            ],
-            shown,
-        )
-    if len(rows) > most:
-        print(f"and {len(rows) - most} more (--rows N, --json FILE lists all)")
+        titles = ["status", "step ", "rank ", "tensor"]
+        titles += ["metric", "observed ", "limit ", "ratio ", "why"]
+        show_table(titles, shown)
+    show_left(len(rows) - most, "--rows N, --json FILE")
     print()
-    counts = [[name, str(n)] for name, n in outcome.counts.most_common()]
-    counts += [[f"not judged: {why}", str(n)] for why, n in outcome.unknown.most_common(12)]
-    counts += [[f"{word} flips", str(len(said))] for word, said in outcome.flips.items() if said]
+    counts = [*outcome.counts.most_common()]
+    counts += [(f"not judged: {why}", n) for why, n in outcome.unknown.most_common(12)]
+    counts += [(f"{word} flips", len(said)) for word, said in outcome.flips.items() if said]
     show_table(["tensors", "number "], counts)
     for sentences in outcome.flips.values():
         for sentence in sentences[:5]:
             print(sentence)
-        if len(sentences) > 5:
-            print(f"and {len(sentences) - 5} more (--json FILE lists all)")
+        show_left(len(sentences) - 5, "--json FILE")
     for note in outcome.notes:
         print(f"note: {note}")
     passed, judged = outcome.counts["pass"], outcome.counts["pass"] + outcome.counts["diverged"]
@@ -188,7 +174,7 @@ def _show(outcome: Any, most: int) -> None:
     print(f"\n{outcome.verdict}: {said} ({size_text(outcome.nbytes)} of values read)")
 
 
-def _line(row: Any) -> list[str]:
+def _line(row: Any) -> list[object]:
     worst = row.worst
     numbers = ["-", "-", "-", "-"]
     if worst is not None:
@@ -197,7 +183,7 @@ def _line(row: Any) -> list[str]:
     where = f" at {list(row.element)}" if row.element and row.status == "diverged" else ""
     why = "; ".join(text for text in (row.reason[:120], row.note) if text)
     tensor = f"{row.key} {row.place}".strip()
-    return [row.status, str(row.step), str(row.rank), tensor, *numbers, (why + where).strip()]
+    return [row.status, row.step, row.rank, tensor, *numbers, (why + where).strip()]
 
 
 def _junit(outcome: Any, target: str) -> str:
@@ -214,8 +200,7 @@ def _junit(outcome: Any, target: str) -> str:
         else:
             skipped = None if row.status == "pass" else f"{row.status}: {row.reason}"
             cases.append(junit.JunitCase(target, name, skipped=skipped))
-    text: str = junit.suite("align compare", cases)
-    return text
+    return junit.suite("align compare", cases)
 
 
 VERB = Verb(

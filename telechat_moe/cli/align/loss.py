@@ -1,9 +1,8 @@
 """`telechat-moe align loss`: is a run's loss curve that of the base runs?"""
 
 import argparse
-from typing import Any
 
-from telechat_moe.cli.output import show_table, write_json, write_text
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -62,7 +61,6 @@ def _steps(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Judge, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.align.loss import page as loss_page
     from telechat_moe.tools.align.loss import read as loss_read
     from telechat_moe.tools.align.loss import verdict as loss
@@ -71,14 +69,12 @@ def run(args: argparse.Namespace) -> int:
     bases += args.base
     if not bases:
         raise UsageError("one curve given; expected base runs and then the run to judge")
-    curves: list[Any] = [loss_read.read(path, args.metric) for path in [*bases, target]]
-    settings: Any = loss.Settings(
-        margin=args.margin, negligible=args.negligible, steps=args.min_steps
-    )
-    report: Any = loss.judge(curves[:-1], curves[-1], settings)
+    curves = [loss_read.read(path, args.metric) for path in [*bases, target]]
+    settings = loss.Settings(margin=args.margin, negligible=args.negligible, steps=args.min_steps)
+    report = loss.judge(curves[:-1], curves[-1], settings)
     write_text("--html ", args.html, lambda: loss_page.page(report))
     write_text("--junit ", args.junit, lambda: loss_page.junit(report))
-    code: int = report.exit_code
+    code = VERDICT_CODES[report.verdict]
     if write_json(args.json, report.plain()):
         return code
     show_table(["check", "found ", "allowed", "answer"], loss_page.checks(report))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
+from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json
 from telechat_moe.cli.progress import tracked
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError
@@ -110,10 +110,9 @@ def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int
     if write_json(args.json, report):
         return code
     if problems:
-        rows = [[str(s), o.key, o.place, o.how or "-", o.problem[:160]] for s, o in problems[:20]]
+        rows = [[s, o.key, o.place, o.how or "-", o.problem[:160]] for s, o in problems[:20]]
         show_table(["step ", "call", "tensor", "layout", "what is wrong"], rows)
-        if len(problems) > 20:
-            print(f"and {len(problems) - 20} more (--json FILE lists all)")
+        show_left(len(problems) - 20, "--json FILE")
         print()
     how = ", ".join(f"{n} {name}" for name, n in report["how"].items())
     print(

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, write_json
 from telechat_moe.cli.verb import Verb
@@ -41,12 +40,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.align.phases import workflow
 
     out = Path(args.out)
-    quiet = args.json == "-"
-    plan: Any = workflow.PhasesPlan(
+    plan = workflow.PhasesPlan(
         recipe=args.recipe,
         out=out,
         overrides=tuple(args.overrides),
@@ -58,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         steps=args.min_steps,
         again=args.again,
         go_on=args.go_on,
-        say=_nothing if quiet else print,
+        say=(lambda text: None) if args.json == "-" else print,
     )
-    report: dict[str, Any] = workflow.run(plan)
+    report = workflow.run(plan)
     (out / "phases.html").write_text(workflow.page(report), encoding="utf-8")
     code = VERDICT_CODES[report["verdict"]]
     if not write_json(args.json, report):
@@ -70,10 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
-
-
-def _nothing(text: str) -> None:
-    pass
 
 
 VERB = Verb(

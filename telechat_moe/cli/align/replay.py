@@ -3,9 +3,8 @@
 import argparse
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json
+from telechat_moe.cli.output import VERDICT_CODES, show_counts, show_left, show_table, write_json
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -22,57 +21,48 @@ def run(args: argparse.Namespace) -> int:
     """Replay, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import collectives, replay
+    from telechat_moe.tools.align.judge.verdict import Verdict
 
     dump = summary.read(Path(args.dump))
-    counts: Counter[str] = Counter()
-    unknown: Counter[str] = Counter()
-    wrong: list[dict[str, Any]] = []
-    passed: list[tuple[float, str]] = []
+    found: list[tuple[int, int, Verdict]] = []
     for step in dump.steps:
         ranks = dump.at(step)
-        judged = [(r.rank, v) for r in ranks for each in replay.replay(r) for v in each]
-        given = [(x.rank, x.verdict) for x in collectives.judged_collectives(ranks)]
-        for rank, v in [*judged, *given]:
-            counts[v.status] += 1
-            if v.status == "not judged":
-                unknown[v.reason] += 1
-            elif v.status == "pass":
-                passed.append((v.ratio, f"{v.key} {v.place}"))
-            else:
-                wrong.append(
-                    {
-                        "step": step,
-                        "rank": rank,
-                        "call": v.key,
-                        "tensor": v.place,
-                        "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
-                        "reason": v.reason,
-                    }
-                )
+        found += [(step, r.rank, v) for r in ranks for each in replay.replay(r) for v in each]
+        found += [(step, x.rank, x.verdict) for x in collectives.judged_collectives(ranks)]
+    counts = Counter(v.status for _, _, v in found)
+    unknown = Counter(v.reason for _, _, v in found if v.status == "not judged")
+    wrong = [
+        {
+            "step": step,
+            "rank": rank,
+            "call": v.key,
+            "tensor": v.place,
+            "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
+            "reason": v.reason,
+        }
+        for step, rank, v in found
+        if v.status == "diverged"
+    ]
+    passed = [(v.ratio, f"{v.key} {v.place}") for _, _, v in found if v.status == "pass"]
     verdict = "diverged" if wrong else "pass" if passed else "not comparable"
     code = VERDICT_CODES[verdict]
-    closest = [
-        {"tensor": name, "observed_over_bound": r} for r, name in sorted(passed, reverse=True)[:5]
-    ]
+    closest = sorted(passed, reverse=True)[:5]
     report = {
         "verdict": verdict,
         "tensors": dict(counts),
         "not_judged": dict(unknown),
         "wrong": wrong,
-        "closest": closest,
+        "closest": [{"tensor": name, "observed_over_bound": ratio} for ratio, name in closest],
     }
     if write_json(args.json, report):
         return code
     if wrong:
-        rows = [
-            [str(w["step"]), str(w["rank"]), w["call"], w["tensor"], w["reason"]] for w in wrong
-        ]
+        rows = [[w[k] for k in ("step", "rank", "call", "tensor", "reason")] for w in wrong]
         show_table(["step ", "rank ", "call", "tensor", "what"], rows[:20])
-        print(f"and {len(rows) - 20} more\n" if len(rows) > 20 else "")
-    table = [[name, str(count)] for name, count in sorted(counts.items())]
-    table += [[f"not judged: {why}", str(n)] for why, n in unknown.most_common(20)]
-    show_table(["tensors", "number "], table)
-    print(f"\n{verdict}: {len(wrong)} of {sum(counts.values())} tensors are wrong")
+        show_left(len(rows) - 20)
+        print()
+    show_counts(dict(sorted(counts.items())), dict(unknown.most_common(20)))
+    print(f"\n{verdict}: {len(wrong)} of {len(found)} tensors are wrong")
     return code
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from telechat_moe.cli.output import VERDICT_CODES, show_table, write_text
 from telechat_moe.cli.verb import Verb
@@ -27,10 +26,9 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Read, write the page, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.align.report import combined as report
 
-    documents: list[Any] = [report.read(Path(name)) for name in args.files]
+    documents = [report.read(Path(name)) for name in args.files]
     write_text("--html ", args.html, lambda: report.page(documents))
     write_text("--junit ", args.junit, lambda: report.junit(documents))
     rows: list[list[str]] = []
@@ -38,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         yes, no = report.judged(one)
         rows.append([one.name, one.verb, one.verdict, f"{yes:,}", f"{no:,}", report.summary(one)])
     show_table(["file", "verb", "verdict", "judged ", "not judged ", "what"], rows)
-    word: str = report.verdict(documents)
+    word = report.verdict(documents)
     print(f"\n{word}")
     return VERDICT_CODES[word]
 

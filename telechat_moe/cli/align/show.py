@@ -34,14 +34,14 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.tools.align.dump import summary
 
     path = Path(args.dump)
-    report: dict[str, Any] = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
+    report = summary.inspect(path, args.step, args.rank, args.calls, args.verify)
     if write_json(args.json, report):
         return 0
     print(f"{path}: {report['source']}, {len(report['ranks'])} ranks of all steps")
     rows = [
         [
-            str(r["step"]),
-            str(r["rank"]),
+            r["step"],
+            r["rank"],
             f"{r['framework']} {r['task']} {r['level']}",
             *(f"{r[key]:,}" for key in _COUNTS),
             count_text(r["elements"]),
@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(key: str, tensor: dict[str, Any]) -> list[str]:
+def _row(key: str, tensor: dict[str, Any]) -> list[object]:
     numbers = [tensor[name] for name in ("max", "min", "mean", "norm")]
     shown = ["-" if n is None else f"{n:.6g}" for n in numbers]
     has = ", ".join(tensor["has"]) or "nothing"
-    return [key, tensor["place"], tensor["dtype"], str(tensor["shape"]), *shown, has]
+    return [key, tensor["place"], tensor["dtype"], tensor["shape"], *shown, has]
 
 
 VERB = Verb(

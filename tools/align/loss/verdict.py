@@ -34,7 +34,6 @@ from telechat_moe.tools.align.loss.read import Curve
 Floats = NDArray[np.float64]
 
 PASS, DIVERGED, NOT_JUDGED = "pass", "diverged", "not judged"
-EXIT_CODES = {PASS: 0, DIVERGED: 1, NOT_JUDGED: 4}
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,6 @@ class Report:
     difference: Floats = field(repr=False)
     envelope: Floats = field(repr=False)
     bases: list[Floats] = field(repr=False)
-
-    @property
-    def exit_code(self) -> int:
-        """0 pass, 1 diverged, 4 not judged."""
-        return EXIT_CODES[self.verdict]
 
     def plain(self) -> dict[str, Any]:
         """Return the report as plain data without the curves."""

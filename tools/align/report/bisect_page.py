@@ -17,10 +17,17 @@ _CELLS, _SIDE = 48, 12  # of the residual's picture
 _NODE, _HIGH, _GAP, _ROW = 196, 46, 14, 92  # of the graph's drawing
 
 
-def page(
+def page(report: Mapping[str, Any]) -> str:
+    """Return the page of a bisection's report, as :func:`plain` makes it."""
+    word = report["verdict"]
+    heading = f"Alignment: {html.verdict(word)}"
+    return html.page(f"Alignment: {word}", [body(report)], heading=heading)
+
+
+def plain(
     outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
-) -> str:
-    """Return the page of a bisection.
+) -> dict[str, Any]:
+    """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes.
 
     Args:
         outcome: From :func:`telechat_moe.tools.align.judge.bisect.bisect`.
@@ -28,17 +35,6 @@ def page(
         target: Name of the judged run.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
     """
-    report = plain(outcome, reference, target, graph)
-    word = outcome.verdict
-    return html.page(
-        f"Alignment: {word}", [body(report)], heading=f"Alignment: {html.verdict(word)}"
-    )
-
-
-def plain(
-    outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes."""
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
         "sentence": sentence(outcome),
@@ -57,11 +53,9 @@ def body(report: Mapping[str, Any]) -> str:
     runs: Mapping[str, str] = report.get("runs") or {}
     parts: list[str] = []
     if runs:
-        parts.append(
-            f"<p class=soft>{escape(runs['target'])} against {escape(runs['reference'])}</p>"
-        )
+        parts.append(html.tag("p", f"{runs['target']} against {runs['reference']}", "soft"))
     if report.get("sentence"):
-        parts.append(f"<p class=sentence>{escape(report['sentence'])}</p>")
+        parts.append(html.tag("p", report["sentence"], "sentence"))
     first = report.get("first")
     if first:
         parts += ["<h2>The first wrong call</h2>", _facts(first, report.get("ranks") or [])]
@@ -72,11 +66,8 @@ def body(report: Mapping[str, Any]) -> str:
         if report.get("neighbours"):
             parts += ["<h2>Before and after, in the order of the run</h2>", _neighbours(report)]
         parts += ["<h2>All wrong calls</h2>", _findings(report["findings"])]
-    parts += [
-        "<h2>What was judged</h2>",
-        counts(report.get("judged") or {}, report.get("not_judged") or {}),
-    ]
-    return "".join(parts)
+    judged = counts(report.get("judged") or {}, report.get("not_judged") or {})
+    return "".join([*parts, "<h2>What was judged</h2>", judged])
 
 
 def sentence(outcome: Outcome) -> str:
@@ -132,9 +123,7 @@ def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> s
     for node in graph["nodes"]:
         levels.setdefault(node["distance"], []).append(node)
     near: Sequence[Mapping[str, Any]] = report.get("neighbours") or []
-    answers: dict[str, tuple[str, float | None]] = {
-        n["key"]: (n["status"], n["observed_over_bound"]) for n in near
-    }
+    answers = {n["key"]: (n["status"], n["observed_over_bound"]) for n in near}
     answers |= {f["operator"]: ("diverged", f["observed_over_bound"]) for f in report["findings"]}
     widest = max(map(len, levels.values()))
     width = max(2, widest) * (_NODE + _GAP) + _GAP
@@ -178,16 +167,13 @@ def _node(
     parts = node["key"].split(".")
     name = ".".join(parts[1:-2]) if len(parts) > 3 else node["key"]
     number = parts[-2] if len(parts) > 2 else ""
-    said = (
-        status
-        if ratio is None
-        else f"{status}, {ratio:.2g} of bound"
-        if status != "diverged"
-        else f"{ratio:.3g} x bound"
-    )
+    said = status
+    if ratio is not None:
+        wrong = status == "diverged"
+        said = f"{ratio:.3g} x bound" if wrong else f"{status}, {ratio:.2g} of bound"
     shape = " x ".join(map(str, node["shape"])) if node["shape"] else ""
     small = " · ".join(p for p in (node["phase"], shape, node["dtype"] or "") if p)
-    title = f"{node['key']}{'; ' + said if said else ''}{'; in ' + node['parent'] if node['parent'] else ''}"
+    title = "; ".join(filter(None, (node["key"], said, node["parent"] and f"in {node['parent']}")))
     return (
         f"<g class='node {kind}'><title>{escape(title)}</title><rect x={x:.0f} y={y:.0f} width={_NODE} height={_HIGH} rx=6 />"
         f"<text x={x + 10:.0f} y={y + 19:.0f}>{escape(_tail(name, 20))} <tspan class=small>#{escape(number)}</tspan></text>"
@@ -227,24 +213,16 @@ def _fields(residual: Array) -> dict[str, Any]:
     rows = residual.reshape(residual.shape[0] if residual.ndim > 1 else 1, -1)
     fields = _blocks(np.nan_to_num(np.abs(rows), nan=np.inf))
     shown = [[None if not np.isfinite(v) else float(f"{v:.4g}") for v in line] for line in fields]
-    return {
-        "shape": list(residual.shape),
-        "rows": rows.shape[0],
-        "columns": rows.shape[1],
-        "fields": shown,
-    }
+    count, columns = rows.shape
+    return {"shape": list(residual.shape), "rows": count, "columns": columns, "fields": shown}
 
 
 def _picture(picture: Mapping[str, Any]) -> str:
     """Draw the grid; a single row as bars."""
     fields = picture["fields"]
     shape = " x ".join(map(str, picture["shape"]))
-    legend = [
-        (1.0, "within the bound"),
-        (3.0, "beyond it"),
-        (100.0, "100 times"),
-        (1e4, "10,000 times and more"),
-    ]
+    legend = [(1.0, "within the bound"), (3.0, "beyond it"), (100.0, "100 times")]
+    legend.append((1e4, "10,000 times and more"))
     drawn = _bars(fields[0]) if len(fields) == 1 else _map(picture, fields)
     return (
         f"{html.keys((_fill(v), said) for v, said in legend)}{drawn}"
@@ -279,11 +257,8 @@ def _bars(line: Sequence[float | None]) -> str:
     wide = max(8, 620 // len(line))
     drawn: list[str] = []
     for j, value in enumerate(line):
-        high = (
-            120
-            if value is None
-            else min(120.0, 6 + 24 * max(0.0, np.log10(max(value, 1e-9)) + 0.4))
-        )
+        size = np.inf if value is None else max(value, 1e-9)
+        high = min(120.0, 6 + 24 * max(0.0, np.log10(size) + 0.4))
         drawn.append(
             f"<rect x={j * wide} y={126 - high:.0f} width={wide - 1} height={high:.0f} style='fill:{_fill(value)}'>"
             f"<title>{_said(value)}</title></rect>"
@@ -351,7 +326,6 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
 
 def counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> str:
     """Return the table of how many tensors were judged, and why others were not."""
-    rows: list[tuple[str, int]] = list(judged.items())
-    for reason, count in sorted(unknown.items(), key=lambda item: -item[1]):
-        rows.append((f"not judged: {reason}", count))
+    reasons = sorted(unknown.items(), key=lambda item: -item[1])
+    rows = [*judged.items(), *((f"not judged: {why}", count) for why, count in reasons)]
     return html.table(["tensors", "number "], rows)

@@ -5,6 +5,7 @@ Above the reports are the overall verdict, a card for each report, and what was 
 """
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -14,7 +15,8 @@ from typing import Any, cast
 from telechat_moe import html
 from telechat_moe.errors import BadInputError
 from telechat_moe.html import Html
-from telechat_moe.tools.align.report import bisect_page as bisect_page
+from telechat_moe.tools.align.narrowing import is_object
+from telechat_moe.tools.align.report import bisect_page
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 VERDICTS = ("diverged", "not comparable", "not judged", "pass")
@@ -75,25 +77,20 @@ def document(name: str, data: Any) -> Document:
     Raises:
         BadInputError: Its keys match no verb.
     """
-    content: Mapping[str, Any] = {}
-    if isinstance(data, Mapping):
-        content = cast("Mapping[str, Any]", data)
+    content = data if is_object(data) else {}
     for verb, keys in _KEYS.items():
-        if all(key in content for key in keys) and content.get("verdict") in VERDICTS:
-            return _checked(Document(name, verb, content))
+        if content.keys() >= {*keys} and content.get("verdict") in VERDICTS:
+            one = Document(name, verb, content)
+            try:
+                summary(one)
+                judged(one)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise _broken(one, error) from None
+            return one
     known = ", ".join(_KEYS)
     raise BadInputError(
         f"{name}: no report of `align {known}`; expected what one of these wrote with --json"
     )
-
-
-def _checked(one: Document) -> Document:
-    try:
-        summary(one)
-        judged(one)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _broken(one, error) from None
-    return one
 
 
 def _broken(one: Document, error: Exception) -> BadInputError:
@@ -114,12 +111,10 @@ def page(documents: Sequence[Document]) -> str:
         BadInputError: A report lacks what its verb writes.
     """
     word = verdict(documents)
-    parts = [f"<p class=sentence>{escape(_said(documents))}</p>", _cards(documents)]
+    parts = [html.tag("p", _said(documents), "sentence"), _cards(documents)]
     for number, one in enumerate(documents):
-        title = f"{one.verb}: {html.verdict(one.verdict)}"
-        parts.append(
-            f"<section id=r{number}><h2>{title}</h2><p class=soft>{escape(one.name)}</p>{body(one)}</section>"
-        )
+        title = f"<h2>{one.verb}: {html.verdict(one.verdict)}</h2>{html.tag('p', one.name, 'soft')}"
+        parts.append(f"<section id=r{number}>{title}{body(one)}</section>")
     return html.page(f"Alignment: {word}", parts, heading=f"Alignment: {html.verdict(word)}")
 
 
@@ -129,8 +124,10 @@ def body(one: Document) -> str:
     Raises:
         BadInputError: It lacks content that its verb writes.
     """
+    told = one.verb in ("replay", "compare", "merge")  # others say it themselves
     try:
-        return _BODIES[one.verb](one.data)
+        said = html.tag("p", summary(one), "sentence") if told else ""
+        return said + _BODIES[one.verb](one.data)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise _broken(one, error) from None
 
@@ -197,26 +194,18 @@ def _tallied(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n:,} {name}" for name, n in counts.items()) or "nothing"
 
 
-def _kind(word: str) -> str:
-    return word.replace(" ", "-")
-
-
 def _said(documents: Sequence[Document]) -> str:
-    wrong = [d for d in documents if d.verdict == "diverged"]
-    open_ = [d for d in documents if d.verdict in ("not judged", "not comparable")]
-    if wrong:
-        return summary(wrong[0])
-    if open_:
-        done = len(documents) - len(open_)
-        first = f"{open_[0].verb}: {summary(open_[0])}" if len(documents) > 1 else summary(open_[0])
-        return (
-            f"Nothing is wrong, but {len(open_)} of {len(documents)} could not be judged. {first}"
-            if done
-            else first
-        )
-    if len(documents) == 1:
-        return summary(documents[0])
-    return f"All {len(documents)} checks pass."
+    wrong = next((d for d in documents if d.verdict == "diverged"), None)
+    if wrong is not None or len(documents) == 1:
+        return summary(wrong or documents[0])
+    unknown = [d for d in documents if d.verdict != "pass"]
+    if not unknown:
+        return f"All {len(documents)} checks pass."
+    first = f"{unknown[0].verb}: {summary(unknown[0])}"
+    if len(unknown) == len(documents):
+        return first
+    count = f"{len(unknown)} of {len(documents)}"
+    return f"Nothing is wrong, but {count} could not be judged. {first}"
 
 
 def _cards(documents: Sequence[Document]) -> str:
@@ -225,15 +214,12 @@ def _cards(documents: Sequence[Document]) -> str:
         yes, no = judged(one)
         unit = {"loss": "steps", "phases": "phases"}.get(one.verb, "tensors")
         count = f"{yes:,} {unit} judged" + (f", {no:,} not" if no else "")
-        cards.append(
-            f"<a class='card {_kind(one.verdict)}' href='#r{number}'><b>{escape(one.verb)}: {escape(one.verdict)}</b>"
-            f"<span class=what>{escape(_short(summary(one)))}</span><span>{count}</span></a>"
-        )
+        inner = html.tag("b", f"{one.verb}: {one.verdict}")
+        inner += html.tag("span", textwrap.shorten(summary(one), 150, placeholder=" …"), "what")
+        kind = one.verdict.replace(" ", "-")
+        card = f"<a class='card {kind}' href='#r{number}'>{inner}<span>{count}</span></a>"
+        cards.append(card)
     return f"<div class=cards>{''.join(cards)}</div>"
-
-
-def _short(text: str, most: int = 150) -> str:
-    return text if len(text) <= most else text[: most - 1].rsplit(" ", 1)[0] + " …"
 
 
 # ---------------------------------------------------------------- bodies
@@ -254,96 +240,68 @@ def _cell(value: Any) -> Any:
     return html.code(value) if named else value
 
 
+def _listed(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """Return a table of objects: ``columns`` has the title of each of their keys that is shown."""
+    return _table([*columns.values()], [[one[key] for key in columns] for one in found])
+
+
 def _replay(data: Mapping[str, Any]) -> str:
-    parts = [f"<p class=sentence>{escape(summary(Document('', 'replay', data)))}</p>"]
+    ratio = {"observed_over_bound": "observed / bound "}
+    where = {"step": "step ", "rank": "rank ", "call": "call", "tensor": "tensor"}
+    parts: list[str] = []
     if data["wrong"]:
-        rows = [
-            [w["step"], w["rank"], w["call"], w["tensor"], w["observed_over_bound"], w["reason"]]
-            for w in data["wrong"]
-        ]
-        titles = ["step ", "rank ", "call", "tensor", "observed / bound ", "what"]
-        parts += ["<h3>Wrong</h3>", _table(titles, rows)]
+        parts += ["<h3>Wrong</h3>", _listed(data["wrong"], where | ratio | {"reason": "what"})]
     if data["closest"]:
-        rows = [[c["tensor"], c["observed_over_bound"]] for c in data["closest"]]
-        parts += [
-            "<h3>Closest to their bound, and within it</h3>",
-            _table(["tensor", "observed / bound "], rows),
-        ]
-    parts += ["<h3>What was judged</h3>", bisect_page.counts(data["tensors"], data["not_judged"])]
-    return "".join(parts)
+        parts.append("<h3>Closest to their bound, and within it</h3>")
+        parts.append(_listed(data["closest"], {"tensor": "tensor"} | ratio))
+    return "".join([*parts, _counted(data["tensors"], data["not_judged"])])
+
+
+def _counted(counts: Mapping[str, int], unknown: Mapping[str, int]) -> str:
+    return "<h3>What was judged</h3>" + bisect_page.counts(counts, unknown)
 
 
 def _compare(data: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            r["status"],
-            r["step"],
-            r["rank"],
-            f"{r['key']} {r['place']}",
-            r["metric"],
-            r["observed"],
-            r["limit"],
-            r["reason"],
-        ]
-        for r in data["rows"]
-    ]
-    titles = ["", "step ", "rank ", "tensor", "metric", "observed ", "limit ", "why"]
+    rows = [{**row, "tensor": f"{row['key']} {row['place']}"} for row in data["rows"]]
+    columns = {"status": "", "step": "step ", "rank": "rank ", "tensor": "tensor"}
+    columns |= {"metric": "metric", "observed": "observed ", "limit": "limit ", "reason": "why"}
+    parts = ["<h3>Tensors, worst first</h3>", _listed(rows, columns)]
     flips = {f"choices, {name}": len(said) for name, said in data["flips"].items() if said}
-    parts = [f"<p class=sentence>{escape(summary(Document('', 'compare', data)))}</p>"]
-    parts += ["<h3>Tensors, worst first</h3>", _table(titles, rows)]
     said = [line for name in ("illegal", "not judged", "legal") for line in data["flips"][name]]
     if said:
-        items = "".join(f"<li>{escape(line)}" for line in said[:_ROWS])
-        parts.append(
-            f"<details><summary>{len(said)} choices came out differently</summary><ul>{items}</ul></details>"
-        )
-    parts += [
-        "<h3>What was judged</h3>",
-        bisect_page.counts({**data["tensors"], **flips}, data["not_judged"]),
-    ]
-    return "".join(parts)
+        title = f"{len(said)} choices came out differently"
+        parts.append(html.details(title, html.items(said[:_ROWS])))
+    return "".join([*parts, _counted({**data["tensors"], **flips}, data["not_judged"])])
 
 
 def _merge(data: Mapping[str, Any]) -> str:
-    rows = [[p["step"], p["key"], p["place"], p["how"], p["problem"]] for p in data["problems"]]
-    parts = [f"<p class=sentence>{escape(summary(Document('', 'merge', data)))}</p>"]
-    if rows:
-        parts += [
-            "<h3>Not merged</h3>",
-            _table(["step ", "call", "tensor", "layout from", "why"], rows),
-        ]
+    parts: list[str] = []
+    if data["problems"]:
+        columns = {"step": "step ", "key": "call", "place": "tensor", "how": "layout from"}
+        parts = ["<h3>Not merged</h3>", _listed(data["problems"], columns | {"problem": "why"})]
     found = {f"layout from: {name}": n for name, n in data["how"].items()}
     found |= {f"copies: {name}": n for name, n in data["copies"].items()}
     return "".join([*parts, "<h3>Where layouts came from</h3>", bisect_page.counts(found, {})])
 
 
 def _ckpt(data: Mapping[str, Any]) -> str:
-    sides = [[s, data[s]["path"], data[s]["step"], data[s]["layout"]] for s in ("a", "b")]
-    different = [(n, t) for n, t in data["tensors"].items() if not t["bitwise"]]
-    rows = [
-        [
-            "diverged" if n in data["beyond"] else "pass",
-            n,
-            t["dtype"],
-            t["different"],
-            t["max_abs"],
-            t["relative_l2"],
-        ]
-        for n, t in sorted(different, key=lambda item: item[0] not in data["beyond"])
-    ]
+    sides = [{"side": s, **data[s]} for s in ("a", "b")]
+    columns = {"side": "", "path": "path", "step": "step ", "layout": "layout"}
+    different = {n: t for n, t in data["tensors"].items() if not t["bitwise"]}
     equal = len(data["tensors"]) - len(different)
-    parts = [
-        _table(["", "path", "step ", "layout"], sides),
-        f"<p>{equal:,} tensors are equal to the last bit.</p>",
-    ]
-    if rows:
-        titles = ["", "tensor", "type", "elements that differ ", "largest ", "relative L2 "]
-        parts += ["<h3>Those that differ</h3>", _table(titles, rows)]
-    if data["not_comparable"]:
-        parts += [
-            "<h3>Not compared</h3>",
-            _table(["tensor", "why"], list(data["not_comparable"].items())),
+    parts = [_listed(sides, columns), f"<p>{equal:,} tensors are equal to the last bit.</p>"]
+    if different:
+        rows = [
+            {"verdict": "diverged" if n in data["beyond"] else "pass", "name": n, **t}
+            for n, t in sorted(different.items(), key=lambda item: item[0] not in data["beyond"])
         ]
+        columns = {"verdict": "", "name": "tensor", "dtype": "type"}
+        columns |= {"different": "elements that differ ", "max_abs": "largest "}
+        columns["relative_l2"] = "relative L2 "
+        parts += ["<h3>Those that differ</h3>", _listed(rows, columns)]
+    if data["not_comparable"]:
+        unknown = _table(["tensor", "why"], [*data["not_comparable"].items()])
+        parts += ["<h3>Not compared</h3>", unknown]
     return "".join(parts)
 
 
@@ -362,19 +320,16 @@ def _loss(data: Mapping[str, Any]) -> str:
         if (report.verdict, report.sentence) == (data["verdict"], data["sentence"]):
             return loss_page.body(report)
         why = "The curves are not drawn: they have changed since this report was written."
-    rows = [[f["kind"], f["first"], f["text"]] for f in data["findings"]]
-    found = _table(["kind", "step ", "what"], rows) if rows else ""
-    items = "".join(f"<li>{escape(reason)}" for reason in data["reasons"])
-    return f"<p class=sentence>{escape(data['sentence'])}</p>{found}<ul>{items}</ul><p class=soft>{escape(why)}</p>"
+    columns = {"kind": "kind", "first": "step ", "text": "what"}
+    found = _listed(data["findings"], columns) if data["findings"] else ""
+    said = html.tag("p", data["sentence"], "sentence")
+    return said + found + html.items(data["reasons"]) + html.tag("p", why, "soft")
 
 
 def _phases(data: Mapping[str, Any]) -> str:
     """Show the phases one after another, each with the report of its verb."""
-    rows = [[p["verdict"], p["title"], p["sentence"]] for p in data["phases"]]
-    parts = [
-        f"<p class=soft>{escape(str(data['recipe']))}</p>",
-        _table(["", "phase", "what it came to"], rows),
-    ]
+    columns = {"verdict": "", "title": "phase", "sentence": "what it came to"}
+    parts = [html.tag("p", str(data["recipe"]), "soft"), _listed(data["phases"], columns)]
     for number, part in enumerate(data["phases"], 1):
         parts.append(f"<h2>{number}. {escape(part['title'])}</h2>")
         if part.get("operators"):
@@ -389,30 +344,10 @@ def _phases(data: Mapping[str, Any]) -> str:
 
 
 def _operators(found: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        [
-            o["verdict"],
-            o["operator"],
-            o["face"],
-            o["shapes"],
-            o["dtype"],
-            o["observed_over_bound"],
-            o["elements"],
-            o["reason"],
-        ]
-        for o in sorted(found, key=lambda o: o["verdict"] != "diverged")
-    ]
-    titles = [
-        "",
-        "operator",
-        "implementation",
-        "shapes",
-        "type",
-        "observed / bound ",
-        "elements ",
-        "where",
-    ]
-    return _table(titles, rows)
+    columns = {"verdict": "", "operator": "operator", "face": "implementation", "shapes": "shapes"}
+    columns |= {"dtype": "type", "observed_over_bound": "observed / bound "}
+    columns |= {"elements": "elements ", "reason": "where"}
+    return _listed(sorted(found, key=lambda o: o["verdict"] != "diverged"), columns)
 
 
 _BODIES: dict[str, Callable[[Mapping[str, Any]], str]] = {

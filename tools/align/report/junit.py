@@ -35,10 +35,9 @@ class JunitCase:
 
 def suite(name: str, cases: Sequence[JunitCase]) -> str:
     """Return a suite of cases as JUnit XML."""
-    failures = sum(case.failure is not None for case in cases)
-    skipped = sum(case.failure is None and case.skipped is not None for case in cases)
-    counts = f'tests="{len(cases)}" failures="{failures}" errors="0" skipped="{skipped}"'
     body = "".join(map(str, cases))
+    failures, skipped = body.count("<failure "), body.count("<skipped ")
+    counts = f'tests="{len(cases)}" failures="{failures}" errors="0" skipped="{skipped}"'
     return (
         '<?xml version="1.0" encoding="UTF-8"?>\n'
         f"<testsuite name={quoteattr(name)} {counts}>\n{body}</testsuite>\n"
