@@ -15,12 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import (
-    Dump,
-    RankDump,
-    Scalar,
-    TensorLayout,
-)
+from telechat_moe.tools.align.dump.records import Dump, RankDump, Scalar, TensorLayout
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.decisions import narrowest
@@ -106,9 +101,8 @@ def across(
     own = {f.verdict.key for f in outcome.findings}
     findings.sort(key=lambda f: (f.step, f.order, f.verdict.key in own, f.rank))
     if not findings and not judged.get("pass"):
-        return replace(
-            outcome, verdict="not comparable", reason="not a single tensor could be judged"
-        )
+        said = "not a single tensor could be judged"
+        return replace(outcome, verdict="not comparable", reason=said)
     verdict = "diverged" if findings else "pass"
     return replace(outcome, verdict=verdict, findings=findings, judged=judged, unknown=unknown)
 
@@ -124,12 +118,10 @@ def with_groups(dump: Dump) -> Dump:
 def _corrected(rank: RankDump) -> RankDump:
     calls = dict(rank.calls)
     for key, call in calls.items():
-        if kind_of(call) != "allreduce":
+        layout = call.given()[0][1].layout if call.given() else None
+        if kind_of(call) != "allreduce" or layout is None or not layout.partial:
             continue
-        taken = next((t for place, t in call.tensors() if place.startswith("input")), None)
-        if taken is None or taken.layout is None or not taken.layout.partial:
-            continue
-        right = terms_of(taken.layout, rank.rank)
+        right = terms_of(layout, rank.rank)
         if right is not None and group_of(call) not in (None, right):
             group = Scalar("ProcessGroup", {"group_ranks": right, "group_id": "from the layout"})
             calls[key] = replace(call, kwargs={**call.kwargs, "group": group})
@@ -196,9 +188,7 @@ class _Points:
         self.unknown: Counter[str] = Counter()
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
-        self.flipped = (
-            ""  # which rows chose differently: nothing after them is comparable as a whole
-        )
+        self.flipped = ""  # rows that chose differently: what follows is not comparable as a whole
         self.allowed = Allowed()
         self.type = "float32"  # the type that the reference computes in
         self.drift = 0.0  # how far weights are apart before the step
@@ -238,11 +228,11 @@ class _Points:
                 yield None
                 continue
             finding = self._compare(name, one, other, step, b, kind)
-            if finding is not None and finding.verdict.status == "diverged":
-                said = self._follows(name, other, step)
-                if said:
-                    verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
-                    finding = replace(finding, verdict=verdict, family="unknown", evidence="")
+            wrong = finding is not None and finding.verdict.status == "diverged"
+            said = self._follows(name, other, step) if wrong else ""
+            if finding is not None and said:
+                verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
+                finding = replace(finding, verdict=verdict, family="unknown", evidence="")
             yield finding
         self.last = made
 
@@ -286,9 +276,7 @@ class _Points:
             return finding(Verdict(other.key, other.place, "diverged", math.inf, said))
         x, y = x.astype(np.float64).reshape(y.shape), y.astype(np.float64)
         before = name.endswith(" before")
-        limit = self._derived(ranks, one, other, y)
-        if limit is None:
-            limit = self._limit(one.dtype, other.dtype, *(() if before else (kind,)))
+        limit = self._limit(ranks, one, other, y, () if before else (kind,))
         off = _distance(x, y, limit)
         if before and name.startswith("weight ") and math.isfinite(off):
             self.drift = max(self.drift, off * limit)
@@ -297,29 +285,29 @@ class _Points:
         verdict = Verdict(other.key, other.place, status, off, said, elements=x.size)
         return finding(verdict, *(_shape_of(x, y) if off > 1 else ()))
 
-    def _derived(
-        self, ranks: Sequence[RankDump], one: Point, other: Point, y: Array
-    ) -> float | None:
-        """Return how far apart rounding in both runs may move a tensor; None: it cannot be derived."""
-        floats = is_float(one.dtype) and is_float(other.dtype)
-        coarser = FLOATS[self.type].unit > FLOATS[_narrowest(ranks, ranks)].unit
-        if self.tolerance is not None or coarser or not floats:
-            return None
-        found = self.allowed.limit(ranks, other.ranks, (other.key, other.place), y)
-        if found is None:
-            return None
-        least = max(FLOATS[one.dtype].unit, FLOATS[other.dtype].unit)
-        return max(found, least) + AMPLIFIED * self.drift
+    def _limit(
+        self, ranks: Sequence[RankDump], one: Point, other: Point, y: Array, more: Sequence[str]
+    ) -> float:
+        """Return how far apart whole tensors may be: by rounding, and because the weights differ already.
 
-    def _limit(self, *dtypes: str) -> float:
-        """Return how far apart whole tensors may be: by rounding, and because the weights differ already."""
+        It is derived if possible, else taken from :data:`TOLERANCE` by the types of the tensors and ``more`` types.
+        """
         if self.tolerance is not None:
             return self.tolerance
-        kinds = [d for d in dtypes if is_float(d)]
-        if not kinds:
+        kinds = [d for d in (one.dtype, other.dtype, *more) if is_float(d)]
+        coarser = FLOATS[self.type].unit > FLOATS[_narrowest(ranks, ranks)].unit
+        floats = is_float(one.dtype) and is_float(other.dtype)
+        found = None
+        if floats and not coarser:
+            found = self.allowed.limit(ranks, other.ranks, (other.key, other.place), y)
+        if found is not None:
+            found = max(found, FLOATS[one.dtype].unit, FLOATS[other.dtype].unit)
+        elif not kinds:
             return 1e-12
-        narrow = min(kinds, key=lambda d: FLOATS[d].bits)
-        return TOLERANCE.get(narrow, TOLERANCE["bfloat16"]) + AMPLIFIED * self.drift
+        else:
+            narrow = min(kinds, key=lambda d: FLOATS[d].bits)
+            found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
+        return found + AMPLIFIED * self.drift
 
 
 def _narrowest(a: Sequence[RankDump], b: Sequence[RankDump]) -> str:

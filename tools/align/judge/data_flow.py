@@ -54,47 +54,38 @@ class DataFlow:
         self.order = {key: i for i, key in enumerate(self.dump.calls)}
 
     @cached_property
-    def _held(self) -> Mapping[Place, tuple[bytes, bool]]:
+    def _contents(self) -> Mapping[Place, tuple[bytes, bool]]:
         """A digest of each tensor's values, whatever its shape, and whether an equal digest means an equal tensor."""
-        found: dict[Place, tuple[bytes, bool]] = {}
-        for place, tensor in self.tensors.items():
-            if tensor.read is not None:
-                values = tensor.load()
-                found[place] = digest(values), _tells(values)
-        return found
+        known = ((place, t.load()) for place, t in self.tensors.items() if t.read is not None)
+        return {place: (digest(values), _tells(values)) for place, values in known}
 
     @cached_property
     def content(self) -> Mapping[Place, bytes]:
         """The digests of the tensors that are unlikely to be equal by chance."""
-        return {place: content for place, (content, tells) in self._held.items() if tells}
+        return {place: content for place, (content, tells) in self._contents.items() if tells}
 
     @cached_property
     def plain(self) -> Mapping[Place, list[Place]]:
         """The earlier outputs that equal an input of few bits (labels, ones, a scale), perhaps by chance."""
         made: dict[bytes, list[Place]] = {}
         found: dict[Place, list[Place]] = {}
-        for place, (content, tells) in self._held.items():
-            if tells:
-                continue
-            if place[1].startswith("output"):
+        for place, (content, tells) in self._contents.items():
+            if not tells and place[1].startswith("output"):
                 made.setdefault(content, []).append(place)
-            else:
+            elif not tells:
                 found[place] = [*made.get(content, [])]
         return found
 
     @cached_property
     def _first(self) -> Mapping[bytes, int]:
         """For each content of an output the position of the first call that made it."""
-        found: dict[bytes, int] = {}
-        for place, (content, _) in self._held.items():
-            if place[1].startswith("output"):
-                found.setdefault(content, self.order[place[0]])
-        return found
+        made = [(p, c) for p, (c, _) in self._contents.items() if p[1].startswith("output")]
+        return {content: self.order[key] for (key, _), content in reversed(made)}
 
     def has_made(self, place: Place) -> bool:
         """Return whether an earlier call made a tensor."""
-        first = self._first.get(self._held[place][0])
-        return first is not None and first < self.order[place[0]]
+        at = self.order[place[0]]
+        return self._first.get(self._contents[place][0], at) < at
 
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
@@ -122,9 +113,8 @@ class DataFlow:
             step = key.partition("|")[0] if "|" in key else ""
             if call.phase is Phase.BACKWARD:
                 begun.add(step)
-            differentiated = backward_key(key) in self.dump.calls
-            if call.phase is Phase.FORWARD and step in begun and not differentiated:
-                found.add(key)
+            elif call.phase is Phase.FORWARD and step in begun:
+                found |= {key} if backward_key(key) not in self.dump.calls else set()
         return frozenset(found)
 
     @cached_property
@@ -184,22 +174,16 @@ class DataFlow:
                 return before
         if x.size < _SMALL or not np.all(np.isfinite(x)):
             return []
-        near = self._near(place)
-        able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at][-_MOST_PARTS:]
-        able = able[-max(2, x.size // 2) :]
+        able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at]
+        # What the tensor's users sent, and what collectives made of that.
+        reduced = [p for p in able if p[0] in self.late][-_MOST_NEAR // 2 :]
+        near = [*self._sent_to(place), *reduced][-_MOST_NEAR:]
+        able = able[-_MOST_PARTS:][-max(2, x.size // 2) :]
         for places, terms_of in ((near, _of_few), (able, _of_many)):
             parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
             if len(parts) > 1 and sum_verdict(self, place, parts).status == "pass":
                 return parts
         return []
-
-    def _near(self, place: Place) -> list[Place]:
-        """Return the likely terms of a gradient: what its tensor's users sent, and what collectives made of that."""
-        size, at = self.tensors[place].load().size, self.order[place[0]]
-        back = [
-            p for p in self._gradients.get(size, []) if p[0] in self.late and self.order[p[0]] < at
-        ]
-        return [*self._sent_to(place), *back[-_MOST_NEAR // 2 :]][-_MOST_NEAR:]
 
     def _sent_to(self, place: Place) -> list[Place]:
         """Return the gradients that are sent back for the tensor of a gradient: a call's output, or a weight."""
@@ -222,11 +206,9 @@ class DataFlow:
 
     def sources_of(self, place: Place) -> list[Place]:
         """Return the earlier outputs that an input is equal to."""
-        content = self.content.get(place)
-        if content is None:
-            return []
-        at = self.order[place[0]]
-        return [maker for maker in self.makers.get(content, []) if self.order[maker[0]] < at]
+        content, at = self.content.get(place), self.order[place[0]]
+        makers = self.makers.get(content, []) if content is not None else []
+        return [maker for maker in makers if self.order[maker[0]] < at]
 
     @cached_property
     def taken(self) -> Mapping[Place, list[Place]]:
@@ -239,12 +221,9 @@ class DataFlow:
     @cached_property
     def summands(self) -> frozenset[Place]:
         """Outputs that are terms of a gradient that enters a backward call."""
-        return frozenset(
-            term
-            for place in self.inputs()
-            if self._phase(place) is Phase.BACKWARD and not self.sources_of(place)
-            for term in self.summed_from(place)
-        )
+        inputs = (p for p in self.inputs() if self._phase(p) is Phase.BACKWARD)
+        lone = (p for p in inputs if not self.sources_of(p))
+        return frozenset(term for place in lone for term in self.summed_from(place))
 
     def is_weight(self, place: Place) -> bool:
         """Return whether an input is a weight: its argument's name says so, or an optimizer updates it."""
@@ -276,11 +255,7 @@ class DataFlow:
 
     def makers_of(self, key: str) -> list[Place]:
         """Return the outputs of a call."""
-        return [
-            (key, place)
-            for place, _ in self.dump.calls[key].tensors()
-            if place.startswith("output")
-        ]
+        return [(key, place) for place, _ in self.dump.calls[key].made()]
 
     def summed_from(self, place: Place) -> list[Place]:
         """Return :meth:`parts_of`, cached."""
@@ -303,9 +278,7 @@ class DataFlow:
 
     def inputs(self) -> Iterator[Place]:
         """Yield the inputs and parameters of every call, in order."""
-        for place in self.tensors:
-            if not place[1].startswith("output"):
-                yield place
+        return (place for place in self.tensors if not place[1].startswith("output"))
 
 
 def backward_key(key: str) -> str:
@@ -388,13 +361,8 @@ def _gradient_place(call: Call, back: Call, name: str) -> str | None:
     msprobe writes an entry for each positional argument, null where it is no tensor; other writers write one for each
     tensor that needs a gradient.
     """
-    wanted = [
-        place
-        for place, tensor in call.tensors()
-        if place.startswith("input")
-        and is_float(tensor.dtype)
-        and tensor.requires_grad is not False
-    ]
+    taken = [(p, t) for p, t in call.given() if p.startswith("input") and is_float(t.dtype)]
+    wanted = [place for place, tensor in taken if tensor.requires_grad is not False]
     if name not in wanted:
         return None
     if len(back.outputs) == len(wanted):
@@ -412,22 +380,20 @@ def total_of(terms: list[Array], dtype: str) -> Approx:
 
 def sum_verdict(flow: DataFlow, came: Place, users: list[Place]) -> Verdict:
     """Judge whether a gradient is the sum of those that its users sent back."""
-    record = flow.tensors[came]
-    parts: list[Array] = []
-    for user in users:
-        values = flow.tensors[user].load()
-        if values.size != record.load().size:
-            return Verdict(*came, "not judged", reason="shapes")
-        parts.append(values.reshape(record.shape))
-    found, exact = record.load(), np.sum(np.stack(parts), 0, np.float64)
+    record, records = flow.tensors[came], [flow.tensors[user] for user in users]
+    found, unit = record.load(), FLOATS[record.dtype].unit
+    if any(r.load().size != found.size for r in records):
+        return Verdict(*came, "not judged", reason="shapes")
+    parts = np.stack([r.load().reshape(record.shape) for r in records])
+    exact = np.sum(parts, 0, np.float64)
     with np.errstate(invalid="ignore"):
-        once = np.abs(found - exact) <= FLOATS[record.dtype].unit * np.abs(exact)
+        once = np.abs(found - exact) <= unit * np.abs(exact)
     if np.all(once):
         return Verdict(*came, "pass", elements=found.size)  # rounded once: needs no bound
-    unit = FLOATS[record.dtype].unit  # a term of a wider type may be rounded before it is added
-    wide = [FLOATS[flow.tensors[user].dtype].unit < unit for user in users]
-    error = np.stack([np.abs(p) * unit * w for p, w in zip(parts, wide, strict=True)])
-    total = Approx(np.stack(parts), record.dtype, record.dtype, sigma=error, limit=error).sum(0)
+    # A term of a wider type may be rounded before it is added.
+    wide = np.array([FLOATS[r.dtype].unit < unit for r in records])
+    error = np.abs(parts) * unit * wide.reshape(-1, *[1] * found.ndim)
+    total = Approx(parts, record.dtype, record.dtype, sigma=error, limit=error).sum(0)
     verdict = judge(*came, found, total, record.dtype)
     if verdict.status == "pass":
         return verdict

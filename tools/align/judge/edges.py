@@ -12,7 +12,7 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Phase, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, apart, sum_verdict, total_of
-from telechat_moe.tools.align.judge.verdict import Verdict, judge
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
@@ -86,9 +86,12 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
         return None
     unknown = verdict is not None and not state and not reference.is_weight(place)
     if unknown and _maybe_computed(place, reference, target):
-        said = f"{place[1]}: nothing in the dump says where it comes from"
-        return Verdict(place[0], "", "not judged", reason=said)
+        return _unknown(place)
     return verdict
+
+
+def _unknown(place: Place) -> Verdict:
+    return not_judged(place[0], f"{place[1]}: nothing in the dump says where it comes from")
 
 
 def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> bool:
@@ -148,8 +151,7 @@ def _as_summed(place: Place, reference: DataFlow, target: DataFlow) -> Verdict |
     """Judge an input of the backward pass: it must be a sum of gradients where the reference's is one."""
     parts = reference.summed_from(place)
     if not parts or any(part not in target.tensors for part in parts):
-        said = f"{place[1]}: nothing in the dump says where it comes from"
-        return Verdict(place[0], "", "not judged", reason=said)
+        return _unknown(place)
     verdict = sum_verdict(target, place, parts)
     return verdict if verdict.status == "diverged" else None
 
@@ -185,12 +187,8 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
         said = f"{name} has shape {list(found.shape)}, in the reference {list(expected.shape)}"
         return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
     narrow = tensor.dtype
-    if (
-        is_float(reference.dtype)
-        and is_float(narrow)
-        and FLOATS[reference.dtype].bits < FLOATS[narrow].bits
-    ):
-        narrow = reference.dtype
+    if is_float(reference.dtype) and is_float(narrow):
+        narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)
     if _same(expected, found, narrow) or _same(found, expected, narrow):
         return None
     verdict = judge(*place, found, _expected(expected, tensor.dtype), tensor.dtype)
@@ -227,10 +225,8 @@ def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
                 continue
             made = reference.sources_of(came)
             if came in reference.content and not any(source in target.tensors for source in made):
-                why = "in the target others sent it back"
-                if not terms and not made:
-                    why = "nothing in the dump says where it comes from"
-                yield Verdict(key, "", "not judged", reason=f"{came[1]}: {why}")
+                said = f"{came[1]}: in the target others sent it back"
+                yield not_judged(key, said) if terms or made else _unknown(came)
 
 
 def _narrow_sum(came: Place, terms: list[Place], reference: DataFlow, target: DataFlow) -> bool:

@@ -7,7 +7,7 @@ that a map (:class:`Link`) names.
 import fnmatch
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +98,8 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
     """Yield the gradients, weights and states that both runs have, in the order of the target."""
-    theirs = _updates(a)
-    for weight, calls in _updates(b).items():
+    theirs = _named(a, weight_of)
+    for weight, calls in _named(b, weight_of).items():
         if weight not in theirs:
             continue
         places = _places(theirs[weight][0][1])
@@ -112,14 +112,16 @@ def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[st
                 yield f"{name[0]} of {weight}{name[1]}", one, other
 
 
-def _updates(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return for each weight the ranks that update it, each with its call."""
+def _named(
+    ranks: Sequence[RankDump], name_of: Callable[[Call], str | None]
+) -> dict[str, list[tuple[int, Call]]]:
+    """Return the calls that a function gives a name, each with its rank, by name."""
     found: dict[str, list[tuple[int, Call]]] = {}
     for dump in ranks:
         for call in dump.calls.values():
-            weight = weight_of(call)
-            if weight is not None:
-                found.setdefault(weight, []).append((dump.rank, call))
+            name = name_of(call)
+            if name is not None:
+                found.setdefault(name, []).append((dump.rank, call))
     return found
 
 
@@ -182,28 +184,20 @@ def linked(
 ) -> Iterator[tuple[str, Point, Point]]:
     """Yield the entries of a map: the name, and the whole tensors of both runs."""
     for link in links:
-        one, other = (
-            _stacked(ranks, names, turned)
-            for ranks, names, turned in (
-                (a, link.reference, link.transposed),
-                (b, link.target, False),
-            )
-        )
-        if link.in_any_order:
-            one, other = (
-                p if p.values is None else p._replace(values=np.sort(p.values, -1))
-                for p in (one, other)
-            )
-        yield link.name, one, other
+        points = [_stacked(a, link.reference, link.transposed), _stacked(b, link.target, False)]
+        for i, p in enumerate(points):
+            if link.in_any_order and p.values is not None:
+                points[i] = p._replace(values=np.sort(p.values, -1))
+        yield link.name, points[0], points[1]
 
 
 def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:
     """Return the tensor with a name, or several tensors stacked."""
     found = [point(ranks, *_resolved(ranks, name)) for name in names]
     first = found[0]
+    if unknown := next((p for p in found if p.values is None), None):
+        return unknown
     parts = [p.values for p in found if p.values is not None]
-    if len(parts) < len(found):
-        return next(p for p in found if p.values is None)
     parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
     return first._replace(values=np.stack(parts) if len(parts) > 1 else parts[0])
 
@@ -223,8 +217,8 @@ def choices_of_both(
     a: Sequence[RankDump], b: Sequence[RankDump]
 ) -> Iterator[tuple[str, Point, Point, Point, Point]]:
     """Yield the choices that both runs make, in order: name, scores of both, chosen indices of both."""
-    theirs = _choices(a)
-    for name, mine in _choices(b).items():
+    theirs = _named(a, _choice_of)
+    for name, mine in _named(b, _choice_of).items():
         if name not in theirs:
             continue
         formula = find(mine[0][1].name)
@@ -238,13 +232,8 @@ def choices_of_both(
             yield name, *found  # type: ignore[misc]
 
 
-def _choices(ranks: Sequence[RankDump]) -> dict[str, list[tuple[int, Call]]]:
-    """Return the calls that choose, with their ranks, by the name of what they choose for."""
-    found: dict[str, list[tuple[int, Call]]] = {}
-    for dump in ranks:
-        for call in dump.calls.values():
-            formula = find(call.name) if call.phase is Phase.FORWARD else None
-            said = [line for line in call.stack if line.startswith("choice ")]
-            if formula is not None and formula.name == "topk" and said:
-                found.setdefault(said[0], []).append((dump.rank, call))
-    return found
+def _choice_of(call: Call) -> str | None:
+    """Return the name of what a call chooses for; None: it does not choose."""
+    formula = find(call.name) if call.phase is Phase.FORWARD else None
+    said = (line for line in call.stack if line.startswith("choice "))
+    return next(said, None) if formula is not None and formula.name == "topk" else None

@@ -139,9 +139,8 @@ def examine(
     d = np.log(compared.target[kept]) - np.mean(logs, axis=0)
     steps = compared.steps[kept]
     if len(d) < 5 * stats.MIN_BLOCKS:
-        compared.reasons.append(
-            f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
-        )
+        said = f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
+        compared.reasons.append(said)
         return None
     tamed = stats.tame(d)
     white = stats.whiten(tamed)
@@ -164,22 +163,16 @@ def examine(
     error = blocks.error if early else float(np.hypot(blocks.error, wander))
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)
-    _single_steps(compared, d, steps, stats.outliers(d, share, settings.spike), share, kept)
+    jumps = _jumps(compared, kept)
+    _single_steps(compared, jumps, steps, stats.outliers(d, share, settings.spike), share)
     _first_loss(compared, d, steps, gate)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
     _lasting(compared, tamed, white, steps, blocks, scanned, drift)
-    return Evidence(
-        _fill(d, finite),
-        blocks,
-        white.time,
-        spread,
-        mean,
-        error,
-        wander,
-        stats.equivalence(blocks),
-        margin,
-        _envelope(blocks, wander, finite),
-    )
+    interval, envelope = stats.equivalence(blocks), _envelope(blocks, wander, finite)
+    difference = np.full(len(finite), np.nan)
+    difference[finite] = d
+    estimates = blocks, white.time, spread, mean, error, wander
+    return Evidence(difference, *estimates, interval, margin, envelope)
 
 
 def _chaos(d: Floats, spread: float) -> bool:
@@ -271,38 +264,40 @@ def _base_noise(
             f"base runs differ from each other more than noise explains: errors are taken {factor:.1f} times larger"
         )
     if margin > compared.settings.margin:
-        compared.notes.append(
-            f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
-        )
+        said = f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
+        compared.notes.append(said)
     return factor, margin, apart
 
 
 def _single_steps(
     compared: LossComparison,
-    d: Floats,
+    jumps: Sequence[Floats],
     steps: NDArray[np.int64],
     singles: list[tuple[int, float]],
     share: float,
-    kept: NDArray[np.int64],
 ) -> None:
-    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
-    target = np.log(compared.target[kept])
-    jumps = [curve - stats.rolling_median(curve, 51) for curve in (base, target)]
-    runs: list[list[tuple[int, float]]] = []
-    for single in singles:  # neighbouring steps are one event
-        if runs and single[0] - runs[-1][-1][0] <= 3:
-            runs[-1].append(single)
-        else:
-            runs.append([single])
-    for run in runs:
-        at, size = max(run, key=lambda item: abs(item[1]))
+    for run in _events(np.array([at for at, _ in singles], np.int64)):
+        at, size = max((s for s in singles if s[0] in run), key=lambda item: abs(item[1]))
         who = "target" if abs(jumps[1][at]) > abs(jumps[0][at]) else "base"
-        first, last = int(steps[run[0][0]]), int(steps[run[-1][0]])
+        first, last = int(steps[run[0]]), int(steps[run[-1]])
         where = f"step {first}" if first == last else f"steps {first} to {last}"
-        text = f"{where}: the {who} alone jumps by {np.expm1(jumps[who == 'target'][at]):+.1%}, a difference of {np.expm1(size):+.1%}"
-        compared.findings.append(
-            Finding("single step", first, last, size, first, last, share, text)
-        )
+        jump = f"{np.expm1(jumps[who == 'target'][at]):+.1%}"
+        text = f"{where}: the {who} alone jumps by {jump}, a difference of {np.expm1(size):+.1%}"
+        found = Finding("single step", first, last, size, first, last, share, text)
+        compared.findings.append(found)
+
+
+def _jumps(compared: LossComparison, kept: NDArray[np.int64]) -> list[Floats]:
+    """Return how far the logarithms of the mean base and of the target are above their surroundings."""
+    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
+    curves = base, np.log(compared.target[kept])
+    return [curve - stats.rolling_median(curve, 51) for curve in curves]
+
+
+def _events(at: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return indices in groups: neighbouring steps are one event."""
+    groups = np.split(at, np.flatnonzero(np.diff(at) > 3) + 1)
+    return [group for group in groups if len(group)]
 
 
 def _first_loss(
@@ -314,14 +309,14 @@ def _first_loss(
     known = any(f.first == first for f in compared.findings)
     if gate.first.ok or known or first != compared.steps[0]:
         return
-    if abs(d[0]) > 10 * float(np.sqrt(np.mean(np.square(rest)))):
+    usual = float(np.sqrt(np.mean(np.square(rest))))
+    if abs(d[0]) > 10 * usual:
         text = (
             f"first loss (step {first}) off by {np.expm1(d[0]):+.2%}, allowed {gate.first.relative_limit:.2%}; the next "
-            f"{len(rest)} are off by {float(np.sqrt(np.mean(np.square(rest)))):.2%}"
+            f"{len(rest)} are off by {usual:.2%}"
         )
-        compared.findings.append(
-            Finding("first loss", first, first, float(d[0]), first, first, None, text)
-        )
+        found = Finding("first loss", first, first, float(d[0]), first, first, None, text)
+        compared.findings.append(found)
 
 
 def _lasting(
@@ -339,10 +334,8 @@ def _lasting(
     certain = abs(test.statistic) > test.limit
     part = abs(scanned.statistic) > scanned.limit
     if not part and not (certain and abs(blocks.mean) > limit):
-        if certain:
-            compared.notes.append(
-                f"a mean difference of {blocks.mean:+.4%} is certain, and negligible (below {limit:.2%})"
-            )
+        said = f"a mean difference of {blocks.mean:+.4%} is certain, and negligible"
+        compared.notes += [f"{said} (below {limit:.2%})"] if certain else []
         return
     first, last, since = _when(tamed, white, blocks, scanned if part else None)
     size = float(tamed[first:last].mean())
@@ -355,9 +348,8 @@ def _lasting(
     if first == 0 and lasting:
         when = "from the start"
     side = "higher" if size > 0 else "lower"
-    text = (
-        f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{_shape(tamed[first:last])}"
-    )
+    how = _shape(tamed[first:last])
+    text = f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{how}"
     if abs(size) < drift.allowed:
         text += "; these runs part through rounding alone, and then runs alike may differ for good by up to"
         if abs(size) <= max(drift.shown, compared.settings.margin):
@@ -396,12 +388,8 @@ def _shape(d: Floats) -> str:
     half = len(blocks.means) // 2
     early, late = blocks.means[:half], blocks.means[half:]
     change = float(late.mean() - early.mean())
-    error = float(
-        np.sqrt(
-            np.square(blocks.errors[:half]).mean() / half
-            + np.square(blocks.errors[half:]).mean() / len(late)
-        )
-    )
+    variances = np.square(blocks.errors)
+    error = np.sqrt(variances[:half].mean() / half + variances[half:].mean() / len(late))
     if abs(change) < 4 * error:
         return ""
     return ", growing" if change * blocks.mean > 0 else ", fading"
@@ -412,28 +400,17 @@ def find_spikes(compared: LossComparison, finite: NDArray[np.bool_]) -> list[Spi
     kept = np.flatnonzero(finite)
     if len(kept) < 30:
         return []
-    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
-    jumps: list[tuple[Floats, NDArray[np.bool_]]] = []
-    for curve in (base, np.log(compared.target[kept])):
-        over = curve - stats.rolling_median(curve, 51)
-        jumps.append((over, over > np.maximum(6 * stats.local_spread(over), 0.03)))
-    any_of = np.flatnonzero(jumps[0][1] | jumps[1][1])
+    jumps = _jumps(compared, kept)
+    high = [over > np.maximum(6 * stats.local_spread(over), 0.03) for over in jumps]
     found: list[Spike] = []
-    for group in np.split(any_of, np.flatnonzero(np.diff(any_of) > 3) + 1):
-        if len(group):
-            near = slice(max(0, group[0] - 2), group[-1] + 3)
-            mine, its = bool(jumps[1][1][near].any()), bool(jumps[0][1][near].any())
-            where = "both" if mine and its else "target" if mine else "base"
-            heights = [float(np.expm1(jump[group].max())) for jump, _ in jumps]
-            top = group[int(np.argmax(jumps[1 if mine else 0][0][group]))]
-            found.append(Spike(int(compared.steps[kept[top]]), heights[0], heights[1], where))
+    for group in _events(np.flatnonzero(high[0] | high[1])):
+        near = slice(max(0, group[0] - 2), group[-1] + 3)
+        its, mine = (bool(over[near].any()) for over in high)
+        where = "both" if mine and its else "target" if mine else "base"
+        heights = [float(np.expm1(jump[group].max())) for jump in jumps]
+        top = group[int(np.argmax(jumps[mine][group]))]
+        found.append(Spike(int(compared.steps[kept[top]]), heights[0], heights[1], where))
     return found
-
-
-def _fill(d: Floats, finite: NDArray[np.bool_]) -> Floats:
-    whole = np.full(len(finite), np.nan)
-    whole[finite] = d
-    return whole
 
 
 def _envelope(blocks: stats.Blocks, wander: float, finite: NDArray[np.bool_]) -> Floats:

@@ -78,12 +78,8 @@ def gate(
     pairs = [_errors(one, other) for one, other in combinations(bases, 2)]
     absolute, relative = _errors(bases[0], target)
     first = _check((absolute[0], relative[0]), FIRST, [(a[0], r[0]) for a, r in pairs], SLACK[0])
-    average = _check(
-        (absolute.mean(), relative.mean()),
-        AVERAGE,
-        [(a.mean(), r.mean()) for a, r in pairs],
-        SLACK[1],
-    )
+    means, own = (absolute.mean(), relative.mean()), [(a.mean(), r.mean()) for a, r in pairs]
+    average = _check(means, AVERAGE, own, SLACK[1])
     known = np.isfinite(norms[0]) & np.isfinite(target_norm) & (norms[0] > 0)
     norm = None
     if known.any():
@@ -91,9 +87,8 @@ def gate(
     steps = len(target) * every
     verdict = "not judged" if steps < least else "pass" if first.ok and average.ok else "fail"
     positive = float((target > bases[0]).mean() + (target == bases[0]).mean() / 2)
-    return Gate(
-        verdict, steps, first, average, norm, None if norm is None else norm <= NORM, positive
-    )
+    met = None if norm is None else norm <= NORM
+    return Gate(verdict, steps, first, average, norm, met, positive)
 
 
 def _errors(base: Floats, other: Floats) -> tuple[Floats, Floats]:
@@ -108,14 +103,9 @@ def _check(
     fluctuation: Sequence[tuple[float, float]],
     slack: float,
 ) -> Check:
-    own = [max((f[i] * slack for f in fluctuation), default=0.0) for i in (0, 1)]
-    allowed = [max(limit, mine) for limit, mine in zip(limits, own, strict=True)]
-    ok = any(value < limit for value, limit in zip(found, allowed, strict=True))
-    return Check(
-        float(found[0]),
-        float(found[1]),
-        float(allowed[0]),
-        float(allowed[1]),
-        allowed != list(limits),
-        bool(ok),
+    absolute, relative = (
+        float(max([limit, *(f[i] * slack for f in fluctuation)])) for i, limit in enumerate(limits)
     )
+    ok = bool(found[0] < absolute or found[1] < relative)
+    relaxed = (absolute, relative) != limits
+    return Check(float(found[0]), float(found[1]), absolute, relative, relaxed, ok)

@@ -1,6 +1,7 @@
 """The verdict on a loss curve as one self-contained HTML page, and as JUnit XML."""
 
 from html import escape
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +24,11 @@ def page(report: Report) -> str:
 def body(report: Report) -> str:
     """Return the content of the page below its heading."""
     word = report.verdict
-    name = escape(str(report.inputs[-1]["path"]))
-    sentence = escape(report.sentence.split(": ", 1)[-1])
+    name, sentence = report.inputs[-1]["path"], report.sentence.split(": ", 1)[-1]
     sentence = sentence[:1].upper() + sentence[1:]
-    parts = [
-        f"<p class=soft>{name} against {escape(', '.join(i['path'] for i in report.inputs[:-1]))}</p>",
-        f"<p class=sentence>{sentence}</p>",
-    ]
-    if len(report.steps) > 1:
+    bases = ", ".join(i["path"] for i in report.inputs[:-1])
+    parts = [html.tag("p", f"{name} against {bases}", "soft"), html.tag("p", sentence, "sentence")]
+    if len(report.compared.steps) > 1:
         parts += [_curves(report), _differences(report), _beginning(report)]
     parts += ["<h2>What was checked</h2>", _checks(report)]
     if report.findings:
@@ -42,8 +40,7 @@ def body(report: Report) -> str:
     if report.spikes:
         parts += ["<h2>Spikes</h2>", _spikes(report)]
     parts += ["<h2>Curves</h2>", _inputs(report)]
-    parts.append("".join(f"<p class=soft>{escape(note)}.</p>" for note in report.notes))
-    return "".join(parts)
+    return "".join([*parts, *(html.tag("p", f"{note}.", "soft") for note in report.notes)])
 
 
 def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) -> Axes:
@@ -75,86 +72,76 @@ def _thin(steps: Floats, values: Floats, most: int = 900) -> tuple[Floats, Float
 
 def _mean(values: Floats, width: int) -> Floats:
     """Return the mean over a centred window; at ends and gaps, over the values that are there."""
-    good = np.isfinite(values)
-    kernel = np.ones(width)
+    good, kernel = np.isfinite(values), np.ones(width)
     sums = np.convolve(np.where(good, values, 0.0), kernel, "same")
-    return np.where(
-        good, sums / np.maximum(np.convolve(good.astype(float), kernel, "same"), 1), np.nan
-    )
-
-
-def _window(report: Report) -> int:
-    return max(3, len(report.steps) // 25) | 1
+    counts = np.convolve(good.astype(float), kernel, "same")
+    return np.where(good, sums / np.maximum(counts, 1), np.nan)
 
 
 def _curves(report: Report) -> str:
-    both = np.concatenate([report.base, report.target])
+    steps, target, bases = report.compared.steps, report.compared.target, report.compared.bases
+    mean = np.mean(bases, axis=0)
+    both = np.concatenate([mean, target])
     good = both[np.isfinite(both)]
     if not len(good):
         return ""
-    axes = _axes(report.steps, float(good.min()), float(np.quantile(good, 0.9995)))
+    axes = _axes(steps, float(good.min()), float(np.quantile(good, 0.9995)))
     parts = [axes.grid(labels=("", "loss"))]
-    parts.append(_line(axes, report.steps, report.base, "base", 3.5))
-    parts.append(_line(axes, report.steps, report.target, "target", 1.1))
+    parts.append(_line(axes, steps, mean, "base", 3.5))
+    parts.append(_line(axes, steps, target, "target", 1.1))
     for spike in report.spikes:
-        at = int(np.searchsorted(report.steps, spike.step))
-        value = max(report.base[at], report.target[at])
+        at = int(np.searchsorted(steps, spike.step))
+        value = max(mean[at], target[at])
         kind = "spike" if spike.where == "both" else "spike alone"
         title = f"step {spike.step}: base {spike.base:+.1%}, target {spike.target:+.1%}"
         parts.append(axes.dot(spike.step, value, kind, 5, title))
-    bad = report.steps[~np.isfinite(report.target)]
-    parts += [
-        f"<text class=mark x={axes.x(s):.1f} y=22 text-anchor=middle>NaN</text>" for s in bad[:1]
-    ]
-    base = "base" + (f" (mean of {len(report.bases)} runs)" if len(report.bases) > 1 else "")
-    keys = html.keys(
-        [("var(--base)", base), ("var(--target)", "target")],
-        "○ a spike; red: in one of the two runs only",
-    )
+    for step in steps[~np.isfinite(target)][:1]:
+        at = f"x={axes.x(step):.1f} y=22"
+        parts.append(f"<text class=mark {at} text-anchor=middle>NaN</text>")
+    base = "base" + (f" (mean of {len(bases)} runs)" if len(bases) > 1 else "")
+    colours = [("var(--base)", base), ("var(--target)", "target")]
+    keys = html.keys(colours, "○ a spike; red: in one of the two runs only")
     return keys + axes.draw(parts, "losses of base and target")
 
 
 def _differences(report: Report) -> str:
-    d: Floats = np.expm1(report.difference) * 100.0
-    good = d[np.isfinite(d)]
-    if not len(good):
+    if report.evidence is None:
         return ""
-    width = _window(report)
+    steps, bases = report.compared.steps, report.compared.bases
+    d: Floats = np.expm1(report.evidence.difference) * 100.0
     known = np.isfinite(d)
+    good, width = d[known], max(3, len(steps) // 25) | 1
     tamed = d.copy()
-    tamed[known] = stats.tame(d[known])  # otherwise a spike would lift the whole window around it
+    tamed[known] = stats.tame(good)  # otherwise a spike would lift the whole window around it
     smooth = _mean(tamed, width)
-    envelope = report.envelope * 100
-    logs = np.log(np.where(np.array(report.bases) > 0, report.bases, np.nan))
+    envelope = report.evidence.envelope * 100
+    logs = np.log(np.where(np.array(bases) > 0, bases, np.nan))
     others = [_mean((x - logs.mean(axis=0)) * 100, width) for x in logs] if len(logs) > 1 else []
     reach = [np.abs(smooth[np.isfinite(smooth)]).max(), 1.3 * np.nanmax(envelope)]
-    reach += [1.25 * float(np.quantile(np.abs(good), 0.9)), report.settings.margin * 125]
+    reach += [1.25 * float(np.quantile(np.abs(good), 0.9)), report.compared.settings.margin * 125]
     top = 1.1 * float(max(reach))
-    axes = _axes(report.steps, -top, top)
+    axes = _axes(steps, -top, top)
     drawn = np.flatnonzero(np.isfinite(envelope))
     drawn = drawn[:: max(1, len(drawn) // 600)]
     band = envelope[drawn].tolist()
-    parts = [axes.area(report.steps[drawn].tolist(), [-v for v in band], band, "band")]
+    parts = [axes.area(steps[drawn].tolist(), [-v for v in band], band, "band")]
     for finding in report.findings:
         if "difference" in finding.kind and finding.low != finding.high:
-            low, high = axes.x(finding.low), axes.x(finding.high)
-            parts.append(
-                f"<rect class=onset x={low:.1f} y=8 width={max(1.5, high - low):.1f} height=268 />"
-            )
+            low, wide = axes.x(finding.low), axes.x(finding.high) - axes.x(finding.low)
+            size = f"width={max(1.5, wide):.1f} height=268"
+            parts.append(f"<rect class=onset x={low:.1f} y=8 {size} />")
     label = f"target's loss over base's, % (line: mean over {width} values)"
     parts.append(axes.grid(labels=("", label)))
     parts.append(axes.line(axes.across, (0, 0), "zero", 1))
     picked = np.flatnonzero(np.isfinite(d) & (np.abs(d) <= top))
     picked = picked[:: max(1, len(picked) // 2500)]
-    points = zip(report.steps[picked].tolist(), d[picked].tolist(), strict=True)
+    points = zip(steps[picked].tolist(), d[picked].tolist(), strict=True)
     parts += [axes.dot(step, value, "raw", 1.3) for step, value in points]
-    parts += [_line(axes, report.steps, other, "base", 1.2) for other in others]
-    parts.append(_line(axes, report.steps, smooth, "target", 2.6))
+    parts += [_line(axes, steps, other, "base", 1.2) for other in others]
+    parts.append(_line(axes, steps, smooth, "target", 2.6))
     parts += _marks(report, axes)
-    keys = [
-        ("var(--target)", "target against base"),
-        ("var(--band)", "95 % of the values are here if the runs are alike"),
-    ]
+    keys = [("var(--target)", "target against base")]
+    keys.append(("var(--band)", "95 % of the values are here if the runs are alike"))
     if others:
         keys.append(("var(--base)", "base runs against their mean"))
     return html.keys(keys) + axes.draw(parts, "difference")
@@ -162,19 +149,19 @@ def _differences(report: Report) -> str:
 
 def _beginning(report: Report) -> str:
     """Draw how differences grow from rounding, on a logarithmic scale; nothing where they were never that small."""
-    if not report.noise or not report.noise["wander"]:
+    evidence = report.evidence
+    if evidence is None or not evidence.wander:
         return ""
-    d = np.abs(report.difference)
-    grown = np.flatnonzero(d > 0.5 * report.noise["spread"])
+    d = np.abs(evidence.difference)
+    grown = np.flatnonzero(d > 0.5 * evidence.spread)
     count = min(len(d), max(60, 2 * int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)))
-    steps = report.steps[:count]
+    steps = report.compared.steps[:count]
     axes = _axes(steps, -8.0, 0.0, 240)
     powers = [(power, f"{10.0 ** (power + 2):g} %") for power in range(-8, 1, 2)]
     parts = [axes.grid(up=powers)]
-    logs = np.log(np.array(report.bases)[:, :count])
-    for one in range(len(logs)):
-        for other in range(one):
-            parts.append(_line(axes, steps, _log(logs[one] - logs[other]), "base", 1.4))
+    logs = np.log(np.array(report.compared.bases)[:, :count])
+    pairs = combinations(range(len(logs)), 2)
+    parts += [_line(axes, steps, _log(logs[b] - logs[a]), "base", 1.4) for a, b in pairs]
     parts.append(_line(axes, steps, _log(d[:count]), "target", 2.4))
     keys = [("var(--target)", "size of the difference, target to base")]
     if len(logs) > 1:
@@ -195,9 +182,8 @@ def _marks(report: Report, axes: Axes) -> list[str]:
         parts.append(f"<line class=cut x1={at:.1f} x2={at:.1f} y1=8 y2=276 />")
         right = at > axes.width - 190
         where = f"x={at - 6:.1f} text-anchor=end" if right else f"x={at + 6:.1f}"
-        parts.append(
-            f"<text class=mark {where} y=268>step {finding.first}: {np.expm1(finding.size):+.2%}</text>"
-        )
+        said = f"step {finding.first}: {np.expm1(finding.size):+.2%}"
+        parts.append(f"<text class=mark {where} y=268>{said}</text>")
     return parts
 
 
@@ -213,27 +199,14 @@ def checks(report: Report) -> list[tuple[str, str, str, str]]:
     alone = kinds & {"single step", "first loss"}
     spikes = sum(s.where == "both" for s in report.spikes)
     inside = -bias["margin"] < bias["low"] <= bias["high"] < bias["margin"]
-    return [
-        *rows,
-        (
-            "noise explains the difference",
-            f"mean {bias['mean']:+.3%}, {abs(bias['statistic']):.1f} standard errors",
-            f"{bias['limit']:.1f} for the whole run",
-            "fail" if whole else "pass",
-        ),
-        (
-            "spikes are common",
-            f"{spikes} in both",
-            "none in one run only",
-            "fail" if alone else "pass",
-        ),
-        (
-            "equivalence",
-            f"{bias['low']:+.3%} to {bias['high']:+.3%} (90 %)",
-            f"±{bias['margin']:.2%}",
-            "pass" if inside else "fail" if whole else "not judged",
-        ),
-    ]
+    mean = f"mean {bias['mean']:+.3%}, {abs(bias['statistic']):.1f} standard errors"
+    limit, answer = f"{bias['limit']:.1f} for the whole run", "fail" if whole else "pass"
+    rows.append(("noise explains the difference", mean, limit, answer))
+    answer = "fail" if alone else "pass"
+    rows.append(("spikes are common", f"{spikes} in both", "none in one run only", answer))
+    interval = f"{bias['low']:+.3%} to {bias['high']:+.3%} (90 %)"
+    answer = "pass" if inside else "fail" if whole else "not judged"
+    return [*rows, ("equivalence", interval, f"±{bias['margin']:.2%}", answer)]
 
 
 def _standard(report: Report) -> list[tuple[str, str, str, str]]:
@@ -242,7 +215,8 @@ def _standard(report: Report) -> list[tuple[str, str, str, str]]:
     gate = report.gate
     if gate is None:
         return rows
-    few = gate.steps < report.settings.steps
+    least = report.compared.settings.steps
+    few = gate.steps < least
     for name, check in (("first loss", gate.first), ("average error", gate.average)):
         found = f"{check.absolute:.5f} or {check.relative:.3%}"
         relaxed = " (relaxed to the base runs' own)" if check.relaxed else ""
@@ -251,9 +225,8 @@ def _standard(report: Report) -> list[tuple[str, str, str, str]]:
         rows.append((f"standard: {name}", found, allowed, answer))
     if gate.norm is not None:
         rows.append(("standard: gradient norm", f"{gate.norm:.2%}", "10.00%", "monitored"))
-    least = f"{report.settings.steps:,} at least"
-    rows.append(("standard: steps", f"{gate.steps:,}", least, "not judged" if few else "pass"))
-    return rows
+    answer = "not judged" if few else "pass"
+    return [*rows, ("standard: steps", f"{gate.steps:,}", f"{least:,} at least", answer)]
 
 
 def _checks(report: Report) -> str:
@@ -270,15 +243,10 @@ def _checks(report: Report) -> str:
 
 
 def _spikes(report: Report) -> str:
-    rows = [
-        (
-            s.step,
-            f"{s.base:+.1%}",
-            f"{s.target:+.1%}",
-            "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only"),
-        )
-        for s in report.spikes
-    ]
+    rows: list[list[object]] = []
+    for s in report.spikes:
+        where = "both: the data" if s.where == "both" else html.tag("b", f"{s.where} only")
+        rows.append([s.step, f"{s.base:+.1%}", f"{s.target:+.1%}", where])
     return html.table(["step ", "base ", "target ", "in"], rows, most=40)
 
 
@@ -299,12 +267,6 @@ def junit(report: Report) -> str:
     rows = [*checks(report), ("verdict", report.sentence, "", verdict)]
     for name, found, allowed, answer in rows:
         failed = f"{found}; allowed {allowed}" if allowed else found
-        cases.append(
-            JunitCase(
-                "align.loss",
-                name,
-                failure=failed if answer == "fail" else None,
-                skipped=reason if answer == "not judged" else None,
-            )
-        )
+        said = {"fail": {"failure": failed}, "not judged": {"skipped": reason}}.get(answer, {})
+        cases.append(JunitCase("align.loss", name, **said))
     return suite("align loss", cases)

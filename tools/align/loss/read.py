@@ -18,12 +18,13 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.narrowing import is_object
 
 Floats = NDArray[np.float64]
 
@@ -59,8 +60,7 @@ class Curve:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     line: int
     step: int
     loss: float
@@ -123,17 +123,16 @@ def _jsonl(path: Path, text: str, metric: str | None) -> Curve:
                 continue  # torn by a kill
             raise BadInputError(f"{path}:{number}: expected a JSON object with event and step")
         if record["event"] == "step":
+            known = "grad_norm" in record
             loss = _from_json(path, number, record, name)
-            norm = (
-                _from_json(path, number, record, "grad_norm") if "grad_norm" in record else math.nan
-            )
+            norm = _from_json(path, number, record, "grad_norm") if known else math.nan
             rows.append(_Row(number, record["step"], loss, norm))
     return _curve(path, "metrics.jsonl", name, rows)
 
 
 def _object(value: Any) -> dict[str, Any]:
     """Return a JSON object; an empty one instead of anything else."""
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return value if is_object(value) else {}
 
 
 def _is_int(value: Any) -> bool:
@@ -160,7 +159,6 @@ def _number(path: Path, line: int, name: str, value: Any) -> float:
 
 def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
     rows: list[_Row] = []
-    notes: set[str] = set()
     lines = text.splitlines()
     for number, line in enumerate(lines, start=1):
         if _START.search(line) is None:
@@ -169,21 +167,20 @@ def _mindformers(path: Path, text: str, metric: str | None) -> Curve:
         if found is None:
             if number == len(lines) and not text.endswith("\n"):
                 continue
-            raise BadInputError(
-                f"{path}:{number}: a line of MFLossMonitor without step, loss and global_norm"
-            )
+            said = "a line of MFLossMonitor without step, loss and global_norm"
+            raise BadInputError(f"{path}:{number}: {said}")
         loss = found["loss"] if metric in (None, "loss") else _part(path, number, line, str(metric))
         step = int(found["step"]) + (int(found["epoch"]) - 1) * int(found["steps"])
         norm = found["norm"].strip(" []\t")
         value = math.nan if norm in ("", "None") else _number(path, number, "global_norm", norm)
         rows.append(_Row(number, step, _number(path, number, "loss", loss), value))
-    again = len(rows) - len({row.step for row in rows})
-    if again:  # a log goes on after a restart; the last training of a step counts
-        notes.add(
-            f"{again} steps are in the log more than once (restarts): the last of each counts"
-        )
-        rows = sorted({row.step: row for row in rows}.values(), key=lambda row: row.step)
-    return _curve(path, "MindFormers log", metric or "loss", rows, tuple(notes))
+    last = {row.step: row for row in rows}
+    notes: tuple[str, ...] = ()
+    if repeated := len(rows) - len(last):
+        # A log goes on after a restart.
+        said = "steps are in the log more than once (restarts): the last of each counts"
+        notes, rows = (f"{repeated} {said}",), [last[step] for step in sorted(last)]
+    return _curve(path, "MindFormers log", metric or "loss", rows, notes)
 
 
 def _part(path: Path, number: int, line: str, name: str) -> str:
@@ -205,16 +202,12 @@ def _golden(path: Path, text: str, metric: str | None) -> Curve:
         raise BadInputError(f"{path}:1: expected an object of metrics as Megatron-LM writes it")
     content = _object(parsed)
     names = {_plain(name): name for name in content}
-    name = (
-        metric
-        if metric in content
-        else _choose(names, (metric,) if metric else ("lm_loss", *LOSS_NAMES))
-    )
+    name = metric
+    if name not in content:
+        name = _choose(names, (metric,) if metric else ("lm_loss", *LOSS_NAMES))
     if name is None:
-        wanted = metric or "lm loss"
-        raise BadInputError(
-            f"{path}:1: no metric {wanted!r}; there are {', '.join(sorted(content)) or 'none'}"
-        )
+        known = ", ".join(sorted(content)) or "none"
+        raise BadInputError(f"{path}:1: no metric {metric or 'lm loss'!r}; there are {known}")
     loss = _golden_values(path, text, name, content[name])
     norm_name = _choose(names, NORM_NAMES)
     norms = {} if norm_name is None else _golden_values(path, text, norm_name, content[norm_name])
@@ -231,17 +224,15 @@ def _golden_values(path: Path, text: str, name: str, content: Any) -> dict[int, 
     found: dict[int, float] = {}
     for step, value in _object(values).items():
         if not re.fullmatch(r"-?\d{1,15}", step):
-            raise BadInputError(
-                f"{path}:{line}: {name!r} has the step {step!r}; expected a whole number"
-            )
+            said = f"{name!r} has the step {step!r}; expected a whole number"
+            raise BadInputError(f"{path}:{line}: {said}")
         found[int(step)] = _number(path, line, f"{name!r} at step {step}", value)
     start, end, every = (described.get(key) for key in ("start_step", "end_step", "step_interval"))
     if isinstance(start, int) and isinstance(end, int) and isinstance(every, int) and every > 0:
         lost = next((step for step in range(start, end + 1, every) if step not in found), None)
         if lost is not None:
-            raise BadInputError(
-                f"{path}:{line}: {name!r} promises steps {start} to {end} by {every}; {lost} is missing"
-            )
+            said = f"{name!r} promises steps {start} to {end} by {every}; {lost} is missing"
+            raise BadInputError(f"{path}:{line}: {said}")
     return found
 
 
@@ -277,9 +268,8 @@ def _csv(path: Path, text: str, metric: str | None) -> Curve:
             raise BadInputError(f"{path}:{number}: {len(cells)} columns; expected {len(titles)}")
         step = _number(path, number, "step", cells[columns[0]].strip())
         if not step.is_integer() or abs(step) >= 2**53:
-            raise BadInputError(
-                f"{path}:{number}: step is {cells[columns[0]].strip()}; expected a whole number"
-            )
+            said = f"step is {cells[columns[0]].strip()}; expected a whole number"
+            raise BadInputError(f"{path}:{number}: {said}")
         loss = _number(path, number, name, cells[columns[1]].strip())
         norm = cells[columns[2]].strip() if columns[2] is not None else ""
         value = _number(path, number, "grad_norm", norm) if norm else math.nan
@@ -309,11 +299,8 @@ def _columns(
             f"or CSV with columns step and {wanted}; found {found!r}"
         )
     norm = _choose(names, NORM_NAMES)
-    return (
-        titles.index(step),
-        titles.index(loss),
-        None if norm is None else titles.index(norm),
-    ), loss.strip()
+    last = None if norm is None else titles.index(norm)
+    return (titles.index(step), titles.index(loss), last), loss.strip()
 
 
 def _curve(
@@ -323,15 +310,8 @@ def _curve(
         raise BadInputError(f"{path}: {kind} without a single step")
     for one, other in itertools.pairwise(rows):
         if other.step <= one.step:
-            raise BadInputError(
-                f"{path}:{other.line}: step {other.step} after step {one.step}; expected a later one"
-            )
-    return Curve(
-        str(path),
-        kind,
-        metric,
-        np.array([row.step for row in rows], np.int64),
-        np.array([row.loss for row in rows], np.float64),
-        np.array([row.norm for row in rows], np.float64),
-        notes,
-    )
+            said = f"step {other.step} after step {one.step}; expected a later one"
+            raise BadInputError(f"{path}:{other.line}: {said}")
+    _, steps, *values = zip(*rows, strict=True)
+    loss, norm = (np.array(column, np.float64) for column in values)
+    return Curve(str(path), kind, metric, np.array(steps, np.int64), loss, norm, notes)

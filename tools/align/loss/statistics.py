@@ -72,21 +72,19 @@ def rolling_median(values: Floats, width: int) -> Floats:
 
 def levels(d: Floats) -> Floats:
     """Return the best fit of d by two levels, or by three if the third explains a quarter of the remaining variance."""
-    at = _split(d)
-    pieces = [d[:at], d[at:]]
+    pieces = np.split(d, [_split(d)])
     fits = [np.full(len(piece), piece.mean()) for piece in pieces]
-    rest = sum(float(np.square(p - f).sum()) for p, f in zip(pieces, fits, strict=True))
-    best: tuple[float, int, Floats] | None = None
+    rests = [float(np.square(p - f).sum()) for p, f in zip(pieces, fits, strict=True)]
+    finer = list(fits)
+    gains = [0.0, 0.0]
     for i, piece in enumerate(pieces):
-        if len(piece) < 40:
-            continue
-        cut = _split(piece)
-        fit = np.where(np.arange(len(piece)) < cut, piece[:cut].mean(), piece[cut:].mean())
-        gain = float(np.square(piece - fits[i]).sum() - np.square(piece - fit).sum())
-        if gain > rest / 4 and (best is None or gain > best[0]):
-            best = (gain, i, fit)
-    if best is not None:
-        fits[best[1]] = best[2]
+        if len(piece) >= 40:
+            halves = np.split(piece, [_split(piece)])
+            finer[i] = np.concatenate([np.full(len(half), half.mean()) for half in halves])
+            gains[i] = rests[i] - float(np.square(piece - finer[i]).sum())
+    best = int(np.argmax(gains))
+    if gains[best] > sum(rests) / 4:
+        fits[best] = finer[best]
     return np.concatenate(fits)
 
 
@@ -133,9 +131,8 @@ def whiten(d: Floats, most: int = 6) -> Whitened:
     if len(a):
         # The estimated correlation is too small by about (1 + 3 rho) / n.
         total = float(a.sum())
-        a = a * min(
-            1.0 + (1 + 3 * max(total, 0.0)) / n / max(abs(total), 0.05), 0.995 / max(total, 0.01)
-        )
+        larger = 1.0 + (1 + 3 * max(total, 0.0)) / n / max(abs(total), 0.05)
+        a = a * min(larger, 0.995 / max(total, 0.01))
     gain = 1 - float(a.sum())
     y = d[len(a) :].copy()
     for lag, weight in enumerate(a, start=1):
@@ -306,12 +303,11 @@ def _statistics(means: Floats, firsts: NDArray[np.int64], lasts: NDArray[np.int6
 
 
 class Onset(NamedTuple):
-    """When a difference began: the likeliest index in d, its 90 % range, and the size of the difference since then."""
+    """When a difference began: the likeliest index in d, and its 90 % range."""
 
     first: int
     low: int
     high: int
-    size: float
 
 
 def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
@@ -344,10 +340,8 @@ def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
     chance = np.exp((gain - gain.max()) / doubt**2)
     share = np.cumsum(chance) / chance.sum()
     at = int(np.argmax(gain))
-    low, high = int(np.searchsorted(share, 0.05)), int(np.searchsorted(share, 0.95))
-    return Onset(
-        at + order, min(low, at) + order, max(high, at) + order, float(tail_up[at] / tail_down[at])
-    )
+    low, high = (int(i) for i in np.searchsorted(share, [0.05, 0.95]))
+    return Onset(at + order, min(low, at) + order, max(high, at) + order)
 
 
 class Interval(NamedTuple):

@@ -13,7 +13,7 @@ With two or more base runs, their differences from each other are noise by defin
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,7 @@ from telechat_moe.tools.align.loss.evidence import (
     find_spikes,
 )
 from telechat_moe.tools.align.loss.read import Curve
-
-Floats = NDArray[np.float64]
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 PASS, DIVERGED, NOT_JUDGED = "pass", "diverged", "not judged"
 
@@ -53,13 +52,8 @@ class Report:
         spikes: Jumps of either curve.
         notes: What a reader should know.
         inputs: Path, kind, metric and steps of each curve.
-        settings: Settings of the tests.
-        steps: Compared steps.
-        difference: Relative difference at each step; NaN where a loss is not finite.
-        base: Mean loss of the base runs.
-        target: Loss of the judged run.
-        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
-        bases: Loss of each base run.
+        compared: The curves on their common steps, and the settings of the tests.
+        evidence: What was measured; None where noise could not be estimated.
     """
 
     verdict: str
@@ -73,20 +67,13 @@ class Report:
     spikes: list[Spike]
     notes: list[str]
     inputs: list[dict[str, Any]]
-    settings: Settings
-    steps: NDArray[np.int64] = field(repr=False)
-    base: Floats = field(repr=False)
-    target: Floats = field(repr=False)
-    difference: Floats = field(repr=False)
-    envelope: Floats = field(repr=False)
-    bases: list[Floats] = field(repr=False)
+    compared: LossComparison = field(repr=False)
+    evidence: Evidence | None = field(repr=False)
 
     def plain(self) -> dict[str, Any]:
         """Return the report as plain data without the curves."""
-        gate = None
-        if self.gate is not None:
-            g = self.gate
-            gate = g._asdict() | {"first": g.first._asdict(), "average": g.average._asdict()}
+        g, steps = self.gate, self.compared.steps
+        gate = g and {**g._asdict(), "first": g.first._asdict(), "average": g.average._asdict()}
         found = {
             "verdict": self.verdict,
             "sentence": self.sentence,
@@ -98,23 +85,22 @@ class Report:
             "noise": self.noise,
             "spikes": [asdict(s) for s in self.spikes],
             "steps": {
-                "compared": len(self.steps),
-                "first": int(self.steps[0]) if len(self.steps) else None,
-                "last": int(self.steps[-1]) if len(self.steps) else None,
+                "compared": len(steps),
+                "first": int(steps[0]) if len(steps) else None,
+                "last": int(steps[-1]) if len(steps) else None,
             },
             "notes": self.notes,
             "inputs": self.inputs,
-            "settings": asdict(self.settings),
+            "settings": asdict(self.compared.settings),
         }
         return _json_safe(found)
 
 
 def _json_safe(value: Any) -> Any:
-    if isinstance(value, dict):
-        named = cast("dict[str, Any]", value)
-        return {key: _json_safe(item) for key, item in named.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_safe(item) for item in cast("Sequence[Any]", value)]
+    if is_object(value):
+        return {key: _json_safe(item) for key, item in value.items()}
+    if is_sequence(value):
+        return [_json_safe(item) for item in value]
     if isinstance(value, float) and not np.isfinite(value):
         return None
     return value
@@ -146,12 +132,10 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
         compared.notes.append(
             "one base run: how much the base differs from itself is unknown; give a second one"
         )
-    if len(steps) == 0:
-        return _report(compared, inputs, None, None, [])
     finite = np.isfinite(losses).all(axis=0)
     judged = np.isfinite(losses).any(axis=0)  # where none is finite there is nothing to judge
     if not judged.any():
-        compared.reasons.append("no step has a finite loss")
+        compared.reasons += ["no step has a finite loss"] if len(steps) else []
         return _report(compared, inputs, None, None, [])
     on = [x[judged] for x in (*losses, *norms)]
     gate = gates.gate(
@@ -160,10 +144,8 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
     _not_finite(compared)
     positive = (~(np.array(losses) <= 0)).all(axis=0)
     if not positive.all():
-        at = int(steps[np.argmin(positive)])
-        compared.reasons.append(
-            f"a loss of 0 or less at step {at}: relative differences need positive losses"
-        )
+        said = f"a loss of 0 or less at step {steps[np.argmin(positive)]}"
+        compared.reasons.append(f"{said}: relative differences need positive losses")
         return _report(compared, inputs, gate, None, [])
     spikes = find_spikes(compared, finite)
     return _report(compared, inputs, gate, examine(compared, finite, gate), spikes)
@@ -186,19 +168,15 @@ def _not_finite(compared: LossComparison) -> None:
     if len(alone):
         first, last = (int(compared.steps[alone[i]]) for i in (0, -1))
         value = compared.target[alone[0]]
-        text = f"loss {value} at step {first}, finite in the base" + (
-            f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
-        )
-        compared.findings.append(
-            Finding("not finite", first, last, float("nan"), first, first, None, text)
-        )
+        text = f"loss {value} at step {first}, finite in the base"
+        text += f"; {len(alone)} such steps up to {last}" if len(alone) > 1 else ""
+        found = Finding("not finite", first, last, float("nan"), first, first, None, text)
+        compared.findings.append(found)
     lost = np.flatnonzero(~base & target)
     if len(lost):
-        compared.reasons.append(
-            f"a base run has no finite loss at step {compared.steps[lost[0]]}"
-            + (f" and {len(lost) - 1} others" if len(lost) > 1 else "")
-            + ": it is no reference there"
-        )
+        text = f"a base run has no finite loss at step {compared.steps[lost[0]]}"
+        text += f" and {len(lost) - 1} others" if len(lost) > 1 else ""
+        compared.reasons.append(f"{text}: it is no reference there")
     both = int((~base & ~target).sum())
     if both:
         compared.notes.append(f"{both} steps are left out: not finite in base and target alike")
@@ -211,7 +189,6 @@ def _report(
     found: Evidence | None,
     spikes: list[Spike],
 ) -> Report:
-    settings = compared.settings
     findings = sorted(compared.findings, key=lambda f: f.first)
     bias = power = noise = None
     if found is not None:
@@ -240,7 +217,7 @@ def _report(
         if not -found.margin < found.interval.low <= found.interval.high < found.margin:
             compared.reasons.append(_too_noisy(compared, found))
     if gate is not None:
-        compared.reasons += _gate_reasons(gate, settings, noise)
+        compared.reasons += _gate_reasons(gate, compared.settings, noise)
     verdict = DIVERGED if findings else NOT_JUDGED if compared.reasons else PASS
     return Report(
         verdict,
@@ -254,13 +231,8 @@ def _report(
         spikes,
         compared.notes,
         inputs,
-        settings,
-        compared.steps,
-        np.mean(compared.bases, axis=0),
-        compared.target,
-        found.difference if found else np.full(len(compared.steps), np.nan),
-        found.envelope if found else np.full(len(compared.steps), np.nan),
-        compared.bases,
+        compared,
+        found,
     )
 
 
@@ -303,9 +275,9 @@ def _sentence(
     said = ""
     if power is not None:
         said = (
-            f" A lasting difference of {power['seen_95']:.2g} would have been seen with a probability of 95 % in "
+            f" A lasting difference of {power['seen_95'] * 100:.2g} % would have been seen with a probability of 95 % in "
             f"{len(compared.steps) * compared.every:,} steps."
-        ).replace(f"{power['seen_95']:.2g}", f"{power['seen_95'] * 100:.2g} %")
+        )
     if verdict == DIVERGED:
         texts = [f.text for f in findings[:3]]
         more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""

@@ -5,6 +5,7 @@ Those of the experts and of the update are in ``expert_cases.py``.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -120,15 +121,8 @@ def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     for inner, outer in sorted(_products(config)):
         columns = fewer(min(outer, COLUMNS), inner)
         taken = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
-        found.append(
-            OperatorCase(
-                "matmul",
-                f"{inner} to {outer}",
-                lambda: matmul.matmul(compute),
-                taken,
-                _product,
-            )
-        )
+        build = partial(matmul.matmul, compute)
+        found.append(OperatorCase("matmul", f"{inner} to {outer}", build, taken, _product))
     return found
 
 
@@ -136,36 +130,26 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     hidden, eps, classes = config.hidden_size, config.rms_norm_eps, config.vocab_size
     labelled = fewer(rows, classes)
     labels = np.arange(labelled, dtype=np.int64) * 7919 % classes
+    scores, logits = x(rows, rows, scale=3.0), x(labelled, classes)
+    constants, formula = [labels, np.ones(labelled, np.float32)], partial(_loss, labels)
+    build = cross_entropy.CrossEntropy
     found = [
-        OperatorCase(
-            "softmax", f"{rows} scores", softmax.Softmax, [x(rows, rows, scale=3.0)], _softmax
-        ),
-        OperatorCase(
-            "cross_entropy",
-            f"{classes} classes",
-            cross_entropy.CrossEntropy,
-            [x(labelled, classes)],
-            _loss(labels),
-            [labels, np.ones(labelled, np.float32)],
-        ),
+        OperatorCase("softmax", f"{rows} scores", softmax.Softmax, [scores], _softmax),
+        OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
-        found.append(_rms_norm(width, eps, x(fewer(rows, width), width)))
-    for width in sorted(
-        {config.intermediate_size, config.moe_intermediate_size or config.intermediate_size}
-    ):
+        taken, formula = [x(fewer(rows, width), width)], partial(_rms_norm, width, eps)
+        build = partial(norm.RMSNorm, width, eps)
+        found.append(OperatorCase("rms_norm", f"width {width}", build, taken, formula))
+    dense = config.intermediate_size
+    for width in sorted({dense, config.moe_intermediate_size or dense}):
         taken = [x(fewer(rows, width), width) for _ in range(2)]
         found.append(OperatorCase("swiglu", f"width {width}", swiglu.SwiGLU, taken, _swiglu))
     return found
 
 
-def _rms_norm(width: int, eps: float, x: Array) -> OperatorCase:
-    def formula(backend: str, a: Approx) -> Approx:
-        return call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
-
-    return OperatorCase(
-        "rms_norm", f"width {width}", lambda: norm.RMSNorm(width, eps), [x], formula
-    )
+def _rms_norm(width: int, eps: float, backend: str, a: Approx) -> Approx:
+    return call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
 
 
 def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
@@ -174,52 +158,34 @@ def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     tables: Any = rope.rope_table(wide, rows, config.rope_theta)
     cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
-    return OperatorCase(
-        "rope",
-        f"width {wide}, theta {config.rope_theta}",
-        lambda: rope.Rope(wide, pairs),
-        [x(1, rows, heads, wide)],
-        _rotated(cos, sin, pairs),
-        [cos, sin],
-    )
+    what, build = f"width {wide}, theta {config.rope_theta}", partial(rope.Rope, wide, pairs)
+    formula = partial(_rotated, cos, sin, pairs)
+    return OperatorCase("rope", what, build, [x(1, rows, heads, wide)], formula, [cos, sin])
 
 
 def _attending(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     query, value, scale = config.query_width, config.v_head_dim, config.query_width**-0.5
     heads = min(config.num_attention_heads, _HEADS)
     taken = [x(1, rows, heads, query), x(1, rows, heads, query), x(1, rows, heads, value)]
-    build = lambda: _Attention(heads, scale, getattr(ms, config.compute_dtype))  # noqa: E731
+    build = partial(_Attention, heads, scale, getattr(ms, config.compute_dtype))
     stored = {"fused": rounded(config.compute_dtype), "plain": "float32"}
-    what = f"{heads} heads of {query} and {value}"
+    what, formula = f"{heads} heads of {query} and {value}", partial(_attention, scale)
     return [
-        OperatorCase("attention", what, build, taken, _attention(scale), backends=[f], stored=kind)
-        for f, kind in stored.items()
+        OperatorCase("attention", what, build, taken, formula, backends=[backend], stored=kind)
+        for backend, kind in stored.items()
     ]
 
 
 def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
-    rule = routing.Rule(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        scale=config.routed_scaling_factor or 1.0,
-    )
-    return OperatorCase(
-        "routing",
-        f"{rule.experts} experts",
-        lambda: routing.routing(rule),
-        [x(rows, rule.experts)],
-        sigmoid,
-        [np.zeros(rule.experts, np.float32)],
-    )
+    count, scale = config.n_routed_experts, config.routed_scaling_factor or 1.0
+    rule = routing.Rule(count, config.num_experts_per_tok, scale=scale)
+    build, taken, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
+    return OperatorCase("routing", f"{count} experts", build, taken, sigmoid, [bias])
 
 
 def _products(config: Any) -> set[tuple[int, int]]:
-    hidden = config.hidden_size
-    pairs = {
-        (hidden, config.intermediate_size),
-        (config.intermediate_size, hidden),
-        (hidden, config.vocab_size),
-    }
+    hidden, wide = config.hidden_size, config.intermediate_size
+    pairs = {(hidden, wide), (wide, hidden), (hidden, config.vocab_size)}
     pairs.add((config.num_attention_heads * config.v_head_dim, hidden))
     if config.n_routed_experts:
         pairs |= {(hidden, config.n_routed_experts), (config.moe_intermediate_size, hidden)}
@@ -260,36 +226,27 @@ def _softmax(backend: str, a: Approx) -> Approx:
     return y
 
 
-def _loss(labels: Array) -> Callable[..., Approx]:
-    def formula(backend: str, a: Approx) -> Approx:
-        found = call("cross_entropy", a, labels)[0].reshape(1)
-        return found.plus(LOG * 2.0**-24) if backend == "plain" else found
-
-    return formula
+def _loss(labels: Array, backend: str, a: Approx) -> Approx:
+    found = call("cross_entropy", a, labels)[0].reshape(1)
+    return found.plus(LOG * 2.0**-24) if backend == "plain" else found
 
 
 def _product(backend: str, a: Approx, b: Approx) -> Approx:
     return a.matmul(b.swap(-1, -2))
 
 
-def _rotated(cos: Array, sin: Array, pairs: bool) -> Callable[..., Approx]:
-    def formula(backend: str, a: Approx) -> Approx:
-        return rotate_pairs(a, cos, sin, pairs)
-
-    return formula
+def _rotated(cos: Array, sin: Array, pairs: bool, backend: str, a: Approx) -> Approx:
+    return rotate_pairs(a, cos, sin, pairs)
 
 
-def _attention(scale: float) -> Callable[..., Approx]:
-    def formula(backend: str, q: Approx, k: Approx, v: Approx) -> Approx:
-        q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
-        if backend == "plain":
-            hidden = np.triu(np.full((q.shape[-2], q.shape[-2]), -1e30), 1)
-            made = _softmax(backend, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
-        else:
-            made = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
-        return made.transpose(0, 2, 1, 3)
-
-    return formula
+def _attention(scale: float, backend: str, q: Approx, k: Approx, v: Approx) -> Approx:
+    q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
+    if backend == "plain":
+        hidden = np.triu(np.full((q.shape[-2], q.shape[-2]), -1e30), 1)
+        made = _softmax(backend, (q * scale).matmul(k.swap(-1, -2)) + hidden).matmul(v)
+    else:
+        made = call("scaled_dot_product_attention", q, k, v, is_causal=True, scale=scale)[0]
+    return made.transpose(0, 2, 1, 3)
 
 
 def _first(made: Any) -> Any:
@@ -303,8 +260,10 @@ class _Attention(nn.Cell):
         super().__init__()
         self.fused: bool = chosen_backend("attention") == "fused"
         self.heads = heads
-        fused = lambda: attention.FlashAttention(scale, compute)  # noqa: E731
-        self.core = fused() if self.fused else attention.PlainAttention(scale)
+        fused = self.fused
+        self.core = (
+            attention.FlashAttention(scale, compute) if fused else attention.PlainAttention(scale)
+        )
 
     def construct(self, q: Any, k: Any, v: Any) -> Any:
         """Return ``[B, S, N, D]``, causal."""

@@ -5,6 +5,7 @@ stable order (fused), or padded to blocks of one expert each (plain).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore as ms
@@ -29,9 +30,8 @@ from telechat_moe.tools.align.phases.cases import (
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import GlobalNorm
 
-_EXPERTS = (
-    4  # experts of a case: a bound depends on the rows of an expert, not on the number of experts
-)
+_EXPERTS = 4
+"""Experts of a case: a bound depends on the rows of an expert, not on the number of experts."""
 _BLOCK = 8
 
 
@@ -104,48 +104,30 @@ def _dispatched(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     weight = np.abs(x(rows, per_token))
     what = f"{per_token} of {experts} experts"
     found: list[OperatorCase] = []
-    for backend, where_to in layouts.items():
+    for backend, order in layouts.items():
         size = block if backend == "plain" else 0
-        build = lambda s=size: _Permuted(experts, s)  # noqa: E731
-        back = lambda s=size: _Unpermuted(experts, s)  # noqa: E731
-        taken = [x(rows, width)]
-        found.append(
-            OperatorCase(
-                "permute", f"to {what}", build, taken, _to_experts(where_to), [index], [backend]
+        given = [x(rows, width)], [x(order.token.size, width), weight]
+        words, formulas = ("to", "back from"), (_to_experts, _to_tokens)
+        for back, (taken, word, formula) in enumerate(zip(given, words, formulas, strict=True)):
+            build, formula = partial(_Moved, experts, size, bool(back)), partial(formula, order)
+            case = OperatorCase(
+                "permute", f"{word} {what}", build, taken, formula, [index], [backend]
             )
-        )
-        taken = [x(where_to.token.size, width), weight]
-        found.append(
-            OperatorCase(
-                "permute",
-                f"back from {what}",
-                back,
-                taken,
-                _to_tokens(where_to),
-                [index],
-                [backend],
-            )
-        )
+            found.append(case)
     return found
 
 
-def _to_experts(rows: _Rows) -> Callable[..., Approx]:
-    def formula(backend: str, a: Approx) -> Approx:
-        filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
-        return where(filled, a[rows.token], a.value[rows.token])
-
-    return formula
+def _to_experts(rows: _Rows, backend: str, a: Approx) -> Approx:
+    filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
+    return where(filled, a[rows.token], a.value[rows.token])
 
 
-def _to_tokens(rows: _Rows) -> Callable[..., Approx]:
-    def formula(backend: str, y: Approx, weight: Approx) -> Approx:
-        return combine_rows(y, rows.row.reshape(weight.shape), weight)
-
-    return formula
+def _to_tokens(rows: _Rows, backend: str, y: Approx, weight: Approx) -> Approx:
+    return combine_rows(y, rows.row.reshape(weight.shape), weight)
 
 
-class _Held(nn.Cell):
-    """Holds a plan of integers that is not differentiated; outside of a graph it would be."""
+class _Fixed(nn.Cell):
+    """A plan of integers that is not differentiated; outside of a graph it would be."""
 
     def __init__(self, core: Any) -> None:
         super().__init__()
@@ -156,48 +138,26 @@ class _Held(nn.Cell):
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
 
 
-class _Routed(nn.Cell):
-    """Makes the plan of either backend from the chosen experts; block 0: the fused one."""
+class _Moved(nn.Cell):
+    """Moves tokens to the rows of their experts, or reduces these to weighted sums of tokens; block 0: fused."""
 
-    def __init__(self, experts: int, block: int) -> None:
+    def __init__(self, experts: int, block: int, back: bool) -> None:
         super().__init__()
-        self.block = block
-        self.held = _Held(permute.BlockPlan(experts) if block else permute.SortPlan(experts))
+        self.block, self.back = block, back
+        plain, fused = permute.Permute, permute.FusedPermute
+        if back:
+            plain, fused = permute.Unpermute, permute.FusedUnpermute
+        self.core: Any = plain() if block else fused()
+        self.plan = _Fixed(permute.BlockPlan(experts) if block else permute.SortPlan(experts))
 
-    def plan(self, index: Tensor) -> tuple[Tensor, ...]:
-        """Return the rows of pairs, and either the experts of blocks or the pairs of rows."""
-        return self.held(index, self.block) if self.block else self.held(index)
-
-
-class _Permuted(_Routed):
-    """Moves tokens to the rows of their experts."""
-
-    def __init__(self, experts: int, block: int) -> None:
-        super().__init__(experts, block)
-        self.core = permute.Permute() if block else permute.FusedPermute()
-
-    def construct(self, x: Tensor, index: Tensor) -> Tensor:
-        """Return ``[rows, H]``."""
+    def construct(self, x: Tensor, *given: Tensor) -> Tensor:
+        """Return ``[rows, H]``, or back ``[T, H]``; given are the chosen experts, before them back the weights."""
+        *weight, index = given
         if self.block:
-            row, blocks = self.plan(index)
-            return self.core(x, row, blocks.shape[0] * self.block)
+            row, blocks = self.plan(index, self.block)
+            return self.core(x, row, *(weight if self.back else (blocks.shape[0] * self.block,)))
         row, pair, _ = self.plan(index)
-        return self.core(x, pair, row)
-
-
-class _Unpermuted(_Routed):
-    """Reduces rows of experts to weighted sums of tokens."""
-
-    def __init__(self, experts: int, block: int) -> None:
-        super().__init__(experts, block)
-        self.core = permute.Unpermute() if block else permute.FusedUnpermute()
-
-    def construct(self, y: Tensor, weight: Tensor, index: Tensor) -> Tensor:
-        """Return ``[T, H]``."""
-        if self.block:
-            return self.core(y, self.plan(index)[0], weight)
-        row, pair, _ = self.plan(index)
-        return self.core(y, pair, row, weight)
+        return self.core(x, pair, row, *weight)
 
 
 # ------------------------------------------------------------------ experts with a capacity
@@ -227,16 +187,16 @@ def _dropping(config: Any, rows: int, x: Draw) -> OperatorCase:
 
     taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
     what = f"there and back, capacity {capacity} of {policy}"
-    return OperatorCase("permute", what, lambda: _ThereAndBack(config), taken, formula, [index])
+    return OperatorCase("permute", what, partial(_ThereAndBack, config), taken, formula, [index])
 
 
 class _ThereAndBack(nn.Cell):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.core: Any = build_dispatch(config)
-        self.core.plan = _Held(self.core.plan)
+        self.core.plan = _Fixed(self.core.plan)
         if self.core.fused:
-            self.core.sort_plan = _Held(self.core.sort_plan)
+            self.core.sort_plan = _Fixed(self.core.sort_plan)
 
     def construct(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
         """Return ``[T, H]``."""
@@ -262,35 +222,23 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         what = f"{inner} to {outer}, {experts} experts"
         weight = x(experts, inner, _columns(inner, outer, experts), scale=inner**-0.5)
         coming = x(rows, weight.shape[2])
-        into = lambda: _IntoMainGrad(compute)  # noqa: E731
-        fused = lambda: grouped_matmul.FusedGroupedMatmul(compute)  # noqa: E731
+        into = partial(_into_main_grad, compute)
+        fused = partial(grouped_matmul.FusedGroupedMatmul, compute)
         taken = [x(rows, inner), weight]
         adding = [*taken, coming, x(*weight.shape)]
         found += [
-            OperatorCase("grouped_matmul", what, fused, taken, _products(sizes), [sizes], ["fused"]),
-            OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, _added(sizes),
+            OperatorCase("grouped_matmul", what, fused, taken, partial(_products, sizes), [sizes], ["fused"]),
+            OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, partial(_added, sizes),
                  [sizes], ["fused"], backward=False),
             OperatorCase("grouped_matmul", what, grouped_matmul.GroupedMatmul,
-                 [x(blocks.size, _BLOCK, inner), weight], _block_products(blocks), [blocks], ["plain"]),
+                 [x(blocks.size, _BLOCK, inner), weight], partial(_block_products, blocks), [blocks], ["plain"]),
         ]  # fmt: skip
-    gates = [
-        x(experts, hidden, _columns(hidden, wide, experts), scale=hidden**-0.5) for _ in range(2)
-    ]
-    both = lambda: grouped_matmul.GroupedSwiGLU(compute)  # noqa: E731
+    columns, stored = _columns(hidden, wide, experts), rounded(config.compute_dtype)
+    gates = [x(experts, hidden, columns, scale=hidden**-0.5) for _ in range(2)]
+    both, formula = partial(grouped_matmul.GroupedSwiGLU, compute), partial(_activated, sizes)
     what = f"{hidden} to {wide} with SwiGLU, {experts} experts"
-    taken = [x(rows, hidden), *gates]
-    found.append(
-        OperatorCase(
-            "grouped_matmul",
-            what,
-            both,
-            taken,
-            _activated(sizes),
-            [sizes],
-            ["fused"],
-            stored=rounded(config.compute_dtype),
-        )
-    )
+    taken, given = [x(rows, hidden), *gates], ([sizes], ["fused"])
+    found.append(OperatorCase("grouped_matmul", what, both, taken, formula, *given, stored=stored))
     return found
 
 
@@ -308,58 +256,43 @@ def _uneven(rows: int, experts: int) -> Array:
     return np.append(sizes, 0).astype(np.int32)
 
 
-def _products(sizes: Array) -> Callable[..., Approx]:
-    def formula(backend: str, x: Approx, w: Approx) -> Approx:
-        return grouped_product(x, w, sizes)
-
-    return formula
+def _products(sizes: Array, backend: str, x: Approx, w: Approx) -> Approx:
+    return grouped_product(x, w, sizes)
 
 
-def _block_products(blocks: Array) -> Callable[..., Approx]:
-    def formula(backend: str, x: Approx, w: Approx) -> Approx:
-        return x.matmul(w[blocks])
-
-    return formula
+def _block_products(blocks: Array, backend: str, x: Approx, w: Approx) -> Approx:
+    return x.matmul(w[blocks])
 
 
-def _activated(sizes: Array) -> Callable[..., Approx]:
-    def formula(backend: str, x: Approx, gate: Approx, up: Approx) -> Approx:
-        g, u = (grouped_product(x, w, sizes) for w in (gate, up))
-        return g * sigmoid(backend, g) * u
-
-    return formula
+def _activated(sizes: Array, backend: str, x: Approx, gate: Approx, up: Approx) -> Approx:
+    g, u = (grouped_product(x, w, sizes) for w in (gate, up))
+    return g * sigmoid(backend, g) * u
 
 
-def _added(sizes: Array) -> Callable[..., list[Approx]]:
-    def formula(backend: str, x: Approx, w: Approx, coming: Approx, main: Approx) -> list[Approx]:
-        ends = np.cumsum(sizes)
-        into: list[Approx] = []
-        out: list[Approx] = []
-        for i, (n, e) in enumerate(zip(sizes, ends, strict=True)):
-            rows = slice(int(e - n), int(e))
-            if n:
-                into.append(coming[rows].matmul(w[i].swap(-1, -2)))
-                made = main[i] + x[rows].swap(-1, -2).matmul(coming[rows])
-            else:
-                made = main[i]
-            out.append(made.reshape(1, *made.shape))
-        return [concatenate(into, 0), concatenate(out, 0)]
-
-    return formula
+def _added(
+    sizes: Array, backend: str, x: Approx, w: Approx, coming: Approx, main: Approx
+) -> list[Approx]:
+    into: list[Approx] = []
+    out: list[Approx] = []
+    for i, (n, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
+        rows, made = slice(int(end - n), int(end)), main[i]
+        if n:
+            into.append(coming[rows].matmul(w[i].swap(-1, -2)))
+            made = made + x[rows].swap(-1, -2).matmul(coming[rows])
+        out.append(made.reshape(1, *made.shape))
+    return [concatenate(into, 0), concatenate(out, 0)]
 
 
-class _IntoMainGrad:
-    """GMMAdd: the gradient of the rows, and the main gradient to which that of the weights was added."""
+def _into_main_grad(compute: Any) -> Callable[..., Sequence[Any]]:
+    """Return GMMAdd: the gradient of the rows, and the main gradient to which that of the weights was added."""
+    core = grouped_matmul.GroupedMatmulIntoMainGrad(compute)
+    back = ops.GradOperation(get_all=True, sens_param=True)(core)
 
-    def __init__(self, compute: Any) -> None:
-        self.core = grouped_matmul.GroupedMatmulIntoMainGrad(compute)
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, coming: Tensor, main: Tensor, sizes: Tensor
-    ) -> tuple[Any, Any]:
+    def run(x: Tensor, weight: Tensor, coming: Tensor, main: Tensor, sizes: Tensor) -> Any:
         kept = Parameter(main, name="main")
-        back = ops.GradOperation(get_all=True, sens_param=True)(self.core)
         return back(x, weight, sizes, kept, coming)[0], kept
+
+    return run
 
 
 # ------------------------------------------------------------------ the update
@@ -378,7 +311,7 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
     shapes = [(ROWS, min(hidden, COLUMNS)), (hidden,)]
     grads = [x(*s, scale=1e-3) for s in shapes]
     found = [
-        OperatorCase("adamw", f"norm of gradients, width {hidden}", lambda: _Norm(len(shapes)), grads, _norm,
+        OperatorCase("adamw", f"norm of gradients, width {hidden}", partial(_norms, len(shapes)), grads, _norm,
              backward=False, dtype="float32")
     ]  # fmt: skip
     for step in (1, 10):
@@ -387,9 +320,12 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
             first, second = x(*shape, scale=1e-3), x(*shape, scale=1e-3) ** 2
             states = [0 * first, 0 * second] if step == 1 else [first, second]
             taken += [x(*shape, scale=0.02), *states, grad]
-        build = lambda s=step: _Update(given, shapes, rate, s)  # noqa: E731
+        build, formula = (
+            partial(_Update, given, shapes, rate, step),
+            partial(_updated, given, rate, step),
+        )
         found.append(
-            OperatorCase("adamw", f"update {step} at rate {rate:g}", build, taken, _updated(given, rate, step),
+            OperatorCase("adamw", f"update {step} at rate {rate:g}", build, taken, formula,
                  backward=False, dtype="float32")
         )  # fmt: skip
     return found
@@ -398,12 +334,9 @@ def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
 _CLIP = 0.375
 
 
-class _Norm:
-    def __init__(self, tensors: int) -> None:
-        self.core = GlobalNorm(tensors)
-
-    def __call__(self, *grads: Tensor) -> Sequence[Any]:
-        return self.core(grads)
+def _norms(tensors: int) -> Callable[..., Sequence[Any]]:
+    core = GlobalNorm(tensors)
+    return lambda *grads: core(grads)
 
 
 def _norm(backend: str, *grads: Approx) -> list[Approx]:
@@ -434,14 +367,11 @@ class _Update:
         return [x for row in zip(*kept, strict=True) for x in row]
 
 
-def _updated(given: Any, rate: float, step: int) -> Callable[..., list[Approx]]:
-    def formula(backend: str, *states: Approx) -> list[Approx]:
-        found: list[Approx] = []
-        for i in range(0, len(states), 4):
-            weight, first, second, grad = states[i : i + 4]
-            decay = given.weight_decay if i + 4 < len(states) else 0.0
-            settings = (step, rate, given.betas, given.eps, decay)
-            found += call("AdamW", weight, grad * _CLIP, first, second, *settings)
-        return found
-
-    return formula
+def _updated(given: Any, rate: float, step: int, backend: str, *states: Approx) -> list[Approx]:
+    found: list[Approx] = []
+    for i in range(0, len(states), 4):
+        weight, first, second, grad = states[i : i + 4]
+        decay = given.weight_decay if i + 4 < len(states) else 0.0
+        settings = (step, rate, given.betas, given.eps, decay)
+        found += call("AdamW", weight, grad * _CLIP, first, second, *settings)
+    return found
