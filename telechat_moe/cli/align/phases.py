@@ -41,6 +41,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print; return the exit code."""
     from telechat_moe.tools.align.phases import workflow
+    from telechat_moe.tools.align.report import combined
 
     out = Path(args.out)
     plan = workflow.PhasesPlan(
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         say=(lambda text: None) if args.json == "-" else print,
     )
     report = workflow.run(plan)
-    (out / "phases.html").write_text(workflow.page(report), encoding="utf-8")
+    page = combined.page([combined.document("phases.json", report)])
+    (out / "phases.html").write_text(page, encoding="utf-8")
     code = VERDICT_CODES[report["verdict"]]
     if not write_json(args.json, report):
         print(f"\n{report['verdict']}: {report['sentence']}\n{out / 'phases.html'}")

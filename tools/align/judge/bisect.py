@@ -88,6 +88,7 @@ class Finding:
 
 Ranks = Mapping[int, RankDump]
 Seen = tuple[int, int, str, str, float]
+Run = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -136,17 +137,15 @@ class Outcome:
 class Known:
     """What comparisons with the same reference share: its data flow, and verdicts on calls with equal contents."""
 
-    flows: dict[tuple[int, tuple[str, ...]], DataFlow] = field(
-        default_factory=dict[tuple[int, tuple[str, ...]], DataFlow]
-    )
+    flows: dict[Run, DataFlow] = field(default_factory=dict[Run, DataFlow])
     verdicts: dict[bytes, list[Verdict]] = field(default_factory=dict[bytes, list[Verdict]])
 
     def flow(self, reference: RankDump) -> DataFlow:
         """Return the data flow of a rank of the reference."""
-        place = reference.rank, tuple(reference.calls)
-        if place not in self.flows:
-            self.flows[place] = DataFlow(reference)
-        return self.flows[place]
+        run = reference.rank, tuple(reference.calls)
+        if run not in self.flows:
+            self.flows[run] = DataFlow(reference)
+        return self.flows[run]
 
 
 def bisect(
@@ -440,9 +439,6 @@ def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ran
 
 
 def layer_of(call: Call) -> int | None:
-    """Return the number of a call's layer, from its name or its module's; None: it belongs to no layer."""
-    for text in (call.parent or "", call.key):
-        match = _LAYER.search(text)
-        if match:
-            return int(match[1])
-    return None
+    """Return the number of a call's layer, from its module's name or its own; None: it belongs to no layer."""
+    match = _LAYER.search(call.parent or "") or _LAYER.search(call.key)
+    return int(match[1]) if match else None

@@ -312,11 +312,7 @@ def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str
     """Return what a wrong exchange did instead: no reduction, another group, a doubled term, another order.
 
     The weight of each rank's contribution is found by least squares; weights that explain the whole tensor are an
-    answer.
-
-    Args:
-        received: What a rank received.
-        dumps: All ranks of the step.
+    answer. ``dumps`` are all ranks of the step.
     """
     values = list(flat(received.call.outputs))
     if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):

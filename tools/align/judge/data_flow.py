@@ -31,11 +31,7 @@ _WEIGHTS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var"}
 
 @dataclass
 class DataFlow:
-    """The data flow of one rank.
-
-    Args:
-        dump: Its calls.
-    """
+    """The data flow of one rank."""
 
     dump: RankDump
     tensors: dict[Place, TensorRecord] = field(init=False)

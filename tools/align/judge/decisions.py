@@ -316,14 +316,7 @@ def _apart(
 
 
 class _Scores:
-    """Scores recomputed from the router's input, for some rows.
-
-    Args:
-        dump: The rank's dump.
-        key: Key of the call that chooses.
-        record: The scores that the call was given.
-        rows: The rows to compute.
-    """
+    """Scores recomputed from the router's input, for some rows of the record that a call was given."""
 
     def __init__(self, dump: RankDump, key: str, record: TensorRecord, rows: Array) -> None:
         calls = list(dump.calls.values())

@@ -90,12 +90,7 @@ def family_of(finding: "Wrong") -> Answer:
 
 
 def of_received(received: Received, dumps: Mapping[int, RankDump]) -> Answer:
-    """Return the kind of fault of what a rank received, where it is no wrong reduction.
-
-    Args:
-        received: What it received.
-        dumps: All ranks of the step.
-    """
+    """Return the kind of fault of what a rank received, where it is no wrong reduction; ``dumps`` has all ranks."""
     verdict, call = received.verdict, received.call
     tensor = dict(call.tensors()).get(verdict.place)
     if tensor is None or tensor.read is None or not received.expected:

@@ -17,11 +17,7 @@ PLACES = {"gradient": "input.grad", "weight": "input.weight", "updated weight": 
 
 
 def hf_map(config: "ModelConfig") -> list[dict[str, Any]]:
-    """Return the entries of the map of a model; the reference is Hugging Face's run.
-
-    Args:
-        config: Model section of the recipe.
-    """
+    """Return the entries of the map of a model section; the reference is Hugging Face's run."""
     return [*_activations(config), *_weights(config)]
 
 
@@ -29,9 +25,8 @@ def _activations(config: "ModelConfig") -> Iterator[dict[str, Any]]:
     def entry(name: str, theirs: str, ours: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "reference": theirs, "target": ours, **more}
 
-    yield entry(
-        "embedding", "Module.model.embed_tokens.*.forward.* output.0", "Cell.*model.embedding.*.forward.0 output.0"
-    )  # fmt: skip
+    ours = "Cell.*model.embedding.*.forward.0 output.0"
+    yield entry("embedding", "Module.model.embed_tokens.*.forward.* output.0", ours)
     for i in range(config.num_hidden_layers):
         theirs, ours = f"Module.model.layers.{i}", f"model.layers.{i}"
         yield entry(
@@ -53,16 +48,10 @@ def _activations(config: "ModelConfig") -> Iterator[dict[str, Any]]:
             f"{theirs}.DeepseekV3DecoderLayer.forward.* output.0",
             f"Cell.*{ours}.Block.forward.0 output.0",
         )
-    yield entry(
-        "logits",
-        "Module.lm_head.Linear.forward.* output.0",
-        "Cell.*model.head.*.forward.0 output.0",
-    )
-    yield entry(
-        "loss",
-        "Functional.cross_entropy.*.forward output.0",
-        "Primitive.*loss*.TelechatCrossEntropy.0.forward output.0",
-    )
+    ours = "Cell.*model.head.*.forward.0 output.0"
+    yield entry("logits", "Module.lm_head.Linear.forward.* output.0", ours)
+    ours = "Primitive.*loss*.TelechatCrossEntropy.0.forward output.0"
+    yield entry("loss", "Functional.cross_entropy.*.forward output.0", ours)
 
 
 def _weights(config: "ModelConfig") -> Iterator[dict[str, Any]]:
@@ -70,9 +59,9 @@ def _weights(config: "ModelConfig") -> Iterator[dict[str, Any]]:
         if pair.is_bias:  # no gradient
             continue
         for what, place in PLACES.items():
-            entry: dict[str, Any] = {
+            yield {
                 "name": f"{what} of {pair.ours}",
                 "reference": [f"weight {name} {place}" for name in pair.hf],
                 "target": f"weight {pair.ours} {place}",
+                **({"transposed": True} if pair.stacked else {}),
             }
-            yield {**entry, "transposed": True} if pair.stacked else entry

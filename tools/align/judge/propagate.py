@@ -27,11 +27,7 @@ _SUMMED = ("allreduce", "reducescatter")
 
 
 class Deviations:
-    """Standard deviations of the rounding errors of a rank's tensors.
-
-    Args:
-        dump: The dump of the rank, with values.
-    """
+    """Standard deviations of the rounding errors of a rank's tensors, whose dump must have values."""
 
     def __init__(self, dump: RankDump) -> None:
         self.dump, self.flow = dump, DataFlow(dump)

@@ -79,11 +79,8 @@ def arguments_of(
 ) -> tuple[Arguments, list[Approx]]:
     """Return a forward call's arguments with tensors loaded, and its floating-point tensors in order.
 
-    Args:
-        call: The forward call.
-        formula: Its formula.
-        settings: See :func:`replay_call`.
-        stores: Intermediate results are rounded to the tensors' type, as in backward kernels.
+    Numbers and flags are those of the ``settings``. If it ``stores``, intermediate results are rounded to the tensors'
+    type, as in backward kernels.
     """
     tensors: list[Approx] = []
     stores = stores or formula.stores

@@ -16,14 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.records import (
-    Call,
-    Phase,
-    RankDump,
-    Scalar,
-    TensorRecord,
-    Value,
-)
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import Exchange, judged_collectives
 from telechat_moe.tools.align.judge.divergent_call import Wrong
 from telechat_moe.tools.align.judge.edges import origin
@@ -60,9 +53,8 @@ def write(finding: "Finding", folder: Path) -> Path:
         BadInputError: The folder cannot be made or is not empty, or the dumps lack the call's surroundings.
     """
     if finding.about is None:
-        raise BadInputError(
-            f"{folder}: no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
-        )
+        said = f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
+        raise BadInputError(f"{folder}: {said}")
     tensors: dict[str, Array] = {}
     about = _described(finding, tensors)
     try:
@@ -72,11 +64,10 @@ def write(finding: "Finding", folder: Path) -> Path:
         np.savez(folder / DATA, about=np.array(json.dumps(about)), **tensors)
         script = folder / SCRIPT
         title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
-        clean = (t.replace("\\", "/").replace('"""', "'''") for t in (title, about["said"]))
-        script.write_text(
-            _TEXT.format(**dict(zip(("title", "said"), clean, strict=True)), data=DATA),
-            encoding="utf-8",
+        title, said = (
+            text.replace("\\", "/").replace('"""', "'''") for text in (title, about["said"])
         )
+        script.write_text(_TEXT.format(title=title, said=said, data=DATA), encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"{folder}: cannot be written: {error.strerror}") from None
     return script
@@ -148,9 +139,8 @@ def _of_exchange(about: Exchange, tensors: dict[str, Array]) -> dict[str, Any]:
     believed: dict[str, Any] = {}
     for rank, key in received.keys.items():
         calls[str(rank)] = _call(about.target[rank].calls[key], f"rank{rank}", tensors)
-        other = about.reference[rank].calls.get(key) if rank in about.reference else None
-        if other is not None:
-            believed[str(rank)] = _call(other, None, tensors)
+        if rank in about.reference and key in about.reference[rank].calls:
+            believed[str(rank)] = _call(about.reference[rank].calls[key], None, tensors)
     return {"kind": "exchange", "rank": received.rank, "calls": calls, "reference": believed}
 
 
@@ -204,28 +194,19 @@ def _read(entry: Mapping[str, Any], tensors: Mapping[str, Array]) -> Call:
         if of is None:
             return None
         if "tensor" in of:
-            array = tensors.get(of["tensor"])
-            shape = tuple(of["shape"])
+            array, grad = tensors.get(of["tensor"]), of.get("requires_grad")
             read = None if array is None else lambda: array
-            return TensorRecord(
-                of["dtype"], shape, requires_grad=of.get("requires_grad"), read=read
-            )
+            return TensorRecord(of["dtype"], tuple(of["shape"]), requires_grad=grad, read=read)
         if "list" in of:
             return [value(v) for v in of["list"]]
         if "dict" in of:
             return {k: value(v) for k, v in of["dict"].items()}
         return Scalar(of["type"], of["scalar"])
 
-    return Call(
-        entry["key"],
-        "api",
-        entry["name"],
-        0,
-        Phase(entry["phase"]),
-        [value(v) for v in entry["inputs"]],
-        {k: value(v) for k, v in entry["kwargs"].items()},
-        [value(v) for v in entry["outputs"]],
-    )
+    inputs, outputs = ([value(v) for v in entry[name]] for name in ("inputs", "outputs"))
+    kwargs = {k: value(v) for k, v in entry["kwargs"].items()}
+    key, name, phase = entry["key"], entry["name"], Phase(entry["phase"])
+    return Call(key, "api", name, 0, phase, inputs, kwargs, outputs)
 
 
 def _operator(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:

@@ -16,11 +16,7 @@ def phase_of(call: Call, flow: DataFlow) -> Phase:
 
     The data flow shows the phase of a call with a forward key in the backward pass (a collective, the clipping of
     gradients): what a backward call takes is backward, a collective over gradients that no backward call takes is a
-    reduction, and what follows is the optimizer's.
-
-    Args:
-        call: The call.
-        flow: Data flow of a trusted run with the same keys.
+    reduction, and what follows is the optimizer's. The flow is that of a trusted run with the same keys.
     """
     if call.stage is not Phase.FORWARD or call.key not in flow.order:
         return call.stage

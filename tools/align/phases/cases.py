@@ -73,12 +73,7 @@ class OperatorCase:
 
 
 class Draw:
-    """Draws values for inputs.
-
-    Args:
-        dtype: Type of the recipe, to which values are rounded.
-        rng: Source of the random values.
-    """
+    """Draws values for inputs, rounded to the type of the recipe."""
 
     def __init__(self, dtype: str, rng: np.random.Generator) -> None:
         self.dtype, self.rng = dtype, rng
@@ -90,13 +85,7 @@ class Draw:
 
 
 def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a recipe's model section.
-
-    Args:
-        config: ``recipe.model_config``.
-        tokens: Number of tokens of a micro-batch.
-        rng: Source of the values.
-    """
+    """Return the cases of a recipe's model section, for micro-batches of a number of tokens."""
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
     found = [*_linear(config, rows, draw), *_pointwise(config, rows, draw)]
     found += [_turning(config, rows, draw), *_attending(config, rows, draw)]

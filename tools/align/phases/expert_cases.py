@@ -50,13 +50,7 @@ class _Rows(NamedTuple):
 
 
 def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a model section's experts; none if it has none.
-
-    Args:
-        config: ``recipe.model_config``.
-        tokens: Number of tokens of a micro-batch.
-        rng: Source of the values.
-    """
+    """Return the cases of a model section's experts, for micro-batches of a number of tokens; none if it has none."""
     if not config.n_routed_experts:
         return []
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
@@ -299,12 +293,7 @@ def _into_main_grad(compute: Any) -> Callable[..., Sequence[Any]]:
 
 
 def update_cases(recipe: Any, rng: np.random.Generator) -> list[OperatorCase]:
-    """Return the cases of a recipe's optimizer: its first and tenth update, and the norm of gradients.
-
-    Args:
-        recipe: The recipe; its ``optimizer``, ``lr_schedule`` and ``model_config`` are used.
-        rng: Source of the values.
-    """
+    """Return the cases of a recipe's optimizer: its first and tenth update, and the norm of gradients."""
     given, rate = recipe.optimizer, float(recipe.lr_schedule.learning_rate)
     hidden = recipe.model_config.hidden_size
     x = Draw("float32", rng)

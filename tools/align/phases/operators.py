@@ -29,14 +29,7 @@ if TYPE_CHECKING:
 def run_case(
     case: "OperatorCase", backend: str, dtype: str, rng: np.random.Generator
 ) -> list[Verdict]:
-    """Run one backend, forward and backward, and judge each of its results.
-
-    Args:
-        case: Case to run.
-        backend: Name of the backend.
-        dtype: Type of the recipe.
-        rng: Source of the incoming gradient.
-    """
+    """Run one backend, forward and backward, and judge each of its results; incoming gradients are of type ``dtype``."""
     from mindspore import Tensor, ops
 
     from telechat_moe.ops import select

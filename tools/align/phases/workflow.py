@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.errors import BadInputError, TelechatMoeError
+from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
 from telechat_moe.tools.align.report.combined import VERDICTS
 
@@ -68,32 +68,20 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
     ):
         wrong = [p["title"] for p in phases if p["verdict"] == "diverged"]
         if wrong and not plan.go_on:
-            found = _unjudged(
-                f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
-            )
+            said = f"{wrong[0]} diverged; what comes after shows only that (--go-on runs it)"
+            found = _unjudged(said)
         else:
             found = _kept(plan, number, work)
         phases.append({"title": title, **found})
         took = f" ({found['wall_s']:.0f} s)" if "wall_s" in found else ""
         plan.say(f"{number}. {title}: {found['verdict']}: {found['sentence']}{took}")
-    answers = [p["verdict"] for p in phases]
-    verdict = next(v for v in VERDICTS if v in answers)
-    report = {
-        "verdict": verdict,
-        "recipe": plan.recipe,
-        "sentence": _sentence(phases),
-        "phases": phases,
-    }
+    worst = min(phases, key=lambda p: VERDICTS.index(p["verdict"]))
+    verdict, sentence = worst["verdict"], f"{worst['title']}: {worst['sentence']}"
+    if verdict == "pass":
+        sentence = "Operators, step and loss curve are right as far as they were judged."
+    report = {"verdict": verdict, "recipe": plan.recipe, "sentence": sentence, "phases": phases}
     (plan.out / "phases.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     return report
-
-
-def _sentence(phases: Sequence[Phase]) -> str:
-    for word in ("diverged", "not comparable", "not judged"):
-        for p in phases:
-            if p["verdict"] == word:
-                return f"{p['title']}: {p['sentence']}"
-    return "Operators, step and loss curve are right as far as they were judged."
 
 
 def _unjudged(why: str) -> Phase:
@@ -122,9 +110,8 @@ def _state(plan: PhasesPlan, number: int) -> str:
     """Return a digest of what a phase depends on."""
     from telechat_moe.recipe import load
 
-    recipe = json.dumps(
-        load(plan.recipe, list(plan.overrides)).to_dict(), sort_keys=True, default=str
-    )
+    settings = load(plan.recipe, list(plan.overrides)).to_dict()
+    recipe = json.dumps(settings, sort_keys=True, default=str)
     given: list[Any] = [number, recipe]
     if number == 2:
         given += [_age(p) for p in (plan.reference, plan.target, plan.map)]
@@ -147,15 +134,10 @@ def _align(*arguments: Any) -> int:
 
 
 def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool = False) -> int:
-    """Run a command; return its exit code.
-
-    Args:
-        arguments: Arguments of Python.
-        good: Exit codes that are answers; others are failures.
-        shown: Whether to show its output on a terminal.
+    """Run Python with arguments, maybe with its output shown on a terminal; return its exit code.
 
     Raises:
-        BadInputError: The command failed.
+        BadInputError: The exit code is not one of the good ones.
     """
     out = sys.stderr if shown and sys.stderr.isatty() else subprocess.PIPE
     done = subprocess.run(
@@ -170,9 +152,8 @@ def _command(arguments: Sequence[str], good: Sequence[int] = (0,), shown: bool =
 
 def _operators(plan: PhasesPlan) -> Phase:
     path = plan.out / "operators.json"
-    _command(
-        ["-m", "telechat_moe.tools.align.phases.operators", plan.recipe, str(path), *plan.overrides]
-    )
+    module = "telechat_moe.tools.align.phases.operators"
+    _command(["-m", module, plan.recipe, str(path), *plan.overrides])
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -182,7 +163,7 @@ def _step(plan: PhasesPlan) -> Phase:
         target = plan.out / "step"
         _own(plan, target)
         if not target.exists():
-            settings = [part for o in plan.overrides for part in ("--set", o)]
+            settings = _settings(plan.overrides)
             _align("capture", plan.recipe, "--out", target, "--steps", "0", *settings)
             _mark(plan, target)
     reports: dict[str, Any] = {}
@@ -201,19 +182,16 @@ def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
     from telechat_moe.tools.align.report.combined import document, summary
 
     documents = [document(name, data) for name, data in reports.items()]
-    verdict = next(v for v in VERDICTS if v in [d.verdict for d in documents])
-    first = next(d for d in documents if d.verdict == verdict)
-    unknown = {}
-    if alone:
-        unknown[
-            "weights, data and settings: no reference dump was given, each operator was judged by its own inputs"
-        ] = 1
-    return {
-        "verdict": verdict,
-        "sentence": summary(first),
-        "reports": reports,
-        "not_judged": unknown,
-    }
+    worst = min(documents, key=lambda d: VERDICTS.index(d.verdict))
+    why = "no reference dump was given, each operator was judged by its own inputs"
+    unknown = {f"weights, data and settings: {why}": 1} if alone else {}
+    found = {"verdict": worst.verdict, "sentence": summary(worst)}
+    return {**found, "reports": reports, "not_judged": unknown}
+
+
+def _settings(overrides: Sequence[str]) -> list[str]:
+    """Return overrides as options of a verb."""
+    return [part for override in overrides for part in ("--set", override)]
 
 
 def _own(plan: PhasesPlan, folder: Path) -> None:
@@ -222,9 +200,8 @@ def _own(plan: PhasesPlan, folder: Path) -> None:
     if not folder.exists():
         return
     if not mark.exists() or mark.read_text(encoding="utf-8") != _state(plan, 1):
-        raise BadInputError(
-            f"{folder}: of another recipe, or cut off; remove it or give another --out"
-        )
+        said = "of another recipe, or cut off; remove it or give another --out"
+        raise BadInputError(f"{folder}: {said}")
     if plan.again:
         shutil.rmtree(folder)
 
@@ -241,26 +218,10 @@ def _curve(plan: PhasesPlan) -> Phase:
         folder = plan.out / "run"
         _own(plan, folder)
         _mark(plan, folder)
-        settings = [
-            part for o in (*plan.overrides, f"output_dir={folder}") for part in ("--set", o)
-        ]
+        settings = _settings((*plan.overrides, f"output_dir={folder}"))
         resume = ["--resume"] if (folder / "checkpoints").exists() else []
         _command(["-m", "telechat_moe.cli", "train", plan.recipe, *settings, *resume], shown=True)
         curve = str(folder / "metrics.jsonl")
     path = plan.out / "loss.json"
     _align("loss", *plan.bases, curve, "--min-steps", plan.steps, "--json", path)
     return _of_reports({"loss": json.loads(path.read_text(encoding="utf-8"))}, False)
-
-
-def page(report: dict[str, Any]) -> str:
-    """Return the page of all phases.
-
-    Raises:
-        TelechatMoeError: The report is broken.
-    """
-    from telechat_moe.tools.align.report import combined as pages
-
-    try:
-        return pages.page([pages.document("phases.json", report)])
-    except BadInputError as error:
-        raise TelechatMoeError(str(error)) from None
