@@ -44,7 +44,6 @@ class BuildResult:
     """What a build did.
 
     Attributes:
-        out: Folder of the dataset.
         manifest: Contents of manifest.json.
         reused: The dataset was there already and nothing was done.
         shards: Shards of the build; 0 where it was reused.

@@ -116,13 +116,9 @@ def _grouped(found: Iterable[Collective]) -> list[tuple[Collective, list[Collect
 
 def _row(c: Collective, same: Sequence[Collective]) -> dict[str, Any]:
     return {
-        "phase": c.phase,
-        "purpose": c.purpose,
-        "kind": c.kind,
-        "group": c.group,
+        **{name: getattr(c, name) for name in ("phase", "purpose", "kind", "group", "module")},
         "ranks": list(c.ranks),
         "size": len(c.ranks),
-        "module": c.module,
         "shape": list(c.shape),
         "count": sum(s.times for s in same),
         "bytes": sum(s.bytes * s.times for s in same),

@@ -20,8 +20,8 @@ TRAINER = "TelechatMoeTrainer"
 REFERENCE = f"telechat_moe_plugin.{TRAINER}"
 NAME = "MindFormers' configuration"
 
-# Keys that MindFormers 1.9.0 adds while it reads a file or sets itself up; None: the whole section.
-_FILLED_IN: dict[str, tuple[str, ...] | None] = {
+# Keys that MindFormers 1.9.0 adds while it reads a file or sets itself up.
+_FILLED_IN: dict[str, tuple[str, ...]] = {
     "": (
         "checkpoint",
         "device_num",
@@ -60,7 +60,7 @@ def recipe_of(config: Any) -> Recipe:
         section: Any = given
         for part in path.split(".") if path else ():
             section = section.get(part) or {}
-        for key in keys or ():
+        for key in keys:
             section.pop(key, None)
     return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME)
 

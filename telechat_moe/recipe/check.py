@@ -65,10 +65,12 @@ class Checker:
             if chosen is not None:
                 return self.section(entry, chosen, path)
             return self._by_type(entry, fitting, path)
+        problems: list[str] = []
         for option in fitting:
-            trial = _Trial()
-            value = Checker(trial.report)._one(entry, option, path)
-            if not trial.problems:
+            problems.clear()
+            trial = Checker(lambda place, key, found, expected, near: problems.append(key))
+            value = trial._one(entry, option, path)
+            if not problems:
                 return value
         self.report(
             entry, path, node.show(), f"expected {describe(kind)}", nearest_word(node, kind)
@@ -82,11 +84,12 @@ class Checker:
             return self.section(entry, cast(type, base), path)
         origin = get_origin(base)
         if origin is list:
-            return self._list(entry, kind, base, limits, path)
+            return self._list(entry, kind, path)
         if origin is dict:
             return self._dict(entry, get_args(base)[1], path)
-        if base is object:
-            return self._anything(entry, path)
+        if base is object and node.kind in ("map", "list"):
+            kind = dict[str, object] if node.kind == "map" else list[object]
+            return self._one(entry, kind, path)
         value = node.value
         if base is float and node.kind == "int":
             value = float(node.value)
@@ -100,7 +103,8 @@ class Checker:
             return INVALID
         return value
 
-    def _list(self, entry: Entry, kind: Any, base: Any, limits: Any, path: str) -> Any:
+    def _list(self, entry: Entry, kind: Any, path: str) -> Any:
+        base, limits = split_annotation(kind)
         (item,) = get_args(base)
         if not all(limit.allows(len(entry.node.entries)) for limit in limits):
             self.report(entry, path, entry.node.show(), f"expected {describe(kind)}", "")
@@ -111,14 +115,6 @@ class Checker:
     def _dict(self, entry: Entry, item: Any, path: str) -> Any:
         values = {e.key: self.check(e, item, f"{path}.{e.key}") for e in entry.node.entries}
         return INVALID if any(v is INVALID for v in values.values()) else values
-
-    def _anything(self, entry: Entry, path: str) -> Any:
-        node = entry.node
-        if node.kind == "map":
-            return self._dict(entry, object, path)
-        if node.kind == "list":
-            return self._list(entry, list[object], list[object], (), path)
-        return node.value
 
     def _by_type(self, entry: Entry, options: list[Any], path: str) -> Any:
         """Choose among sections by their ``type`` key (callbacks)."""
@@ -173,15 +169,6 @@ class Checker:
         )
         suggestion = f"{path}.{near}".lstrip(".") if near else ""
         self.report(child, below, "unknown key", f"{where} has no such key", suggestion)
-
-
-class _Trial:
-    """Count problems without reporting them."""
-
-    problems = 0
-
-    def report(self, place: Entry, key: str, found: str, expected: str, near: str) -> None:
-        self.problems += 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any, cast
 
-from telechat_moe.recipe.check import describe, parts_of
+from telechat_moe.recipe.check import describe, parts_of, section_keys
 from telechat_moe.recipe.rules import documented
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.table import is_made
@@ -82,9 +82,7 @@ def sections() -> list[tuple[str, type]]:
             return
         seen.add(cls)
         found.append((path, cls))
-        for field in dataclasses.fields(cls):
-            if field.metadata.get("hidden"):
-                continue
+        for field in section_keys(cls).fields.values():
             for inner, is_list in parts_of(field.type):
                 below = f"{path}.{field.name}".lstrip(".") + ("[]" if is_list else "")
                 visit(below, inner)
@@ -113,20 +111,14 @@ def section_table(cls: type) -> str:
     """Return the Markdown table of one section."""
     docs = field_docs(cls)
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
-    for field in sorted(dataclasses.fields(cls), key=lambda f: _rank(cls, f.name)):
-        if field.metadata.get("hidden"):
-            continue
+    own = inspect.get_annotations(cls)  # a class's own fields before those that it inherits
+    for field in sorted(section_keys(cls).fields.values(), key=lambda f: f.name not in own):
         others = cast("tuple[str, ...]", field.metadata.get("names", ()))
         also = f" Also `{'`, `'.join(others)}`." if others else ""
         cells = [f"`{field.name}`", describe(field.type), default_text(field)]
         cells.append(docs[field.name] + also)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _rank(cls: type, name: str) -> int:
-    """Sort a class's own fields before those that it inherits."""
-    return 0 if name in inspect.get_annotations(cls) else 1
 
 
 def rules_table() -> str:

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any, Literal, cast, get_args, get_origin
 
-from telechat_moe.recipe.check import options_of, split_annotation
+from telechat_moe.recipe.check import options_of, section_keys, split_annotation
 from telechat_moe.recipe.docs import field_docs
 from telechat_moe.recipe.fields import Form, Length, Range
 from telechat_moe.recipe.schema import Recipe
@@ -75,9 +75,7 @@ class _Writer:
 
     def _section(self, cls: type) -> dict[str, Any]:
         docs, properties, required = field_docs(cls), dict[str, Any](), list[str]()
-        for field in dataclasses.fields(cls):
-            if field.metadata.get("hidden"):
-                continue
+        for field in section_keys(cls).fields.values():
             schema = {**self.schema(field.type), "description": docs[field.name]}
             for name in (field.name, *field.metadata.get("names", ())):
                 properties[name] = schema

@@ -96,9 +96,6 @@ _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][-+][0-9]+)?")
 _NUMBER_ELSEWHERE = re.compile(
     r"[-+]?([0-9][0-9_,]*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|0[ox][0-9a-fA-F]+"
 )
-_TRUE = ("true", "True", "TRUE")
-_FALSE = ("false", "False", "FALSE")
-_ON = ("yes", "Yes", "YES", "on", "On", "ON")
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -119,9 +116,10 @@ def scalar(text: str, line: int) -> YamlNode:
     if tag == "null":
         return YamlNode("null", line, None, text)
     if tag == "bool":
-        if text in _TRUE or text in _FALSE:
-            return YamlNode("bool", line, text in _TRUE, text)
-        value = text in _ON
+        word = text.lower()
+        if word in ("true", "false"):
+            return YamlNode("bool", line, word == "true", text)
+        value = word in ("yes", "on")
         trap = f"YAML reads {text} as {value}; write {value}, or quote it if text is meant"
         return YamlNode("bool", line, value, text, trap)
     if tag == "int":

@@ -15,7 +15,7 @@ import pytest
 from yaml_edit import RECIPES
 
 from telechat_moe.recipe import RecipeError, load
-from telechat_moe.recipe.check import keys_of
+from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, ModelConfig, OtherModelConfig
 
@@ -130,7 +130,7 @@ def test_model_keys_are_read_by_mindformers() -> None:
     ours = {"rope_interleave"}
     assert {"qk_nope_head_dim", "qk_rope_head_dim"} & set(mapping) == set()  # rule converter_names
     assert {"qk_head_dim", "qk_pos_emb_head_dim"} <= set(mapping)
-    assert set(keys_of(ModelConfig)) - read - hugging_face - ours == set()
+    assert set(section_keys(ModelConfig).names) - read - hugging_face - ours == set()
 
 
 def test_deepseek_defaults_are_mindformers() -> None:
@@ -266,4 +266,4 @@ def test_other_model_keys_cover_qwen() -> None:
 
     theirs = set(Qwen3MoeConfig().to_dict()) - set(PretrainedConfig().to_dict())
     assert len(theirs) > 20
-    assert theirs - set(keys_of(OtherModelConfig)) == set()
+    assert theirs - set(section_keys(OtherModelConfig).names) == set()

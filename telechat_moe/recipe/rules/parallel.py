@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from telechat_moe.recipe.experts import expert_degrees
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
-from telechat_moe.recipe.schema.train import TrainDataset
 
 AT = "model.model_config."
 TP = "parallel_config.model_parallel"
@@ -374,7 +373,8 @@ def dataset_strategy(r: Recipe) -> Iterator[Broken]:
         found = "a list with full_batch True, where it has no effect"
         yield key, found, "full_batch False, or no list"
         return
-    columns = _columns(r.train_dataset)
+    data = r.train_dataset
+    columns = data.construct_args_key or data.input_columns or []
     if columns and len(columns) != len(value):
         found = f"{len(value)} entries for {len(columns)} columns ({', '.join(columns)})"
         yield key, found, "one entry per column of construct_args_key"
@@ -387,10 +387,6 @@ def dataset_strategy(r: Recipe) -> Iterator[Broken]:
             yield f"{key}.{index}", f"{axes} for {name}", f"{width} numbers, one per axis"
         if any(n > 1 for n in axes[1:]):
             yield f"{key}.{index}", f"{axes} for {name}", "1 on every axis after the first"
-
-
-def _columns(data: TrainDataset) -> list[str]:
-    return data.construct_args_key or data.input_columns or []
 
 
 def _no_strategy(r: Recipe) -> Iterator[Broken]:
