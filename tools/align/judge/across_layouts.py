@@ -176,12 +176,7 @@ def chose_otherwise(reference: Dump, target: Dump) -> int:
 
 
 class _Points:
-    """Compares the whole tensors of both runs, step by step.
-
-    Args:
-        outcome: The outcome of judging each of the target's operators by itself.
-        tolerance: See :func:`across`.
-    """
+    """Compares the whole tensors of both runs, step by step, after each operator of the target is judged by itself."""
 
     def __init__(self, outcome: Outcome, tolerance: float | None) -> None:
         self.tolerance = tolerance

@@ -74,10 +74,7 @@ class Wrong:
     ) -> list[Approx | Array]:
         """Return what all outputs of a forward call should be; empty: no formula gives them.
 
-        Args:
-            call: The call, maybe with other arguments.
-            settings: The reference's call, whose numbers and flags are used.
-            narrow: Type in which everything is stored and summed; empty: as the call does.
+        Numbers and flags are those of the ``settings``; everything is stored and summed in the ``narrow`` type, if any.
         """
         formula = find(call.name)
         if formula is None:

@@ -137,9 +137,7 @@ def leaves(call: Call) -> list[tuple[str, Value]]:
 def changed(call: Call, change: Callable[[str, Value], Value]) -> Call:
     """Return a call with each argument, and each one inside of a list or mapping, replaced.
 
-    Args:
-        call: The call.
-        change: Takes the place of an argument, such as ``input.0.1``, and the argument; returns the new one.
+    ``change`` takes the place of an argument, such as ``input.0.1``, and the argument.
     """
 
     def walk(place: str, value: Value) -> Value:

@@ -25,12 +25,7 @@ _DEEP = 64
 
 
 class Replaced:
-    """The calls that only one of two runs makes.
-
-    Args:
-        reference: Data flow of the trusted run.
-        target: Data flow of the run to judge, with the reference's keys for calls that belong together.
-    """
+    """The calls that only one of two runs makes; calls that belong together have the reference's keys in both."""
 
     def __init__(self, reference: DataFlow, target: DataFlow) -> None:
         self.reference, self.target = reference, target

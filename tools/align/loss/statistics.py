@@ -313,10 +313,7 @@ class Onset(NamedTuple):
 def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
     """Date the step from 0 to a level that lasts to the end, by maximum likelihood under the fitted noise.
 
-    Args:
-        d: Differences, tamed.
-        coefficients: Coefficients of the model of their noise.
-        doubt: Factor on the noise, which widens the range.
+    The differences are tamed, the coefficients are those of their noise; ``doubt`` times the noise widens the range.
     """
     order = len(coefficients)
     taps = np.concatenate([[1.0], -coefficients])
@@ -384,12 +381,8 @@ def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
     """Return the indices at which single differences exceed what the tail of the noise explains.
 
     In equivalent runs, positive and negative differences have the same tail: each side is judged by the other one's
-    (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding.
-
-    Args:
-        d: Differences.
-        alpha: Probability of any finding under noise.
-        least: Differences below this are no finding.
+    (Hill's estimate over the largest fiftieth), so that noise with heavy tails is no finding. The probability of any
+    finding under noise is ``alpha``; differences below ``least`` are none.
 
     Returns:
         Index and difference of each finding.
