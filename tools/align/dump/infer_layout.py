@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, logical
-from telechat_moe.tools.align.dump.ranges import LayoutError, describe
+from telechat_moe.tools.align.dump.ranges import LayoutError, coordinates, describe, position
 from telechat_moe.tools.align.dump.records import TensorLayout
 from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 
@@ -125,24 +125,14 @@ def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
     for layout in layouts:
         sizes = dict(zip(layout.axes, layout.mesh, strict=True))
         places = tuple(
-            tuple(_number(axes, sizes, layout.axes, i) for axes in layout.dims)
-            for i in range(len(layout.ranks))
+            tuple(position(axes, sizes, place) for axes in layout.dims)
+            for place in coordinates(layout, sizes).values()
         )
         if places not in seen:
             seen.add(places)
             if len(seen) > MOST:
                 raise LayoutError(f"more than {MOST} layouts fit the shapes; name the mesh")
             yield layout
-
-
-def _number(axes: Sequence[str], sizes: Mapping[str, int], mesh: Sequence[str], device: int) -> int:
-    place: dict[str, int] = {}
-    for axis in reversed(mesh):
-        device, place[axis] = divmod(device, sizes[axis])
-    number = 0
-    for axis in axes:
-        number = number * sizes[axis] + place[axis]
-    return number
 
 
 def _candidates(

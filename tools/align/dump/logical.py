@@ -24,11 +24,12 @@ from telechat_moe.tools.align.dump.ranges import (
 from telechat_moe.tools.align.dump.records import TensorLayout, TensorRecord
 from telechat_moe.tools.align.dump.shard_values import (
     Array,
-    FlatShards,
     Indexer,
+    RegionCopy,
     Shard,
     ShardValues,
     intersect,
+    picked,
 )
 from telechat_moe.tools.align.dump.value_files import boxes, write_npy_header
 from telechat_moe.tools.align.numerics import is_float, ulps
@@ -128,7 +129,7 @@ class _Region:
     """A region of the whole tensor: for each term of a reduction its copies."""
 
     dims: tuple[Any, ...]
-    terms: list[list[tuple[ShardKey, ShardValues | FlatShards]]]
+    terms: list[list[RegionCopy]]
 
 
 class Logical:
@@ -156,7 +157,7 @@ class Logical:
         self._plan, self._regions = where, _regions(shards, where)
         self._seen: set[ShardKey] = set()
         first = [term[0] for region in self._regions for term in region.terms]
-        self.ranks = tuple(sorted({k.rank for key, source in first for k in source.keys(key)}))
+        self.ranks = tuple(sorted({key.rank for copy in first for key in copy.keys}))
 
     @property
     def mean(self) -> bool:
@@ -184,7 +185,7 @@ class Logical:
         whole: Array | None = None
         for box, block in self.blocks():
             if whole is None:
-                whole = _empty(self.shape, block.dtype)
+                whole = np.empty(self.shape, block.dtype)
             assert whole is not None
             whole[box] = block
         if whole is None:
@@ -222,9 +223,9 @@ class Logical:
             pairs = [f if f is not None else (slice(0, 0), slice(0, 0)) for f in found]
             values = self._reduced(region, [own for _, own in pairs], [g for g, _ in pairs], box)
             if target is None:
-                target = _empty([s.stop - s.start for s in box], values.dtype)
+                target = np.empty([s.stop - s.start for s in box], values.dtype)
             assert target is not None
-            target[_index([g for g, _ in pairs])] = values
+            target[picked([g for g, _ in pairs], target.shape)] = values
         assert target is not None  # a plan has a shard
         return target
 
@@ -233,9 +234,9 @@ class Logical:
     ) -> Array:
         total: Array | None = None
         for term in region.terms:
-            first, references = term[0][1].take(own), term[0][1].holders(term[0][0], own)
-            for key, source in term[1:]:
-                copy, holders = source.take(own), source.holders(key, own)
+            first, references = term[0].read(own)
+            for other in term[1:]:
+                copy, holders = other.read(own)
                 for (holder, mine), (reference, _) in zip(holders, references, strict=True):
                     self._compare(holder, copy, reference, first, mine, where, box)
             if self._plan.reduce is None:
@@ -273,11 +274,7 @@ class Logical:
         if (known := self.copies.differences.get(key)) is not None:
             self.copies.differences[key] = replace(known, elements=known.elements + count)
             return
-        at = (
-            tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-            if wrong.shape
-            else ()
-        )
+        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
         numbers: list[Array] = [
             np.arange(s.start, s.stop)[w] for s, w in zip(box, where, strict=True)
         ]
@@ -399,39 +396,21 @@ def _regions(shards: Mapping[ShardKey, ShardValues], where: ShardMap) -> list[_R
     regions: list[_Region] = []
     for dims, terms in grouped.items():
         shape = [sum(b - a for a, b in runs) for runs in dims]
-        holders = [_holders(shards, terms[t], shape) for t in sorted(terms)]
-        regions.append(_Region(dims, holders))
+        regions.append(_Region(dims, [_copies(shards, terms[t], shape) for t in sorted(terms)]))
     return regions
 
 
-def _holders(
+def _copies(
     shards: Mapping[ShardKey, ShardValues],
     parts: Mapping[Any, list[ShardKey]],
     shape: Sequence[int],
-) -> list[tuple[ShardKey, ShardValues | FlatShards]]:
-    if None in parts:
-        return [(key, shards[key]) for key in parts[None]]
-    # Flat shards are joined copy by copy; the first rank of each copy represents it.
-    found: list[tuple[ShardKey, ShardValues | FlatShards]] = []
-    ordered = sorted(f for f in parts if f[0] < f[1]) or sorted(parts)[:1]
-    for copy in zip(*(parts[flat] for flat in ordered), strict=True):
-        parts_of = [(k, shards[k], flat) for k, flat in zip(copy, ordered, strict=True)]
-        found.append((copy[0], FlatShards(shape, parts_of)))
-    return found
-
-
-def _empty(shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
-    return np.empty(shape, dtype)
-
-
-def _index(indexers: list[Indexer]) -> Any:
-    arrays = sum(not isinstance(i, slice) for i in indexers)
-    if arrays <= 1:
-        return tuple(indexers)
-    grid: list[Array] = [
-        np.arange(i.start, i.stop) if isinstance(i, slice) else i for i in indexers
+) -> list[RegionCopy]:
+    """Return the copies of a region; flat shards are joined copy by copy."""
+    ordered = sorted(f for f in parts if f and f[0] < f[1]) or list(parts)[:1]
+    return [
+        RegionCopy(shape, [(k, shards[k], flat) for k, flat in zip(keys, ordered, strict=True)])
+        for keys in zip(*(parts[flat] for flat in ordered), strict=True)
     ]
-    return np.ix_(*grid)
 
 
 def _first_term(x: Array, kind: str) -> Array:

@@ -91,21 +91,21 @@ def locate(
     _check_axes(layout)
     reduce = _reduction(layout)
     sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-    coordinates = _coordinates(layout, sizes)
-    _check_keys(coordinates, shapes)
+    found = coordinates(layout, sizes)
+    _check_keys(found, shapes)
     lengths = _lengths(layout, sizes, shapes, shape)
     places: dict[ShardKey, ShardRanges] = {}
     flat_sizes: Sequence[int] | None = None
-    for key, place in coordinates.items():
+    for key, place in found.items():
         dims = tuple(
-            _runs(layout, sizes, d, length, _position(layout.dims[d], sizes, place, layout.local))
+            _runs(layout, sizes, d, length, position(layout.dims[d], sizes, place, layout.local))
             for d, length in enumerate(lengths)
         )
         local = tuple(sum(b - a for a, b in runs) for runs in dims)
         flat = None
         if layout.flat:
             flat_sizes = _flat_sizes(layout, sizes, math.prod(local))
-            p = _position(layout.flat, sizes, place, frozenset())
+            p = position(layout.flat, sizes, place)
             begin = sum(flat_sizes[:p])
             flat = (begin, begin + flat_sizes[p])
             local = (flat_sizes[p],)
@@ -114,7 +114,7 @@ def locate(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        term = _position(tuple(layout.partial), sizes, place, frozenset())
+        term = position(tuple(layout.partial), sizes, place)
         places[key] = ShardRanges(dims, term, flat)
     whole = tuple(shape) if shape is not None else tuple(lengths)
     terms = math.prod(sizes[a] for a in layout.partial)
@@ -249,7 +249,7 @@ def _reduction(layout: TensorLayout) -> str | None:
     return None if not kinds else "sum" if set(kinds) <= {"sum", "mean"} else next(iter(kinds))
 
 
-def _coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
+def coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
     """Return the position of each shard in the mesh."""
     devices = [a for a in layout.axes if a not in layout.local and a != layout.calls]
     extent = [sizes[a] for a in devices]
@@ -265,11 +265,7 @@ def _coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKe
             )
     found: dict[ShardKey, dict[str, int]] = {}
     for i, rank in enumerate(layout.ranks):
-        place = (
-            dict(zip(devices, (int(x) for x in np.unravel_index(i, extent)), strict=True))
-            if extent
-            else {}
-        )
+        place = dict(zip(devices, map(int, np.unravel_index(i, extent)), strict=True))
         for call in range(sizes[layout.calls] if layout.calls else 1):
             found[ShardKey(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
     return found
@@ -367,15 +363,18 @@ def _flat_sizes(layout: TensorLayout, sizes: Mapping[str, int], elements: int) -
     return [padded // shards] * shards
 
 
-def _position(
-    axes: Sequence[str], sizes: Mapping[str, int], place: Mapping[str, int], skip: Iterable[str]
+def position(
+    axes: Sequence[str],
+    sizes: Mapping[str, int],
+    place: Mapping[str, int],
+    skip: Iterable[str] = (),
 ) -> int:
     """Return the number of a shard along axes, the first of which is the slowest."""
-    position = 0
+    number = 0
     for axis in axes:
         if axis not in skip:
-            position = position * sizes[axis] + place[axis]
-    return position
+            number = number * sizes[axis] + place[axis]
+    return number
 
 
 def _runs(

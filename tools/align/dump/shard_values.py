@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,7 @@ class ShardValues:
         load: Returns the values; of a mapped file only the requested elements are read.
     """
 
-    def __init__(
-        self, shape: Sequence[int], dtype: str, load: Callable[[], Array] | None = None
-    ) -> None:
+    def __init__(self, shape: Sequence[int], dtype: str, load: Callable[[], Array]) -> None:
         self.shape, self.dtype, self._load = tuple(shape), dtype, load
 
     @staticmethod
@@ -50,28 +48,12 @@ class ShardValues:
         Raises:
             BadInputError: The file is missing, broken or of another shape.
         """
-        values = self._open()
+        values = self._load()
         if values.shape != self.shape:
             raise BadInputError(
                 f"a shard has the shape {list(values.shape)}, the dump says {list(self.shape)}"
             )
-        if sum(not isinstance(i, slice) for i in indexers) > 1:
-            grid = (np.arange(n)[i] for i, n in zip(indexers, self.shape, strict=True))
-            return values[np.ix_(*grid)]
-        return np.asarray(values[(*indexers, ...)])
-
-    def holders(self, key: ShardKey, indexers: Sequence[Indexer]) -> list[tuple[ShardKey, Array]]:
-        """Return the holders of the elements that :meth:`take` returns, each with a mask of its elements."""
-        del indexers
-        return [(key, np.ones((), np.bool_))]
-
-    def keys(self, key: ShardKey) -> list[ShardKey]:
-        """Return the holders of the shard."""
-        return [key]
-
-    def _open(self) -> Array:
-        assert self._load is not None  # else a subclass opens its file
-        return self._load()
+        return np.asarray(values[picked(indexers, self.shape)])
 
 
 class Shard(NamedTuple):
@@ -88,26 +70,36 @@ class Shard(NamedTuple):
     call: int = 0
 
 
-class FlatShards:
-    """Flat shards of one region, read as if they were the region (ZeRO shards of a parameter).
+class RegionCopy:
+    """One copy of a region: a rank's shard, or flat shards read as if they were the region (ZeRO).
 
     Args:
         shape: Shape of the region.
-        shards: The flat shards in order: holder, shard, range in the flattened region.
+        shards: The shards in order: holder, values, range in the flattened region (None: all of it).
     """
 
     def __init__(
-        self, shape: Sequence[int], shards: Sequence[tuple[ShardKey, ShardValues, tuple[int, int]]]
+        self,
+        shape: Sequence[int],
+        shards: Sequence[tuple[ShardKey, ShardValues, tuple[int, int] | None]],
     ) -> None:
-        self.shape = tuple(shape)
-        self._shards = list(shards)
+        self.shape, self._shards = tuple(shape), shards
+        self.keys = [key for key, _, _ in shards]
 
-    def take(self, indexers: Sequence[Indexer]) -> Array:
-        """See :meth:`ShardValues.take`."""
-        numbers = self._numbers(indexers)
+    def read(self, indexers: Sequence[Indexer]) -> tuple[Array, list[tuple[ShardKey, Array]]]:
+        """Return elements as :meth:`ShardValues.take`, and their holders, each with a mask of its elements."""
+        key, first, flat = self._shards[0]
+        if flat is None:
+            return first.take(indexers), [(key, np.ones((), np.bool_))]
+        numbers = np.zeros((), np.int64)  # positions in the flattened region
+        for d, (i, n) in enumerate(zip(indexers, self.shape, strict=True)):
+            numbers = np.add.outer(numbers, np.arange(n)[i] * math.prod(self.shape[d + 1 :]))
         found: Array | None = None
-        for _, source, (begin, end) in self._shards:
+        holders: list[tuple[ShardKey, Array]] = []
+        for key, source, part in self._shards:
+            begin, end = part or (0, 0)
             inside = (numbers >= begin) & (numbers < end)
+            holders.append((key, inside))
             if not inside.any():
                 continue
             chosen = numbers[inside] - begin
@@ -117,26 +109,15 @@ class FlatShards:
                 found = np.empty(numbers.shape, values.dtype)
             found[inside] = values
         if found is None:
-            found = self._shards[0][1].take((slice(0, 0),)).reshape(numbers.shape)
-        return found
+            found = first.take((slice(0, 0),)).reshape(numbers.shape)
+        return found, holders
 
-    def holders(self, key: ShardKey, indexers: Sequence[Indexer]) -> list[tuple[ShardKey, Array]]:
-        """See :meth:`ShardValues.holders`."""
-        del key
-        numbers = self._numbers(indexers)
-        return [(k, (numbers >= begin) & (numbers < end)) for k, _, (begin, end) in self._shards]
 
-    def keys(self, key: ShardKey) -> list[ShardKey]:
-        """See :meth:`ShardValues.keys`."""
-        del key
-        return [k for k, _, _ in self._shards]
-
-    def _numbers(self, indexers: Sequence[Indexer]) -> Array:
-        """Return the positions of elements in the flattened region."""
-        found = np.zeros((), np.int64)
-        for d, (i, n) in enumerate(zip(indexers, self.shape, strict=True)):
-            found = np.add.outer(found, np.arange(n)[i] * math.prod(self.shape[d + 1 :]))
-        return found
+def picked(indexers: Sequence[Indexer], shape: Sequence[int]) -> Any:
+    """Return positions along each dimension of an array as the index that selects all their combinations."""
+    if sum(not isinstance(i, slice) for i in indexers) <= 1:
+        return (*indexers, ...)
+    return np.ix_(*(np.arange(n)[i] for i, n in zip(indexers, shape, strict=True)))
 
 
 def intersect(
