@@ -8,6 +8,7 @@ run.
 import fnmatch
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,12 +113,10 @@ class Tapped:
 
 def _loaded(content: bytes, ms: Any) -> Any:
     """Return the graph in a serialised MindIR."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "tapped.mindir"
-        path.write_bytes(content)
-        return ms.load(str(path))
+    with tempfile.NamedTemporaryFile(suffix=".mindir") as file:
+        file.write(content)
+        file.flush()
+        return ms.load(file.name)
 
 
 def capture(

@@ -5,6 +5,7 @@ such graphs needs Ascend). The graph is unchanged except for the order of writes
 read it. The plan says which operator took its inputs from where, so that ``ms_read.py`` can assemble the records.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -55,16 +56,7 @@ _WRITES: Mapping[str, int] = {
 class _Variable:
     """A weight or state; its tensor changes when it is written."""
 
-    name: str
     tensor: Tensor
-
-
-@dataclass(eq=False)
-class _Closure:
-    """A function and its first arguments."""
-
-    graph: str
-    given: list["_Named"]
 
 
 class _Monad(NamedTuple):
@@ -115,22 +107,18 @@ class _Tapper:
         self.plan = TapPlan()
         self.variables: dict[str, _Variable] = {}
         self.waiting: dict[str, list[_Named] | None] = {}
-        self.counts: dict[Any, int] = {}
+        self.counts = Counter[Any]()
         self.references = self._references()
         self.constants: dict[str, Any] = {}
         self.update_state = ""
         self.called = False  # whether a function may have run
 
-    def _references(self) -> dict[str, int]:
+    def _references(self) -> Counter[str]:
         """Return how often each function is referenced: one that is called only once has known arguments."""
         names = {f.name for f in self.model.proto.functions}
-        found: dict[str, int] = dict.fromkeys(names, 0)
-        for graph in self.model.graphs():
-            for node in graph.node:
-                for name in (*node.input, node.op_type.removeprefix("REF::")):
-                    if name in names:
-                        found[name] += 1
-        return found
+        nodes = (node for graph in self.model.graphs() for node in graph.node)
+        used = (n for node in nodes for n in (*node.input, node.op_type.removeprefix("REF::")))
+        return Counter(name for name in used if name in names)
 
     # ------------------------------------------------------------------ one graph
 
@@ -144,12 +132,8 @@ class _Tapper:
         self.begin = self.plan.taps
         for parameter in graph.parameter:
             name = parameter.ref_key or parameter.name.split(":")[-1]
-            shape, kind = tuple(parameter.dims), TYPES.get(parameter.data_type, "?")
-            known = self.variables.setdefault(
-                name, _Variable(name, Tensor(shape, kind, parameter=name))
-            )
-            self.env[parameter.name] = known
-        single = self.references.get(graph.name, 0) == 1
+            self.env[parameter.name] = self._variable(name, parameter)
+        single = self.references[graph.name] == 1
         for i, entry in enumerate(graph.input):
             if entry.name in self.env:
                 continue
@@ -161,21 +145,16 @@ class _Tapper:
         del graph.node[:]
         graph.node.extend(self.fresh.node)
 
+    def _variable(self, name: str, proto: Any) -> _Variable:
+        """Return the weight or state of a name, which all graphs share."""
+        shape, kind = tuple(proto.dims), TYPES.get(proto.data_type, "?")
+        return self.variables.setdefault(name, _Variable(Tensor(shape, kind, parameter=name)))
+
     def _input(self, entry: Any) -> Any:
         if entry.tensor:
             tensor = entry.tensor[0]
             if tensor.ref_key:
-                return self.variables.setdefault(
-                    tensor.ref_key,
-                    _Variable(
-                        tensor.ref_key,
-                        Tensor(
-                            tuple(tensor.dims),
-                            TYPES.get(tensor.data_type, "?"),
-                            parameter=tensor.ref_key,
-                        ),
-                    ),
-                )
+                return self._variable(tensor.ref_key, tensor)
             return Tensor(tuple(tensor.dims), TYPES.get(tensor.data_type, "?"))
         kinds = pb.AttributeProto
         if entry.HasField("attr_info") and entry.attr_info.type in (kinds.UMONAD, kinds.IOMONAD):
@@ -229,7 +208,7 @@ class _Tapper:
         functions = {f.name for f in self.model.proto.functions}
         if kind == "Partial":
             given = [_Named(i, v) for i, v in zip(node.input[1:], values[1:], strict=True)]
-            self.env[name] = _Closure(node.input[0], given)
+            self.env[name] = Number(None)
             self.waiting.setdefault(node.input[0], given)
             return
         for i in node.input:
@@ -261,9 +240,7 @@ class _Tapper:
                 return _Monad(attribute.type == kinds.UMONAD)
             if attribute.type == kinds.TENSORS:
                 return constant_tensor(attribute.tensors[0])
-            if attribute.type in (kinds.TUPLE, kinds.LIST) and any(
-                v.type == kinds.TENSORS for v in attribute.values
-            ):
+            if any(v.type == kinds.TENSORS for v in attribute.values):
                 return [_Named("", constant_tensor(v.tensors[0])) for v in attribute.values]
             return Number(scalar_of(attribute))
         return Number(None)
@@ -284,10 +261,10 @@ class _Tapper:
             i for i, v in enumerate(values[:most]) if effect and isinstance(v, _Variable)
         )
         shown = TappedOperator(
-            path, classes, kind, backward, self.counts.get(place, 0), inputs, [], known, self.graph.name, writes,
+            path, classes, kind, backward, self.counts[place], inputs, [], known, self.graph.name, writes,
             weight_of(node), layouts_of(attributes),
         )  # fmt: skip
-        self.counts[place] = shown.index + 1
+        self.counts[place] += 1
         wanted = self.wanted(shown)
         if wanted:
             skipped = () if self.states else states_of(kind, writes)
@@ -297,18 +274,20 @@ class _Tapper:
         if any(isinstance(v, _Monad) for v in values):
             self._order(node, values)
         self._keep(node)
-        outputs: list[Argument] = []
         for i in writes:
             variable = values[i]
             old = variable.tensor
             variable.tensor = Tensor(old.shape, old.dtype, parameter=old.parameter)
-        if writes:
-            self._written(name, [(node.input[i], values[i]) for i in writes], wanted)
+        if not wanted:
+            return
+        if writes:  # later operators, and taps, see the new values
+            self._update(name)
+            for i in writes:
+                self._see(node.input[i], values[i])
             outputs = [values[i].tensor for i in writes]
-        elif wanted:
+        else:
             outputs = self._made(name, made)
-        if wanted:
-            self.plan.nodes.append(replace(shown, outputs=outputs))
+        self.plan.nodes.append(replace(shown, outputs=outputs))
 
     def _made(self, name: str, made: Any) -> list[Argument]:
         if isinstance(made, Tensor):
@@ -323,14 +302,6 @@ class _Tapper:
             self._see(part, item.value)
             found.append(item.value)
         return found
-
-    def _written(self, name: str, places: list[tuple[str, _Variable]], wanted: bool) -> None:
-        """Make the new values of weights visible to later operators, and tap them."""
-        if not wanted:
-            return
-        self._update(name)
-        for place, variable in places:
-            self._see(place, variable)
 
     def _see(self, name: str, value: Any) -> None:
         """Tap a value unless it is tapped already."""
@@ -355,22 +326,15 @@ class _Tapper:
 
     def _tap(self, number: int) -> str:
         """Return a tap primitive with a number."""
+        where = f"{self.library}:Tap"
+        names = {"func_name": where, "uniq_name": f"Custom__{where}", "reg_op_name": "Tap"}
         reference = self.editor.primitive(
-            "Custom", func_type="aot", imply_path="", reg_op_name="Tap", tap=number
+            "Custom", func_type="aot", imply_path="", tap=number, **names
         )
         primitive = self.model.primitives[reference.removeprefix("REF::")]
-        where = f"{self.library}:Tap"
-        for name, value in (("func_name", where), ("uniq_name", f"Custom__{where}")):
-            attribute = primitive.attribute.add()
-            attribute.name, attribute.type, attribute.s = (
-                name,
-                pb.AttributeProto.STRING,
-                value.encode(),
-            )
         flags = {"multi_output": 0, "cpp_infer_shape": 1, "autodiff": 0, "side_effect_mem": 1}
         for name, value in flags.items():
-            attribute = primitive.attribute.add()
-            attribute.name, attribute.type, attribute.i = name, pb.AttributeProto.BOOL, value
+            primitive.attribute.add(name=name, type=pb.AttributeProto.BOOL, i=value)
         primitive.instance_name, primitive.prim_type = "tap", pb.PrimitiveProto.PRIMITIVE
         return reference
 
@@ -384,29 +348,17 @@ class _Tapper:
 
     def _update(self, name: str) -> None:
         """Add an UpdateState behind a node."""
-        made = self.fresh.node.add()
-        made.name = self.editor.name("updated")
-        made.op_type = self._update_state()
-        made.input.extend([self.monad or self._new_monad(), name])
-        made.output.append(made.name)
-        made.domain = "tap"
-        attribute = made.attribute.add()
-        attribute.name, attribute.type = "shape", pb.AttributeProto.UMONAD
-        self.monad = made.name
-
-    def _update_state(self) -> str:
         if not self.update_state:
             self.update_state = self.editor.primitive("UpdateState")
-        return self.update_state
+        given = [self.monad or self._new_monad(), name]
+        made = self._added("updated", self.update_state, given)
+        made.attribute.add(name="shape", type=pb.AttributeProto.UMONAD)
+        self.monad = made.name
 
     def _new_monad(self) -> str:
-        node = self.fresh.node.add()
-        node.name = self.editor.name("monad")
-        node.output.append(node.name)
-        node.op_type = "Constant"
-        attribute = node.attribute.add()
-        attribute.name, attribute.type = "value", pb.AttributeProto.UMONAD
-        return node.name
+        made = self._added("monad", "Constant", [])
+        made.attribute.add(name="value", type=pb.AttributeProto.UMONAD)
+        return made.name
 
     def _close(self) -> None:
         """Make the graph's result wait for its taps."""
@@ -414,16 +366,19 @@ class _Tapper:
             return
         result = self.graph.output[0]
         source = next((n for n in self.fresh.node if result.name in n.output), None)
-        made = self.fresh.node.add()
-        made.name = self.editor.name("result")
-        made.op_type = self.editor.primitive("Depend", side_effect_propagate=1)
-        made.input.extend([result.name, self.monad or self._new_monad()])
-        made.output.append(made.name)
-        made.domain = "tap"
+        depend = self.editor.primitive("Depend", side_effect_propagate=1)
+        made = self._added("result", depend, [result.name, self.monad or self._new_monad()])
         for attribute in source.attribute if source is not None else ():
             if attribute.name == "shape":
                 made.attribute.add().CopyFrom(attribute)
         result.name = made.name
+
+    def _added(self, what: str, kind: str, inputs: Sequence[str]) -> Any:
+        """Add a node with one output of its own name."""
+        name = self.editor.name(what)
+        return self.fresh.node.add(
+            name=name, op_type=kind, input=inputs, output=[name], domain="tap"
+        )
 
     def _keep(self, node: Any) -> None:
         self.fresh.node.add().CopyFrom(node)

@@ -107,11 +107,10 @@ class Reader:
             for run in range(self._runs(node)):
                 for call in self._calls(node, run):
                     found[call.key] = call
-            for cell in cells.get(i, ()):
-                made = [self._value(t, node.graph, 0) for t in cell.outputs]
-                key = f"{cell.name}.forward.0"
-                if self._runs(node):
-                    found[key] = Call(key, "module", cell.name, 0, Phase.FORWARD, [], {}, made)
+            for name, outputs in cells.get(i, ()) if self._runs(node) else ():
+                made = [self._value(t, node.graph, 0) for t in outputs]
+                key = f"{name}.forward.0"
+                found[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, made)
         return found
 
     def _runs(self, node: TappedOperator) -> int:
@@ -134,7 +133,9 @@ class Reader:
             more |= dict(zip(UPDATES[node.kind], inputs, strict=False))
             inputs, phase = [], Phase.OPTIMIZER
         if "group" in node.attributes:
-            more["group"] = self._group(str(node.attributes["group"]))
+            group = str(node.attributes["group"])
+            about = {"group_ranks": list(self.groups.get(group, ())), "group_id": group}
+            more["group"] = Scalar("ProcessGroup", about)
         number = node.index + run if node.kind not in UPDATES and not node.weight else run
         yield _call(name, number, phase, inputs, more, outputs)
 
@@ -161,10 +162,6 @@ class Reader:
             name = f"Optimizer.{source.parameter if source else i}.AdamWeightDecay"
             yield _call(name, 0, Phase.OPTIMIZER, [], given, made)
 
-    def _group(self, name: str) -> Scalar:
-        ranks = list(self.groups.get(name, ()))
-        return Scalar("ProcessGroup", {"group_ranks": ranks, "group_id": name})
-
     def _value(self, value: Argument, graph: str, run: int) -> Value:
         if isinstance(value, list):
             return [self._value(v, graph, run) for v in value]
@@ -188,22 +185,15 @@ class Reader:
         content = _bytes(self.folder / "values.bin", entry)
         if self.mode == STATISTICS:
             numbers = np.frombuffer(content, np.float64).tolist()
-            empty = 0 in entry.shape
-            unsaid = [empty, empty, empty or entry.dtype == "bool", empty or entry.dtype == "bool"]
-            stats = Stats(*(None if no else x for no, x in zip(unsaid, numbers, strict=True)))
+            if entry.dtype == "bool":
+                numbers[2:] = None, None
+            stats = Stats(*([None] * 4 if 0 in entry.shape else numbers))
             return TensorRecord(entry.dtype, entry.shape, stats, layout=layout)
         return TensorRecord(entry.dtype, entry.shape, layout=layout, fingerprint=content)
 
 
-class Cell(NamedTuple):
-    """A cell and the tensors that it hands to other cells in the forward pass."""
-
-    name: str
-    outputs: list[Tensor]
-
-
-def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[Cell]]:
-    """Return the cells that end with each operator, by the operator's position."""
+def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Tensor]]]]:
+    """Return the cells that end with each operator, with the tensors that they hand to others in the forward pass."""
     takers: dict[int, list[tuple[str, ...]]] = {}
     for node in nodes:
         if not node.backward:
@@ -222,10 +212,10 @@ def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[Cell]]:
                 users = takers.get(id(tensor), [])
                 if any(user[:depth] != cell for user in users):
                     made.setdefault(cell, []).append(tensor)
-    found: dict[int, list[Cell]] = {}
+    found: dict[int, list[tuple[str, list[Tensor]]]] = {}
     for cell, outputs in made.items():
         name = ".".join(["Cell", *cell, kinds[cell]])
-        found.setdefault(last[cell], []).append(Cell(name, outputs))
+        found.setdefault(last[cell], []).append((name, outputs))
     return found
 
 

@@ -38,7 +38,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_list, is_object, is_sequence
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 # Functions that query a tensor or create one from nothing: no computations.
 _QUERIES = """
@@ -101,7 +101,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.calls, self.count = calls, Counter[str]()
         self.paused = False  # in an optimizer, whose updates are recorded as a whole
-        self._pending: dict[str, tuple[str, int, list[Any], list[Any]]] = {}
+        self._pending: dict[str, tuple[list[Any], list[Any]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,27 +129,33 @@ class _Recorder(TorchFunctionMode):
             outputs = [x for x, version in into if x._version != version]
         if not any(isinstance(o, torch.Tensor) for o in outputs):
             return result
-        index = int(key.rsplit(".", 1)[1])
-        self.calls[f"{key}.forward"] = Call(
-            f"{key}.forward",
-            "api",
-            name,
-            index,
-            Phase.FORWARD,
-            inputs,
-            named,
-            [record(o) for o in outputs],
-        )
+        made = [record(o) for o in outputs]
+        call = self._add(key, Phase.FORWARD, inputs, named, made)
         if _writes(name, kwargs):
-            self._watch(self.calls[f"{key}.forward"], outputs)
+            self._watch(call, outputs)
             return result
         coming: list[torch.Tensor | None] = [None] * len(outputs)
         for i, output in enumerate(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 output.register_hook(partial(coming.__setitem__, i))
         if gradients:
-            self._pending[key] = (name, index, coming, gradients)
+            self._pending[key] = coming, gradients
         return result
+
+    def _add(
+        self,
+        key: str,
+        phase: Phase,
+        inputs: list[Value],
+        named: Mapping[str, Value],
+        outputs: list[Value],
+    ) -> Call:
+        """Record a call of a function; ``key`` lacks the direction."""
+        name, _, index = key.rpartition(".")
+        key = f"{key}.{phase.value}"
+        call = Call(key, "api", name, int(index), phase, inputs, named, outputs)
+        self.calls[key] = call
+        return call
 
     @contextmanager
     def _in_backward(self) -> Generator[None, None, None]:
@@ -176,16 +182,13 @@ class _Recorder(TorchFunctionMode):
         known = [function is not None for function, _ in node.next_functions]
         if sum(known) != len(wanted):
             return
-        key = call.key.removesuffix("forward") + "backward"
+        key = call.key.removesuffix(".forward")
 
         def ran(
             given: Sequence[torch.Tensor | None], coming: Sequence[torch.Tensor | None]
         ) -> None:
             made = [record(g) for g, there in zip(given, known, strict=True) if there]
-            self.calls[key] = replace(
-                call, key=key, phase=Phase.BACKWARD, kwargs={}, outputs=made,
-                inputs=[record(g) for g in coming],
-            )  # fmt: skip
+            self._add(key, Phase.BACKWARD, [record(g) for g in coming], {}, made)
 
         node.register_hook(ran)
 
@@ -211,20 +214,9 @@ class _Recorder(TorchFunctionMode):
                 self._finish(key)
 
     def _finish(self, key: str) -> None:
-        pending = self._pending.pop(key, None)
-        if pending is None:
-            return
-        name, index, coming, gradients = pending
-        self.calls[f"{key}.backward"] = Call(
-            f"{key}.backward",
-            "api",
-            name,
-            index,
-            Phase.BACKWARD,
-            [record(g) for g in coming],
-            {},
-            [record(g) for g in gradients],
-        )
+        if key in self._pending:
+            coming, gradients = ([record(g) for g in gs] for gs in self._pending.pop(key))
+            self._add(key, Phase.BACKWARD, coming, {}, gradients)
 
 
 def _own_node(
@@ -286,11 +278,7 @@ class _Optimizers:
         for group, p in _weights(optimizer):
             inputs = self.before[id(p)]
             key = f"{name}.{self.count[name]}.forward"
-            settings = {
-                k: record(list(cast("tuple[Any, ...]", v)) if isinstance(v, tuple) else v)
-                for k, v in group.items()
-                if k in _RULES
-            }
+            settings = {k: record(v) for k, v in group.items() if k in _RULES}
             if type(optimizer).__name__ == "Adam":
                 settings["decoupled"] = record(bool(group.get("decoupled_weight_decay", False)))
             after = self._state(optimizer, p)
@@ -298,22 +286,10 @@ class _Optimizers:
                 fresh = _zeros(p)
                 inputs = {"exp_avg": fresh, "exp_avg_sq": fresh, **inputs}
                 settings["step"] = Scalar("float", float(optimizer.state[p]["step"]))
-            outputs = [
-                after[k]
-                for k in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer")
-                if k in after
-            ]
-            self.calls[key] = Call(
-                key,
-                "api",
-                name,
-                self.count[name],
-                Phase.OPTIMIZER,
-                [],
-                {**inputs, **settings},
-                outputs,
-                stack=self.modules.stack(p),
-            )
+            outputs = [after[k] for k in ("weight", *_STATES) if k in after]
+            named = {**inputs, **settings}
+            call = Call(key, "api", name, self.count[name], Phase.OPTIMIZER, [], named, outputs)
+            self.calls[key] = replace(call, stack=self.modules.stack(p))
             self.count[name] += 1
 
     @staticmethod
@@ -379,10 +355,8 @@ def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         with torch._C.DisableTorchFunction():
             return function(value)
-    if is_list(value):
-        return [_each(v, function) for v in value]
-    if type(value) is tuple:
-        return tuple(_each(v, function) for v in cast("tuple[Any, ...]", value))
+    if type(value) in (list, tuple):
+        return type(value)(_each(v, function) for v in value)
     return value
 
 
