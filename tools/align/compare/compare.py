@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
 _EXTREME = {kind.largest for kind in FLOATS.values()} | {math.inf}
+LACKING = {True: "not judged", False: "not comparable"}
+"""Status of what one run lacks, by whether that is allowed."""
 _SCALARS = 1e-6  # relative difference allowed for settings that were stored in a narrower type
 
 
@@ -75,7 +78,12 @@ def compare(
     rows = list(problems)
     flips: dict[str, list[str]] = {"legal": [], "illegal": [], "not judged": []}
     nbytes = 0
-    first = _FirstFlips()
+    common_ranks = reference.ranks.keys() & target.ranks.keys()
+
+    @cache
+    def first_flip(key: tuple[int, int]) -> int | None:
+        return _first_flip(reference.ranks[key], target.ranks[key])
+
     mixed = False
     was = None
     spread = False  # flips of this step change the weights of all ranks in the next
@@ -83,15 +91,17 @@ def compare(
         if step != was:
             mixed, was = mixed or spread, step
         key = step, rank
-        if key not in reference.ranks or key not in target.ranks:
+        if key not in common_ranks:
             lacking = "target" if key in reference.ranks else "reference"
-            rows.append(_absent(step, rank, f"the {lacking} has no such step and rank", common))
+            said, status = f"the {lacking} has no such step and rank", LACKING[common]
+            rows.append(Row(step, rank, "", "", "", "", (), status, reason=said))
             continue
         golden = reference.ranks[key]
         judge = _Rank(golden, target.ranks[key], profile, bench.ranks.get(key) if bench else None)
         pinned = Pinned(judge.golden, judge.target, profile, mixed)
-        others = [r for s, r in wanted if s == step and r != rank]
-        pinned.foreign = first.of(reference, target, step, others)
+        others = [k for k in wanted if k[0] == step and k != key and k in common_ranks]
+        found = (first_flip(k) for k in others)
+        pinned.foreign = min((f for f in found if f is not None), default=None)
         rows += judge.rows(pinned, common, progress)
         nbytes += judge.nbytes
         for name, said in pinned.said.items():
@@ -132,32 +142,11 @@ def outcome_of(
     return Outcome(verdict, reason, profile.name, rows, flips, notes, nbytes)
 
 
-class _FirstFlips:
-    """Finds where choices first differ on other ranks."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, int], int | None] = {}
-
-    def of(self, reference: Dump, target: Dump, step: int, ranks: Sequence[int]) -> int | None:
-        """Return the number of the first call whose choice differs; None: no call's does."""
-        found = [self._one(reference, target, step, rank) for rank in ranks]
-        return min((f for f in found if f is not None), default=None)
-
-    def _one(self, reference: Dump, target: Dump, step: int, rank: int) -> int | None:
-        key = step, rank
-        if key not in self._found:
-            self._found[key] = None
-            if key in reference.ranks and key in target.ranks:
-                self._found[key] = _first_flip(reference.ranks[key], target.ranks[key])
-        return self._found[key]
-
-
 def _first_flip(golden: RankDump, target: RankDump) -> int | None:
+    """Return the number of the first call whose choice differs; None: no call's does."""
     for i, (key, call) in enumerate(golden.calls.items()):
         other = target.calls.get(key)
-        if other is None:
-            continue
-        theirs = dict(other.tensors())
+        theirs = dict(other.tensors()) if other else {}
         for place, record in call.tensors():
             mine = theirs.get(place)
             if not place.startswith("output") or is_float(record.dtype) or mine is None:
@@ -187,7 +176,6 @@ class _Rank:
         progress: Callable[[int, int], None] | None,
     ) -> Iterator[Row]:
         """Yield a row for each tensor in the order of the reference, then rows for what only the target has."""
-        lacking = "not judged" if common else "not comparable"
         total = len(self.golden.calls)
         for i, (key, call) in enumerate(self.golden.calls.items()):
             if progress is not None:
@@ -195,7 +183,7 @@ class _Rank:
             other = self.target.calls.get(key)
             if other is None:
                 said = "the target does not run this call"
-                status = "not judged" if pinned.active else lacking
+                status = LACKING[common or pinned.active]
                 yield self._row(call, "", None, status, reason=said)
                 continue
             pinned.enter(i, call)
@@ -203,23 +191,17 @@ class _Rank:
             if not pinned.active:
                 found += self._settings(call, other)
             yield from self._replayed(found, call, pinned)
-        lacking = "not judged" if pinned.active else lacking
+        status, said = LACKING[common or pinned.active], "the reference does not run this call"
         for key, call in self.target.calls.items():
             if key not in self.golden.calls:
-                yield self._row(
-                    call, "", None, lacking, reason="the reference does not run this call"
-                )
+                yield self._row(call, "", None, status, reason=said)
 
     def _pairs(self, call: Call, other: Call) -> Iterator[Pair]:
-        theirs = dict(other.tensors())
         third = self.bench.calls.get(call.key) if self.bench else None
-        thirds = dict(third.tensors()) if third else {}
-        mine = dict(call.tensors())
-        for place, golden in mine.items():
-            yield Pair(call.key, place, golden, theirs.get(place), thirds.get(place))
-        for place, target in theirs.items():
-            if place not in mine:
-                yield Pair(call.key, place, None, target)
+        mine, theirs, thirds = (dict(c.tensors()) if c else {} for c in (call, other, third))
+        for place in mine | theirs:
+            bench = thirds.get(place) if place in mine else None
+            yield Pair(call.key, place, mine.get(place), theirs.get(place), bench)
 
     def _row(
         self, call: Call, place: str, record: TensorRecord | None, status: str, **said: Any
@@ -283,10 +265,8 @@ class _Rank:
     def _settings(self, call: Call, other: Call) -> list[Row]:
         """Return a row for each number or flag that differs between the runs."""
         found: list[Row] = []
-        pairs = [
-            (f"input.{i}", a, b)
-            for i, (a, b) in enumerate(zip(call.inputs, other.inputs, strict=False))
-        ]
+        positions = zip(call.inputs, other.inputs, strict=False)
+        pairs = [(f"input.{i}", a, b) for i, (a, b) in enumerate(positions)]
         pairs += [(f"input.{n}", v, other.kwargs.get(n)) for n, v in call.kwargs.items()]
         for place, a, b in pairs:
             if isinstance(a, Scalar) and isinstance(b, Scalar) and _other(a.value, b.value):
@@ -308,25 +288,20 @@ class _Rank:
         found: list[Row] = []
         for row in rows:
             verdict = answers.get(row.place)
-            if row not in wrong:
-                found.append(row)
-            elif verdict is None:
-                found.append(replace(row, status="not judged", basis="", checks=[], reason=follows))
-            else:
-                check = Check("error / bound", verdict.ratio, 1.0, verdict.status == "pass")
-                more = {
-                    "checks": [check],
-                    "reason": verdict.reason,
-                    "note": "replayed in isolation",
-                }
-                status = {"status": verdict.status, "basis": "replay", "element": verdict.element}
-                found.append(replace(row, **status, **more))
+            if row in wrong and verdict is None:
+                row = replace(row, status="not judged", basis="", checks=[], reason=follows)
+            elif row in wrong and verdict is not None:
+                row = replace(
+                    row,
+                    status=verdict.status,
+                    basis="replay",
+                    element=verdict.element,
+                    checks=[Check("error / bound", verdict.ratio, 1.0, verdict.status == "pass")],
+                    reason=verdict.reason,
+                    note="replayed in isolation",
+                )
+            found.append(row)
         return found
-
-
-def _absent(step: int, rank: int, said: str, common: bool) -> Row:
-    status = "not judged" if common else "not comparable"
-    return Row(step, rank, "", "", "", "", (), status, reason=said)
 
 
 def _other(a: Any, b: Any) -> bool:

@@ -8,7 +8,7 @@ routers cannot be pinned to each other, so whole tensors after it are not compar
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from telechat_moe.tools.align.compare.compare import chunks, measured, outcome_of
+from telechat_moe.tools.align.compare.compare import LACKING, chunks, measured, outcome_of
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.dump.records import Array, Dump
@@ -96,15 +96,15 @@ class _Map:
                 said = f"copies differ in the {side}: {point.problem}"
                 return replace(row, status="diverged", basis="merge", reason=said)
             if point.values is None:
-                missing = "not judged" if self.common else "not comparable"
                 said = f"not known in the {side}: {point.problem}"
-                return replace(row, status=missing, basis="", reason=said)
-        return self._judged(row, link, one, other)
+                return replace(row, status=LACKING[self.common], basis="", reason=said)
+        assert one.values is not None
+        assert other.values is not None
+        return self._judged(row, link, one, other, one.values, other.values)
 
-    def _judged(self, row: Row, link: Link, one: Point, other: Point) -> Row:
-        golden, target = one.values, other.values
-        assert golden is not None
-        assert target is not None
+    def _judged(
+        self, row: Row, link: Link, one: Point, other: Point, golden: Array, target: Array
+    ) -> Row:
         if golden.size != target.size:
             said = f"shape {list(target.shape)}, reference {list(golden.shape)}"
             return replace(row, status="diverged", basis="", reason=said)

@@ -209,31 +209,6 @@ class Ulps(Measure):
         return [Check("ULP", self._worst, self.most, self.wrong == 0, self._at)]
 
 
-class Relative(Measure):
-    """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both.
-
-    Args:
-        mean: Upper limit of MERE, exclusive.
-        largest: Upper limit of MARE, exclusive.
-    """
-
-    def __init__(self, mean: float, largest: float) -> None:
-        self.mean, self.largest = mean, largest
-        self.values = RelativeErrors()
-
-    def add(self, chunk: Chunk) -> None:
-        """See :class:`Measure`."""
-        self.values.add(chunk)
-
-    def checks(self) -> list[Check]:
-        """See :class:`Measure`."""
-        v = self.values
-        return [
-            Check("MERE", v.mere, self.mean, v.mere < self.mean),
-            Check("MARE", v.mare, self.largest, v.mare < self.largest, v.at),
-        ]
-
-
 class RelativeErrors:
     """Mean and largest relative error, and root of the mean square error."""
 
@@ -268,6 +243,26 @@ class RelativeErrors:
     def rmse(self) -> float:
         """Root of the mean square error."""
         return math.sqrt(self._squares / self.count) if self.count else 0.0
+
+
+class Relative(RelativeErrors, Measure):
+    """MERE and MARE: mean and largest ``|target - golden| / (|golden| + 1e-7)``, over elements that are numbers in both.
+
+    Args:
+        mean: Upper limit of MERE, exclusive.
+        largest: Upper limit of MARE, exclusive.
+    """
+
+    def __init__(self, mean: float, largest: float) -> None:
+        super().__init__()
+        self.mean, self.largest = mean, largest
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        return [
+            Check("MERE", self.mere, self.mean, self.mere < self.mean),
+            Check("MARE", self.mare, self.largest, self.mare < self.largest, self.at),
+        ]
 
 
 class DoubleBenchmark(Measure):

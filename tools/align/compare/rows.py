@@ -61,35 +61,21 @@ class Row:
     def as_json(self) -> dict[str, Any]:
         """Return the row as plain JSON types."""
         worst = self.worst
-        plain = [
-            {"metric": c.metric, "observed": _finite(c.observed), "limit": c.limit, "ok": c.ok}
-            for c in self.checks
-        ]
         return {
-            **{name: getattr(self, name) for name in _SAID},
+            **vars(self),
             "shape": list(self.shape),
             "metric": worst.metric if worst else None,
             "observed": _finite(worst.observed) if worst else None,
             "limit": worst.limit if worst else None,
             "observed_over_limit": _finite(self.ratio) if worst else None,
             "element": None if self.element is None else list(self.element),
-            "checks": plain,
+            "checks": [
+                {"metric": c.metric, "observed": _finite(c.observed), "limit": c.limit, "ok": c.ok}
+                for c in self.checks
+            ],
         }
 
 
-_SAID = [
-    "step",
-    "rank",
-    "key",
-    "place",
-    "phase",
-    "dtype",
-    "status",
-    "basis",
-    "reason",
-    "note",
-    "elements",
-]
 ORDER = {"diverged": 0, "not comparable": 1, "not judged": 2, "pass": 3}
 
 

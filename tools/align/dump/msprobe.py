@@ -124,7 +124,7 @@ class _Ranks(Mapping[tuple[int, int], RankDump]):
             self._kept.move_to_end(key)
             return self._kept[key][0]
         parts = [_read_rank(self._root, folder, *key) for folder in self._folders[key]]
-        size = sum(_size(_json_file(f)) for f in self._folders[key])
+        size = sum(_json_file(f).stat().st_size for f in self._folders[key])
         self._kept[key] = (_joined(parts), size)
         while len(self._kept) > 1 and sum(n for _, n in self._kept.values()) > _CACHE_BYTES:
             self._kept.popitem(last=False)
@@ -201,13 +201,6 @@ def _json_file(folder: Path) -> Path:
     return path if os.path.lexists(path) else folder / "debug.json"
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
 def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     path = _json_file(folder)
     content = parse_json(path, root)
@@ -234,12 +227,10 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
 
 def _joined(parts: list[RankDump]) -> RankDump:
     """Join eager and compiled calls of a rank; a key in both gets the prefix ``graph/``."""
-    first = parts[0]
-    calls = dict(first.calls)
-    for part in parts[1:]:
-        for key, call in part.calls.items():
-            calls[f"graph/{key}" if key in calls else key] = call
-    return replace(first, calls=calls)
+    calls: dict[str, Call] = {}
+    for part in parts:
+        calls |= {f"graph/{k}" if k in calls else k: call for k, call in part.calls.items()}
+    return replace(parts[0], calls=calls)
 
 
 class _Context(NamedTuple):
@@ -251,6 +242,12 @@ class _Context(NamedTuple):
     def bad(self, place: str, found: Any, expected: str) -> BadInputError:
         where = f"key {_short(self.key)}" + (f", {place}" if place else "")
         return BadInputError(f"{self.path}: {where}: {_short(found)} found, {expected} expected")
+
+    def want(self, place: str, found: Any, kind: Any, expected: str) -> Any:
+        """Return a value that is of a kind, or null."""
+        if found is not None and not isinstance(found, kind):
+            raise self.bad(place, found, expected)
+        return found
 
 
 def _call(
@@ -267,45 +264,34 @@ def _call(
     phase = Phase.BACKWARD if backward else Phase.FORWARD
     if key.startswith("Optimizer."):  # from this package's captures: the update of a weight
         phase = Phase.OPTIMIZER
+    make = partial(Call, key, kind, name, index, phase, parent=parent, stack=stack)
     if match is None:  # single tensors that a program saved
-        return Call(
-            key, kind, name, 0, phase, [], {}, [_value(context, "", entry)], {}, parent, stack
-        )
+        return make([], {}, [_value(context, "", entry)])
     if not is_object(entry):
         raise context.bad("", entry, "an object")
     if gradients is not None:
         values = {n: _value(context, n, v) for n, v in entry.items()}
         values = {n: v[0] if is_list(v) and len(v) == 1 else v for n, v in values.items()}
-        return Call(key, kind, name, index, phase, [], {}, [], values, parent, stack)
+        return make([], {}, [], values)
     inputs, outputs = (
         next((n for n in names if n in entry), names[0]) for names in (_INPUTS, _OUTPUTS)
     )
     for place in entry.keys() - {inputs, "input_kwargs", outputs, "parameters"}:
         if _holds_tensor(entry[place]):
             raise context.bad("", place, "input_args, input_kwargs, output or parameters")
-    return Call(
-        key,
-        kind,
-        name,
-        index,
-        phase,
+    return make(
         _list(context, inputs, entry.get(inputs)),
         _dict(context, "input_kwargs", entry.get("input_kwargs")),
         _list(context, outputs, entry.get(outputs)),
         _dict(context, "parameters", entry.get("parameters")),
-        parent,
-        stack,
     )
 
 
 def _list(context: _Context, place: str, entry: Any) -> list[Value]:
-    if entry is None:
-        return []
     if is_object(entry) and _holds_tensor(entry):
         entry = [entry]
-    if not is_list(entry):
-        raise context.bad(place, entry, "a list")
-    return [_value(context, f"{place}.{i}", v) for i, v in enumerate(entry)]
+    values: list[Any] = context.want(place, entry, list, "a list") or []
+    return [_value(context, f"{place}.{i}", v) for i, v in enumerate(values)]
 
 
 def _holds_tensor(entry: Any) -> bool:
@@ -316,11 +302,8 @@ def _holds_tensor(entry: Any) -> bool:
 
 
 def _dict(context: _Context, place: str, entry: Any) -> dict[str, Value]:
-    if entry is None:
-        return {}
-    if not is_object(entry):
-        raise context.bad(place, entry, "an object")
-    return {name: _value(context, f"{place}.{name}", v) for name, v in entry.items()}
+    values: dict[str, Any] = context.want(place, entry, dict, "an object") or {}
+    return {name: _value(context, f"{place}.{name}", v) for name, v in values.items()}
 
 
 def _value(context: _Context, place: str, entry: Any, depth: int = 0) -> Value:
@@ -354,12 +337,8 @@ def _tensor(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorRe
         and math.prod(shape) < 1 << 62
     ):
         raise context.bad(f"{place}.shape", shape, "a list of sizes")
-    grad = entry.get("requires_grad")
-    if grad is not None and not isinstance(grad, bool):
-        raise context.bad(f"{place}.requires_grad", grad, "true or false")
-    crc = entry.get("md5")
-    if crc is not None and not isinstance(crc, str):
-        raise context.bad(f"{place}.md5", crc, "text")
+    grad = context.want(f"{place}.requires_grad", entry.get("requires_grad"), bool, "true or false")
+    crc = context.want(f"{place}.md5", entry.get("md5"), str, "text")
     dtype, path = canonical(dtype), _data_file(context, place, entry.get("data_name"))
     return TensorRecord(
         dtype,
@@ -384,9 +363,7 @@ def _load(context: _Context, place: str, path: Path, dtype: str, shape: tuple[in
 def _data_file(context: _Context, place: str, name: Any) -> Path | None:
     if name in (None, "", "-1", -1):
         return None
-    if not isinstance(name, str):
-        raise context.bad(f"{place}.data_name", name, "the name of a file")
-    pure = PurePosixPath(name)
+    pure = PurePosixPath(context.want(f"{place}.data_name", name, str, "the name of a file"))
     if (
         pure.is_absolute()
         or ".." in pure.parts
@@ -401,10 +378,9 @@ def _stats(context: _Context, place: str, entry: Mapping[str, Any]) -> Stats | N
     names = ("Max", "Min", "Mean", "Norm")
     if not any(name in entry for name in names):
         return None
-    found = [entry.get(name) for name in names]
-    for name, value in zip(names, found, strict=True):
-        if value is not None and not isinstance(value, int | float):
-            raise context.bad(f"{place}.{name}", value, "a number")
+    found = [
+        context.want(f"{place}.{name}", entry.get(name), int | float, "a number") for name in names
+    ]
     try:
         return Stats(*(None if value is None else float(value) for value in found))
     except OverflowError:
@@ -415,14 +391,11 @@ def _layout(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorLa
     found, shard = entry.get("layout"), entry.get("hsdp_shard_size")
     if shard is not None and type(shard) is not int:
         raise context.bad(f"{place}.hsdp_shard_size", shard, "a number")
-    if found is None:
-        return None
-    if not is_object(found):
-        raise context.bad(f"{place}.layout", found, "an object")
-    if found.get("Device Matrix") is None or found.get("Tensor Map") is None:
+    given: dict[str, Any] = context.want(f"{place}.layout", found, dict, "an object") or {}
+    if given.get("Device Matrix") is None or given.get("Tensor Map") is None:
         return None  # msprobe leaves out what the tensor does not give
     try:
-        return from_dict(found, shard)
+        return from_dict(given, shard)
     except TelechatMoeError as error:
         raise context.bad(f"{place}.layout", str(error), "a layout") from None
 
@@ -436,28 +409,24 @@ def _fingerprint(context: _Context, place: str, found: Any) -> bytes | None:
         raise context.bad(f"{place}.{FINGERPRINT}", found, "hexadecimal digits") from None
 
 
+def _optional(path: Path, root: Path) -> dict[str, Any]:
+    return parse_json(path, root) if os.path.lexists(path) else {}
+
+
 def _parents(path: Path, root: Path) -> dict[str, str | None]:
-    if not os.path.lexists(path):
-        return {}
     found: dict[str, str | None] = {}
-    for key, parent in parse_json(path, root).items():
+    for key, parent in _optional(path, root).items():
         if is_list(parent):  # Megatron: parent and micro-step
             parent = parent[0] if parent else None
         if key != "megatron_micro_step_number":
-            if parent is not None and not isinstance(parent, str):
-                raise BadInputError(
-                    f"{path}: key {_short(key)}: the key of a module or null expected, "
-                    f"found {_short(parent)}"
-                )
-            found[key] = parent
+            context = _Context(path, root, root, key)
+            found[key] = context.want("", parent, str, "the key of a module or null")
     return found
 
 
 def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
-    if not os.path.lexists(path):
-        return {}
     found: dict[str, tuple[str, ...]] = {}
-    for key, group in parse_json(path, root).items():
+    for key, group in _optional(path, root).items():
         try:
             keys, lines = group
             if isinstance(lines, str):

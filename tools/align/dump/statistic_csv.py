@@ -9,7 +9,6 @@ import csv
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ _FILE = re.compile(
     r"(?:\.[^.]+)?\.(?P<dtype>[^.]+)\.npy"
 )
 _MAX_SLOT = 1 << 16
-
-
-@dataclass
-class _Open:
-    type: str
-    name: str
-    inputs: dict[int, TensorRecord] = field(default_factory=dict[int, TensorRecord])
-    outputs: dict[int, TensorRecord] = field(default_factory=dict[int, TensorRecord])
 
 
 def find(root: Path | str) -> list[Path]:
@@ -91,31 +82,30 @@ def _last(path: Path, root: Path, pattern: str) -> int:
 
 def _calls(path: Path, root: Path) -> dict[str, Call]:
     files = _files(path.parent)
-    found: dict[str, _Open] = {}
+    found: dict[str, tuple[str, str, dict[str, dict[int, TensorRecord]]]] = {}
     for line, row in _rows(path, root):
+        kind, name, io = row["Op Type"], row["Op Name"], row["IO"]
         head = ".".join(row.get(k) or "0" for k in ("Task ID", "Stream ID", "Timestamp"))
-        key = f"{row['Op Type']}.{row['Op Name']}.{head}"
-        call = found.setdefault(key, _Open(row["Op Type"], row["Op Name"]))
+        new: dict[str, dict[int, TensorRecord]] = {"input": {}, "output": {}}
+        sides = found.setdefault(f"{kind}.{name}.{head}", (kind, name, new))[2]
         slot = _slot(path, line, row["Slot"])
-        side = {"input": call.inputs, "output": call.outputs}.get(row["IO"])
-        if side is None or slot in side:
+        if slot in sides.get(io, {slot}):
             raise BadInputError(
-                f"{path}:{line}: IO {row['IO']!r}, slot {slot}: input or output expected, each slot once"
+                f"{path}:{line}: IO {io!r}, slot {slot}: input or output expected, each slot once"
             )
-        short = row["Op Name"].rpartition("/")[2]
-        names = [f"{row['Op Type']}.{n}" for n in (short, row["Op Name"].replace("/", "_"))]
-        file = next((f for n in names if (f := files.get((n, head, row["IO"], slot)))), None)
-        side[slot] = _record(path, line, row, file, root)
-    return {key: _call(key, call) for key, call in found.items()}
+        names = [f"{kind}.{n}" for n in (name.rpartition("/")[2], name.replace("/", "_"))]
+        file = next((f for n in names if (f := files.get((n, head, io, slot)))), None)
+        sides[io][slot] = _record(path, line, row, file, root)
+    return {key: _call(key, *call) for key, call in found.items()}
 
 
-def _call(key: str, call: _Open) -> Call:
-    scope = call.name.split("/")[0]
-    phase = Phase.BACKWARD if scope.startswith("Gradients") else Phase.FORWARD
-    if re.search(r"(?i)\boptimizer", call.name):
+def _call(key: str, kind: str, name: str, sides: Mapping[str, Mapping[int, TensorRecord]]) -> Call:
+    backward = name.split("/")[0].startswith("Gradients")
+    phase = Phase.BACKWARD if backward else Phase.FORWARD
+    if re.search(r"(?i)\boptimizer", name):
         phase = Phase.OPTIMIZER
-    name = f"{call.type}.{call.name}"
-    return Call(key, "api", name, 0, phase, _slots(call.inputs), {}, _slots(call.outputs))
+    inputs, outputs = _slots(sides["input"]), _slots(sides["output"])
+    return Call(key, "api", f"{kind}.{name}", 0, phase, inputs, {}, outputs)
 
 
 def _slots(found: Mapping[int, TensorRecord]) -> list[Value]:
@@ -123,23 +113,27 @@ def _slots(found: Mapping[int, TensorRecord]) -> list[Value]:
 
 
 def _rows(path: Path, root: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    rows = _lines(value_files.within(path, root), path, strict=True)
+    titles = [t.strip() for t in next(rows, (0, list[str]()))[1]]
+    missing = [t for t in _MUST if t not in titles]
+    if missing or len(set(titles)) != len(titles):
+        said = ", ".join(missing) or "that stand twice"
+        raise BadInputError(f"{path}:1: columns {said} missing; found {titles}")
+    for line, row in rows:
+        if len(row) != len(titles):
+            raise BadInputError(f"{path}:{line}: {len(row)} cells, {len(titles)} expected")
+        yield line, dict(zip(titles, (c.strip() for c in row), strict=True))
+
+
+def _lines(file: Path, shown: Path, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file, each with the number of its last line."""
     try:
-        with value_files.within(path, root).open(encoding="utf-8", newline="") as file:
-            reader = csv.reader(file, strict=True)
-            titles = [t.strip() for t in next(reader, list[str]())]
-            missing = [t for t in _MUST if t not in titles]
-            if missing or len(set(titles)) != len(titles):
-                raise BadInputError(
-                    f"{path}:1: columns {', '.join(missing) or 'that stand twice'} missing; found {titles}"
-                )
+        with file.open(encoding="utf-8", newline="") as lines:
+            reader = csv.reader(lines, strict=strict)
             for row in reader:
-                if len(row) != len(titles):
-                    raise BadInputError(
-                        f"{path}:{reader.line_num}: {len(row)} cells, {len(titles)} expected"
-                    )
-                yield reader.line_num, dict(zip(titles, (c.strip() for c in row), strict=True))
+                yield reader.line_num, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise BadInputError(f"{path}: cannot be read as CSV: {error}") from None
+        raise BadInputError(f"{shown}: cannot be read as CSV: {error}") from None
 
 
 def _slot(path: Path, line: int, text: str) -> int:
@@ -179,11 +173,7 @@ def _files(folder: Path) -> dict[tuple[str, str, str, int], Path]:
     names = {p.name: p.name for p in folder.glob("*.npy")}
     mapping = folder / "mapping.csv"
     if mapping.exists():
-        try:
-            with mapping.open(encoding="utf-8", newline="") as file:
-                names |= {row[1]: row[0] for row in csv.reader(file) if len(row) == 2}
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise BadInputError(f"{mapping}: cannot be read as CSV: {error}") from None
+        names |= {row[1]: row[0] for _, row in _lines(mapping, mapping) if len(row) == 2}
     found: dict[tuple[str, str, str, int], Path] = {}
     for full, name in names.items():
         match = _FILE.fullmatch(full if full.endswith(".npy") else f"{full}.npy")

@@ -324,39 +324,32 @@ class Approx:
         value = self.value.sum(axis, keepdims=True)
         squares = np.square(self.value).sum(axis, keepdims=True)
         count = self.value.size // max(value.size, 1)
-        shape = self.shape
-        unit = FLOATS[self.accumulated].unit
-        result = self._added(
+        shape, kind = self.shape, FLOATS[self.accumulated]
+        same, walk = alike(self.value, axis), walk_along(self.value, axis)
+        own = sum_errors(value, squares, count, kind, same, walk)
+        missed = lost(self.value, value, squares, axis, kind.unit)
+        own = np.hypot(own[0], np.minimum(missed, own[1])), own[1]
+        result = self._accumulated(
             value,
-            squares,
-            count,
-            None if self.is_exact else lambda x: np.broadcast_to(x, shape).sum(axis, keepdims=True),
+            own,
+            lambda x: np.broadcast_to(x, shape).sum(axis, keepdims=True),
             [(self, lambda g: g.spread(shape))],
-            alike(self.value, axis),
-            lost(self.value, value, squares, axis, unit),
-            walk_along(self.value, axis),
         )
         return result if keepdims else result.moved(lambda x: x.squeeze(axis))
 
-    def _added(
+    def _accumulated(
         self,
         value: Array,
-        squares: Array,
-        count: Any,
-        carry: Callable[[Array], Array] | None,
+        own: tuple[Array, Array],
+        carry: Callable[[Array], Array],
         parents: Parents,
-        same: Any = 0.0,
-        missed: Any = 0.0,
-        walk: Any = 0.0,
     ) -> "Approx":
-        """Return a sum with its errors: of the accumulation, of the terms, and of the rounding to the stored type."""
-        kind = FLOATS[self.accumulated]
-        own_sigma, own_limit = sum_errors(value, squares, count, kind, same, walk)
-        own_sigma = np.hypot(own_sigma, np.minimum(missed, own_limit))
-        if carry is not None:
-            own_sigma = np.sqrt(own_sigma**2 + carry(np.square(self.sigma)))
-            own_limit = own_limit + carry(self.limit)
-        return self._stored_sum(value, own_sigma, own_limit, parents)
+        """Return a sum with the errors of the accumulation, those of its terms, and the final rounding."""
+        sigma, limit = own
+        if not self.is_exact:
+            sigma = np.sqrt(sigma**2 + carry(np.square(self.sigma)))
+            limit = limit + carry(self.limit)
+        return self._stored_sum(value, sigma, limit, parents)
 
     def _stored_sum(self, value: Array, sigma: Array, limit: Array, parents: Parents) -> "Approx":
         """Return a sum, which is rounded once more if the stored type is not the accumulating one."""
@@ -385,10 +378,9 @@ class Approx:
             return np.broadcast_to(x, self.shape).cumsum(axis)
 
         walk = np.square(value).cumsum(axis) / count
-        same = alike(self.value, axis)
-        return self._added(
-            value, squares, count, None if self.is_exact else carry, [(self, back)], same, 0.0, walk
-        )
+        kind, same = FLOATS[self.accumulated], alike(self.value, axis)
+        own = sum_errors(value, squares, count, kind, same, walk)
+        return self._accumulated(value, own, carry, [(self, back)])
 
     def matmul(self, other: Any) -> "Approx":
         """Matrix product of arrays with two or more dimensions."""

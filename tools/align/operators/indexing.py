@@ -9,7 +9,7 @@ from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.joining import where
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, ops
 from telechat_moe.tools.align.operators.shapes import move, moves
 
 
@@ -32,22 +32,19 @@ def _embedding(a: Arguments) -> Any:
 )
 def _gather(a: Arguments) -> Any:
     """Compute ``torch.gather(x, dim, index)``, or MindSpore's ``gather(x, indices, axis)``, which takes rows."""
-    if isinstance(a.index, int | float) or (
-        np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0
+    if (
+        isinstance(a.index, int | float)
+        or (np.ndim(plain(a.index)) == 0 and np.ndim(plain(a.dim)) > 0)
+        or not isinstance(a.dim, int)
     ):
         rows, axis = integers(a.dim), int(plain(a.index))
         return move(a.input, lambda x: x.take(rows, axis), True)
-    if not isinstance(a.dim, int):
-        rows, axis = integers(a.dim), int(plain(a.index))
-        return move(a.input, lambda x: x.take(rows, axis), True)
     index, dim = integers(a.index), int(a.dim)
-    keep = np.ndim(plain(a.input))
 
     def take(x: Array) -> Array:
-        cut = tuple(
-            slice(0, s) if i != dim % keep else slice(None) for i, s in enumerate(index.shape)
-        )
-        return np.take_along_axis(x[cut], index, dim)
+        key = [slice(0, n) for n in index.shape]
+        key[dim % x.ndim] = slice(None)
+        return np.take_along_axis(x[tuple(key)], index, dim)
 
     return move(a.input, take, True)
 
@@ -129,8 +126,9 @@ def _one_hot(a: Arguments) -> Any:
     return (index[..., None] == np.arange(depth)).astype(np.int64)
 
 
-def _along(index: Array, dim: int) -> tuple[Array, ...]:
-    grid = list(np.indices(index.shape, sparse=False))
+def along(index: Array, dim: int) -> tuple[Array, ...]:
+    """Return the index that ``numpy.take_along_axis`` takes an array's elements by."""
+    grid = list(np.indices(index.shape))
     grid[dim] = index
     return tuple(grid)
 
@@ -141,7 +139,7 @@ def _scatter(a: Arguments) -> Any:
         raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
     index, dim = integers(a.index), int(a.dim)
     out = np.array(plain(a.input))
-    at = _along(index, dim % out.ndim)
+    at = along(index, dim % out.ndim)
     flat = np.ravel_multi_index(at, out.shape)
     if len(np.unique(flat)) != flat.size:
         raise NotJudgedError("scatter writes an element twice: the result depends on the order")
@@ -154,7 +152,7 @@ def _scatter(a: Arguments) -> Any:
 def _scatter_add(a: Arguments) -> Any:
     index, dim = integers(a.index), int(a.dim)
     x = floating(a.input)
-    at = _along(index, dim % len(x.shape))
+    at = along(index, dim % len(x.shape))
     source = floating(a.src)[tuple(slice(0, s) for s in index.shape)]
     return scatter_add(x.shape, at, source, x)
 
@@ -188,14 +186,14 @@ def _topk(a: Arguments) -> Any:
     return _ordered(a, order)
 
 
-@op("sort SortExt", "input dim=-1 descending=False stable=False", exact=True)
-def _sort(a: Arguments) -> Any:
-    return _ordered(a, _order(a, a.descending))
-
-
-@op("argsort", "input dim=-1 descending=False stable=False", exact=True)
-def _argsort(a: Arguments) -> Any:
-    return _order(a, a.descending)
+ops(
+    "input dim=-1 descending=False stable=False",
+    {
+        "sort SortExt": lambda a: _ordered(a, _order(a, a.descending)),
+        "argsort": lambda a: _order(a, a.descending),
+    },
+    exact=True,
+)
 
 
 def _order(a: Arguments, descending: bool) -> Array:

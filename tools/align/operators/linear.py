@@ -1,5 +1,6 @@
 """Matrix products."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 
@@ -109,15 +111,9 @@ def _grouped_matmul(a: Arguments) -> Any:
         raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {w.shape[0]} matrices")
     if np.any(np.diff(ends) < 0) or ends[-1] > rows or (ends.sum() == rows and ends[-1] != rows):
         ends = ends.cumsum()
-    from telechat_moe.tools.align.operators.joining import concatenate
-
-    parts: list[Approx] = []
-    begin = 0
-    for e, end in enumerate(ends):
-        parts.append(x[begin:end].matmul(w[e]))
-        begin = int(end)
-    if begin < rows:
-        parts.append(x[begin:].matmul(w[0]).times(np.zeros(())))  # padding rows
+    parts = [x[b:e].matmul(w[i]) for i, (b, e) in enumerate(pairwise([0, *ends.tolist()]))]
+    if ends[-1] < rows:
+        parts.append(x[ends[-1] :].matmul(w[0]).times(np.zeros(())))  # padding rows
     return concatenate(parts, 0)
 
 

@@ -50,15 +50,20 @@ def _back(
 # ------------------------------------------------------------------ products
 
 
+def _operands(a: Arguments, *names: str) -> list[Approx]:
+    return [_operand(getattr(a, name), a.bf16) for name in names]
+
+
 @primitive("TelechatMatmul", "input weight | bf16=False")
 def _matmul(a: Arguments) -> Any:
     """Compute ``x w^T``."""
-    return _operand(a.input, a.bf16).matmul(_operand(a.weight, a.bf16).swap(-1, -2))
+    x, w = _operands(a, "input", "weight")
+    return x.matmul(w.swap(-1, -2))
 
 
 @primitive("TelechatMatmulGrad", "input weight grad | bf16=False")
 def _matmul_grad(a: Arguments) -> Any:
-    x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
+    x, w, g = _operands(a, "input", "weight", "grad")
     return [g.matmul(w), g.swap(-1, -2).matmul(x)]
 
 
@@ -67,41 +72,37 @@ def _matmul_grad_add(a: Arguments) -> Any:
     raise NotJudgedError("it also writes a main gradient, of which the graph keeps no name")
 
 
-def _experts(sizes: Any) -> list[slice]:
-    ends = np.cumsum(integers(sizes))
-    return [slice(int(e - s), int(e)) for s, e in zip(integers(sizes), ends, strict=True)]
-
-
 def grouped_product(x: Approx, w: Approx, sizes: Any) -> Approx:
     """Return the product of each expert's rows with its matrix."""
-    parts = [
-        x[rows].matmul(w[e]) for e, rows in enumerate(_experts(sizes)) if rows.stop > rows.start
-    ]
+    counts = integers(sizes)
+    ends = zip(np.cumsum(counts), counts, strict=True)
+    parts = [x[end - n : end].matmul(w[e]) for e, (end, n) in enumerate(ends) if n]
     return concatenate(parts, 0) if parts else x.constant(np.zeros((0, w.shape[-1])))
 
 
 @primitive("TelechatGroupedMatmul", "input weight sizes | bf16=False")
 def _grouped_matmul(a: Arguments) -> Any:
-    return grouped_product(_operand(a.input, a.bf16), _operand(a.weight, a.bf16), a.sizes)
+    x, w = _operands(a, "input", "weight")
+    return grouped_product(x, w, a.sizes)
 
 
 @primitive("TelechatGroupedMatmulGrad", "input weight sizes grad | bf16=False")
 def _grouped_matmul_grad(a: Arguments) -> Any:
-    x, w, g = (_operand(v, a.bf16) for v in (a.input, a.weight, a.grad))
+    x, w, g = _operands(a, "input", "weight", "grad")
     return _back([grouped_product(x, w, a.sizes)], [g], [x, w])
 
 
 @primitive("TelechatGroupedSwiGLU", "input gate up sizes | bf16=False", stores=True)
 def _grouped_swiglu(a: Arguments) -> Any:
     """Compute ``silu(x gate) * (x up)`` and both products."""
-    x = _operand(a.input, a.bf16)
-    g, u = (grouped_product(x, _operand(w, a.bf16), a.sizes) for w in (a.gate, a.up))
+    x, gate, up = _operands(a, "input", "gate", "up")
+    g, u = (grouped_product(x, w, a.sizes) for w in (gate, up))
     return [g * g.sigmoid() * u, g, u]
 
 
 @primitive("TelechatGroupedSwiGLUGrad", "input gate up sizes g u grad | bf16=False", stores=True)
 def _grouped_swiglu_grad(a: Arguments) -> Any:
-    x, gate, up = (_operand(v, a.bf16) for v in (a.input, a.gate, a.up))
+    x, gate, up = _operands(a, "input", "gate", "up")
     g, u = floating(a.g), floating(a.u)
     dg, du = _back([g * g.sigmoid() * u], [a.grad], [g, u])
     if a.bf16:
@@ -142,8 +143,7 @@ def _attention(a: Arguments, q: Approx, k: Approx, v: Approx) -> tuple[Approx, A
 
 @primitive("TelechatFlashAttention", "q k v start | scale=1.0 bf16=False", stores=True)
 def _flash(a: Arguments) -> Any:
-    q, k, v = (_operand(x, a.bf16) for x in (a.q, a.k, a.v))
-    return list(_attention(a, q, k, v))
+    return list(_attention(a, *_operands(a, "q", "k", "v")))
 
 
 @primitive(
@@ -396,15 +396,14 @@ def _program(a: Arguments) -> Any:
         shape = tuple(d if d >= 0 else symbols[d] for d in node.dims)
         given = [values[i] for i in node.args]
         if node.op == ir.LOAD:
-            values.append(inputs[node.attrs[0]])
+            value = inputs[node.attrs[0]]
         elif node.op == ir.SCALAR:
-            values.append(Approx(ir.bits_float(node.attrs[0])))
+            value = Approx(ir.bits_float(node.attrs[0]))
         else:
-            values.append(
-                _instruction(ir.NAMES.get(node.op, str(node.op)), given, shape, node.attrs)
-            )
+            value = _instruction(ir.NAMES.get(node.op, str(node.op)), given, shape, node.attrs)
+        values.append(value)
         if node.op == ir.STORE:
-            stored[node.attrs[0]] = values[-1]
+            stored[node.attrs[0]] = value
     return [stored[i] for i in sorted(stored)]
 
 

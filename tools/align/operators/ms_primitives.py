@@ -5,13 +5,19 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx, scatter_add
+from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
+from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
-from telechat_moe.tools.align.operators.shapes import cut, ints, move
+from telechat_moe.tools.align.operators.registry import (
+    Arguments,
+    NotJudgedError,
+    primitive,
+    primitives,
+)
+from telechat_moe.tools.align.operators.shapes import cut, ints, move, moves
 
 EXP, EXP_SLOPE = 90.0, 9.0
 """Errors of MindSpore's exp on CPU, in roundings: a constant, and an amount for each unit of its argument.
@@ -19,10 +25,8 @@ EXP, EXP_SLOPE = 90.0, 9.0
 Measured with 2.9 on 10^6 float32 numbers in [-1, 1], [-10, 10] and [-80, 80]: 78, 132, 683. Its vector code subtracts
 ``n ln 2`` with one float32 constant. Sigmoid, SiLU and softmax are built on it (53, 86, 685).
 """
-TANH, LOG = (
-    4000.0,
-    60.0,
-)  # measured: tanh reaches 1 too early (3,376); log near 1 has this absolute error
+TANH, LOG = 4000.0, 60.0
+"""Measured: tanh reaches 1 too early (3,376); log near 1 has this absolute error."""
 
 _TYPES = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 42: "float16",
           43: "float32", 44: "float64", 45: "bfloat16"}  # fmt: skip
@@ -60,12 +64,6 @@ def _cumsum(a: Arguments) -> Any:
     return turned(turned(x if isinstance(x, Approx) else integers(x)).cumsum(axis))
 
 
-@primitive("Transpose", "input order", exact=True)
-def _transpose(a: Arguments) -> Any:
-    order = ints(a.order)
-    return move(a.input, lambda x: x.transpose(order))
-
-
 @primitive("Split", "input dim=0 parts=1", exact=True)
 def _split(a: Arguments) -> Any:
     """Split into equal ranges of a dimension."""
@@ -73,35 +71,33 @@ def _split(a: Arguments) -> Any:
     return cut(a.input, [shape[int(a.dim)] // int(a.parts)] * int(a.parts), int(a.dim))
 
 
-@primitive(
-    "StridedSlice",
-    "input begin end strides begin_mask=0 end_mask=0 ellipsis_mask=0 new_axis_mask=0 "
-    "shrink_axis_mask=0",
-    exact=True,
-)
-def _strided_slice(a: Arguments) -> Any:
+def _strided(x: Array, a: Arguments) -> Array:
     if a.ellipsis_mask or a.new_axis_mask:
         raise NotJudgedError("a slice with an ellipsis or a new axis")
+    masks = int(a.begin_mask), int(a.end_mask), int(a.shrink_axis_mask)
     key: list[Any] = []
-    for i, (begin, end, step) in enumerate(
-        zip(ints(a.begin), ints(a.end), ints(a.strides), strict=True)
-    ):
-        if int(a.shrink_axis_mask) >> i & 1:
-            key.append(begin)
-        else:
-            key.append(slice(None if int(a.begin_mask) >> i & 1 else begin,
-                             None if int(a.end_mask) >> i & 1 else end, step))  # fmt: skip
-    return move(a.input, lambda x: x[tuple(key)], True)
+    for i, ends in enumerate(zip(ints(a.begin), ints(a.end), ints(a.strides), strict=True)):
+        no_begin, no_end, single = (mask >> i & 1 for mask in masks)
+        begin, end = None if no_begin else ends[0], None if no_end else ends[1]
+        key.append(ends[0] if single else slice(begin, end, ends[2]))
+    return x[tuple(key)]
 
 
-@primitive("Slice", "input begin size", exact=True)
-def _slice(a: Arguments) -> Any:
-    size, shape = ints(a.size), plain(a.input).shape
-    key = tuple(
-        slice(b, None if s == -1 else b + s)
-        for b, s, _ in zip(ints(a.begin), size, shape, strict=True)
-    )
-    return move(a.input, lambda x: x[key], True)
+def _sliced(x: Array, a: Arguments) -> Array:
+    ranges = zip(ints(a.begin), ints(a.size), x.shape, strict=True)
+    return x[tuple(slice(b, None if n == -1 else b + n) for b, n, _ in ranges)]
+
+
+_MASKS = "begin_mask=0 end_mask=0 ellipsis_mask=0 new_axis_mask=0 shrink_axis_mask=0"
+moves({("Transpose", "input order"): lambda x, a: x.transpose(ints(a.order))}, register=primitive)
+moves(
+    {
+        ("StridedSlice", f"input begin end strides {_MASKS}"): _strided,
+        ("Slice", "input begin size"): _sliced,
+    },
+    repeats=True,
+    register=primitive,
+)
 
 
 @primitive("Gather", "input index dim batch_dims=0", exact=True)
@@ -116,23 +112,15 @@ def _gather(a: Arguments) -> Any:
     found = move(a.input, lambda x: x.take(at, axis), True)
     if inside.all():
         return found
-    shape = [1] * plain(found).ndim
-    shape[axis : axis + index.ndim] = index.shape
-    keep = inside.reshape(shape).astype(np.float64)
-    return (
-        found.times(keep)
-        if isinstance(found, Approx)
-        else plain(found) * keep.astype(plain(found).dtype)
-    )
+    keep = inside.reshape(*inside.shape, *[1] * (plain(a.input).ndim - 1 - axis))
+    return found.times(keep.astype(np.float64)) if isinstance(found, Approx) else found * keep
 
 
 @primitive("GatherDGradV2", "input dim index grad")
 def _gather_d_grad(a: Arguments) -> Any:
     """Compute the gradient of ``gather_d``: values are added at the positions that they were taken from."""
-    index, dim = integers(a.index), int(plain(a.dim))
-    grid = list(np.indices(index.shape))
-    grid[dim] = index
-    return scatter_add(plain(a.input).shape, tuple(grid), floating(a.grad))
+    at = along(integers(a.index), int(plain(a.dim)))
+    return scatter_add(plain(a.input).shape, at, floating(a.grad))
 
 
 @primitive("UnsortedSegmentSum", "input index count")
@@ -215,9 +203,6 @@ def _log_softmax(a: Arguments) -> Any:
     return log_softmax(x, a.dims(len(x.shape))[0]).plus((EXP + LOG) * x.unit)
 
 
-primitive("Sigmoid", "input")(lambda a: loose(floating(a.input).sigmoid(), a.input))
-
-
 @primitive("SiLU", "input", stores=True)
 def _silu(a: Arguments) -> Any:
     x = floating(a.input)
@@ -237,10 +222,13 @@ def _log(a: Arguments) -> Any:
     return x.log().plus(LOG * x.unit)
 
 
-@primitive("Tanh", "input")
-def _tanh(a: Arguments) -> Any:
-    x = floating(a.input)
-    return x.tanh().plus(TANH * x.unit)
+primitives(
+    "input",
+    {
+        "Sigmoid": lambda a: loose(floating(a.input).sigmoid(), a.input),
+        "Tanh": lambda a: floating(a.input).tanh().plus(TANH * floating(a.input).unit),
+    },
+)
 
 
 def _natural(a: Arguments) -> None:
@@ -296,17 +284,15 @@ def _pow(a: Arguments) -> Any:
     return floating(a.input) * 1.0 if n == 1 else floating(a.input) ** n
 
 
-@primitive("TensorMove Identity StopGradient", "input", exact=True)
-def _same(a: Arguments) -> Any:
-    return a.input if isinstance(a.input, Approx) else plain(a.input)
+primitive("TensorMove Identity StopGradient", "input", exact=True)(lambda a: _kept(a.input))
+primitive("Assign", "input value", exact=True)(lambda a: _kept(a.value))
+
+
+def _kept(x: Any) -> Any:
+    return x if isinstance(x, Approx) else plain(x)
 
 
 # ------------------------------------------------------------------ what writes to weights
-
-
-@primitive("Assign", "input value", exact=True)
-def _assign(a: Arguments) -> Any:
-    return a.value if isinstance(a.value, Approx) else plain(a.value)
 
 
 @primitive(

@@ -39,10 +39,10 @@ Moves = Mapping[tuple[str, str], Callable[[Array, Arguments], Array]]
 """By names and signature what an operator makes of the array ``input``."""
 
 
-def moves(table: Moves, repeats: bool = False) -> None:
-    """Register operators that move the elements of ``input``; ``repeats`` as in :meth:`Approx.moved`."""
+def moves(table: Moves, repeats: bool = False, register: Any = op) -> None:
+    """Register operators, or primitives, that move the elements of ``input``; see :meth:`Approx.moved`."""
     for (names, signature), function in table.items():
-        op(names, signature, exact=True)(partial(_moved, function, repeats))
+        register(names, signature, exact=True)(partial(_moved, function, repeats))
 
 
 def _moved(function: Callable[[Array, Arguments], Array], repeats: bool, a: Arguments) -> Any:
@@ -164,13 +164,14 @@ def _stack(a: Arguments) -> Any:
 )
 def _split(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
-    total = _shape(a.input)[d]
-    given = a.split_size
-    sizes = ints(given) if is_sequence(given) else None
-    if sizes is None:
-        step = int(plain(given))
-        sizes = tuple(min(step, total - i) for i in range(0, total, step))
-    return cut(a.input, sizes, d)
+    if is_sequence(a.split_size):
+        return cut(a.input, ints(a.split_size), d)
+    return _pieces(a.input, int(plain(a.split_size)), d)
+
+
+def _pieces(x: Any, step: int, dim: int) -> list[Any]:
+    total = _shape(x)[dim]
+    return cut(x, [min(step, total - begin) for begin in range(0, total, step)], dim)
 
 
 def cut(x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
@@ -182,9 +183,7 @@ def cut(x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
 @op("chunk", "input chunks dim=0", exact=True)
 def _chunk(a: Arguments) -> Any:
     d = int(a.dim) % _ndim(a.input)
-    total = _shape(a.input)[d]
-    step = -(-total // int(a.chunks))
-    return cut(a.input, [min(step, total - b) for b in range(0, total, step)], d)
+    return _pieces(a.input, -(-_shape(a.input)[d] // int(a.chunks)), d)
 
 
 @op("unbind", "input dim=0", exact=True)
