@@ -84,8 +84,7 @@ def compare(
     def first_flip(key: tuple[int, int]) -> int | None:
         return _first_flip(reference.ranks[key], target.ranks[key])
 
-    mixed = False
-    was = None
+    was, mixed = None, False
     spread = False  # flips of this step change the weights of all ranks in the next
     for step, rank in wanted:
         if step != was:

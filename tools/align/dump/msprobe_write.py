@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from telechat_moe.tools.align.dump import statistics as metrics
 from telechat_moe.tools.align.dump.layout_dict import to_dict
 from telechat_moe.tools.align.dump.msprobe import DATA, FINGERPRINT
 from telechat_moe.tools.align.dump.records import (
+    NO_STATS,
     Call,
     Dump,
     Phase,
     RankDump,
-    Scalar,
     Stats,
     TensorRecord,
     Value,
@@ -95,39 +96,32 @@ class _Writer:
         return {str(i): [keys, list(lines)] for i, (lines, keys) in enumerate(groups.items())}
 
     def _call(self, call: Call) -> dict[str, Any]:
-        place = f"{call.key}."
-        parameters = {
-            n: self._value(f"{place}parameters.{n}", v) for n, v in call.parameters.items()
-        }
         if call.kind == "parameters_grad":
-            return {
-                n: x if isinstance(x, list) else [x]
-                for n, x in ((n, self._value(place + n, v)) for n, v in call.parameters.items())
-            }
-        inputs = [self._value(f"{place}input.{i}", v) for i, v in enumerate(call.inputs)]
-        outputs = [self._value(f"{place}output.{i}", v) for i, v in enumerate(call.outputs)]
+            found = self._value(call.key, call.parameters)
+            return {n: x if isinstance(x, list) else [x] for n, x in found.items()}
+        inputs = self._value(f"{call.key}.input", call.inputs)
+        outputs = self._value(f"{call.key}.output", call.outputs)
         if call.phase is Phase.BACKWARD:
             return {"input": inputs, "output": outputs}
-        named = {n: self._value(f"{place}input.{n}", v) for n, v in call.kwargs.items()}
-        found: dict[str, Any] = {"input_args": inputs, "input_kwargs": named, "output": outputs}
+        named = self._value(f"{call.key}.input", call.kwargs)
+        entry: dict[str, Any] = {"input_args": inputs, "input_kwargs": named, "output": outputs}
         if call.kind == "module":
-            found["parameters"] = parameters
-        return found
+            entry["parameters"] = self._value(f"{call.key}.parameters", call.parameters)
+        return entry
 
-    def _value(self, place: str, value: Value) -> Any:
+    def _value(self, place: str, value: Value | Mapping[str, Value]) -> Any:
         if value is None:
             return None
         if isinstance(value, TensorRecord):
             return self._tensor(place, value)
-        if isinstance(value, Scalar):
-            if not value.type:
-                return value.value
-            if is_object(value.value):
-                return {"type": value.type, **value.value}
-            return {"type": value.type, "value": value.value}
         if isinstance(value, list):
             return [self._value(f"{place}.{i}", v) for i, v in enumerate(value)]
-        return {n: self._value(f"{place}.{n}", v) for n, v in value.items()}
+        if isinstance(value, Mapping):
+            return {n: self._value(f"{place}.{n}", v) for n, v in value.items()}
+        if not value.type:
+            return value.value
+        content = value.value if is_object(value.value) else {"value": value.value}
+        return {"type": value.type, **content}
 
     def _tensor(self, place: str, record: TensorRecord) -> dict[str, Any]:
         values = record.load() if record.read is not None else None
@@ -140,7 +134,7 @@ class _Writer:
             "type": "torch.Tensor" if self._torch else "mindspore.Tensor",
             "dtype": self._dtype(record.dtype),
             "shape": list(record.shape),
-            **self._stats(record.dtype, stats or Stats(*[None] * 4)),
+            **self._stats(record.dtype, stats or NO_STATS),
         }
         if record.layout is not None:
             entry["layout"] = to_dict(record.layout)
@@ -157,10 +151,8 @@ class _Writer:
     def _stats(self, dtype: str, stats: Stats) -> dict[str, Any]:
         found: dict[str, Any] = dict(zip(("Max", "Min", "Mean", "Norm"), stats, strict=True))
         if self._torch and dtype.startswith(("int", "uint")):
-            for name in ("Max", "Min"):
-                value = found[name]
-                if value is not None and float(value).is_integer():
-                    found[name] = int(value)
+            ends = {n: found[n] for n in ("Max", "Min") if found[n] is not None}
+            found |= {n: int(x) for n, x in ends.items() if float(x).is_integer()}
         return found
 
     def _dtype(self, name: str) -> str:

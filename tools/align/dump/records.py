@@ -32,6 +32,8 @@ class Stats(NamedTuple):
     norm: float | None
 
 
+NO_STATS = Stats(None, None, None, None)
+
 FLAT = -1
 """Key in :class:`TensorLayout` for a shard's dimension after it is flattened."""
 
@@ -189,14 +191,10 @@ class Call:
         return tuple(self._walk())
 
     def _walk(self) -> Iterator[tuple[str, TensorRecord]]:
-        for i, value in enumerate(self.inputs):
-            yield from _tensors(f"input.{i}", value)
-        for name, value in self.kwargs.items():
-            yield from _tensors(f"input.{name}", value)
-        for name, value in self.parameters.items():
-            yield from _tensors(f"parameters.{name}", value)
-        for i, value in enumerate(self.outputs):
-            yield from _tensors(f"output.{i}", value)
+        yield from _tensors("input", self.inputs)
+        yield from _tensors("input", self.kwargs)
+        yield from _tensors("parameters", self.parameters)
+        yield from _tensors("output", self.outputs)
 
 
 @dataclass(frozen=True)
@@ -234,12 +232,10 @@ class Dump:
         return [self.ranks[key] for key in sorted(self.ranks) if key[0] == step]
 
 
-def _tensors(place: str, value: Value) -> Iterator[tuple[str, TensorRecord]]:
+def _tensors(place: str, value: Value | Mapping[str, Value]) -> Iterator[tuple[str, TensorRecord]]:
     if isinstance(value, TensorRecord):
         yield place, value
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{place}.{i}", item)
-    elif isinstance(value, dict):
-        for name, item in value.items():
+    elif isinstance(value, list | Mapping):
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        for name, item in items:
             yield from _tensors(f"{place}.{name}", item)

@@ -9,7 +9,7 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import msprobe, statistic_csv
-from telechat_moe.tools.align.dump.records import Dump, RankDump, Stats, TensorRecord
+from telechat_moe.tools.align.dump.records import NO_STATS, Dump, RankDump, TensorRecord
 
 COLUMNS = (
     *("step", "rank", "call", "kind", "phase", "place", "dtype", "shape"),
@@ -57,18 +57,14 @@ def inspect(
     keys = [k for k in dump.ranks if step in (None, k[0]) and rank in (None, k[1])]
     if not keys:
         raise BadInputError(f"{path}: no step {step}, rank {rank}; found {sorted(dump.ranks)[:16]}")
-    ranks: list[dict[str, Any]] = []
-    listed: list[dict[str, Any]] = []
     missing: Counter[str] = Counter()
-    for key in keys:
-        content = dump.ranks[key]
-        ranks.append(_rank(content, verify, missing))
-        if calls:
-            listed += _calls(content)
+    ranks = [_rank(dump.ranks[key], verify, missing) for key in keys]
     source = "msprobe" if _reader(path) is msprobe else statistic_csv.NAME
     report: dict[str, Any] = {"path": str(path), "source": source, "ranks": ranks}
     report["not_judged"] = {reason: n for reason, n in missing.items() if n}
-    return {**report, "calls": listed} if calls else report
+    if calls:
+        report["calls"] = [call for key in keys for call in _calls(dump.ranks[key])]
+    return report
 
 
 def table(dump: Dump, out: Path) -> int:
@@ -87,10 +83,8 @@ def table(dump: Dump, out: Path) -> int:
             for call in content.calls.values():
                 for place, t in call.tensors():
                     head = (step, rank, call.key, call.kind, call.phase.value, place, t.dtype)
-                    shape = "x".join(map(str, t.shape))
-                    file_name = t.path.name if t.path else ""
-                    stats = t.stats or Stats(*[None] * 4)
-                    writer.writerow((*head, shape, *stats, t.crc, file_name))
+                    shape, file_name = "x".join(map(str, t.shape)), t.path.name if t.path else ""
+                    writer.writerow((*head, shape, *(t.stats or NO_STATS), t.crc, file_name))
                     count += 1
     return count
 
@@ -111,20 +105,14 @@ def _has(record: TensorRecord) -> list[str]:
 
 def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, Any]:
     has: Counter[str] = Counter()
-    dtypes: Counter[str] = Counter()
-    tensors = elements = layouts = 0
-    for call in content.calls.values():
-        for _, t in call.tensors():
-            found = _has(t)
-            has.update(found or ["nothing"])
-            if "values" not in found and math.prod(t.shape):
-                missing[NO_VALUES if found else NOTHING] += 1
-            tensors += 1
-            elements += math.prod(t.shape)
-            layouts += t.layout is not None
-            dtypes[t.dtype] += 1
-            if verify and t.read is not None:
-                t.load()
+    tensors = [t for call in content.calls.values() for _, t in call.tensors()]
+    for t in tensors:
+        found = _has(t)
+        has.update(found or ["nothing"])
+        if "values" not in found and math.prod(t.shape):
+            missing[NO_VALUES if found else NOTHING] += 1
+        if verify and t.read is not None:
+            t.load()
     phases = Counter(call.phase.value for call in content.calls.values())
     missing[NO_BACKWARD] += "backward" not in phases
     return {
@@ -135,15 +123,15 @@ def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, A
         "level": content.level,
         "calls": len(content.calls),
         "phases": dict(phases),
-        "tensors": tensors,
+        "tensors": len(tensors),
         "values": has["values"],
         "statistics": has["statistics"],
         "checksums": has["checksum"],
         "fingerprints": has["fingerprint"],
         "nothing": has["nothing"],
-        "layouts": layouts,
-        "elements": elements,
-        "dtypes": dict(dtypes.most_common()),
+        "layouts": sum(t.layout is not None for t in tensors),
+        "elements": sum(math.prod(t.shape) for t in tensors),
+        "dtypes": dict(Counter(t.dtype for t in tensors).most_common()),
         "verified": verify,
     }
 
@@ -162,7 +150,7 @@ def _calls(content: RankDump) -> list[dict[str, Any]]:
                     "place": place,
                     "dtype": t.dtype,
                     "shape": list(t.shape),
-                    **(t.stats or Stats(*[None] * 4))._asdict(),
+                    **(t.stats or NO_STATS)._asdict(),
                     "has": _has(t),
                 }
                 for place, t in call.tensors()
