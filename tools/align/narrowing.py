@@ -17,3 +17,13 @@ def is_list(value: Any) -> TypeGuard[list[Any]]:
 def is_sequence(value: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether a value is a list or a tuple."""
     return isinstance(value, list | tuple)
+
+
+def short(found: Any) -> str:
+    """Return a value as a text that fits into a message."""
+    try:
+        text = str(found)
+    except (ValueError, RecursionError):  # an integer of too many digits
+        text = type(found).__name__
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= 120 else text[:120] + " ..."

@@ -109,4 +109,4 @@ def _halves() -> Array:
 
 def dot(x: Array, y: Array) -> float:
     """Return the inner product of two vectors, on one core: BLAS would wake all of them."""
-    return float(np.einsum("i,i->", x, y))  # pyright: ignore[reportUnknownMemberType]
+    return float(einsum("i,i->", x, y))

@@ -9,7 +9,8 @@ import fnmatch
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 Edit = Callable[["RankGraph"], "RankGraph"]
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|mtp)\.(\d+)(?:\.|$)")
-TAPS = ".taps"
 
 
 @dataclass(frozen=True)
@@ -146,35 +146,39 @@ def capture(
     Raises:
         BadInputError: ``out`` exists.
     """
-    out = fresh(out)
     step = Tapped(net, Filter(None if layers is None else frozenset(layers), tuple(only)))
-    step.compile(*inputs)
-    taps = out.with_name(f"{out.name}{TAPS}")
-    try:
+    with _taps(out) as taps:
+        step.compile(*inputs)
         with recording(taps, values):
             result = step(*inputs)
-        calls = Reader(step.plan, taps, values).calls()
-        _write(out, {(0, 0): RankDump(0, 0, "mindspore", _task(values), "mix", calls)}, values)
-    finally:
-        shutil.rmtree(taps, ignore_errors=True)
+        _write(Path(out), {(0, 0): Reader(step.plan, taps, values)}, values)
     return result
 
 
-def fresh(out: Path | str) -> Path:
-    """Return the path of a folder that does not exist yet."""
+@contextmanager
+def _taps(out: Path | str) -> Generator[Path, None, None]:
+    """Yield a folder for what taps write, beside a folder that does not exist yet; remove it in the end."""
     out = Path(out)
     if out.exists():
         raise BadInputError(f"{out}: it exists; give a new folder")
     out.parent.mkdir(parents=True, exist_ok=True)
-    return out
+    taps = out.with_name(f"{out.name}.taps")
+    try:
+        yield taps
+    finally:
+        shutil.rmtree(taps, ignore_errors=True)
 
 
-def _task(values: str) -> str:
-    return "tensor" if values == VALUES else "statistics"
-
-
-def _write(out: Path, ranks: Mapping[tuple[int, int], RankDump], values: str) -> None:
-    msprobe_write.write(Dump(out, dict(ranks)), out, values=values == VALUES)
+def _write(out: Path, readers: Mapping[tuple[int, int], Reader], values: str) -> Dump:
+    """Write the records of steps and ranks."""
+    task = "tensor" if values == VALUES else "statistics"
+    ranks = {
+        (step, rank): RankDump(step, rank, "mindspore", task, "mix", reader.calls())
+        for (step, rank), reader in readers.items()
+    }
+    dump = Dump(out, ranks)
+    msprobe_write.write(dump, out, values=values == VALUES)
+    return dump
 
 
 # ------------------------------------------------------------------ a recipe
@@ -207,27 +211,20 @@ def capture_recipe(
     Raises:
         BadInputError: ``out`` exists, or the recipe cannot run here.
     """
-    out = fresh(out)
-    if steps.stop > recipe.train_steps:
-        raise BadInputError(
-            f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
-        )
-    taps = out.with_name(f"{out.name}{TAPS}")
-    try:
+    with _taps(out) as taps:
+        if steps.stop > recipe.train_steps:
+            raise BadInputError(
+                f"--steps up to {steps.stop - 1}: {recipe.source} has {recipe.train_steps} steps, numbered from 0"
+            )
         if recipe.devices > 1:
             found = _sharded(recipe, taps, steps, values, wanted, ranks, edit)
         else:
             found = _single(recipe, taps, steps, values, wanted)
-        made: dict[tuple[int, int], RankDump] = {}
-        for (step, rank), (plan, known, groups) in found.items():
-            reader = Reader(plan, taps / f"step{step}" / f"rank{rank}", values, known, groups)
-            made[step, rank] = RankDump(
-                step, rank, "mindspore", _task(values), "mix", reader.calls()
-            )
-        _write(out, made, values)
-    finally:
-        shutil.rmtree(taps, ignore_errors=True)
-    return Dump(out, made)
+        readers = {
+            (step, rank): Reader(plan, taps / f"step{step}" / f"rank{rank}", values, known, groups)
+            for (step, rank), (plan, known, groups) in found.items()
+        }
+        return _write(Path(out), readers, values)
 
 
 _Found = dict[

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, round_to
+from telechat_moe.tools.align.dump.value_files import widen
+from telechat_moe.tools.align.numerics import round_to
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -22,9 +23,7 @@ def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
     own, special = _ordinal(target, dtype)
     other, also = _ordinal(golden, dtype)
     low, high = np.minimum(own, other), np.maximum(own, other)
-    if (
-        own.dtype == np.int64
-    ):  # the difference may not fit a signed integer, but it fits an unsigned one
+    if own.dtype == np.int64:  # the difference may only fit an unsigned integer
         steps = (high - low).view(np.uint64).astype(np.float64)
     else:
         steps = np.subtract(high, low, dtype=np.float64)
@@ -67,11 +66,8 @@ def _ordinal(x: Array, dtype: str) -> tuple[Array, bool]:
     return magnitude, special
 
 
-@lru_cache(4)
+@lru_cache(2)
 def _numbers(dtype: str) -> Array:
     """Return the finite numbers of a type of 8 bits from 0 up."""
-    f = FLOATS[dtype]
-    steps = 1 << (f.bits - 1)
-    normal = [(1 + m / steps) * 2.0**e for e in range(f.low, f.high + 1) for m in range(steps)]
-    found = [m / steps * 2.0**f.low for m in range(steps)] + normal
-    return np.asarray([x for x in found if x <= f.largest])
+    found = widen(np.arange(128, dtype=np.uint8), dtype)
+    return found[np.isfinite(found)]

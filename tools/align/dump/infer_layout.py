@@ -78,11 +78,9 @@ def infer(
     if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
         return Inferred(None, f"shards {list(local)} do not divide the tensor {list(shape)}", ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
-    tried = [
-        _tried(shards, layout, tuple(shape))
-        for layout in _distinct(_candidates(ratios, ranks, mesh))
-    ]
-    return _decided(tuple(tried), ratios, len(ranks))
+    layouts = _distinct(_candidates(ratios, ranks, mesh))
+    tried = tuple(_tried(shards, layout, tuple(shape)) for layout in layouts)
+    return _decided(tried, ratios, len(ranks))
 
 
 def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) -> Inferred:
@@ -91,16 +89,14 @@ def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) ->
         cuts = " x ".join(map(str, ratios))
         return Inferred(None, f"no mesh of {ranks} ranks cuts the dimensions in {cuts}", tried)
     if not good:
-        return Inferred(
-            None, f"copies differ in each of {len(tried)} layouts: {tried[0].problem}", tried
-        )
+        why = f"copies differ in each of {len(tried)} layouts: {tried[0].problem}"
+        return Inferred(None, why, tried)
     if len({c.digest for c in good}) > 1:
         names = "; ".join(describe(c.layout) for c in good[:4])
         return Inferred(None, f"{len(good)} layouts fit and give different tensors: {names}", tried)
     if len(tried) == 1:
-        why = "the only layout that fits the shapes" + (
-            ", and copies agree" if good[0].copies else ""
-        )
+        agree = ", and copies agree" if good[0].copies else ""
+        why = f"the only layout that fits the shapes{agree}"
     elif len(good) == 1:
         why = f"copies agree in this one of {len(tried)} layouts that fit the shapes"
     else:

@@ -18,7 +18,7 @@ from typing import Any
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
-from telechat_moe.tools.align.narrowing import is_object, is_sequence
+from telechat_moe.tools.align.narrowing import is_object, is_sequence, short
 
 INTERLEAVED = "interleaved_parallel"
 _KINDS = {"avg": "mean"}
@@ -38,7 +38,7 @@ def from_dict(found: Mapping[str, Any], shard_size: int | None = None) -> Tensor
     try:
         layout = _parse(found)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise BadInputError(f"layout {_short(found)} cannot be read: {error!r}") from None
+        raise BadInputError(f"layout {short(found)} cannot be read: {error!r}") from None
     return layout if shard_size in (None, 0, 1) else shared(layout, shard_size)
 
 
@@ -58,11 +58,8 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
     }
     if layout.partial:
         found["Partial"] = [layout.partial.get(a) for a in layout.axes]
-    names = {
-        "Cyclic": layout.interleaved,
-        "Local": layout.local - {INTERLEAVED},
-        "Flat": layout.flat,
-    }
+    local = layout.local - {INTERLEAVED}
+    names = {"Cyclic": layout.interleaved, "Local": local, "Flat": layout.flat}
     found |= {key: list(axes) for key, axes in names.items() if axes}
     if any(b > 1 for b in layout.block):
         found["Blocks"] = list(layout.block)
@@ -80,11 +77,8 @@ def shared(layout: TensorLayout, by: int) -> TensorLayout:
     Raises:
         LayoutError: There are fewer neighbouring copies than that, or the tensor has no dimension.
     """
-    used = {a for axes in layout.dims for a in axes} | {
-        *layout.partial,
-        *layout.flat,
-        *layout.local,
-    }
+    used = {a for axes in layout.dims for a in axes}
+    used |= {*layout.partial, *layout.flat, *layout.local}
     sizes = dict(zip(layout.axes, layout.mesh, strict=True))
     free = [a for a in layout.axes if a not in used and a != layout.calls]
     for first in range(len(free) + 1):  # groups of neighbouring ranks: the innermost axes
@@ -112,14 +106,11 @@ def _parse(found: Mapping[str, Any]) -> TensorLayout:
         local |= {INTERLEAVED}
         ranks = None if ranks is None else _devices(ranks, mesh)
     if ranks is None:
-        ranks = tuple(
-            range(math.prod(n for a, n in zip(axes, mesh, strict=True) if a not in local))
-        )
+        devices = math.prod(n for a, n in zip(axes, mesh, strict=True) if a not in local)
+        ranks = tuple(range(devices))
     dims = tuple(_axes(entry, axes) for entry in found["Tensor Map"])
-    cutting = {a for cut in dims for a in cut}
-    if (
-        INTERLEAVED in local and INTERLEAVED not in cutting
-    ):  # this tensor is not split within a device
+    if INTERLEAVED in local and not any(INTERLEAVED in cut for cut in dims):
+        # this tensor is not split within a device
         axes, mesh, local = axes[:-1], mesh[:-1], local - {INTERLEAVED}
     return TensorLayout(
         mesh=mesh,
@@ -161,12 +152,9 @@ def _partial(found: Any, axes: Sequence[str]) -> dict[str, str]:
     if not found:
         return {}
     given = found.items() if is_object(found) else enumerate(found)
-    named: dict[str, Any] = {
-        axes[a] if isinstance(a, int) else str(a): kind
-        for a, kind in given
-        if kind not in (None, "None", "")
-    }
-    return {axis: _KINDS.get(str(kind).lower(), str(kind).lower()) for axis, kind in named.items()}
+    said = {a: str(kind).lower() for a, kind in given if kind not in (None, "None", "")}
+    kinds = {axes[a] if isinstance(a, int) else str(a): kind for a, kind in said.items()}
+    return {axis: _KINDS.get(kind, kind) for axis, kind in kinds.items()}
 
 
 def _by_dimension(found: Any) -> list[tuple[int, Any]]:
@@ -188,8 +176,3 @@ def _ints(found: Any) -> tuple[int, ...]:
 
 def _plain(x: Any) -> Any:
     return [_plain(i) for i in x] if is_sequence(x) else x
-
-
-def _short(found: Any) -> str:
-    text = str(found)
-    return text if len(text) < 200 else text[:200] + " ..."

@@ -30,7 +30,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.narrowing import is_list, is_object
+from telechat_moe.tools.align.narrowing import is_list, is_object, short
 
 DATA = "dump_tensor_data"
 FINGERPRINT = "fingerprint"
@@ -104,9 +104,9 @@ def parse_json(path: Path, root: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInputError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeError as error:
-        raise BadInputError(f"{path}: no UTF-8 ({_short(error)})") from None
+        raise BadInputError(f"{path}: no UTF-8 ({short(error)})") from None
     except (ValueError, MemoryError) as error:
-        raise BadInputError(f"{path}: {_short(error)}; expected JSON with unique keys") from None
+        raise BadInputError(f"{path}: {short(error)}; expected JSON with unique keys") from None
     if not is_object(found):
         raise BadInputError(f"{path}: {type(found).__name__} found, an object expected")
     return found
@@ -206,11 +206,11 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     content = parse_json(path, root)
     data = content.get("data")
     if not is_object(data):
-        raise BadInputError(f"{path}: key data: an object of calls expected, found {_short(data)}")
+        raise BadInputError(f"{path}: key data: an object of calls expected, found {short(data)}")
     about = {key: content.get(key) or "" for key in ("framework", "task", "level")}
     for key, value in about.items():
         if not isinstance(value, str):
-            raise BadInputError(f"{path}: key {key}: text expected, found {_short(value)}")
+            raise BadInputError(f"{path}: key {key}: text expected, found {short(value)}")
     parents = _parents(folder / "construct.json", root)
     stacks = _stacks(folder / "stack.json", root)
     context = _Context(path, folder / DATA, root)
@@ -240,8 +240,8 @@ class _Context(NamedTuple):
     key: str = ""
 
     def bad(self, place: str, found: Any, expected: str) -> BadInputError:
-        where = f"key {_short(self.key)}" + (f", {place}" if place else "")
-        return BadInputError(f"{self.path}: {where}: {_short(found)} found, {expected} expected")
+        where = f"key {short(self.key)}" + (f", {place}" if place else "")
+        return BadInputError(f"{self.path}: {where}: {short(found)} found, {expected} expected")
 
     def want(self, place: str, found: Any, kind: Any, expected: str) -> Any:
         """Return a value that is of a kind, or null."""
@@ -357,7 +357,7 @@ def _load(context: _Context, place: str, path: Path, dtype: str, shape: tuple[in
     try:
         return value_files.load(path, dtype, shape, context.root)
     except BadInputError as error:
-        raise BadInputError(f"{error} (key {_short(context.key)}, {place})") from None
+        raise BadInputError(f"{error} (key {short(context.key)}, {place})") from None
 
 
 def _data_file(context: _Context, place: str, name: Any) -> Path | None:
@@ -435,7 +435,7 @@ def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
                 raise TypeError
         except (TypeError, ValueError):
             raise BadInputError(
-                f"{path}: key {_short(key)}: [[keys], [lines]] expected, found {_short(group)}"
+                f"{path}: key {short(key)}: [[keys], [lines]] expected, found {short(group)}"
             ) from None
         found.update(dict.fromkeys(keys, tuple(lines)))
     return found
@@ -446,14 +446,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {_short(twice)} stands twice")
+        raise ValueError(f"key {short(twice)} stands twice")
     return found
-
-
-def _short(found: Any) -> str:
-    try:
-        text = str(found)
-    except (ValueError, RecursionError):  # an integer of too many digits
-        text = type(found).__name__
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= 120 else text[:120] + " ..."

@@ -401,6 +401,9 @@ def _content(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
     return content
 
 
+_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+
+
 @lru_cache(256)
 def _interpret(pickle: bytes) -> _Tensor:
     """Return the one tensor that a pickle describes."""
@@ -414,33 +417,33 @@ def _interpret(pickle: bytes) -> _Tensor:
         del stack[begin:]
         return items
 
-    simple: Mapping[str, Callable[[], Any]] = {
-        "MARK": lambda: mark,
-        "EMPTY_TUPLE": tuple,
-        "TUPLE": cut,
-        "TUPLE1": lambda: (stack.pop(),),
-        "TUPLE2": lambda: tuple(reversed([stack.pop(), stack.pop()])),
-        "TUPLE3": lambda: tuple(reversed([stack.pop(), stack.pop(), stack.pop()])),
-        "NEWFALSE": lambda: False,
-        "NEWTRUE": lambda: True,
-        "BINPERSID": lambda: _storage(stack.pop()),
-        "REDUCE": lambda: _reduced(*reversed([stack.pop(), stack.pop()])),
+    def several(count: int) -> tuple[Any, ...]:
+        return tuple(reversed([stack.pop() for _ in range(count)]))
+
+    pushed: Mapping[str, Callable[[Any], Any]] = {
+        **dict.fromkeys(_LITERALS, lambda argument: argument),
+        "GLOBAL": _Global,
+        "BINGET": memo.__getitem__,
+        "LONG_BINGET": memo.__getitem__,
+        "MARK": lambda _: mark,
+        "EMPTY_TUPLE": lambda _: (),
+        "TUPLE": lambda _: cut(),
+        "TUPLE1": lambda _: several(1),
+        "TUPLE2": lambda _: several(2),
+        "TUPLE3": lambda _: several(3),
+        "NEWFALSE": lambda _: False,
+        "NEWTRUE": lambda _: True,
+        "BINPERSID": lambda _: _storage(stack.pop()),
+        "REDUCE": lambda _: _reduced(*several(2)),
     }
     argument: Any
     for code, argument, _ in pickletools.genops(pickle):
-        name = code.name
-        if name in ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"):
-            stack.append(argument)
-        elif name == "GLOBAL":
-            stack.append(_Global(argument))
-        elif name in ("BINPUT", "LONG_BINPUT"):
+        if code.name in pushed:
+            stack.append(pushed[code.name](argument))
+        elif code.name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name in simple:
-            stack.append(simple[name]())
-        elif name not in ("PROTO", "STOP"):
-            raise ValueError(f"pickled values are never read (opcode {name})")
+        elif code.name not in ("PROTO", "STOP"):
+            raise ValueError(f"pickled values are never read (opcode {code.name})")
     if len(stack) != 1 or not isinstance(stack[0], _Tensor):
         raise ValueError("not one tensor")
     return stack[0]
