@@ -140,7 +140,23 @@ class Measure(ABC):
         """Return the lines of the standard."""
 
 
-class Close(Measure):
+class _OfElements(Measure):
+    """A standard for each element; its line shows the worst one."""
+
+    metric = "error"
+    limit = 0.0
+
+    def __init__(self) -> None:
+        self.wrong = 0
+        self.observed = 0.0
+        self.at: int | None = None
+
+    def checks(self) -> list[Check]:
+        """See :class:`Measure`."""
+        return [Check(self.metric, self.observed, self.limit, self.wrong == 0, self.at)]
+
+
+class Close(_OfElements):
     """``|target - golden| <= atol + rtol |golden|`` everywhere, as ``numpy.isclose`` and torch have it.
 
     Args:
@@ -150,9 +166,9 @@ class Close(Measure):
     """
 
     def __init__(self, rtol: float, atol: float, nan_equal: bool = False) -> None:
+        super().__init__()
         self.rtol, self.atol, self.nan_equal = rtol, atol, nan_equal
-        self.wrong = 0
-        self._worst: tuple[float, float, float, int | None] = (0.0, 0.0, atol, None)
+        self.limit, self._ratio = atol, 0.0
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
@@ -170,17 +186,12 @@ class Close(Measure):
         at = int(np.argmax(ratio))
         if ratio[at] >= 1:
             self.wrong += int(np.count_nonzero(error > allowed))
-        if ratio[at] > self._worst[0]:
-            values = float(error[at]), float(allowed[at])
-            self._worst = (float(ratio[at]), *values, chunk.begin + at)
-
-    def checks(self) -> list[Check]:
-        """See :class:`Measure`."""
-        _, error, allowed, at = self._worst
-        return [Check("error", error, allowed, self.wrong == 0, at)]
+        if ratio[at] > self._ratio:
+            self._ratio, self.at = float(ratio[at]), chunk.begin + at
+            self.observed, self.limit = float(error[at]), float(allowed[at])
 
 
-class Ulps(Measure):
+class Ulps(_OfElements):
     """Distance in steps from number to number of a type, as repeated ``nextafter`` would count them.
 
     The golden value is first rounded to the type; -0 and 0 are one number, and infinity is infinitely far.
@@ -190,23 +201,19 @@ class Ulps(Measure):
         most: Steps allowed.
     """
 
+    metric = "ULP"
+
     def __init__(self, dtype: str, most: float) -> None:
-        self.dtype, self.most = dtype, most
-        self.wrong = 0
-        self._worst: float = 0.0
-        self._at: int | None = None
+        super().__init__()
+        self.dtype, self.limit = dtype, most
 
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
         steps = ulp_steps(chunk.raw, chunk.raw_golden, self.dtype)
         at = int(np.argmax(steps))
-        self.wrong += int(np.count_nonzero(steps > self.most))
-        if steps[at] > self._worst:
-            self._worst, self._at = float(steps[at]), chunk.begin + at
-
-    def checks(self) -> list[Check]:
-        """See :class:`Measure`."""
-        return [Check("ULP", self._worst, self.most, self.wrong == 0, self._at)]
+        self.wrong += int(np.count_nonzero(steps > self.limit))
+        if steps[at] > self.observed:
+            self.observed, self.at = float(steps[at]), chunk.begin + at
 
 
 class RelativeErrors:
@@ -360,31 +367,22 @@ class Mixed(Measure):
         return found
 
 
-class Equal(Measure):
+class Equal(_OfElements):
     """Equality of integers and booleans, whatever their width; of other values, equality of the numbers."""
 
     metric = "unequal elements"
 
-    def __init__(self) -> None:
-        self.wrong = 0
-        self._at: int | None = None
-
     def add(self, chunk: Chunk) -> None:
         """See :class:`Measure`."""
-        self._count(self._differs(chunk.raw, chunk.raw_golden), chunk.begin)
+        differs = self._differs(chunk.raw, chunk.raw_golden)
+        wrong = int(np.count_nonzero(differs))
+        if wrong and self.at is None:
+            self.at = chunk.begin + int(np.argmax(differs))
+        self.wrong += wrong
+        self.observed = float(self.wrong)
 
     def _differs(self, target: Array, golden: Array) -> Array:
         return target != golden
-
-    def _count(self, differs: Array, begin: int) -> None:
-        wrong = int(np.count_nonzero(differs))
-        if wrong and self._at is None:
-            self._at = begin + int(np.argmax(differs))
-        self.wrong += wrong
-
-    def checks(self) -> list[Check]:
-        """See :class:`Measure`."""
-        return [Check(self.metric, float(self.wrong), 0.0, self.wrong == 0, self._at)]
 
 
 class Bitwise(Equal):
@@ -393,9 +391,5 @@ class Bitwise(Equal):
     metric = "elements with other bits"
 
     def _differs(self, target: Array, golden: Array) -> Array:
-        return bits(target) != bits(golden)
-
-
-def bits(x: Array) -> Array:
-    """Return the bits of elements as unsigned integers; elements must not be complex."""
-    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+        kind = f"u{target.dtype.itemsize}"
+        return np.ascontiguousarray(target).view(kind) != np.ascontiguousarray(golden).view(kind)

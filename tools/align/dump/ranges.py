@@ -97,10 +97,7 @@ def locate(
     places: dict[ShardKey, ShardRanges] = {}
     flat_sizes: Sequence[int] | None = None
     for key, place in found.items():
-        dims = tuple(
-            _runs(layout, sizes, d, length, position(layout.dims[d], sizes, place, layout.local))
-            for d, length in enumerate(lengths)
-        )
+        dims = tuple(_runs(layout, sizes, d, n, place) for d, n in enumerate(lengths))
         local = tuple(sum(b - a for a, b in runs) for runs in dims)
         flat = None
         if layout.flat:
@@ -208,12 +205,8 @@ def _check_dimensions(layout: TensorLayout) -> None:
     rank = len(layout.dims)
     if len(layout.block) > rank or any(b < 1 for b in layout.block):
         raise LayoutError(f"blocks {list(layout.block)} do not fit {rank} dimensions")
-    for what, given in (
-        ("sizes", layout.sizes),
-        ("owned", layout.owned),
-        ("padded", layout.padded),
-    ):
-        for d in given:
+    for what in ("sizes", "owned", "padded"):
+        for d in getattr(layout, what):
             if not (0 <= d < rank or (d == FLAT and layout.flat and what != "owned")):
                 raise LayoutError(f"{what} of dimension {d}: there are {rank} dimensions")
     for d in range(rank):
@@ -223,30 +216,29 @@ def _check_dimensions(layout: TensorLayout) -> None:
             raise LayoutError(
                 f"dimension {d} is described twice: {', '.join(explicit)}, interleaved or local axes"
             )
-        for axis in layout.dims[d][:-1]:
-            if axis in layout.interleaved:
-                raise LayoutError(
-                    f"dimension {d}: the interleaved axis {axis} must be the last that cuts it"
-                )
+        for axis in layout.interleaved.intersection(layout.dims[d][:-1]):
+            raise LayoutError(
+                f"dimension {d}: the interleaved axis {axis} must be the last that cuts it"
+            )
 
 
-def _once(names: Iterable[str], sentence: str) -> None:
+def _once(names: Iterable[object], sentence: str) -> None:
     for name, count in Counter(names).items():
         if count > 1:
-            raise LayoutError(sentence.format(name))
+            raise LayoutError(sentence.format(name, count))
 
 
 def _reduction(layout: TensorLayout) -> str | None:
     """Return how terms combine; refuse unknown kinds and kinds whose order matters."""
-    kinds = dict.fromkeys(layout.partial.values())
-    for kind in kinds:
-        if kind not in KINDS:
-            raise LayoutError(f"partial value of kind {kind!r}, expected one of {', '.join(KINDS)}")
-    if len(kinds) > 1 and not set(kinds) <= {"sum", "mean"}:
+    kinds = list(dict.fromkeys(layout.partial.values()))
+    for kind in set(kinds) - set(KINDS):
+        raise LayoutError(f"partial value of kind {kind!r}, expected one of {', '.join(KINDS)}")
+    sums = set(kinds) <= {"sum", "mean"}
+    if len(kinds) > 1 and not sums:
         raise LayoutError(
             f"partial values of kinds {', '.join(kinds)}: the order of these changes the result"
         )
-    return None if not kinds else "sum" if set(kinds) <= {"sum", "mean"} else next(iter(kinds))
+    return None if not kinds else "sum" if sums else kinds[0]
 
 
 def coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
@@ -258,11 +250,9 @@ def coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey
             f"the mesh {' x '.join(f'{a} {sizes[a]}' for a in devices) or '1'} has {math.prod(extent)} devices, "
             f"{len(layout.ranks)} ranks are listed"
         )
-    for rank, count in Counter(layout.ranks).items():
-        if count > 1 or rank < 0:
-            raise LayoutError(
-                f"rank {rank} is listed {count} times" if count > 1 else f"rank {rank} < 0"
-            )
+    _once(layout.ranks, "rank {} is listed {} times")
+    if min(layout.ranks) < 0:
+        raise LayoutError(f"rank {min(layout.ranks)} < 0")
     found: dict[ShardKey, dict[str, int]] = {}
     for i, rank in enumerate(layout.ranks):
         place = dict(zip(devices, map(int, np.unravel_index(i, extent)), strict=True))
@@ -272,14 +262,12 @@ def coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey
 
 
 def _check_keys(coordinates: Mapping[ShardKey, object], shapes: Mapping[ShardKey, Shape]) -> None:
-    missing = sorted(set(coordinates) - set(shapes))
-    surplus = sorted(set(shapes) - set(coordinates))
-    if missing:
-        raise LayoutError(f"no shard of {', '.join(map(str, missing[:8]))}, which the layout lists")
-    if surplus:
-        raise LayoutError(
-            f"a shard of {', '.join(map(str, surplus[:8]))}, which the layout does not list"
-        )
+    for found, others, said in (
+        (coordinates, shapes, "no shard of {}, which the layout lists"),
+        (shapes, coordinates, "a shard of {}, which the layout does not list"),
+    ):
+        if odd := sorted(set(found) - set(others)):
+            raise LayoutError(said.format(", ".join(map(str, odd[:8]))))
 
 
 # -------------------------------------------------------------------------------------- cutting
@@ -378,25 +366,21 @@ def position(
 
 
 def _runs(
-    layout: TensorLayout, sizes: Mapping[str, int], d: int, length: int, position: int
+    layout: TensorLayout, sizes: Mapping[str, int], d: int, length: int, place: Mapping[str, int]
 ) -> Runs:
     """Return the ranges of one shard of a dimension."""
-    if d in layout.owned:
-        return joined((i, i + 1) for i in layout.owned[d][position])
-    if d in layout.sizes:
-        begin = sum(layout.sizes[d][:position])
-        return joined([(begin, begin + layout.sizes[d][position])])
     axes = layout.dims[d]
-    digits: dict[str, int] = {}
-    rest = position
-    for axis in reversed(axes):
-        if axis not in layout.local:
-            rest, digits[axis] = divmod(rest, sizes[axis])
+    number = position(axes, sizes, place, layout.local)
+    if d in layout.owned:
+        return joined((i, i + 1) for i in layout.owned[d][number])
+    if d in layout.sizes:
+        begin = sum(layout.sizes[d][:number])
+        return joined([(begin, begin + layout.sizes[d][number])])
     block = layout.block[d] if d < len(layout.block) else 1
     found: list[tuple[int, int]] = [(0, length)]
     for axis in axes:
         n = sizes[axis]
-        choose: Sequence[int] = range(n) if axis in layout.local else (digits[axis],)
+        choose: Sequence[int] = range(n) if axis in layout.local else (place[axis],)
         found = [
             run
             for part in found
