@@ -47,7 +47,7 @@ def test_the_recipe_says_how_pieces_merge(whole, layout, tmp_path) -> None:
     """Layouts from the recipe, on the files that another program cut: every tensor comes back, bit for bit."""
     of = saved.recipe(**saved.LAYOUTS[layout])
     reshard.reshard(whole[0], tmp_path / "pieces", of)
-    cuts = recipe_layout.cuts_of(of)
+    cuts = WeightShards.of(of)
     by_rank = {}
     for rank in range(cuts.mesh.devices):
         data = files.read(tmp_path / "pieces" / reshard.rank_file(rank), keep=True).data

@@ -84,8 +84,9 @@ class Tapped:
         mindir = executor._get_func_graph_proto(self.net, phase, "mind_ir")
         content, self.plan = tapped(mindir, str(native.path()), self.wanted, self.states)
         self.cell = nn.GraphCell(_loaded(content, ms))
-        self.weights = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
-        self.own = {p.name: p for p in self.net.get_parameters()}
+        own = {p.name: p for p in self.net.get_parameters()}
+        named = [(p, p.name.split(":")[-1]) for p in self.cell.get_parameters()]
+        self.weights = [(p, own[name]) for p, name in named if name in own]
         self.started = False
 
     def __call__(self, *inputs: Any) -> Any:
@@ -95,19 +96,17 @@ class Tapped:
         if self.cell is None:
             self.compile(*inputs)
         assert self.cell is not None
-        for name, parameter in self.weights.items():
-            if name in self.own:
-                value = Tensor(self.own[name].asnumpy())
-                # After the first run a graph's branches keep using a parameter's old memory.
-                if self.started:
-                    ops.assign(parameter, value)
-                else:
-                    parameter.set_data(value)
+        for parameter, own in self.weights:
+            value = Tensor(own.asnumpy())
+            # After the first run a graph's branches keep using a parameter's old memory.
+            if self.started:
+                ops.assign(parameter, value)
+            else:
+                parameter.set_data(value)
         result = self.cell(*inputs)
         self.started = True
-        for name, parameter in self.weights.items():
-            if name in self.own:
-                ops.assign(self.own[name], Tensor(parameter.asnumpy()))
+        for parameter, own in self.weights:
+            ops.assign(own, Tensor(parameter.asnumpy()))
         return result
 
 

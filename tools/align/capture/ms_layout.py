@@ -38,7 +38,7 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
         rank: The rank.
     """
     from telechat_moe.sharding.recipe import mesh_of
-    from telechat_moe.tools.align.dump.recipe_layout import cuts_of
+    from telechat_moe.sharding.shards import WeightShards
 
     mesh = mesh_of(recipe)
     first = mesh.stage(rank) * mesh.stage_devices
@@ -48,7 +48,7 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
         _said(node, stage, found)
     for node in plan.nodes:
         _follows(node, found)
-    cuts = cuts_of(recipe)
+    cuts = WeightShards.of(recipe)
     for node in plan.nodes:
         _of_weights(node, cuts, found)
     return found

@@ -119,14 +119,11 @@ class Outcome:
         """Return the outcome as plain JSON types."""
         counts = self.counts
         return {
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "profile": self.profile,
+            **{name: getattr(self, name) for name in ("verdict", "reason", "profile", "notes")},
             "tensors": {status: counts[status] for status in ORDER},
             "basis": dict(Counter(r.basis for r in self.rows if r.status in ("pass", "diverged"))),
             "not_judged": dict(self.unknown),
             "flips": {name: list(found) for name, found in self.flips.items()},
-            "notes": self.notes,
             "bytes": self.nbytes,
             "rows": [row.as_json() for row in self.sorted()],
         }

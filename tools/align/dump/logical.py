@@ -7,6 +7,7 @@ the finding names rank, element and values.
 Values are read in blocks of the whole tensor, so a tensor of any size merges in bounded memory.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -165,7 +166,7 @@ class Logical:
         return self._plan.divide > 1
 
     def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[tuple[slice, ...], Array]]:
-        """Yield the whole tensor in C order, block by block.
+        """Yield the whole tensor in C order, block by block; a tensor without elements as one block.
 
         Args:
             limit: Approximate number of bytes of a block.
@@ -175,7 +176,8 @@ class Logical:
             BadInputError: A file is broken.
         """
         self.copies, self._seen = Copies(), set()
-        for box in boxes(self.shape, max(1, limit // 8)):
+        empty = [tuple(slice(0, n) for n in self.shape)]
+        for box in boxes(self.shape, max(1, limit // 8)) if math.prod(self.shape) else empty:
             yield box, self._block(box)
         if self.copies.differences and not self.keep:
             raise CopiesDifferError(self.copies)
@@ -186,10 +188,8 @@ class Logical:
         for box, block in self.blocks():
             if whole is None:
                 whole = np.empty(self.shape, block.dtype)
-            assert whole is not None
             whole[box] = block
-        if whole is None:
-            whole = self._block(tuple(slice(0, n) for n in self.shape))
+        assert whole is not None  # there is a block
         return Merged(whole, self.dtype, self.ranks, self.copies)
 
     def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
@@ -201,16 +201,11 @@ class Logical:
             limit: Approximate number of bytes of a block.
         """
         with path.open("wb") as file:
-            stored: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
-            begun = False
             for _, block in self.blocks(limit):
-                if not begun:
-                    stored, begun = stored or block.dtype, True
+                stored = np.dtype(dtype or block.dtype)
+                if not file.tell():
                     write_npy_header(file, stored, self.shape)
                 file.write(np.ascontiguousarray(block, stored).data)
-            if not begun:
-                empty = self._block(tuple(slice(0, n) for n in self.shape))
-                write_npy_header(file, stored or empty.dtype, self.shape)
 
     def _block(self, box: tuple[slice, ...]) -> Array:
         target: Array | None = None
@@ -306,7 +301,7 @@ def logical(
         BadInputError: Values were not dumped.
     """
     sources = _sources(shards)
-    layout = layout if layout is not None else common_layout(shards)
+    layout = layout if layout is not None else _common_layout(shards)
     shapes = {key: source.shape for key, source in sources.items()}
     where = locate(layout, shapes, None if shape is None else tuple(shape))
     return Logical(sources, where, bound, keep)
@@ -344,23 +339,16 @@ def merge(
     return logical(shards, layout, shape, bound=bound, keep=keep).merge()
 
 
-def common_layout(shards: Sequence[Shard]) -> TensorLayout:
-    """Return the common layout of all records.
-
-    Raises:
-        LayoutError: A record has no layout, or two layouts differ.
-    """
-    found: TensorLayout | None = None
-    for shard in shards:
-        layout = shard.values.layout if isinstance(shard.values, TensorRecord) else None
+def _common_layout(shards: Sequence[Shard]) -> TensorLayout:
+    """Return the common layout of all records, of which there is one or more."""
+    layouts = [s.values.layout if isinstance(s.values, TensorRecord) else None for s in shards]
+    for shard, layout in zip(shards, layouts, strict=True):
         if layout is None:
             raise LayoutError(f"rank {shard.rank} does not say how its shard is laid out")
-        if found is not None and layout != found:
+        if layout != layouts[0]:
             raise LayoutError(f"rank {shard.rank} names another layout than rank {shards[0].rank}")
-        found = layout
-    if found is None:
-        raise LayoutError("there are no shards")
-    return found
+    assert layouts[0] is not None
+    return layouts[0]
 
 
 # ------------------------------------------------------------------------------------- helpers

@@ -207,13 +207,13 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     data = content.get("data")
     if not is_object(data):
         raise BadInputError(f"{path}: key data: an object of calls expected, found {short(data)}")
-    about = {key: content.get(key) or "" for key in ("framework", "task", "level")}
-    for key, value in about.items():
-        if not isinstance(value, str):
-            raise BadInputError(f"{path}: key {key}: text expected, found {short(value)}")
+    context = _Context(path, folder / DATA, root)
+    about = {
+        key: context._replace(key=key).want("", content.get(key), str, "text") or ""
+        for key in ("framework", "task", "level")
+    }
     parents = _parents(folder / "construct.json", root)
     stacks = _stacks(folder / "stack.json", root)
-    context = _Context(path, folder / DATA, root)
     calls: dict[str, Call] = {}
     while data:  # what is parsed is released
         key = next(iter(data))

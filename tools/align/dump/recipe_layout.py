@@ -9,15 +9,7 @@ from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import TensorLayout
 
 if TYPE_CHECKING:
-    from telechat_moe.recipe import Recipe
     from telechat_moe.sharding.shards import WeightShards
-
-
-def cuts_of(recipe: "Recipe") -> "WeightShards":
-    """Return how a recipe shards its weights."""
-    from telechat_moe.sharding.shards import WeightShards
-
-    return WeightShards.of(recipe)
 
 
 def weight(

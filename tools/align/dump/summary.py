@@ -115,19 +115,14 @@ def _rank(content: RankDump, verify: bool, missing: Counter[str]) -> dict[str, A
             t.load()
     phases = Counter(call.phase.value for call in content.calls.values())
     missing[NO_BACKWARD] += "backward" not in phases
+    about = ("step", "rank", "framework", "task", "level")
     return {
-        "step": content.step,
-        "rank": content.rank,
-        "framework": content.framework,
-        "task": content.task,
-        "level": content.level,
+        **{name: getattr(content, name) for name in about},
         "calls": len(content.calls),
         "phases": dict(phases),
         "tensors": len(tensors),
-        "values": has["values"],
-        "statistics": has["statistics"],
-        "checksums": has["checksum"],
-        "fingerprints": has["fingerprint"],
+        **{name: has[name] for name in ("values", "statistics")},
+        **{f"{name}s": has[name] for name in ("checksum", "fingerprint")},
         "nothing": has["nothing"],
         "layouts": sum(t.layout is not None for t in tensors),
         "elements": sum(math.prod(t.shape) for t in tensors),

@@ -122,20 +122,24 @@ def _div(a: Arguments) -> Any:
     return floating(a.input, a.other) / a.other
 
 
-@op("floordiv floor_divide FloorDiv", PAIR, exact=True)
+def _of_integers(a: Arguments, what: str, function: Callable[[Any, Any], Any]) -> Any:
+    if not whole(a.input, a.other):
+        raise NotJudgedError(f"{what} of floating-point numbers jumps at rounding errors")
+    return function(plain(a.input), plain(a.other))
+
+
 def _floordiv(a: Arguments) -> Any:
-    if not whole(a.input, a.other):
-        raise NotJudgedError("floor division of floating-point numbers jumps at rounding errors")
-    return plain(a.input) // plain(a.other)
+    return _of_integers(a, "floor division", operator.floordiv)
 
 
-@op("mod remainder fmod", PAIR, exact=True)
-def _mod(a: Arguments) -> Any:
-    if not whole(a.input, a.other):
-        raise NotJudgedError("remainder of floating-point numbers jumps at rounding errors")
-    return plain(a.input) % plain(a.other)
-
-
+ops(
+    PAIR,
+    {
+        "floordiv floor_divide FloorDiv": _floordiv,
+        "mod remainder fmod": lambda a: _of_integers(a, "remainder", operator.mod),
+    },
+    exact=True,
+)
 ops(
     PAIR,
     {

@@ -11,12 +11,7 @@ from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
-from telechat_moe.tools.align.operators.registry import (
-    Arguments,
-    NotJudgedError,
-    primitive,
-    primitives,
-)
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, ops, primitive
 from telechat_moe.tools.align.operators.shapes import cut, ints, move, moves
 
 EXP, EXP_SLOPE = 90.0, 9.0
@@ -222,12 +217,13 @@ def _log(a: Arguments) -> Any:
     return x.log().plus(LOG * x.unit)
 
 
-primitives(
+ops(
     "input",
     {
         "Sigmoid": lambda a: loose(floating(a.input).sigmoid(), a.input),
         "Tanh": lambda a: floating(a.input).tanh().plus(TANH * floating(a.input).unit),
     },
+    register=primitive,
 )
 
 

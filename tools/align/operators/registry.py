@@ -145,14 +145,6 @@ def op(
     return register
 
 
-def ops(
-    signature: str, formulas: Mapping[str, Computes], exact: bool = False, stores: bool = False
-) -> None:
-    """Register formulas of one signature by their names; see :func:`op`."""
-    for names, function in formulas.items():
-        op(names, signature, exact, stores)(function)
-
-
 def primitive(
     names: str, signature: str, exact: bool = False, stores: bool = False
 ) -> Callable[[Computes], Computes]:
@@ -166,12 +158,15 @@ def primitive(
     return register
 
 
-def primitives(
-    signature: str, formulas: Mapping[str, Computes], exact: bool = False, stores: bool = False
+def ops(
+    signature: str,
+    formulas: Mapping[str, Computes],
+    exact: bool = False,
+    register: Callable[..., Callable[[Computes], Computes]] = op,
 ) -> None:
-    """Register primitives of one signature by their exact names; see :func:`op`."""
+    """Register formulas of one signature by their names, with :func:`op` or :func:`primitive`."""
     for names, function in formulas.items():
-        primitive(names, signature, exact, stores)(function)
+        register(names, signature, exact)(function)
 
 
 def _formula(function: Computes, name: str, signature: str, exact: bool, stores: bool) -> Formula:
