@@ -126,21 +126,15 @@ def capture(
     layers: Iterable[int] | None = None,
     only: Sequence[str] = (),
 ) -> Any:
-    """Run a net once and write what it computes as a tree of msprobe.
-
-    The cell may be any that MindSpore compiles for CPU in graph mode. If it differentiates (``ms.value_and_grad``) or
-    updates weights, these are recorded, too.
+    """Run a net once, write what it computes as a tree of msprobe, and return its result.
 
     Args:
-        net: The cell.
+        net: A cell that MindSpore compiles for CPU in graph mode; it may differentiate and update weights.
         *inputs: Its inputs.
         out: Folder to create.
         values: ``tensor``, ``statistics`` or ``fingerprint``.
-        layers: Numbers of the layers to record; None: all operators.
-        only: Patterns of names to record, such as ``Primitive.*.attention.*``.
-
-    Returns:
-        What the net returns.
+        layers: See :class:`Filter`.
+        only: See :class:`Filter`.
 
     Raises:
         BadInputError: ``out`` exists.
@@ -202,7 +196,7 @@ def capture_recipe(
         recipe: Loaded recipe.
         out: Folder to create.
         steps: Steps to record, from 0.
-        values: ``tensor``, ``statistics`` or ``fingerprint``.
+        values: As in :func:`capture`.
         wanted: Selects the operators to record.
         ranks: Ranks to record; None: all.
         edit: Changes the graph of each rank before it runs, to test that a fault is found.

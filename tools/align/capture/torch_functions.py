@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from telechat_moe.tools.align.capture.torch_modules import Modules
+from telechat_moe.tools.align.capture.torch_modules import Modules, tensors_in
 from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -241,24 +241,13 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _versions(values: Any) -> list[tuple[torch.Tensor, int]]:
     """Return tensors with the number of times they were written to, in order."""
-    found: list[tuple[torch.Tensor, int]] = []
-    for x in values:
-        if isinstance(x, torch.Tensor):
-            found += [] if x.is_inference() else [(x, x._version)]
-        elif is_sequence(x):
-            found += _versions(x)
-    return found
+    return [(x, x._version) for x in tensors_in(values) if not x.is_inference()]
 
 
 def _is_traced(values: Any) -> bool:
     """Return whether a tensor represents others (vmap, meta) and has no values of its own."""
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # type: ignore[attr-defined]
-    return any(
-        (wrapped(x) or x.is_meta)
-        if isinstance(x, torch.Tensor)
-        else is_sequence(x) and _is_traced(x)
-        for x in values
-    )
+    return any(wrapped(x) or x.is_meta for x in tensors_in(values))
 
 
 class _Optimizers:
@@ -380,12 +369,7 @@ def run_script(
 ) -> Dump:
     """Run a script as if from the command line, record its steps and write them as a tree of msprobe.
 
-    Args:
-        script: Path of the Python file.
-        arguments: Its arguments.
-        out: Folder to create.
-        steps: Steps to record, from 0; an optimizer's step ends one.
-        modules: Whether to record what modules return, too.
+    Steps are counted from 0; an optimizer's step ends one. With ``modules``, what modules return is recorded, too.
     """
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))

@@ -67,16 +67,17 @@ class Modules:
         index = self.count[name]
         self.count[name] += 1
         key = f"{name}.forward.{index}"
-        made: list[Value] = [self.record(x) for x in _tensors(output)]
+        made: list[Value] = [self.record(x) for x in tensors_in(output)]
         self.calls[key] = Call(key, "module", name, index, Phase.FORWARD, [], {}, made)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a list, tuple or dictionary, however deep."""
     if isinstance(value, torch.Tensor):
         yield value
     elif is_sequence(value):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif is_object(value):
         for item in value.values():
-            yield from _tensors(item)
+            yield from tensors_in(item)

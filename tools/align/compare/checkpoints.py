@@ -15,6 +15,7 @@ import numpy as np
 
 from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.compare.measures import errors
 from telechat_moe.tools.align.dump.logical import Logical, logical_regions
 from telechat_moe.tools.align.dump.records import Array
 from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
@@ -172,7 +173,7 @@ def compare(a: Logical, b: Logical) -> Compared:
             at = tuple(int(i) for i in np.unravel_index(int(np.argmax(unequal)), unequal.shape))
             index = tuple(s.start + i for s, i in zip(box, at, strict=True))
             found.first = (index, widened(x[at], a.dtype).item(), widened(y[at], a.dtype).item())
-        difference = _distance(wide_x, wide_y, unequal)
+        difference, _ = errors(wide_y.reshape(-1), wide_x.reshape(-1))
         with np.errstate(over="ignore"):
             apart += float(np.sum(difference**2))
         found.max_abs = max(found.max_abs, float(difference.max(initial=0.0)))
@@ -183,13 +184,6 @@ def compare(a: Logical, b: Logical) -> Compared:
     if is_float(a.dtype):
         found.histogram = {name: n for name, n in zip(_NAMES, counts.tolist(), strict=True) if n}
     return found
-
-
-def _distance(x: Array, y: Array, unequal: Array) -> Array:
-    """Return ``|x - y|``: 0 where bits are equal or both are NaN, infinite where only one is NaN."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = np.where(unequal, np.abs(x - y), 0.0)
-    return np.where(np.isnan(found), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), found)
 
 
 def widened(x: Array, dtype: str) -> Array:

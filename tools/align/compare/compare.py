@@ -112,15 +112,7 @@ def compare(
 def outcome_of(
     rows: list[Row], flips: dict[str, list[str]], profile: Profile, nbytes: int, alone: bool
 ) -> Outcome:
-    """Return the outcome that rows amount to.
-
-    Args:
-        rows: Rows of all tensors.
-        flips: As in :class:`Outcome`.
-        profile: The standard.
-        nbytes: Bytes of values that were read.
-        alone: Whether there is no third run.
-    """
+    """Return the outcome that the rows of all tensors amount to; ``alone``: there is no third run."""
     counts = Counter(row.status for row in rows)
     notes: list[str] = []
     if profile.third and alone:
@@ -358,13 +350,9 @@ def _reals(x: Array) -> Array:
 
 
 def measured(row: Row, measure: Measure, values: Array, keep: Array | None) -> Row:
-    """Return a row with the results of a standard's measure.
+    """Return a row with the results of a measure that has seen all chunks of the target's values.
 
-    Args:
-        row: The row of the tensor.
-        measure: A measure that has seen all chunks.
-        values: The target's values.
-        keep: Rows of tokens that were compared; None: all.
+    ``keep`` has the rows of tokens that were compared; None: all.
     """
     size = values.size
     if keep is not None and keep.size:

@@ -27,19 +27,9 @@ def compare_linked(
     common: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Compare the tensors of a map.
+    """Compare the tensors of a map (``points.read_map``) by a standard that needs no third run.
 
-    Args:
-        reference: The trusted run (golden).
-        target: The run to judge.
-        profile: The standard; one that needs no third run.
-        links: The map (``points.read_map``).
-        steps: Compare only these steps.
-        common: Tensors that one run lacks do not make the runs incomparable.
-        progress: Called with the number of entries done and the number of all entries.
-
-    Raises:
-        BadInputError: A dump is broken.
+    The other arguments are those of :func:`compare.compare`; progress counts entries of the map.
     """
     both = [s for s in target.steps if s in reference.steps and (steps is None or s in steps)]
     compared = _Map(profile, common)

@@ -17,14 +17,7 @@ _SURE = (
 def merged(dump: Dump, said: Said, folder: Path, steps: Sequence[int]) -> tuple[Dump, list[Row]]:
     """Return a dump with one rank in each step, and a row for each tensor that could not be merged or whose copies differ.
 
-    Args:
-        dump: The dump of all ranks.
-        said: Information on layouts that the dump lacks.
-        folder: Folder for the whole tensors; they need as much space as the merged dump.
-        steps: The steps to merge.
-
-    Raises:
-        BadInputError: The dump is broken.
+    Whole tensors are written into a folder; they need as much space as the merged dump.
     """
     ranks: dict[tuple[int, int], RankDump] = {}
     rows: list[Row] = []

@@ -293,8 +293,8 @@ def logical(
         shards: What the ranks hold, in any order.
         layout: Their layout; None: each shard is a record that has one.
         shape: Shape of the whole tensor; needed where filler hides it.
-        bound: How far copies may differ; None: not at all.
-        keep: Whether to go on where copies differ.
+        bound: See :class:`Logical`.
+        keep: See :class:`Logical`.
 
     Raises:
         LayoutError: Layout, shards and shape contradict each other; a shard is missing or present twice.

@@ -38,7 +38,7 @@ def inspect(
     calls: bool = False,
     verify: bool = False,
 ) -> dict[str, Any]:
-    """Return what a dump holds.
+    """Return what a dump, or one step or rank of it, holds, as ``telechat-moe align inspect --help`` describes it.
 
     Args:
         path: The dump.
@@ -46,9 +46,6 @@ def inspect(
         rank: Only this rank.
         calls: Whether to list every call.
         verify: Whether to open every file of values.
-
-    Returns:
-        Plain data, as ``telechat-moe align inspect --help`` describes it.
 
     Raises:
         BadInputError: The dump is broken, or has no such step or rank.

@@ -129,14 +129,14 @@ def _of_integers(a: Arguments, what: str, function: Callable[[Any, Any], Any]) -
 
 
 def _floordiv(a: Arguments) -> Any:
-    return _of_integers(a, "floor division", operator.floordiv)
+    return _of_integers(a, "floor division", np.floor_divide)
 
 
 ops(
     PAIR,
     {
         "floordiv floor_divide FloorDiv": _floordiv,
-        "mod remainder fmod": lambda a: _of_integers(a, "remainder", operator.mod),
+        "mod remainder fmod": lambda a: _of_integers(a, "remainder", np.remainder),
     },
     exact=True,
 )

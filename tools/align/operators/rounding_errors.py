@@ -117,7 +117,8 @@ def lost(x: Array, total: Array, squares: Array, axis: Axes, unit: float) -> Arr
 def _terms(x: Array, axis: Axes) -> tuple[Array, list[int]]:
     """Return an array with the summed axes merged into its last one, and the numbers of these axes."""
     axes = tuple(range(x.ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    rest = _rest(x, axes)
+    taken = {a % x.ndim for a in axes}
+    rest = [n for i, n in enumerate(x.shape) if i not in taken]
     count = x.size // max(int(np.prod(rest, dtype=np.int64)), 1)
     rows = np.moveaxis(x, axes, range(-len(axes), 0)).reshape(*rest, count)
     return rows, [a % x.ndim for a in axes]
@@ -127,8 +128,3 @@ def _blocks(count: int) -> list[int]:
     """Return where blocks of about 32 terms or more begin: at most 16 blocks, all beginning at even terms."""
     number = min(16, count // 32)
     return [i * count // number // 2 * 2 for i in range(number)]
-
-
-def _rest(x: Array, axes: tuple[int, ...]) -> list[int]:
-    taken = {a % x.ndim for a in axes}
-    return [n for i, n in enumerate(x.shape) if i not in taken]
