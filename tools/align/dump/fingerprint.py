@@ -192,13 +192,12 @@ def _splitmix(x: Array) -> Array:
 @lru_cache(1)
 def _places() -> tuple[Array, Array]:
     """Return the sign and the odd factor of each position in a block."""
-    bits = _splitmix(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(1 << 40))
-    signs = 1.0 - 2.0 * (bits >> np.uint64(63)).astype(np.float64)
-    odds = _splitmix(bits) | np.uint64(1)
+    _, signs, odds = _hashes(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(1 << 40))
     return signs.reshape(_ROWS, BUCKETS), odds
 
 
 def _hashes(block: Array) -> tuple[Array, Array, Array]:
+    """Return shift, sign and odd factor of numbers."""
     bits = _splitmix(block)
     signs = 1.0 - 2.0 * (bits >> np.uint64(63)).astype(np.float64)
     shifts = ((bits & np.uint64(0xFFFFFFFF)) % np.uint64(BUCKETS)).astype(np.int64)

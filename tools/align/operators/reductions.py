@@ -128,11 +128,6 @@ def _var(a: Arguments) -> Any:
     return (centred * centred).sum(dims, bool(a.keepdim)) / (count - less)
 
 
-@op("softmax", "input dim=-1 | dtype=None _stacklevel=3", stores=True)
-def _softmax(a: Arguments) -> Any:
-    return softmax(floating(a.input), a.dims(len(a.input.shape))[0])
-
-
 def softmax(x: Approx, dim: int) -> Approx:
     """Return exponentials over their sum along a dimension."""
     top = x.value.max(dim, keepdims=True)
@@ -143,11 +138,6 @@ def softmax(x: Approx, dim: int) -> Approx:
     return result
 
 
-@op("log_softmax", "input dim=-1 | dtype=None _stacklevel=3", stores=True)
-def _log_softmax(a: Arguments) -> Any:
-    return log_softmax(floating(a.input), a.dims(len(a.input.shape))[0])
-
-
 def log_softmax(x: Approx, dim: int) -> Approx:
     """Return logarithms of :func:`softmax`."""
     shifted: Approx = x - x.value.max(dim, keepdims=True)
@@ -155,6 +145,12 @@ def log_softmax(x: Approx, dim: int) -> Approx:
     y = result.stop()
     result.parents = ((x, lambda g: g - y.exp() * g.sum(dim, True)),)  # as programs do
     return result
+
+
+for _name, _function in (("softmax", softmax), ("log_softmax", log_softmax)):
+    op(_name, "input dim=-1 | dtype=None _stacklevel=3", stores=True)(
+        lambda a, f=_function: f(floating(a.input), a.dims(len(a.input.shape))[0])
+    )
 
 
 @op(
