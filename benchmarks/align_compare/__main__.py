@@ -192,7 +192,7 @@ def summary(
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table(title="align compare beside msprobe compare")
+    table = Table(title="align compare and msprobe compare")
     for title in (
         "tree",
         "values",
@@ -227,7 +227,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Parse the arguments and run all measurements."""
-    parser = argparse.ArgumentParser(description="Time align compare beside msprobe compare.")
+    parser = argparse.ArgumentParser(description="Time align compare and msprobe compare.")
     parser.add_argument("--msprobe", default=shutil.which("msprobe"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", choices=list(TREES), default=list(TREES))

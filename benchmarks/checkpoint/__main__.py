@@ -23,7 +23,7 @@ min_ratio_to_ours}``.
 
     python -m benchmarks.checkpoint --stall [RECIPE ...] [--rounds 15] [--json FILE]
 
-How long training stands still for a checkpoint (data of the recipe needed: `telechat-moe data build`): the recipe's
+How long a checkpoint stalls training (data of the recipe needed: `telechat-moe data build`): the recipe's
 own trainer, a dozen steps before each save, saves in the background and at once in turn. Keys of the JSON:
 ``results``: list of ``{recipe, state_mib, steps, step_ms (median without a save), background: {stall_ms: [...],
 median_stall_ms, share_of_step, step_ms_in_flight (median), steps_in_flight (mean number), extra_ms (stall and what
@@ -281,7 +281,7 @@ def show_stall(found: dict[str, Any]) -> None:
     after, once = found["background"], found["at_once"]
     print(
         f"{found['recipe']}: state {found['state_mib']:.1f} MiB, step {found['step_ms']:.1f} ms (median)\n"
-        f"  in the background: training stands still for {after['median_stall_ms']:.2f} ms, "
+        f"  in the background: training is stalled for {after['median_stall_ms']:.2f} ms, "
         f"{after['share_of_step']:.1%} of a step; the {after['steps_in_flight']:.1f} step(s) meanwhile take "
         f"{after['step_ms_in_flight']:.1f} ms; in all {after['extra_ms']:.1f} ms\n"
         f"  at once: {once['median_stall_ms']:.1f} ms, {once['share_of_step']:.1%} of a step"

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ops",
-        description="Measure the operators beside torch, TorchInductor and MindSpore.",
+        description="Measure the operators and those of torch, TorchInductor and MindSpore.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

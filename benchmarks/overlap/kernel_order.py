@@ -295,7 +295,7 @@ def _helpers(
         if place is None:
             order.notes.append(
                 f"{end - begin} kernels on stream {kernels[ids[0]].stream} have no twin on the main stream: "
-                "only the order of their own stream holds them"
+                "only the order of their own stream constrains them"
             )
             continue
         slots.setdefault(place[0], []).extend(ids[begin:end])

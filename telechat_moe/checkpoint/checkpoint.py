@@ -220,7 +220,7 @@ def explain(error: OSError, root: Path, step: int, needed: int) -> str:
         free = shutil.disk_usage(there).free
         text += f"; {_size(needed)} needed, {_size(free)} free"
         if free >= needed:
-            text += " (a quota, a limit on files or another process stands in the way)"
+            text += " (a quota, a limit on files or another process may prevent it)"
     text += ". "
     if not root.is_dir():
         return text + "No checkpoint was written; set output_dir to a folder that can be written."
@@ -344,7 +344,7 @@ def _tensor(
     pieces = manifest.pieces(want)
     before = len(problems)
     if not manifest.tiles(want["shape"], [region for _, region in pieces]):
-        problems.append(f"{manifest.FILE}: the pieces of {name!r} do not cover {want['shape']}")
+        problems.append(f"{manifest.FILE}: the shards of {name!r} do not cover {want['shape']}")
     whole: Array | None = None
     for file, region in pieces:
         array = in_file.get(file, {}).pop(name, None)

@@ -100,12 +100,12 @@ def merge(source: Path, root: Path) -> Path:
             problems += [f"{file}: {problem}"] if problem else []
     if not problems:
         problems = [
-            f"{name}: the pieces do not cover it"
+            f"{name}: the shards do not cover it"
             for name, described in content["tensors"].items()
             if sum(map(_size, filled[name])) != math.prod(described["shape"])
         ]
     if problems:
-        raise BadInputError(f"broken pieces {source}:\n  " + "\n  ".join(problems))
+        raise BadInputError(f"broken shards in {source}:\n  " + "\n  ".join(problems))
     groups: dict[str, dict[str, Array]] = {}
     for name, described in content["tensors"].items():
         groups.setdefault(described["group"], {})[name] = whole[name]
@@ -122,7 +122,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         content, problem = unseal(path.read_bytes())
     except FileNotFoundError:
-        raise BadInputError(f"{folder} holds no {FILE}: these are no pieces") from None
+        raise BadInputError(
+            f"{folder} holds no {FILE}: it was not written by `ckpt reshard`"
+        ) from None
     except (OSError, ValueError) as error:
         raise BadInputError(f"{path}: {error}") from None
     if problem:
@@ -147,7 +149,7 @@ def verify(folder: Path) -> dict[str, Any]:
         _, problem = _read(folder / file, wanted, content["step"])
         problems += [f"{file}: {problem}"] if problem else []
     if problems:
-        raise BadInputError(f"broken pieces {folder}:\n  " + "\n  ".join(problems))
+        raise BadInputError(f"broken shards in {folder}:\n  " + "\n  ".join(problems))
     return content
 
 
@@ -173,7 +175,7 @@ def _read(
             return {}, "checksum differs, the content was changed"
         return {n: (tuple((a, b) for a, b in regions[n]), x) for n, x in tensors.items()}, None
     except (ValueError, KeyError) as error:
-        return {}, f"not a file of pieces ({error})"
+        return {}, f"not a file of shards ({error})"
 
 
 def _put(

@@ -30,12 +30,12 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest good checkpoint of output_dir; from the start if there is none",
+        help="resume from the newest valid checkpoint of output_dir; start from step 0 if there is none",
     )
     start.add_argument(
         "--overwrite",
         action="store_true",
-        help="remove the checkpoints of output_dir and start anew",
+        help="remove the checkpoints of output_dir and start from the beginning",
     )
 
 

@@ -26,7 +26,7 @@ telechat-moe ckpt to-mindformers output/checkpoints/step-00001000 moved --recipe
 telechat-moe ckpt from-mindformers output/checkpoint --recipe my_recipe.yaml --set output_dir=mine
 """
 TO = """\
-PATH is a checkpoint (step-00001000), OUT a folder to make. MindFormers' trainer goes on from what is printed.
+PATH is a checkpoint (step-00001000), OUT a folder to create. MindFormers' trainer resumes with the settings that are printed.
 """
 FROM = """\
 PATH is an iteration_... folder, a ..._rank_0-1_1000.safetensors file, or the folder checkpoint/ of a run through
@@ -150,7 +150,7 @@ def _found(path: Path) -> dict[str, Any]:
     }
     layout = "whole tensors"
     if "layout" in content:
-        layout = f"in pieces, written by {content['ranks']} ranks ({content['layout']})"
+        layout = f"sharded, written by {content['ranks']} ranks ({content['layout']})"
     about = {"kind": "checkpoint", "layout": layout, "devices": content.get("ranks", 1)}
     return _summary(path, about, content, tensors)
 
@@ -236,7 +236,7 @@ FROM_MINDFORMERS = Verb(
 )
 VERB = Verb(
     name="ckpt",
-    help="look into a checkpoint, shard it for a layout, make it whole from shards",
+    help="inspect a checkpoint, shard it for a layout, or merge its shards",
     description="Look into a checkpoint, shard it for a layout, make it whole from shards; exact bits.",
     notes=NOTES,
     examples=EXAMPLES,

@@ -44,14 +44,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bind",
         action="store_true",
-        help="bind each process to cores of its own, on the NUMA node of its NPU",
+        help="bind each process to its own cores, on the NUMA node of its NPU",
     )
     parser.add_argument(
         "--restart",
         type=int,
         default=0,
         metavar="N",
-        help="go on after a death, at most N times in a row without a new checkpoint (default 0)",
+        help="restart after a process dies, at most N times in a row without a new checkpoint (default 0)",
     )
     parser.add_argument(
         "--master-port",
@@ -143,7 +143,7 @@ def _say_binding(plan: "LaunchPlan") -> None:
 VERB = Verb(
     name="launch",
     help="train a recipe with msrun on one or several machines",
-    description="Start the processes of a recipe with msrun, watch them, and go on after a death.",
+    description="Start the processes of a recipe with msrun, monitor them, and restart after a process dies.",
     notes=NOTES,
     examples=EXAMPLES,
     exits={

@@ -69,7 +69,7 @@ VERB = Verb(
         0: "trained",
         1: "stopped (not finite, disk full, a process died)",
         3: "bad recipe, data or checkpoint",
-        130: "interrupted (Ctrl-C or SIGTERM; the step is saved, go on with --resume)",
+        130: "interrupted (Ctrl-C or SIGTERM; the step is saved, continue with --resume)",
     },
     json_keys="",
     recipe=True,

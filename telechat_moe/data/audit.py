@@ -120,7 +120,7 @@ class _Timeline:
             self.rollback(line, rollback)
         if self.last_step != step:
             self.problems.append(
-                f"step {self.last_step + 1}: missing; line {line} goes on after step {step}, the log ends at "
+                f"step {self.last_step + 1}: missing; line {line} continues after step {step}, the log ends at "
                 f"step {self.last_step}"
             )
         self._place(f"line {line}, a start after step {step},", int(said["next_sample"]))
@@ -328,7 +328,7 @@ def _compare_checkpoints(found: Audit, timeline: _Timeline, output: Path) -> Non
             continue  # killed after going back and before saying so; a resume will say it
         elif step and after[step] != sample:
             found.problems.append(
-                f"step {step}: its checkpoint goes on at sample {sample}, the log at {after[step]}"
+                f"step {step}: its checkpoint continues at sample {sample}, the log at {after[step]}"
             )
 
 

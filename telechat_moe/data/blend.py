@@ -191,7 +191,7 @@ def valid_prefix(prefix: str) -> str:
     before, found, after = path.name.rpartition("train")
     if not found:
         raise BadInputError(
-            f"{prefix}: its name does not contain 'train', so the validation data beside it cannot "
+            f"{prefix}: its name does not contain 'train', so the validation data next to it cannot "
             "be named; set telechat_moe.evaluation.data_path"
         )
     return str(path.with_name(f"{before}valid{after}"))

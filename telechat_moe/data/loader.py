@@ -149,6 +149,6 @@ class Loader(AbstractContextManager["Loader"]):
         if state["dataset"] != self.dataset.fingerprint():
             raise BadInputError(
                 "the checkpoint was made with other training data: files, seed, sizes, sequence "
-                "length or masks differ; resume with the old ones or start anew"
+                "length or masks differ; resume with the old ones or start from the beginning"
             )
         self.seek(int(state["next_sample"]))

@@ -225,7 +225,7 @@ def to_ours(path: Path, recipe: Recipe) -> Path:
     if saved.global_batch != recipe.global_batch:
         raise BadInputError(
             f"{saved.path}: trained with a global batch of {saved.global_batch}, the recipe has "
-            f"{recipe.global_batch}; the data would go on at another sample"
+            f"{recipe.global_batch}; the data would continue at another sample"
         )
     batch = recipe.runner_config.batch_size * (
         recipe.parallel_config.data_parallel if recipe.use_parallel else 1

@@ -101,7 +101,7 @@ class Destination:
             return "Nothing was left behind."
         return (
             f"{len(self.kept)} of {len(self.shards)} files are finished and kept in {self.work}: the same command "
-            "goes on there; remove the folder to give up"
+            "continues there; remove the folder to abandon it"
         )
 
     def _write(self, total: int) -> tuple[list[str], int]:

@@ -372,8 +372,8 @@ def _last_good(root: Path) -> str:
     for path in checkpoint.list_checkpoints(root):
         with suppress(BadInputError):
             checkpoint.verify(path)
-            return f"the last good checkpoint is {path} (checksums verified); go on from it with --resume"
-    return f"there is no checkpoint in {root} yet; start anew"
+            return f"the last good checkpoint is {path} (checksums verified); continue from it with --resume"
+    return f"there is no checkpoint in {root} yet; start from the beginning"
 
 
 def _say(text: str) -> None:

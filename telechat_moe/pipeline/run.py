@@ -306,12 +306,12 @@ class Pipeline:
         if sent != received:
             return
         lines = [
-            f"  stage {n} stands at {s['at']} and waits for {show(tuple(s['key']))} of stage {s['sender']}"
+            f"  stage {n} is stopped at {s['at']} and waits for {show(tuple(s['key']))} of stage {s['sender']}"
             if s["state"] == "wait"
             else f"  stage {n} has done all of its operations"
             for n, s in enumerate(all_of)
         ]
-        raise DeadlockError("deadlock, nothing is on its way:\n" + "\n".join(lines))
+        raise DeadlockError("deadlock, no message is in flight:\n" + "\n".join(lines))
 
 
 def shared_weights(chunks: Sequence[Chunk], config: ModelConfig) -> list[str]:

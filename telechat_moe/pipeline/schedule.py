@@ -74,7 +74,7 @@ class Schedule:
         problems += [
             f"{show(part)} is not part of the step" for part in sorted(set(found) - wanted)
         ]
-        problems += [f"{show(part)} stands {n} times" for part, n in found.items() if n > 1]
+        problems += [f"{show(part)} appears {n} times" for part, n in found.items() if n > 1]
         if problems:
             raise BadInputError(
                 f"schedule {self.name}: "

@@ -217,7 +217,7 @@ class _Builder:
         target = self.anchors.get(name)
         if target is None:
             known = [a for a, n in self.anchors.items() if n is not None]
-            what = f"*{name} lies inside &{name}" if name in self.anchors else f"no anchor &{name}"
+            what = f"*{name} is inside &{name}" if name in self.anchors else f"no anchor &{name}"
             self.report(line, path, what, f"use one defined above: {', '.join(known) or 'none'}")
             return YamlNode("broken", line)
         return target

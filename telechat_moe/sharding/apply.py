@@ -131,7 +131,7 @@ def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
     state = [p.name for p in model.get_parameters() if not p.requires_grad and p.parallel_optimizer]
     if state:
         raise BadInputError(
-            f"{state[0]} is not trained and has parallel_optimizer on: MindSpore would cut it over all devices"
+            f"{state[0]} is not trained and has parallel_optimizer on: MindSpore would shard it over all devices"
         )
 
 

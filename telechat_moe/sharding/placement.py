@@ -245,7 +245,7 @@ def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:
             shards = mesh.size(cut[dimension])
             if shards > 1:
                 raise BadInputError(
-                    f"{name} computes along dimension {dimension} of {layout!r}, which is cut in {shards} over "
+                    f"{name} computes along dimension {dimension} of {layout!r}, which is sharded into {shards} over "
                     f"{cut[dimension]}; each device would see its own shard only, and MindSpore adds no collective"
                 )
 

@@ -63,7 +63,7 @@ class WeightShards:
             for length, axes in zip(shape, shards.axes(name), strict=True):
                 if length % shards.mesh.size(axes):
                     raise BadInputError(
-                        f"{recipe.source}: {name} {list(shape)} cannot be cut in {shards.mesh.size(axes)} along "
+                        f"{recipe.source}: {name} {list(shape)} cannot be divided into {shards.mesh.size(axes)} along "
                         f"{length}"
                     )
         return shards

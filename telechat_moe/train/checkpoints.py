@@ -224,7 +224,7 @@ def refuse_old_checkpoints(root: Path) -> None:
     """
     if checkpoint.list_checkpoints(root):
         raise UsageError(
-            f"{root} holds checkpoints of an earlier run; go on from them with --resume, "
+            f"{root} holds checkpoints of an earlier run; continue from them with --resume, "
             "train from the start with --overwrite, or set another output_dir"
         )
 

@@ -151,7 +151,7 @@ class Loop:
         if self.ranks.interrupted and progress.step < self.steps and saver is not None:
             self.save()
             saver.wait(last=True)
-            self.monitor.message(f"interrupted: saved step {progress.step}; go on with --resume")
+            self.monitor.message(f"interrupted: saved step {progress.step}; continue with --resume")
 
     def evaluate(self) -> float:
         """Return the loss on the validation data, on rank 0; the others wait and return NaN."""

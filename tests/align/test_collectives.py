@@ -119,6 +119,6 @@ def test_a_rank_that_is_missing_is_said():
     outcome = bisect(run("all_reduce"), less)
     assert dict(outcome.judged) == {"not judged": 1, "pass": 2}
     assert dict(outcome.unknown) == {
-        "step 0, rank 1 stands only in the reference": 1,
+        "step 0, rank 1 is only in the reference": 1,
         "rank 1 of its group is not in the dump": 1,
     }

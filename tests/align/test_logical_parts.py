@@ -239,7 +239,7 @@ def test_flat_shards_of_a_padded_parameter() -> None:
     flat = np.concatenate([x.reshape(-1), [-1]]).astype(np.float32)
     layout = TensorLayout((4,), ("dp",), (0, 1, 2, 3), ((), ()), flat=("dp",), padded={FLAT: 16})
     assert (merge(shards(*np.split(flat, 4)), layout, (5, 3)).values == x).all()
-    with pytest.raises(LayoutError, match="15 flattened elements cannot be cut in 4"):
+    with pytest.raises(LayoutError, match="15 flattened elements cannot be divided into 4"):
         merge(
             shards(*np.split(flat, 4)),
             TensorLayout((4,), ("dp",), (0, 1, 2, 3), ((), ()), flat=("dp",)),

@@ -259,7 +259,7 @@ BREAKAGES = {
     "no data": (lambda c, t, f: c.pop("data") and None, "key data"),
     "twice": (
         lambda c, t, f: json.dumps(c).replace('"task"', '"level": 1, "task"'),
-        "stands twice",
+        "appears twice",
     ),
     "deep": (lambda c, t, f: "[" * 10**6, "nested too deeply"),
     "half deep": (lambda c, t, f: t.update(shape=[[[1]]]), "Mint.split.0.forward"),

@@ -142,7 +142,7 @@ def test_ranks_of_one_run_alone_are_counted(golden, tmp_path):
     two = msprobe.read(write(tmp_path / "two"))
     outcome = bisect(golden, two)
     assert outcome.verdict == "pass"
-    assert dict(outcome.unknown) == {"step 0, rank 1 stands only in the target": 1}
+    assert dict(outcome.unknown) == {"step 0, rank 1 is only in the target": 1}
 
 
 def unknown_key(root):

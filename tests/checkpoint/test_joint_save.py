@@ -160,7 +160,7 @@ def test_show_and_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path = tmp_path / "root" / "step-00000005"
     assert main(["ckpt", "show", str(path), "--tensors"]) == 0
     said = capsys.readouterr().out
-    assert "checkpoint of step 5, in pieces, written by 4 ranks (dp2 tp2)" in said
+    assert "checkpoint of step 5, sharded, written by 4 ranks (dp2 tp2)" in said
     assert "all 8 checksums agree" in said
     assert main(["ckpt", "merge", str(path), str(tmp_path / "whole")]) == 0
     merged = tmp_path / "whole" / "step-00000005"

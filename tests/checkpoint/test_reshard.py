@@ -205,7 +205,7 @@ def test_pieces_of_another_layout_are_refused(
     del content["files"]["rank_3.safetensors"]
     seal(pieces, files=content["files"], step=12)
     said = refused(capsys, "merge", pieces, tmp_path / "merged")
-    assert "layers.1.moe.experts.up: the pieces do not cover it" in said
+    assert "layers.1.moe.experts.up: the shards do not cover it" in said
 
 
 def test_pieces_of_another_shape_or_value_are_refused(

@@ -118,7 +118,7 @@ def test_what_differs_is_named():
     ("ops", "message"),
     [
         (((("F", 0, 0),), (("D", 0, 0),)), "W.chunk 0, micro-batch 0. is missing"),
-        (((("F", 0, 0),), (("B", 0, 0),), (("B", 0, 0),)), "stands 2 times"),
+        (((("F", 0, 0),), (("B", 0, 0),), (("B", 0, 0),)), "appears 2 times"),
         (((("F", 0, 0),), (("B", 0, 1),)), "is not part of the step"),
         (((("F", 0, 0),), (("X", 0, 0),)), "kind 'X'"),
     ],
@@ -207,10 +207,10 @@ def test_gradients_are_those_of_the_unpipelined_run():
         assert np.abs(expected.gradients["embedding.weight"]).max() > 0
         assert sum(expected.loads.values()).sum() == MICRO_BATCHES * 2 * 8 * 2
         with pytest.raises(
-            DeadlockError, match=r"stage 1 stands at F.*waits for F.*of stage 0"
+            DeadlockError, match=r"stage 1 is stopped at F.*waits for F.*of stage 0"
         ) as e:
             pipeline.run(plain(gpipe_with_two_swapped()), "Et|tL", [c[:2] for c in batches])
-        assert "stage 0 stands at B(chunk 0, micro-batch 0) and waits for D" in str(e.value)
+        assert "stage 0 is stopped at B(chunk 0, micro-batch 0) and waits for D" in str(e.value)
 
 
 @pytest.mark.mindspore

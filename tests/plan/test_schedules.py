@@ -271,7 +271,7 @@ def test_check_and_simulation_find_the_same_deadlock():
     with pytest.raises(BadInputError, match="each waits for the next") as found:
         check(program)
     assert "receive of F(chunk 0, micro-batch 1)" in str(found.value)
-    with pytest.raises(BadInputError, match="stage 0 stands at its operation 1"):
+    with pytest.raises(BadInputError, match="stage 0 is stopped at its operation 1"):
         simulate(program, Times.even(2, 1))
 
 

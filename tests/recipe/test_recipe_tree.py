@@ -132,7 +132,7 @@ def test_aliases_share_their_node() -> None:
     ("text", "line", "says"),
     [
         ("a: *nope\n", 1, "no anchor &nope"),
-        ("a: &x [1, *x]\n", 1, "lies inside"),
+        ("a: &x [1, *x]\n", 1, "is inside"),
         ("a: &x 1\nb: &x 2\n", 2, "second time"),
         ("a: !!python/object:os.system 1\n", 1, "tag"),
         ("a: !!str 1\n", 1, "tag"),
@@ -148,7 +148,7 @@ def test_aliases_share_their_node() -> None:
         ("{a: 1}: 3\n", 1, "not a word"),
         ("&k key: 3\n", 1, "on the key"),
         ("a: {<<: 3}\n", 1, "<<"),
-        ("a: &b {<<: *b}\n", 1, "lies inside"),
+        ("a: &b {<<: *b}\n", 1, "is inside"),
     ],
 )
 def test_odd_yaml_is_a_problem_with_its_line(text: str, line: int, says: str) -> None:

@@ -173,7 +173,7 @@ def test_a_checkpoint_that_goes_on_elsewhere(copy):
     path.write_text(path.read_text().replace('"next_sample": 36', '"next_sample": 40'))
     code, found = audited(copy)
     assert code == 1
-    assert found["problems"] == ["step 9: its checkpoint goes on at sample 40, the log at 36"]
+    assert found["problems"] == ["step 9: its checkpoint continues at sample 40, the log at 36"]
 
 
 def test_a_broken_line(copy):

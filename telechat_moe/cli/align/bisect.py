@@ -38,7 +38,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--rtol",
         type=float,
         metavar="X",
-        help="how far these may be apart, relative L2 (default: by type, 2e-5 in float32)",
+        help="largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",
     )
     parser.add_argument("--html", metavar="FILE", help="write one page with the first wrong call")
     parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     options = profiles.Options(args.rtol, args.atol, args.max, args.kind, args.equal_nan)
     chosen = profiles.profile(name, options)
     if chosen.third != (args.benchmark is not None):
-        needed = "wants a third run: --benchmark DUMP" if chosen.third else "takes no --benchmark"
+        needed = "needs a third run: --benchmark DUMP" if chosen.third else "takes no --benchmark"
         raise UsageError(f"--profile {name} {needed}")
     if args.map and (args.benchmark or args.said):
         raise UsageError("--map takes neither --benchmark nor --said")

@@ -22,7 +22,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", help="folder of the reports")
     parser.add_argument("--reference", metavar="DUMP", help="dump of a step that is trusted")
     parser.add_argument(
-        "--target", metavar="DUMP", help="dump of the recipe's step, made elsewhere"
+        "--target", metavar="DUMP", help="dump of the recipe's step that was captured separately"
     )
     parser.add_argument("--map", metavar="FILE", help="tensors that both have, as for `bisect`")
     parser.add_argument(
@@ -35,7 +35,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         "--min-steps", type=int, default=1000, metavar="N", help="fewest steps of a pass (1000)"
     )
     parser.add_argument("--again", action="store_true", help="run all phases again")
-    parser.add_argument("--go-on", action="store_true", help="go on after a phase that diverged")
+    parser.add_argument("--go-on", action="store_true", help="continue after a phase that diverged")
 
 
 def run(args: argparse.Namespace) -> int:

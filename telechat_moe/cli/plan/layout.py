@@ -158,8 +158,8 @@ def _writable(file: str | None) -> None:
 
 VERB = Verb(
     name="layout",
-    help="find the fastest layout on so many devices, with a proof",
-    description="Find the fastest layout of a recipe's model on so many devices, with a proof that none is faster.",
+    help="find the fastest layout for a number of devices, with a proof",
+    description="Find the fastest layout of a recipe's model for a number of devices, with a proof that none is faster.",
     notes=NOTES,
     examples=EXAMPLES,
     exits={

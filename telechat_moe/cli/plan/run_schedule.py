@@ -276,7 +276,7 @@ VERB = Verb(
     "zb-v --micro-batches 4",
     exits={
         0: "the gradients are the same bytes",
-        1: "they are not, or a process died, or the program cannot go on",
+        1: "they are not, or a process died, or the program deadlocked",
         3: "bad recipe, or a program that is incomplete or deadlocks",
     },
     json_keys="recipe, schedule, layout, stages, chunks, micro_batches, pace_ms, equal, differences, measured_ms, "

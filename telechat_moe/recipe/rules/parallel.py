@@ -180,7 +180,7 @@ def tied_table(r: Recipe) -> Iterator[Broken]:
     if not m.tie_word_embeddings or not _trains_split(r):
         return
     if p.pipeline_stage > 1:
-        found = f"True with pipeline_stage {p.pipeline_stage}: its users stand on different stages"
+        found = f"True with pipeline_stage {p.pipeline_stage}: its users are on different stages"
         yield key, found, "False, or pipeline_stage 1"
 
 

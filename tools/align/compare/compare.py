@@ -116,10 +116,12 @@ def outcome_of(
     counts = Counter(row.status for row in rows)
     notes: list[str] = []
     if profile.third and alone:
-        notes.append(f"{profile.name} wants a third run: --benchmark DUMP")
+        notes.append(f"{profile.name} needs a third run: --benchmark DUMP")
     judged = counts["pass"] + counts["diverged"]
     if judged < profile.cases:
-        notes.append(f"{profile.name} wants {profile.cases:,} cases; these dumps have {judged:,}")
+        notes.append(
+            f"{profile.name} requires {profile.cases:,} cases; these dumps have {judged:,}"
+        )
     verdict, reason = "pass", ""
     if counts["diverged"]:
         verdict = "diverged"

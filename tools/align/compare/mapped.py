@@ -15,7 +15,7 @@ from telechat_moe.tools.align.dump.records import Array, Dump
 from telechat_moe.tools.align.judge.points import STATES, Link, Point, linked, weight_of
 from telechat_moe.tools.align.numerics import is_float
 
-_FOLLOWS = "a choice before it came out otherwise; `align bisect --map` judges operators by their own inputs"
+_FOLLOWS = "an earlier decision differs between the runs; `align bisect --map` judges operators by their own inputs"
 
 
 def compare_linked(

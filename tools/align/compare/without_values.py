@@ -39,7 +39,7 @@ def without_values(row: Row, golden: TensorRecord, target: TensorRecord, profile
     stats = _stats(golden), _stats(target)
     if stats[0] is not None and stats[1] is not None:
         return _by_statistics(row, stats[0], stats[1], profile)
-    said = "the dumps have nothing of this tensor in common that tells its values"
+    said = "the dumps record no common statistic of this tensor that identifies its values"
     return replace(row, status="not judged", basis="", reason=said)
 
 

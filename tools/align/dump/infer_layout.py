@@ -87,7 +87,7 @@ def _decided(tried: tuple[Candidate, ...], ratios: Sequence[int], ranks: int) ->
     good = [c for c in tried if c.problem is None]
     if not tried:
         cuts = " x ".join(map(str, ratios))
-        return Inferred(None, f"no mesh of {ranks} ranks cuts the dimensions in {cuts}", tried)
+        return Inferred(None, f"no mesh of {ranks} ranks shards the dimensions into {cuts}", tried)
     if not good:
         why = f"copies differ in each of {len(tried)} layouts: {tried[0].problem}"
         return Inferred(None, why, tried)

@@ -153,7 +153,9 @@ def _folders(root: Path) -> dict[tuple[int, int], list[Path]]:
         if any(key[0] == step for key in found) and any(
             f.parent == parent for folders in found.values() for f in folders
         ):
-            raise BadInputError(f"{parent}: folders rank* beside proc*; which rank is which?")
+            raise BadInputError(
+                f"{parent}: has both rank* and proc* folders; which folder holds which rank?"
+            )
         for rank, (_, folder) in enumerate(sorted(processes)):
             found.setdefault((step, rank), []).append(folder)
     for (step, rank), folders in found.items():
@@ -446,5 +448,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"key {short(twice)} stands twice")
+        raise ValueError(f"key {short(twice)} appears twice")
     return found

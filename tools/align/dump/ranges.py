@@ -186,7 +186,7 @@ def _check_axes(layout: TensorLayout) -> None:
         if n < 1:
             raise LayoutError(f"the axis {axis} has {n} devices, expected 1 or more")
     used = [a for axes in layout.dims for a in axes] + list(layout.partial) + list(layout.flat)
-    _once(used, "the axis {} is used twice: it can cut one dimension, or hold terms, or copies")
+    _once(used, "the axis {} is used twice: it can shard one dimension, or hold terms, or copies")
     known = set(layout.axes)
     named = {*used, *layout.interleaved, *layout.local, *([layout.calls] if layout.calls else [])}
     for axis in sorted(named - known):
@@ -194,9 +194,9 @@ def _check_axes(layout: TensorLayout) -> None:
     cutting = {a for axes in layout.dims for a in axes}
     for axis in sorted(layout.local):
         if axis not in cutting or axis == layout.calls:
-            raise LayoutError(f"the axis {axis} lies within a tensor but cuts no dimension of it")
+            raise LayoutError(f"the axis {axis} is used in a tensor but shards no dimension of it")
     for axis in sorted(layout.interleaved - cutting):
-        raise LayoutError(f"the axis {axis} is interleaved but cuts no dimension")
+        raise LayoutError(f"the axis {axis} is interleaved but shards no dimension")
     _check_dimensions(layout)
 
 
@@ -218,7 +218,7 @@ def _check_dimensions(layout: TensorLayout) -> None:
             )
         for axis in layout.interleaved.intersection(layout.dims[d][:-1]):
             raise LayoutError(
-                f"dimension {d}: the interleaved axis {axis} must be the last that cuts it"
+                f"dimension {d}: the interleaved axis {axis} must be the last that shards it"
             )
 
 
@@ -315,7 +315,7 @@ def _lengths(
 def _owned_length(owned: Sequence[Sequence[int]], shards: int, d: int) -> int:
     if len(owned) != shards:
         raise LayoutError(
-            f"dimension {d} is cut in {shards}, the indices of {len(owned)} shards are given"
+            f"dimension {d} is sharded into {shards}, the indices of {len(owned)} shards are given"
         )
     counts = Counter(i for part in owned for i in part)
     total = sum(map(len, owned))
@@ -328,7 +328,7 @@ def _owned_length(owned: Sequence[Sequence[int]], shards: int, d: int) -> int:
 
 def _sizes_length(lengths: Sequence[int], shards: int, what: str) -> int:
     if len(lengths) != shards or any(n < 0 for n in lengths):
-        raise LayoutError(f"{what} is cut in {shards}, the lengths {list(lengths)} are given")
+        raise LayoutError(f"{what} is sharded into {shards}, the lengths {list(lengths)} are given")
     return sum(lengths)
 
 
@@ -347,7 +347,9 @@ def _flat_sizes(layout: TensorLayout, sizes: Mapping[str, int], elements: int) -
             f"the flattened tensor has {elements} elements, only {padded} with filler"
         )
     if padded % shards:
-        raise LayoutError(f"{padded} flattened elements cannot be cut in {shards} equal shards")
+        raise LayoutError(
+            f"{padded} flattened elements cannot be divided into {shards} equal shards"
+        )
     return [padded // shards] * shards
 
 
@@ -397,7 +399,7 @@ def _cut(
     begin, length = run[0], run[1] - run[0]
     if length % (n * max(block, 1)):
         raise LayoutError(
-            f"dimension {d}: {length} cannot be cut in {n} equal shards over {axis}"
+            f"dimension {d}: {length} cannot be divided into {n} equal shards over {axis}"
             + (f" in blocks of {block}" if block > 1 else "")
         )
     if not block:

@@ -165,7 +165,7 @@ def bisect(
     run = _Comparison(known, first)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         which = "target" if place in target.ranks else "reference"
-        run.unknown[f"step {place[0]}, rank {place[1]} stands only in the {which}"] += 1
+        run.unknown[f"step {place[0]}, rank {place[1]} is only in the {which}"] += 1
     names: dict[tuple[int, int], dict[str, str]] = {}
     ours: dict[tuple[int, int], RankDump] = {}
     believed: dict[tuple[int, int], RankDump] = {}

@@ -77,7 +77,7 @@ class Replaced:
         expected = self._imagined(sources[-1], 0)
         if expected is None:
             self._unknown |= {s[0] for s in sources}
-            said = "stands only in the reference, and no formula says what it gives"
+            said = "is only in the reference, and no formula for its result is known"
             return not_judged(place[0], f"{sources[-1][0]} {said}")
         found = tensor.load()
         if isinstance(expected, Approx) and expected.value.size == found.size:

@@ -63,7 +63,7 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     if not any(is_float(r.dtype) and _has_no_value(r.load()) for r in fed):
         return verdicts
     return [
-        not_judged(v.key, f"{v.place}: NaN or infinity goes in and comes out: {v.reason}")
+        not_judged(v.key, f"{v.place}: NaN or infinity in the inputs and in the result: {v.reason}")
         if v.status == "diverged" and v.wrong == v.not_finite
         else v
         for v in verdicts

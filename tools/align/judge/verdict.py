@@ -98,7 +98,7 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
     if not ratio.size:
         return Verdict(key, place, "pass")
     if np.all(np.isinf(bound) & np.isfinite(value)):
-        why = f"{place}: what it is made of is beyond the largest number of its type"
+        why = f"{place}: its terms exceed the largest number of its type"
         return Verdict(key, "", "not judged", reason=why)
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     beyond = ratio > 1

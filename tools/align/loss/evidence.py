@@ -351,11 +351,11 @@ def _lasting(
     how = _shape(tamed[first:last])
     text = f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{how}"
     if abs(size) < drift.allowed:
-        text += "; these runs part through rounding alone, and then runs alike may differ for good by up to"
+        text += "; these runs first differ by rounding alone, and then equivalent runs may differ permanently by up to"
         if abs(size) <= max(drift.shown, compared.settings.margin):
             compared.notes.append(f"{text} {drift.allowed:.2%}")
         else:
-            compared.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would tell")
+            compared.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would decide")
         return
     text += f"; noise of single steps does this with a probability of {p:.0e}"
     kind = "lasting difference" if lasting else "passing difference"

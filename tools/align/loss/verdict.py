@@ -179,7 +179,7 @@ def _not_finite(compared: LossComparison) -> None:
         compared.reasons.append(f"{text}: it is no reference there")
     both = int((~base & ~target).sum())
     if both:
-        compared.notes.append(f"{both} steps are left out: not finite in base and target alike")
+        compared.notes.append(f"{both} steps are left out: not finite in both base and target")
 
 
 def _report(
@@ -257,7 +257,7 @@ def _gate_reasons(
 def _too_noisy(compared: LossComparison, found: Evidence) -> str:
     low, high, mean = found.interval.low, found.interval.high, found.blocks.mean
     room = found.margin - abs(mean)
-    text = f"the mean difference lies between {low:+.2%} and {high:+.2%}, the margin is ±{found.margin:.2%}"
+    text = f"the mean difference is between {low:+.2%} and {high:+.2%}, the margin is ±{found.margin:.2%}"
     if room > 0.2 * found.margin:
         factor = (max(high - mean, mean - low) / room) ** 2
         steps = int(np.ceil(len(compared.steps) * compared.every * factor * 1.2 / 100) * 100)

@@ -200,7 +200,7 @@ def _own(plan: PhasesPlan, folder: Path) -> None:
     if not folder.exists():
         return
     if not mark.exists() or mark.read_text(encoding="utf-8") != _state(plan, 1):
-        said = "of another recipe, or cut off; remove it or give another --out"
+        said = "of another recipe, or incomplete; remove it or give another --out"
         raise BadInputError(f"{folder}: {said}")
     if plan.again:
         shutil.rmtree(folder)

@@ -143,7 +143,7 @@ def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> s
         "aria-label='calls around the first wrong one'>"
         "<defs>" + _tip("tip", "tip") + _tip("hot", "tip hot") + "</defs>"
         f"{''.join(lines)}{''.join(drawn)}</svg></div>"
-        "<p class=soft>Data flow downwards: what it took stands above, what took its results below. Red frame: wrong, too. "
+        "<p class=soft>Data flows downwards: calls whose results it reads are above, calls that read its results below. Red frame: also wrong. "
         "Dashed: not judged. Point at a box for the whole name.</p>"
     )
 

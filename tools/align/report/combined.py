@@ -269,7 +269,7 @@ def _compare(data: Mapping[str, Any]) -> str:
     flips = {f"choices, {name}": len(said) for name, said in data["flips"].items() if said}
     said = [line for name in ("illegal", "not judged", "legal") for line in data["flips"][name]]
     if said:
-        title = f"{len(said)} choices came out differently"
+        title = f"{len(said)} decisions differ"
         parts.append(html.details(title, html.items(said[:_ROWS])))
     return "".join([*parts, _counted({**data["tensors"], **flips}, data["not_judged"])])
 

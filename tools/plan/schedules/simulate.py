@@ -175,7 +175,7 @@ def _deadlock(
         op = program.ops[s][at[s]]
         missing = next(k for k in needs(op, program.chunks) if k not in done)
         lines.append(
-            f"  stage {s} stands at its operation {at[s]}, {op}, and waits for "
+            f"  stage {s} is stopped at its operation {at[s]}, {op}, and waits for "
             f"{missing[0]}(chunk {missing[1]}, micro-batch {missing[2]})"
         )
     return f"program {program.name} cannot finish (deadlock):\n" + "\n".join(lines)
