@@ -151,7 +151,7 @@ def paths(r: Recipe) -> Iterator[Broken]:
         for key in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             yield from _blend(CONFIG + key, getattr(config, key))
         if config.data_path and config.train_data_path:
-            yield CONFIG + "train_data_path", "set together with data_path", "only one of the two"
+            yield CONFIG + "train_data_path", "together with data_path", "only one of the two"
         try:
             if config.data_path:
                 parse_split(config.split or "")

@@ -79,11 +79,15 @@ def _schedules(r: Recipe) -> Iterator[tuple[str, LrSchedule]]:
 def one_schedule(r: Recipe) -> Iterator[Broken]:
     """With both schedules MindFormers takes the groups and drops the other silently."""
     if r.lr_schedule is not None and r.grouped_lr_schedule is not None:
-        yield "lr_schedule", "set together with grouped_lr_schedule", "only one of the two"
+        yield "lr_schedule", "together with grouped_lr_schedule", "only one of the two"
     if r.lr_schedule is None and r.grouped_lr_schedule is None and r.trains:
         yield "lr_schedule", "is missing", "lr_schedule or grouped_lr_schedule"
     if r.optimizer.learning_rate is not None and r.lr_schedule is not None:
-        yield "optimizer.learning_rate", "set together with lr_schedule", "remove it: the schedule applies"
+        yield (
+            "optimizer.learning_rate",
+            "together with lr_schedule",
+            "remove it: the schedule applies",
+        )
 
 
 def schedule_keys(r: Recipe) -> Iterator[Broken]:
@@ -107,7 +111,7 @@ def schedule_steps(r: Recipe) -> Iterator[Broken]:
         if s.total_steps == 0:
             yield at + "total_steps", "0", "-1 for all steps, or at least 1"
         if s.warmup_steps is not None and s.warmup_ratio is not None:
-            yield at + "warmup_ratio", "set together with warmup_steps", "only one of the two"
+            yield at + "warmup_ratio", "together with warmup_steps", "only one of the two"
         warmup = s.warmup_steps or 0
         if s.warmup_ratio is not None and total > 0:
             warmup = int(s.warmup_ratio * total)
