@@ -117,7 +117,7 @@ def _rows(path: Path, root: Path) -> Iterator[tuple[int, dict[str, str]]]:
     titles = [t.strip() for t in next(rows, (0, list[str]()))[1]]
     missing = [t for t in _MUST if t not in titles]
     if missing or len(set(titles)) != len(titles):
-        said = ", ".join(missing) or "that stand twice"
+        said = ", ".join(missing) or "that appear twice"
         raise BadInputError(f"{path}:1: columns {said} missing; found {titles}")
     for line, row in rows:
         if len(row) != len(titles):
