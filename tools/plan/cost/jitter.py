@@ -106,11 +106,8 @@ def factors(
 def vary(step: Step, jitter: float, spread: float, seed: int = 0) -> Varied:
     """Sample a step.
 
-    Args:
-        step: The simulated step.
-        jitter: Standard deviation of an operation's time on a device, from one to the next, over its mean.
-        spread: Relative standard deviation of a device's speed, which stays the same through the step.
-        seed: Seed of the samples.
+    `jitter` is the standard deviation of an operation's time on a device, from one to the next, over its mean; `spread`
+    that of a device's speed, which stays the same through the step.
 
     Raises:
         UsageError: A deviation below 0 or above 1.

@@ -63,12 +63,7 @@ class Op(NamedTuple):
 
 
 class StageWriter:
-    """Writer of a stage's operations; a lane is one of its chunks, with its micro-batches in order.
-
-    Args:
-        chunks: Chunk of each lane.
-        micros: Micro-batches of each lane.
-    """
+    """Writer of a stage's operations; a lane is one of its chunks, with its micro-batches in their order."""
 
     def __init__(self, chunks: Sequence[int], micros: Sequence[Sequence[int]]) -> None:
         self.chunks = chunks

@@ -404,13 +404,9 @@ def prove(
 ) -> Array:
     """Return the bounds that multipliers prove for any placement of configurations with the same schedule.
 
-    Args:
-        c: Costs.
-        some: Rows of it.
-        proofs: Of any configuration with that schedule: one for each stage that may be among the longest, or one for all.
-        stages_of: Stage of each chunk.
-        room: Bytes of a device.
-        target: Only placements below it are of interest, s.
+    The proofs may be of any of these: one for each stage that may be among the longest, or one for all. `some` are rows
+    of the costs, `stages_of` the stage of each chunk, `room` the bytes of a device; only placements below `target`
+    seconds are of interest.
     """
     number, stages = max(c.count), c.fixed.shape[1]
     held = StageCapacity(c, room, some)

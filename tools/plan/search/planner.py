@@ -65,17 +65,8 @@ def find(
 ) -> SearchResult:
     """Find the fastest layouts of a recipe's model.
 
-    Args:
-        recipe: Shipped name or file.
-        overrides: Settings `a.b=c`.
-        devices: How many there are.
-        device: Shipped description or file.
-        memory_bytes: Of a device; None: all that is not reserved.
-        global_batch: Sequences of a step; None: the recipe's.
-        fixed: Settings `name=value` of the layout.
-        beyond_recipes: Also search layouts that recipes cannot express.
-        documents: File of their lengths, which attention stays in; None: one a sequence.
-        options: `top`, `limit_s` and `done` of `search`.
+    None stands for all memory that is not reserved, the recipe's global batch and documents of a sequence each; `fixed`
+    are settings `name=value` of the layout, `options` the `top`, `limit_s` and `done` of `search`.
 
     Raises:
         UsageError: A setting that does not exist, or no layout satisfies the settings, however much memory there is.

@@ -163,15 +163,10 @@ def search(
     limit_s: float = 300.0,
     done: Done = lambda _share, _solved: None,
 ) -> SearchResult:
-    """Find the fastest layout, and the next ones.
+    """Find the `top` fastest layouts: the first with its proof, the others without one.
 
-    Args:
-        a: The model.
-        space: The configurations to search.
-        device: Device and network; its memory less what is reserved is the limit of a stage.
-        top: How many configurations to return: the fastest with its proof, the others without one.
-        limit_s: Seconds after which the best layout found is returned with the bound proven so far.
-        done: See `Done`.
+    The limit of a stage is the memory of the device less what is reserved. After `limit_s` seconds the best layout found
+    is returned with the bound proven so far; for `done` see `Done`.
 
     Raises:
         CheckFailedError: The planner's and the simulator's step differ: one of them was changed alone.
