@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from itertools import accumulate
 from typing import Literal, cast
 
 from telechat_moe.errors import BadInputError
@@ -196,11 +196,11 @@ class Layout:
 
     def chunk_kinds(self, layers: Sequence[str]) -> list[list[tuple[str, bool]]]:
         """Return the kinds of layers in each global chunk, each with whether `recompute` is meant for it."""
-        counts, following = self.chunk_layers(len(layers)), iter(layers)
+        counts = self.chunk_layers(len(layers))
         marked = self.recompute_layers or counts
         return [
-            [(kind, i < most) for i, kind in enumerate(islice(following, count))]
-            for count, most in zip(counts, marked, strict=True)
+            [(kind, i < most) for i, kind in enumerate(layers[end - count : end])]
+            for count, end, most in zip(counts, accumulate(counts), marked, strict=True)
         ]
 
     def short(self) -> str:
