@@ -216,7 +216,7 @@ def test_a_third_run_may_lack_a_tensor():
     out = compare(run(), run(), profile("ascend-l0"), third)
     assert out.unknown["the third run has no values of this tensor"] == 4
     assert out.counts["pass"] == 3
-    assert "wants 5,000 cases" in out.notes[0]
+    assert "requires 5,000 cases" in out.notes[0]
 
 
 # ----------------------------------------------------------------------------- without values

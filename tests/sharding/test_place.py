@@ -54,7 +54,7 @@ def test_a_batched_product_has_no_output_layout():
     ],
 )
 def test_an_axis_that_is_computed_is_whole(primitive, layout):
-    with pytest.raises(BadInputError, match=r"computes along dimension .* cut in [24] over"):
+    with pytest.raises(BadInputError, match=r"computes along dimension .* sharded into [24] over"):
         Placement(DP2_TP2, 0).put(primitive, own(layout))
     refuse_cut_axis(primitive, own(layout), Mesh())
 
