@@ -37,7 +37,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, write, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.cost import this_machine as here
 
     with bars() as move:

@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
     for file in (args.out, args.why, args.html, args.certificate, args.json):
         _writable(file if file != "-" else None)
     room = args.memory and parse_size("--memory", args.memory)
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import layouts as report
     from telechat_moe.tools.plan.search import planner
 

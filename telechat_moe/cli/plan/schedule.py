@@ -55,7 +55,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import schedule as report
 
     same = (

@@ -41,7 +41,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Score, write, print; return the exit code."""
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.search import model_search as models
 
     space: Any = models.read_space(args.space)

@@ -49,8 +49,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, write, print; return the exit code."""
     from telechat_moe.recipe import load
-
-    # Any: lies in tools/, only an install maps it
     from telechat_moe.tools.plan.report import step as report
     from telechat_moe.tools.plan.report import timeline
 
