@@ -25,7 +25,6 @@ class AttentionMask(nn.Cell):
     times faster on CPU than broadcasting one inside every layer. Where the attribute ``stretch`` is False it is not.
 
     Args:
-        num_heads: Attention heads.
         compute_dtype: Data type of attention's products; mask and attention must agree on the backend.
     """
 
@@ -73,7 +72,6 @@ class PlainAttention(nn.Cell):
     """``softmax(q k^T * scale + mask) v`` with the scores in memory, differentiated by MindSpore.
 
     Args:
-        scale: Factor of the scores.
         softmax_dtype: Data type of scores and softmax; the product with v is in v's.
     """
 
@@ -168,7 +166,6 @@ class FlashAttention(nn.Cell):
     """``softmax(q k^T * scale) v`` over the visible keys; no more than 128 rows of scores exist at once.
 
     Args:
-        scale: Factor of the scores.
         compute_dtype: Data type of the products' operands; sums and softmax are fp32.
 
     Source: Dao et al. 2022, algorithms 1 and 4.

@@ -26,7 +26,6 @@ def custom_op(
     Args:
         name: C name.
         dtypes: Data types of the results from those of the inputs, for example ``lambda x, w: x``.
-        outputs: Number of results.
         in_place: The operator writes to one of its inputs (a parameter). It then returns a token of
             shape ``[1]``, and MindSpore neither removes, merges nor reorders it.
         **attributes: Read by the operator's Init; floats, ints, bools and lists of ints.

@@ -19,7 +19,6 @@ class RMSNorm(nn.Cell):
 
     Args:
         width: Size of the last dimension.
-        eps: Added to the mean square.
         compute_dtype: Data type of the arithmetic.
         out_dtype: Data type of the result; None = the input's.
 

@@ -72,7 +72,6 @@ class BlockPlan(nn.Cell):
         """Return ``(row_N, expert_G)``: the row of each pair, the expert of each block; int32.
 
         Args:
-            index_TK: Chosen experts.
             rows: Rows ``R`` of a block; fewer pad less, more multiply faster.
         """
         expert_N = self.reshape(index_TK, (-1,))

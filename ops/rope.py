@@ -16,7 +16,6 @@ def rope_table(width: int, length: int, theta: float) -> tuple[NDArray[Any], NDA
 
     Args:
         width: Rotary width ``R``, even.
-        length: Number of positions.
         theta: Base of the frequencies ``theta^(-2i/R)``.
     """
     frequency = theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)

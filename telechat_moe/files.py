@@ -125,7 +125,6 @@ def locked(path: Path, busy: Exception) -> Generator[None, None, None]:
     Where the file system has no locks, nothing is held.
 
     Args:
-        path: File or folder.
         busy: What to raise if another process holds it.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT

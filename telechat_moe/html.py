@@ -54,7 +54,6 @@ def page(title: str, body: Iterable[str], *, heading: str | None = None, wide: b
     """Return a whole page.
 
     Args:
-        title: Title of the window.
         body: HTML below the heading.
         heading: The heading's HTML; None: the title.
         wide: Whether the page takes 1400 pixels instead of 1080.

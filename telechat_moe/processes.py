@@ -388,7 +388,6 @@ def in_children(
     Args:
         works: Each a function whose result can be pickled, and its name, for errors.
         at_once: Children at a time; None = one a core.
-        done: Called after each.
 
     Raises:
         CompileError: An exception in a child, or a child died.

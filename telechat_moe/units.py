@@ -21,7 +21,6 @@ def parse_size(option: str, text: str, *, bare: bool = False) -> int:
 
     Args:
         option: Name of the option, for the error.
-        text: What was given.
         bare: Whether a number without a unit is a number of bytes.
 
     Raises:

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.ops.timing import Measurement, check_same, in_turns, relative_error
 from benchmarks.ops.translate import mindspore_cell, torch_function
-from telechat_moe.ops import dvm, native
+from telechat_moe.ops import dvm
 
 Body = Callable[..., None]
 
@@ -278,8 +278,3 @@ def _dynamic_peers(
         yield "inductor, cold", lambda inputs: compiled(*[torch.from_numpy(x) for x in inputs])
     except ImportError:
         pass
-
-
-def set_threads(threads: int) -> None:
-    """Use as many threads on our side."""
-    native.set_threads(threads)

@@ -61,7 +61,6 @@ def interpret(
     """Run a program; return its outputs, floats in ``arithmetic``, not rounded to the store's type.
 
     Args:
-        program: The program.
         inputs: As for the virtual machine; bfloat16 as bits in uint16.
         arithmetic: Float type of all intermediate values.
 

@@ -263,7 +263,6 @@ def latest(root: str | Path, *, warn: Callable[[str], None] | None = None) -> Ch
     """Load the newest checkpoint that verifies; None if there is none at all.
 
     Args:
-        root: Folder of all checkpoints of a run.
         warn: Called with a message for each broken checkpoint that is skipped (default: logs a
             warning).
 

@@ -41,7 +41,6 @@ class TensorShard:
 
     Attributes:
         data: Its values.
-        shape: Shape of the whole tensor.
         region: Its (begin, end) in every dimension of the tensor.
         own: This rank writes it; False: another holder of it does.
         shared: Other ranks hold the same shard.
@@ -65,7 +64,6 @@ class JointSave:
         root: Folder of all checkpoints of the run.
         step: Number of finished training steps.
         save: Name that no other save has.
-        rank: This process.
         ranks: Number of processes.
         control: Tells rank 0 that a rank could not write.
         about: What ``checkpoint.json`` says of the layout.

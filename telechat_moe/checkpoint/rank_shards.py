@@ -81,9 +81,7 @@ class ShardExchange:
 
     Args:
         sharing: Which rank holds what.
-        rank: This process.
         folder: A folder that all processes see.
-        control: For waiting.
     """
 
     def __init__(self, sharing: ShardOwners, rank: int, folder: Path, control: Control) -> None:

@@ -38,7 +38,6 @@ def write_text(option: str, target: str | None, make: Callable[[], str]) -> None
     Args:
         option: Before the file's name in a message: ``--html ``, or nothing.
         target: The file, or None: nothing is made.
-        make: Returns the text.
 
     Raises:
         UsageError: The file cannot be written.

@@ -92,12 +92,7 @@ def _filled(text: str) -> str:
 
 
 class VerbParser(argparse.ArgumentParser):
-    """The parser of a verb; it puts the end of its help together when the help is printed.
-
-    Args:
-        verb: The verb.
-        options: As argparse takes them.
-    """
+    """The parser of a verb; it puts the end of its help together when the help is printed."""
 
     def __init__(self, verb: Verb, **options: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter

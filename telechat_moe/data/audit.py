@@ -178,7 +178,6 @@ def audit(
     """Audit a run.
 
     Args:
-        output: Its output folder.
         recipe: The loaded recipe, of any of its layouts.
         contents: Read the samples, too, and compare their checksums; False: compare positions only.
         progress: Called with steps checked and in all.
@@ -357,9 +356,6 @@ def _compare_metrics(found: Audit, steps: list[_Entry], output: Path) -> None:
 
 def audit_plan(recipe: Any) -> Audit:
     """Audit what a recipe plans: its steps use every sample of each epoch once, over all data-parallel ranks together.
-
-    Args:
-        recipe: The loaded recipe.
 
     Raises:
         BadInputError: The data are not there.

@@ -30,9 +30,7 @@ class BlendedDataset:
     """Samples of several datasets in proportion to their weights.
 
     Args:
-        datasets: What to mix.
         weights: Share of each; any positive scale.
-        size: Samples of the mixture.
 
     Raises:
         BadInputError: If a dataset has fewer samples than its share needs.
@@ -100,7 +98,6 @@ def open_blend(
         seq_length: Tokens of a sample's input.
         size: Samples wanted. With weights the dataset serves 0.5 % more, with a prefix alone all samples of whole
             epochs. None, without weights only: one epoch.
-        seed: Seed of the order.
         split: Shares of the documents that go to train, valid and test; those of train are opened. None for files of
             one phase (``train_data_path``): all documents, and a single prefix with a weight is opened as one without.
         options: What a sample contains.
@@ -147,7 +144,6 @@ def open_recipe(recipe: Any, phase: Phase = "train") -> GptDataset | BlendedData
     """Open the data that a loaded recipe names.
 
     Args:
-        recipe: A ``telechat_moe.recipe.Recipe``.
         phase: "train" opens ``train_dataset.data_loader.config.data_path`` (or
             ``train_data_path``) as MindFormers does. "valid" opens one epoch of
             ``telechat_moe.evaluation.data_path``, or of the training data's sibling whose name

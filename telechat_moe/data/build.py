@@ -83,7 +83,6 @@ def build(
         eod_token: End-of-document token of that tokenizer; None looks for the usual names.
         valid_fraction: Share of the documents kept for validation, 0 to below 1; at least one
             document unless 0.
-        seed: Seed of the split.
         extensions: Take only files with these endings from folders.
         text_key: Key of the text in ``.jsonl`` lines.
         force: Replace a dataset in ``out`` that was made from other inputs.

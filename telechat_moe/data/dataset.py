@@ -55,7 +55,6 @@ class GptDataset:
         seq_length: Tokens of a sample's input, ``S``.
         num_samples: At least this many samples, from as many epochs as that takes; None for one
             epoch. ``len()`` is all samples of those epochs, as in MindFormers.
-        seed: Seed of the order.
         documents: Documents to use, a range; None for all.
         options: What a sample contains.
 

@@ -100,7 +100,6 @@ def write_indexed(
     Args:
         prefix: Path without the suffix.
         documents: Token ids of each document, the end-of-document token included.
-        dtype: Token type.
 
     Raises:
         ValueError: If a token does not fit in ``dtype``.
@@ -129,7 +128,6 @@ class IndexedDataset:
 
     Attributes:
         prefix: Path without the suffix.
-        dtype: Token type.
         sequence_lengths: int32, tokens of each sequence.
         sequence_pointers: int64, start of each sequence in the .bin, in bytes.
         document_indices: int64, the sequence at which each document starts, and their number.

@@ -38,7 +38,6 @@ class Loader(AbstractContextManager["Loader"]):
 
     Args:
         dataset: What to read.
-        batch_size: Samples of a batch.
         prefetch: Batches prepared ahead by a thread.
         epochs: Passes over the samples; None never ends.
         epoch_samples: Samples of a pass; the whole dataset if None. Rounded down to whole batches.

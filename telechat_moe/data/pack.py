@@ -52,7 +52,6 @@ def build_indices(
         seq_length: Tokens of a sample's input.
         num_samples: At least this many samples are made, from as many whole epochs as that takes;
             None means one epoch.
-        seed: Seed of the shuffles.
         extra_token: A sample has ``seq_length + 1`` tokens, so neighbours share one.
 
     Raises:
@@ -133,7 +132,6 @@ def blend_indices(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarr
 
     Args:
         weights: Share of each dataset; they sum to 1.
-        size: Samples of the blend.
 
     Returns:
         int16 dataset and int64 sample within it, each ``[size]``.

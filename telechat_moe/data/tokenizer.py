@@ -108,7 +108,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE; the same texts give the same tokenizer.
 
     Args:
-        texts: What to learn from.
         vocab_size: Tokens wanted, the end of document (id 0) and 256 bytes included. A short text
             may give fewer.
 

@@ -22,8 +22,6 @@ class RankGraph:
     """The compiled graph of one rank.
 
     Attributes:
-        rank: Global rank.
-        devices: Number of devices.
         mindir: Serialised MindIR, forward, backward and optimizer.
         groups: Communication groups by name, global ranks.
         layouts: Parameter name to MindSpore's layout entry (device matrix, tensor map, slice ...).
@@ -55,12 +53,9 @@ def compile_ranks(
     Args:
         build: Takes a rank; called in a forked child, where MindSpore runs as that rank; the target is
             still CPU.
-        ranks: Global ranks.
-        devices: Number of devices.
         settings: For ``set_auto_parallel_context``; semi-automatic mode, the rank and the number of
             devices are set here.
         context: For ``set_context``.
-        done: Called after each rank.
 
     Raises:
         CompileError: MindSpore refused a graph, or its compiler died.

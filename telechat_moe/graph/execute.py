@@ -24,7 +24,6 @@ class Job:
     """Rank graphs in a folder: ``rank_N.mindir`` and ``ranks.json`` beside them.
 
     Attributes:
-        folder: The folder.
         ranks: What is known of each rank's graph.
         groups: Communication groups of all ranks by name.
         rewritten: Collectives that were rewritten for CPU, by kind, for each rank.
@@ -69,7 +68,6 @@ class RankProgram:
 
     Args:
         job: The job; its groups are created here, all processes in the same order.
-        rank: This process.
     """
 
     def __init__(self, job: Job, rank: int) -> None:

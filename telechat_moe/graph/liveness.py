@@ -84,7 +84,6 @@ def alive(main: Graph, functions: Mapping[str, Graph], size_of: Any) -> Alive:
     """Return what is alive at the peak of a step.
 
     Args:
-        main: Main function.
         functions: All by name.
         size_of: Bytes of a shape, also of one that depends on the routing.
     """

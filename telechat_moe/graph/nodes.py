@@ -238,9 +238,7 @@ def resolve(
     """Return the name of the function that a value is.
 
     Args:
-        function: Function that holds the value.
         functions: All of them.
-        name: Value.
         item: Which item of it, if it is a tuple.
     """
     if name in functions:

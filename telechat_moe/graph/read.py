@@ -137,7 +137,6 @@ class Reading:
     """What :func:`read` found.
 
     Attributes:
-        rank: Global rank.
         collectives: In the order of the graph.
         operators: Phase to kind to calls a step.
         memory: Bytes.
@@ -178,7 +177,6 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
     """Read the graph of a rank.
 
     Args:
-        graph: Compiled.
         devices: Devices that it was compiled for.
         expected: Sizes of dynamic exchanges.
     """

@@ -56,7 +56,6 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
     """Return the report on compiled ranks.
 
     Args:
-        subject: Their recipe.
         graphs: One rank a stage.
         target: Backends of the operators.
     """
@@ -169,7 +168,6 @@ def check_derived(
 
     Args:
         result: From :func:`report`; its ``check`` is set.
-        mesh: Mesh of the ranks.
         graphs: Compiled ranks, among them one of the same stage.
         other: The rank to check.
 

@@ -182,8 +182,6 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
     """Return a rank's graph in the form that CPU processes can run.
 
     Args:
-        mindir: Exported graph.
-        rank: Global rank.
         groups: Groups by name, global ranks.
 
     Raises:

@@ -105,7 +105,6 @@ def events(graph: Graph, transfers: Mapping[str, Event]) -> list[Event]:
     """Return a rank's order; empty without micro-batches.
 
     Args:
-        graph: Main function.
         transfers: Sends and receives by name of the node.
     """
     if graph.calls:

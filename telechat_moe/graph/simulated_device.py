@@ -83,7 +83,6 @@ class SimulatedDevice:
     """Rank ``rank`` of ``size`` devices; see the module's docstring.
 
     Args:
-        rank: Global rank.
         size: Number of devices.
         path: Result of :func:`library`.
     """

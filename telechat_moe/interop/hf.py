@@ -178,7 +178,6 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Return the config.json of transformers' DeepseekV3ForCausalLM for a model section.
 
     Args:
-        config: Model section of the recipe.
         dtype: Data type of the weights, as PyTorch names it.
     """
     return {

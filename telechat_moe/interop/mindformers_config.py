@@ -81,7 +81,6 @@ def check_launch(recipe: Recipe, processes: int) -> None:
     """Refuse settings with which MindFormers would silently train to another result.
 
     Args:
-        recipe: The recipe.
         processes: Processes of the job (msrun's ``--worker_num``).
 
     Raises:
@@ -128,7 +127,6 @@ def check_decay(recipe: Recipe, parameters: Mapping[str, int]) -> None:
     """Refuse a recipe whose weight decay MindFormers would apply to other parameters.
 
     Args:
-        recipe: The recipe.
         parameters: Number of dimensions of each trainable parameter by name.
 
     Raises:

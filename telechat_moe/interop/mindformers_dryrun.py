@@ -50,10 +50,7 @@ def compile_mindformers(
     Args:
         path_or_recipe: Loaded recipe, path, name of a recipe of ours, or of one that comes with MindFormers
             (``deepseek3/pretrain_deepseek3_671b.yaml``). Files are judged by MindFormers' rules, not by ours.
-        ranks: Global ranks.
-        overrides: Settings ``a.b=c``; see :func:`telechat_moe.recipe.load`.
         ours: Compile what MindFormers' trainer trains with our plug-in instead: our model, its step and optimizer.
-        done: Called after each rank.
 
     Returns:
         The graphs, in the order of ``ranks``.

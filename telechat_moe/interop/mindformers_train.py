@@ -25,8 +25,6 @@ def train(
     """Train a recipe through MindFormers in this process, one of as many as the recipe has devices.
 
     Args:
-        recipe_path: Name of a shipped recipe or path.
-        overrides: Settings ``a.b=c``; see :func:`telechat_moe.recipe.load`.
         resume: Continue from the newest checkpoint that MindFormers finished in ``output_dir``, if there is one.
 
     Raises:

@@ -103,7 +103,6 @@ def pairs(config: ModelConfig, mtp_layer: int | None = None) -> list[Pair]:
     """Return all tensors of a model, in the order of its layers.
 
     Args:
-        config: Model section of the recipe.
         mtp_layer: First MTP layer in Hugging Face's names; None: the one after the decoder's last.
     """
     first = config.num_hidden_layers if mtp_layer is None else mtp_layer

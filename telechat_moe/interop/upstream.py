@@ -119,11 +119,6 @@ def compile_both(
 ) -> tuple[RankGraph, RankGraph, Recipe]:
     """Compile a rank of MindFormers' own class and of our model.
 
-    Args:
-        recipe: Shipped name or file.
-        rank: Global rank.
-        overrides: Settings ``a.b=c``.
-
     Returns:
         Upstream's graph, ours, and the recipe.
     """

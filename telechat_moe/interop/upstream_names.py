@@ -107,7 +107,6 @@ def to_upstream(
 
     Args:
         ours: All weights, or, with ``only_trained``, all but the biases of the routers, such as an optimizer's moments.
-        config: The model.
         only_trained: See ``ours``.
 
     Raises:

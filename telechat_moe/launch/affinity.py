@@ -134,7 +134,6 @@ def use_cores(processes: int, index: int, bind: bool) -> None:
     Args:
         processes: Processes on this machine.
         index: Which of them this is.
-        bind: Whether to bind.
     """
     share = max(1, len(os.sched_getaffinity(0)) // processes)
     if bind:

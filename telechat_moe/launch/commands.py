@@ -118,7 +118,6 @@ def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
     Args:
         shell: A command that takes a host and one line for a shell there, as ssh does; ``{host}`` is replaced by the
             host; without it the host comes last.
-        host: The host.
         argv: What to run there, in the folder where we are.
     """
     words = shlex.split(shell)

@@ -46,7 +46,6 @@ class LogTail:
     """A log file that is shown as it grows.
 
     Args:
-        path: The file.
         out: Where to show it; None: nowhere.
     """
 
@@ -74,7 +73,6 @@ class HostProcesses:
     """The processes of one job on one host, under ``msrun``.
 
     Args:
-        job: Job folder.
         node: Which of the job's processes are here.
         logs: Folder for their logs; made if it is not there.
         program: What they run: ``python`` and its arguments, or a script; the job folder must be one of the words.

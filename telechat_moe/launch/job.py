@@ -228,9 +228,7 @@ def train(
     """Train a recipe, one process for each of its devices.
 
     Args:
-        recipe: Loaded recipe.
         resume: See :class:`telechat_moe.train.trainer.Trainer`.
-        overwrite: See there.
         plan: Where and how; None: on this machine.
 
     Returns:

@@ -67,14 +67,12 @@ class MultiHostProcesses:
 
     Args:
         job: Job folder; all hosts see it.
-        nodes: The hosts.
         logs: Folder for logs; all hosts see it.
         program: What the processes run.
         metrics: File whose last line says how far the run is.
         shell: Remote shell; see :func:`telechat_moe.launch.commands.remote`.
         out: Where to show what rank 0 prints.
         can_stop: See :class:`telechat_moe.launch.host_processes.HostProcesses`.
-        silence_s: See there.
     """
 
     job: Path

@@ -53,9 +53,6 @@ def run_supervised(
     Does not return if it fails.
 
     Args:
-        control: The folder.
-        rank: This process.
-        work: The function.
         can_stop: It looks whether it should stop between two steps.
     """
     control.begin(rank)

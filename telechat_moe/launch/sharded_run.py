@@ -68,8 +68,6 @@ def run(
     """Run the first steps of a recipe, one CPU process for each device.
 
     Args:
-        recipe: Loaded recipe.
-        steps: Steps to run.
         compare: Run them in one process, too.
         keep: Folder to make for the graphs (MindIR, as executed).
 
@@ -116,10 +114,7 @@ def run_ranks(
     """Run the first steps of the graphs of a job, one process for each rank; return their results.
 
     Args:
-        recipe: Loaded recipe.
-        job: Folder of the job.
         logs: Folder for the logs of the processes; an old one is replaced.
-        steps: How many steps.
         taps: See :func:`run_rank`.
 
     Raises:
@@ -144,12 +139,7 @@ def relative_errors(here: Mapping[str, float], one: Mapping[str, float]) -> dict
 
 
 def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return how the graphs of a job differ from those for Ascend.
-
-    Args:
-        recipe: Their recipe.
-        folder: Folder of the job.
-    """
+    """Return how the graphs of a job differ from those for Ascend."""
     from telechat_moe.graph.execute import Job
     from telechat_moe.graph.mindir import COLLECTIVES
     from telechat_moe.graph.rewrite import FORMS
@@ -217,7 +207,6 @@ class Recording(NamedTuple):
 
     Attributes:
         folder: Gets ``stepN/rankN``.
-        rank: This process.
         steps: Steps, from 0.
         values: See :func:`telechat_moe.ops.tap.recording`.
     """
@@ -238,8 +227,6 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
     """Run the steps of one rank; rank 0 writes their results.
 
     Args:
-        job: Folder of the job.
-        rank: This process.
         task: ``steps``, how many; ``taps``: ``folder``, the numbers of the ``steps`` and ``values`` of
             :class:`Recording`, and the ``ranks`` that record; None: none.
     """

@@ -51,7 +51,6 @@ class Block(nn.Cell):
     The residual stream is fp32 with ``fp32_residual_connection``, else ``compute_dtype``.
 
     Args:
-        config: Model section of the recipe.
         is_moe: Mixture of experts, or dense MLP.
     """
 

@@ -76,7 +76,6 @@ class CausalLM(nn.Cell):
     Activations between blocks are ``[T, H]`` with ``T = B * S``.
 
     Args:
-        config: Model section of the recipe.
         block_rows: ``telechat_moe.moe_block_rows`` of the recipe.
         capacity_tokens: ``telechat_moe.moe_capacity_tokens`` of the recipe.
 

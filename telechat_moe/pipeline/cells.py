@@ -156,9 +156,6 @@ class ChunkModel(nn.Cell):
 
         Args:
             input_ids: As :class:`telechat_moe.model.CausalLM` takes them.
-            labels: Likewise.
-            loss_mask: Likewise.
-            position_ids: Likewise.
             state: Hidden states ``[T, H]``, none for the first chunk, and the balance losses of the chunks before,
                 ``(1,)``. In this order, as in the whole model: it is the order in which MindSpore adds up the
                 gradients of what feeds both.

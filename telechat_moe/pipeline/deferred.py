@@ -125,9 +125,7 @@ class Deferred(nn.Cell):
     """Replace an operator that reads a weight; called like it.
 
     Args:
-        op: The operator.
         kind: One of :data:`KINDS`.
-        weight: Name of the weight.
         use: Which of the weight's uses in the model this is.
     """
 

@@ -96,7 +96,6 @@ class Pipeline:
     """The processes of a pipeline, for any number of steps.
 
     Args:
-        spec: The model.
         stages: Processes, besides the one of the unpipelined run, which is started when it is asked for.
         silence_s: A process that neither says anything nor computes for this long hangs.
         watch: Called with a stage and the operation that it begins.

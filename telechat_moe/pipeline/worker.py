@@ -108,7 +108,6 @@ class _Step:
     """One step of a stage.
 
     Args:
-        worker: The process.
         schedule: The program of all stages.
         header: The parent's: `layout`; `start`, the clock's zero; `pace`, how long each pass lasts at least, in
             seconds, by kind and chunk.

@@ -133,7 +133,6 @@ def flops_per_token(c: ModelConfig, seq_length: int | None = None, *, mtp: bool 
     """Count the FLOPs per token.
 
     Args:
-        c: The model.
         seq_length: Tokens per sequence; the recipe's if None.
         mtp: Count multi-token prediction too, as training does.
     """

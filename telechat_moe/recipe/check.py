@@ -27,7 +27,6 @@ class Checker:
     """Check one tree; every problem goes to ``report``.
 
     Args:
-        report: Called for every problem.
         choose: Picks one of several sections that may occur at a position; they differ by their
             ``type`` key if it returns None.
     """

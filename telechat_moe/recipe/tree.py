@@ -299,7 +299,6 @@ def read(text: str, report: Report) -> YamlNode | None:
 
     Args:
         text: The text of one YAML document.
-        report: Called for every problem found.
 
     Returns:
         The tree, or None if the text is not one YAML document.

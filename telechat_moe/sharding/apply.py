@@ -62,8 +62,6 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
 
     Args:
         model: Built with plain or Ascend backends; the last thing done to it before it is compiled.
-        mesh: Devices.
-        rank: Global rank of this process.
         options: Choices besides the mesh.
 
     Raises:

@@ -99,7 +99,6 @@ def parallel_context(recipe: Recipe, full_batch: bool | None = None) -> dict[str
     """Return the settings of a recipe for MindSpore's ``set_auto_parallel_context``.
 
     Args:
-        recipe: Loaded recipe.
         full_batch: Every process feeds the whole batch; None = as the recipe says.
     """
     given, mesh = recipe.parallel, mesh_of(recipe)

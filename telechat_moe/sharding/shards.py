@@ -27,7 +27,6 @@ class WeightShards:
     """Shards of a model's weights and of AdamW's moments.
 
     Args:
-        mesh: Devices.
         weights: Each weight of the whole model by name.
         stages: Pipeline stage of each decoder layer.
         threshold: Bytes from which copies of a weight split it among them (ZeRO-1); None: they do not.
@@ -92,7 +91,6 @@ class WeightShards:
         """Return a rank's shard of a weight or moment, as (begin, end) of each dimension; None: another stage has it.
 
         Args:
-            rank: Global rank.
             name: Name of a weight, or ``adam_m.`` or ``adam_v.`` before one.
             itemsize: Bytes of an element.
         """

@@ -48,8 +48,6 @@ class RunCheckpoints:
     """The checkpoints of one run.
 
     Args:
-        recipe: Loaded recipe.
-        engine: Holds the tensors.
         loader: Its position in the data is kept.
         guard: Its window is kept.
         ranks: The processes, which save and go back together.

@@ -48,7 +48,6 @@ class Engine(Protocol):
         Args:
             batches: What :meth:`read` returned.
             number: Number of the update, from 1.
-            rate: Learning rate.
             limits: Gradient norm and loss must be below these for the update to be applied.
         """
         ...

@@ -36,7 +36,6 @@ class Spike:
     """A step whose update was not applied.
 
     Attributes:
-        step: Number of the step.
         reason: ``gradient norm``, ``loss`` or ``not finite``.
         loss: Its loss.
         norm: Its gradient norm.

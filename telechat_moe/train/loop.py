@@ -64,7 +64,6 @@ class StepResult(NamedTuple):
         losses: Next-token, MTP, balance and z-loss.
         norm: Global norm of the gradient before clipping.
         applied: Whether the weights were updated.
-        rate: Learning rate.
         seconds: Time of the step, data included.
         data_seconds: Time spent waiting for data.
     """

@@ -188,9 +188,7 @@ class Monitor:
         """Record which samples a step saw.
 
         Args:
-            step: Number of the step.
             first: First sample, counted through all epochs.
-            count: Number of samples.
             input_ids: Their token ids, micro-batch by micro-batch.
             applied: Whether the weights were updated.
         """

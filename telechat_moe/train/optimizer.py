@@ -22,10 +22,8 @@ class AdamW(nn.Cell):
     computed in float64 by :meth:`scalars`.
 
     Args:
-        params: Parameters to update.
         betas: Decay rates of the two moments.
         eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay.
         no_decay: Regular expressions; a parameter whose name one of them finds is not decayed.
 
     Source: Loshchilov and Hutter 2019, algorithm 2.

@@ -34,10 +34,7 @@ def placed_model(
     """Return the model of one rank, the routers of the whole model in order, and what was placed where.
 
     Args:
-        recipe: Loaded recipe.
-        rank: Global rank.
         target: See :func:`build_step`; the caller chooses the backends.
-        shared_graph: See there.
 
     Raises:
         BadInputError: The layout does not fit the model.
@@ -75,8 +72,6 @@ def build_step(
     """Return the step of one rank, placed.
 
     Args:
-        recipe: Loaded recipe.
-        rank: Global rank.
         target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: its primitives.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph, and shape-only stubs replace other stages' cells;
@@ -147,13 +142,11 @@ def compile_recipe(
     """Compile the whole training step of ranks of a recipe.
 
     Args:
-        recipe: Loaded recipe.
         ranks: Global ranks; None = all.
         target: Backends, see :func:`build_step`; the front end's target is Ascend always.
         full_batch: See :func:`telechat_moe.sharding.recipe.parallel_context`.
         optimizer: See :func:`build_step`.
         shared_graph: See :func:`build_step`.
-        done: Called after each rank.
 
     Raises:
         BadInputError: The layout does not fit the model, or MindSpore refuses it.

@@ -43,14 +43,12 @@ class RankStep(UpdateStep):
 
     Args:
         model: Placed model (:func:`telechat_moe.sharding.apply`).
-        optimizer: Updates the model's parameters.
         shares: For each of its parameters, one over the number of devices that hold the same shard of the
             gradient; so square sums over all devices count each shard once.
         loss_share: The same for the losses; 0 on a stage that has none.
         routers: Routers of this stage with their positions among all.
         router_count: Routers of the whole model.
         experts: Experts of each.
-        micro_batches: Micro-batches of a step.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.

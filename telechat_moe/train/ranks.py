@@ -10,8 +10,6 @@ class Ranks:
 
     Args:
         control: Control folder of the run; None: this process is the only one, and nobody supervises it.
-        rank: This process.
-        count: Number of processes.
     """
 
     def __init__(self, control: Control | None = None, rank: int = 0, count: int = 1) -> None:

@@ -29,12 +29,10 @@ def continue_prompts(
 
     Args:
         model: Its training flag is cleared for the run and put back.
-        tokenizer: The model's.
         prompts: Beginnings; an empty one starts at the end-of-document token.
         max_new_tokens: Tokens to add to each, at most.
         temperature: 0 takes the most probable token.
         top_k: Candidates to draw from.
-        seed: Seed of the draws.
     """
     rows = [tokenizer.encode(prompt).tolist() or [tokenizer.eod] for prompt in prompts]
     limit = model.config.max_position_embeddings

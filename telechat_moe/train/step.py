@@ -121,7 +121,6 @@ class UpdateStep(nn.Cell):
     """The end of a training step: decide whether the update counts, clip, run AdamW, move the expert biases.
 
     Args:
-        optimizer: Updates the model's parameters.
         max_grad_norm: Clip the global gradient norm to this; None = no clipping.
         bias_rate: Rate of the expert bias; 0 = no update.
         norm_limit: Parameter; the gradient norm must be below it.

@@ -35,7 +35,6 @@ class Trainer:
     """Train the model of a recipe in this process.
 
     Args:
-        recipe: Loaded recipe.
         resume: Continue from the newest good checkpoint of ``output_dir``, if there is one.
         overwrite: Remove the checkpoints and metrics of an earlier run before the first step.
         plain: Print plain lines, also on a terminal.

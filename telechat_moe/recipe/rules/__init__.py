@@ -27,7 +27,6 @@ def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Br
     """Yield (key, found, expected) for each rule that the recipe breaks.
 
     Args:
-        recipe: The recipe.
         devices: Devices that there are, if known.
         lenient: Some values had problems and are missing from the recipe; a rule that needs one
             of them is skipped.

@@ -34,7 +34,6 @@ class DispatchSpec(NamedTuple):
     """What a dispatch is built from.
 
     Attributes:
-        config: Model section of the recipe.
         products: Products of the experts on this device.
         group: Expert-parallel group.
         tensor: Tensor-parallel group if each expert's width is sharded over it, else None.

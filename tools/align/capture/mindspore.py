@@ -129,12 +129,7 @@ def capture(
     """Run a net once, write what it computes as a tree of msprobe, and return its result.
 
     Args:
-        net: A cell that MindSpore compiles for CPU in graph mode; it may differentiate and update weights.
-        *inputs: Its inputs.
-        out: Folder to create.
         values: ``tensor``, ``statistics`` or ``fingerprint``.
-        layers: See :class:`Filter`.
-        only: See :class:`Filter`.
 
     Raises:
         BadInputError: ``out`` exists.
@@ -193,8 +188,6 @@ def capture_recipe(
     parallel compiler.
 
     Args:
-        recipe: Loaded recipe.
-        out: Folder to create.
         steps: Steps to record, from 0.
         values: As in :func:`capture`.
         wanted: Selects the operators to record.

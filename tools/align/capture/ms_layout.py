@@ -34,8 +34,6 @@ def layouts(plan: TapPlan, recipe: "Recipe", rank: int) -> dict[int, TensorLayou
 
     Args:
         plan: Plan of its graph.
-        recipe: Its recipe.
-        rank: The rank.
     """
     from telechat_moe.sharding.recipe import mesh_of
     from telechat_moe.sharding.shards import WeightShards

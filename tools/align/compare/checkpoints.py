@@ -249,8 +249,6 @@ def compare_checkpoints(
     """Compare two checkpoints.
 
     Args:
-        a: Folder of the first.
-        b: Folder of the second.
         group: Compare only this group (``model``, ``optimizer``).
         progress: Wraps the names of tensors as they are compared.
 

@@ -60,9 +60,6 @@ def compare(
     """Compare two dumps of the same layout.
 
     Args:
-        reference: The trusted run (golden).
-        target: The run to judge.
-        profile: The standard.
         bench: A third run, for standards that need one.
         steps: Compare only these steps.
         common: Calls and ranks that only one dump has do not make the runs incomparable.

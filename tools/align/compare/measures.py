@@ -160,8 +160,6 @@ class Close(_OfElements):
     """``|target - golden| <= atol + rtol |golden|`` everywhere, as ``numpy.isclose`` and torch have it.
 
     Args:
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
         nan_equal: Two NaN in the same position agree.
     """
 
@@ -312,8 +310,6 @@ class Mixed(Measure):
 
     Args:
         dtype: Type of the target.
-        rtol: Relative tolerance.
-        atol: Absolute tolerance.
         floor: Lower limit of the cap.
         unmatched: Share of elements that may be beyond the tolerance.
         ulps: ULPs of the cap.

@@ -26,7 +26,6 @@ class Pinned:
     """The flips of a rank in a step, and what they change.
 
     Args:
-        golden: The trusted run.
         target: The run to judge, with calls named as the reference's.
         profile: Standard that says how far tensors may differ.
         mixed: Whether flips of an earlier step changed the weights.

@@ -196,7 +196,6 @@ class Logical:
         """Write the whole tensor as a ``.npy`` file, block by block; raises like :meth:`blocks`.
 
         Args:
-            path: File to create.
             dtype: NumPy type of the values in the file; None: that of :attr:`Merged.values`.
             limit: Approximate number of bytes of a block.
         """
@@ -293,8 +292,6 @@ def logical(
         shards: What the ranks hold, in any order.
         layout: Their layout; None: each shard is a record that has one.
         shape: Shape of the whole tensor; needed where filler hides it.
-        bound: See :class:`Logical`.
-        keep: See :class:`Logical`.
 
     Raises:
         LayoutError: Layout, shards and shape contradict each other; a shard is missing or present twice.

@@ -158,7 +158,6 @@ def merge_ranks(
     """Merge the ranks of a step.
 
     Args:
-        ranks: The ranks of one step.
         said: Information that the dump lacks.
         write: Writes merged tensors.
         bound: How far copies may differ.
@@ -178,13 +177,6 @@ def merge_ranks(
         calls[key] = _Merger(key, parts, said, write, bound, keep, outcomes).call()
     first = ranks[0]
     return RankDump(first.step, 0, first.framework, first.task, first.level, calls), outcomes
-
-
-def in_memory(key: str, place: str, whole: Logical) -> TensorRecord:
-    """Return a merged tensor as a record that holds it; sums of terms in float64."""
-    del key, place
-    values = whole.merge().values
-    return TensorRecord(whole.dtype, whole.shape, read=lambda: values)
 
 
 def into(folder: Path) -> Write:

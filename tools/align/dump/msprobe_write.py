@@ -45,8 +45,6 @@ def write(dump: Dump, out: Path | str, values: bool = True, prints: bool = False
     PyTorch's values become ``.pt`` files, others ``.npy``; bfloat16 is widened in ``.npy`` as msprobe does.
 
     Args:
-        dump: The dump.
-        out: Folder to create.
         values: Whether to write values; otherwise only statistics, which are computed where the dump has none.
         prints: Whether to write a fingerprint of each tensor with values (under a key that msprobe ignores).
 

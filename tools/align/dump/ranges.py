@@ -61,7 +61,6 @@ class ShardMap:
     """The ranges of all shards of a tensor; made and checked by :func:`locate` or :func:`locate_regions`.
 
     Attributes:
-        shape: Shape of the whole tensor.
         places: The ranges of each shard.
         reduce: How the terms of a partial value combine; None: there is only one.
         terms: Number of terms.
@@ -81,8 +80,6 @@ def locate(
     """Return the ranges of the shards of a layout.
 
     Args:
-        layout: Layout of the tensor.
-        shapes: Shape of every shard.
         shape: Shape of the whole tensor; needed where filler hides it (``padded``, ``flat``).
 
     Raises:
@@ -126,11 +123,6 @@ def locate_regions(
     shape: Shape,
 ) -> ShardMap:
     """Return the ranges of shards whose regions are given, as (begin, end) of every dimension.
-
-    Args:
-        regions: Region of every shard.
-        shapes: Shape of every shard.
-        shape: Shape of the whole tensor.
 
     Raises:
         LayoutError: Regions overlap, leave gaps, or do not fit shards or shape.

@@ -18,7 +18,6 @@ class ShardValues:
     """Values of one shard.
 
     Args:
-        shape: Shape of the shard.
         dtype: Canonical name of the type that the program computed in.
         load: Returns the values; of a mapped file only the requested elements are read.
     """
@@ -60,7 +59,6 @@ class Shard(NamedTuple):
     """The values that one rank holds.
 
     Attributes:
-        rank: The rank.
         values: Array, record or source.
         call: Number of the call, where the calls of a rank hold different shards (micro-batches).
     """
@@ -74,7 +72,6 @@ class RegionCopy:
     """One copy of a region: a rank's shard, or flat shards read as if they were the region (ZeRO).
 
     Args:
-        shape: Shape of the region.
         shards: The shards in order: holder, values, range in the flattened region (None: all of it).
     """
 

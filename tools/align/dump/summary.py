@@ -41,9 +41,6 @@ def inspect(
     """Return what a dump, or one step or rank of it, holds, as ``telechat-moe align inspect --help`` describes it.
 
     Args:
-        path: The dump.
-        step: Only this step.
-        rank: Only this rank.
         calls: Whether to list every call.
         verify: Whether to open every file of values.
 

@@ -132,7 +132,6 @@ def save_pt(path: Path, values: Array, dtype: str) -> None:
     """Write a tensor as ``torch.save`` does; equal values give equal bytes.
 
     Args:
-        path: File to create.
         values: The values; bfloat16 widened.
         dtype: Canonical name of the type to store.
     """

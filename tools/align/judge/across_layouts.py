@@ -76,8 +76,6 @@ def across(
     """Compare a run with one of another layout or framework; see the module.
 
     Args:
-        reference: The trusted run.
-        target: The run to judge.
         links: A map; if empty, gradients, weights and states are linked by the name of their weight.
         tolerance: The relative L2 distance allowed for whole tensors; None: derived for each tensor, or else taken by
             type from :data:`TOLERANCE`.

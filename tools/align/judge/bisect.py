@@ -43,7 +43,6 @@ class Finding:
 
     Attributes:
         step: Step.
-        rank: Global rank.
         order: Position in the order of the run.
         verdict: What is wrong with it.
         call: The call; None: the target lacks it.
@@ -154,8 +153,6 @@ def bisect(
     """Compare a run with a reference of the same layout; see the module.
 
     Args:
-        reference: The trusted run.
-        target: The run to judge.
         known: Results of earlier comparisons with the same reference; new ones are added.
         first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
     """

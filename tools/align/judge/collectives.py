@@ -112,7 +112,6 @@ class Received(NamedTuple):
     """What a rank received from a collective.
 
     Attributes:
-        rank: Global rank.
         call: The rank's call.
         verdict: The verdict on what it received.
         group: Ranks that belong together.
@@ -151,7 +150,6 @@ def judged_collectives(
     The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
 
     Args:
-        dumps: All ranks of a step.
         references: The same ranks of a trusted run, which gives the groups.
     """
     by_rank = {dump.rank: dump for dump in dumps}

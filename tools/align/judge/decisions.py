@@ -113,9 +113,7 @@ def decide(
     """Return the flips between two runs of a call; None: no input explains its indices as a choice.
 
     Args:
-        reference: The trusted run.
         target: The run to judge, calls named as the reference's.
-        key: Key of the call.
         chosen: Its indices in both runs, reference first.
         profile: Says how far tensors may differ.
         follows: Whether earlier legal flips explain differing inputs.

@@ -34,7 +34,6 @@ class Point(NamedTuple):
         values: The whole tensor; None: not known.
         dtype: Type that the program computed in.
         rank: First rank that has it.
-        key: Key of the call.
         place: Position of the tensor in the call.
         problem: Why it is not known: copies that differ, no layout.
         ranks: Ranks that have it.

@@ -154,10 +154,8 @@ class Allowed:
         as uncertain as one error.
 
         Args:
-            ranks: The ranks of a step.
             owners: The ranks that have shards of the tensor.
             place: The call and position of the tensor in their dumps.
-            whole: The whole tensor.
         """
         if len(set(owners)) < len(ranks):
             return None  # a pipeline stage: its dump lacks the roundings of other stages

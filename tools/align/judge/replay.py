@@ -32,7 +32,6 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
     """Return the verdicts of one operator, one for each of its outputs.
 
     Args:
-        call: The operator.
         forward: Its forward call; of a forward call, itself.
         settings: The reference's forward call, whose numbers and flags are used.
     """

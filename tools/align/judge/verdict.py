@@ -49,7 +49,6 @@ def judge(
     """Compare a tensor with its reference.
 
     Args:
-        key: Key of the call.
         place: Position of the tensor in the call.
         found: What the program computed, widened.
         expected: What it should have computed; a plain array must be matched exactly.

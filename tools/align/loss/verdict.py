@@ -111,7 +111,6 @@ def judge(bases: Sequence[Curve], target: Curve, settings: Settings | None = Non
 
     Args:
         bases: Runs of the benchmark: same weights, data and settings, without enforced determinism.
-        target: The run to judge.
         settings: Margins and risks of the tests.
     """
     chosen = settings or Settings()

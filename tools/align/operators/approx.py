@@ -111,7 +111,6 @@ class Approx:
         """Return a result.
 
         Args:
-            value: Its exact values.
             terms: Each operand with the derivative by it.
             roundings: Number of unit roundoffs. Those above 1 are the error of a function, which is computed in the
                 accumulating type, or for float16 by some programs in float16, to one ULP.

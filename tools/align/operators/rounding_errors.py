@@ -45,9 +45,7 @@ def sum_errors(
     of equal terms are equal, not independent. The limit is ``n u`` times the sum of magnitudes, by Cauchy's inequality.
 
     Args:
-        total: Sum.
         squares: Sum of squares.
-        count: Number of terms.
         kind: Type that they are accumulated in.
         same: Share of the pairs of terms that are equal, see :func:`alike`.
         walk: Mean square of the partial sums in the order of the terms, where known.

@@ -64,7 +64,6 @@ def variant(name: str, **changes: int) -> StepCase:
     """Return a variant of the benchmark recipe.
 
     Args:
-        name: Its name.
         changes: ``layers``, ``hidden``, ``experts``, ``topk``, ``seq``, ``batch``, ``ffn``, ``moe``, ``mtp``, ``vocab``, ``heads``.
     """
     model = "model.model_config."

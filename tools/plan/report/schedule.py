@@ -41,9 +41,6 @@ def find(
     """Synthesise from a stage's times.
 
     Args:
-        stages: P.
-        micro_batches: m.
-        chunks: Chunks of a stage, V.
         times: F, D and W of a whole stage.
         backward: B of a whole stage; D + W where it is None.
         scale: Factors of single chunks' times and activations.
@@ -53,8 +50,6 @@ def find(
         overlap: Share of F and D that communicates and can be hidden; pairs are allowed where it is positive.
         split: Whether dX and dW may be separate operations.
         placement: A key of `PLACEMENTS`; all where it is None.
-        effort: See `synthesise`.
-        seed: Of the search.
 
     Raises:
         BadInputError: The numbers make no schedule.

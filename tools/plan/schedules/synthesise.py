@@ -137,8 +137,6 @@ def synthesise(
 
     Args:
         times: Of each chunk along the model, P * V of them.
-        stages: P.
-        micro_batches: m.
         memory: The most activations that a stage, or each stage, may hold, in the unit of `times.activation`;
             P (what 1F1B holds) where it is None.
         rules: What the schedule may do.
