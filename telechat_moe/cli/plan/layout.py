@@ -124,7 +124,7 @@ def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
     )
     print(
         f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
-        f"{data['dominated']:,} dominated, {data['solved']} solved"
+        f"{data['dominated']:,} dominated; {data['solved']} were solved exactly"
     )
     print(data["verdict"])
     if data["layouts"]:
