@@ -273,7 +273,6 @@ VERB = Verb(
         1: "the rank checked has another graph, a send has no receive, or --confirm found a difference",
         3: "bad recipe, MindSpore refuses the layout, or MindFormers is asked for and not installed",
     },
-    json_keys="",
     recipe=True,
     overrides="override a value, of RECIPE and of OTHER_RECIPE",
     arguments=_arguments,

@@ -153,7 +153,6 @@ VERB = Verb(
         3: "bad recipe, hostfile, data or checkpoint",
         130: "interrupted",
     },
-    json_keys="",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=_arguments,

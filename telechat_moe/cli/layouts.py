@@ -82,7 +82,6 @@ VERB = Verb(
     "axes that shard each dimension; `.` is a dimension that every device has whole.",
     examples="telechat-moe layouts telechat3_moe/pretrain_105b_a4b_4k.yaml --rank 17",
     exits={3: "bad recipe"},
-    json_keys="",
     recipe=True,
     overrides="override a value",
     arguments=_arguments,

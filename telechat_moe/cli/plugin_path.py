@@ -2,6 +2,7 @@
 
 import argparse
 
+from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -19,8 +20,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the folder."""
     from telechat_moe.interop.mindformers_config import PLUGIN
 
-    del args
-    print(PLUGIN)
+    if not write_json(args.json, {"path": str(PLUGIN)}):
+        print(PLUGIN)
     return 0
 
 
@@ -30,5 +31,6 @@ VERB = Verb(
     description="Print the folder that MindFormers' run_mindformer.py takes as --register_path.",
     notes=NOTES,
     examples=EXAMPLES,
+    json_keys="path.",
     run=run,
 )

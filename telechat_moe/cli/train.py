@@ -71,7 +71,6 @@ VERB = Verb(
         3: "bad recipe, data or checkpoint",
         130: "interrupted (Ctrl-C or SIGTERM; the step is saved, continue with --resume)",
     },
-    json_keys="",
     recipe=True,
     overrides="override a value, for example optimizer.weight_decay=0.05",
     arguments=_arguments,

@@ -62,7 +62,6 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits={0: "the same parameters", 1: "not", 3: "bad recipe or MindFormers refuses it"},
-    json_keys="",
     recipe=True,
     overrides="override a value",
     arguments=_arguments,

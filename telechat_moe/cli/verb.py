@@ -38,8 +38,8 @@ class Verb:
     exits: Mapping[int, str] = field(default_factory=dict[int, str])
     """Exit codes and their meaning, beside those of `EXITS`."""
 
-    json_keys: str | None = None
-    """What `--json` writes; None: the verb has no `--json`."""
+    json_keys: str = ""
+    """What `--json`, which every verb without sub-verbs takes, writes."""
 
     recipe: bool = False
     """It takes the name or file of a recipe first."""
@@ -62,9 +62,8 @@ class Verb:
         self.arguments(parser)
         if self.overrides is not None:
             add_overrides(parser, self.overrides)
-        if self.json_keys is not None:
-            add_json(parser)
         if self.run is not None:
+            add_json(parser)
             parser.set_defaults(run=self.run)
             return
         names = parser.add_subparsers(required=True, metavar="VERB", parser_class=VerbParser)

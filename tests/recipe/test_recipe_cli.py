@@ -52,9 +52,11 @@ def test_help_ends_with_example_and_exit_codes(words: tuple[str, ...], capsys: C
     assert main([*words, "--help"]) == 0
     text = capsys.readouterr().out
     example, codes = text.split("\nexample:\n  ")[-1].split("\nexit codes: 0 ")
+    codes = codes.replace("\n", " ")
     assert "telechat-moe" in example or "msrun" in example
     assert "; 2 " in codes
     assert "; 3 " in codes
+    assert ("--json FILE" in text) == ("VERB ..." not in text)
 
 
 def test_ls_lists_every_file(capsys: Capture) -> None:

@@ -6,6 +6,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import BadInputError, UsageError
 
@@ -76,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     command = [sys.executable, "-m", "telechat_moe.tools.align.capture.torch_functions"]
     command += ["--modules"] if args.modules else []
     ends = [str(steps.start), str(steps.stop - 1)]
-    return subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
+    code = subprocess.call([*command, args.out, *ends, args.torch, *args.arguments])
+    write_json(args.json, {"out": args.out, "exit_code": code})
+    return code
 
 
 def _recipe(args: argparse.Namespace, steps: range) -> int:
@@ -95,9 +98,9 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
     calls = sum(len(rank.calls) for rank in dump.ranks.values())
     if not calls:
         raise BadInputError(f"{args.out}: no operator fits --layers and --only; the dump is empty")
-    print(
-        f"{args.out}: {calls:,} calls of {len(dump.steps)} steps on {len(dump.at(steps.start))} ranks"
-    )
+    count, on = len(dump.steps), len(dump.at(steps.start))
+    if not write_json(args.json, {"out": args.out, "calls": calls, "steps": count, "ranks": on}):
+        print(f"{args.out}: {calls:,} calls of {count} steps on {on} ranks")
     return 0
 
 
@@ -134,6 +137,7 @@ VERB = Verb(
         1: "a process died",
         3: "OUT exists, or no such script, recipe or data; else the script's own",
     },
+    json_keys="out, calls, steps and ranks (their numbers); with --torch: out, exit_code.",
     overrides="override a value of the recipe",
     arguments=_arguments,
     run=run,

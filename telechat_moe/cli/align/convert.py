@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -32,11 +33,14 @@ def run(args: argparse.Namespace) -> int:
     out = Path(args.out)
     dump = summary.read(Path(args.dump))
     if out.suffix == ".csv":
-        rows = summary.table(dump, out)
-        print(f"{out}: {rows:,} tensors")
-        return 0
-    msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
-    print(f"{out}: {len(dump.ranks)} ranks of all steps")
+        made = {"out": args.out, "tensors": summary.table(dump, out)}
+        said = f"{out}: {made['tensors']:,} tensors"
+    else:
+        msprobe_write.write(dump, out, values=not args.fingerprints, prints=args.fingerprints)
+        made = {"out": args.out, "ranks": len(dump.ranks)}
+        said = f"{out}: {len(dump.ranks)} ranks of all steps"
+    if not write_json(args.json, made):
+        print(said)
     return 0
 
 
@@ -47,6 +51,7 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits={3: "missing, broken, or OUT exists"},
+    json_keys="out, and tensors (of a table) or ranks (of a tree, over all steps).",
     arguments=_arguments,
     run=run,
 )

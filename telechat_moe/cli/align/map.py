@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from telechat_moe.cli.output import write_text
+from telechat_moe.cli.output import write_json, write_text
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = load(args.recipe, args.overrides)
     entries = hf_map(recipe.model_config)
     write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
-    print(f"{args.file}: {len(entries)} tensors")
+    if not write_json(args.json, {"file": args.file, "tensors": len(entries)}):
+        print(f"{args.file}: {len(entries)} tensors")
     return 0
 
 
@@ -40,6 +41,7 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits={3: "bad recipe"},
+    json_keys="file, tensors (their number).",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=_arguments,

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from telechat_moe.cli.output import VERDICT_CODES, show_table, write_text
+from telechat_moe.cli.output import VERDICT_CODES, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -31,13 +31,17 @@ def run(args: argparse.Namespace) -> int:
     documents = [report.read(Path(name)) for name in args.files]
     write_text("--html ", args.html, lambda: report.page(documents))
     write_text("--junit ", args.junit, lambda: report.junit(documents))
-    rows: list[list[str]] = []
-    for one in documents:
-        yes, no = report.judged(one)
-        rows.append([one.name, one.verb, one.verdict, f"{yes:,}", f"{no:,}", report.summary(one)])
-    show_table(["file", "verb", "verdict", "judged ", "not judged ", "what"], rows)
+    rows = [
+        (one.name, one.verb, one.verdict, *report.judged(one), report.summary(one))
+        for one in documents
+    ]
     word = report.verdict(documents)
-    print(f"\n{word}")
+    keys = ("file", "verb", "verdict", "judged", "not_judged", "summary")
+    found = {"verdict": word, "reports": [dict(zip(keys, row, strict=True)) for row in rows]}
+    if not write_json(args.json, found):
+        texts = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in row] for row in rows]
+        show_table(["file", "verb", "verdict", "judged ", "not judged ", "what"], texts)
+        print(f"\n{word}")
     return VERDICT_CODES[word]
 
 
@@ -48,6 +52,7 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "not comparable or not judged"},
+    json_keys="verdict, reports (file, verb, verdict, judged, not_judged, summary).",
     arguments=_arguments,
     run=run,
 )

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from telechat_moe.cli.output import show_table, write_text
+from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 
@@ -48,21 +48,21 @@ def run(args: argparse.Namespace) -> int:
         recipe = args.recipe or here.RECIPE
         found: Any = here.calibrate(recipe, operators=args.operators, progress=progress)
     write_text("--out ", args.out, lambda: here.as_yaml(found))
+    products = [{"m": m, "n": n, "k": k, "flops_per_s": rate} for (m, n, k), rate in found.products]
+    steps = [
+        {"step": name, "measured_s": measured, "fitted_s": fitted}
+        for name, measured, fitted in found.steps
+    ]
+    if write_json(args.json, {"out": args.out, "products": products, "steps": steps}):
+        return 0
     rows = [[f"{m} x {n} x {k}", f"{rate / 1e9:.1f} GFLOP/s"] for (m, n, k), rate in found.products]
     show_table(["product (m x n x k)", "rate "], rows)
     print()
-    show_table(
-        ["step", "measured ", "fitted ", "difference "],
-        [
-            [
-                name,
-                f"{measured:.3f} s",
-                f"{fitted:.3f} s",
-                f"{(fitted / measured - 1) * 100:+.1f} %",
-            ]
-            for name, measured, fitted in found.steps
-        ],
-    )
+    differences = [
+        [name, f"{measured:.3f} s", f"{fitted:.3f} s", f"{(fitted / measured - 1) * 100:+.1f} %"]
+        for name, measured, fitted in found.steps
+    ]
+    show_table(["step", "measured ", "fitted ", "difference "], differences)
     print(f"\nwrote {args.out}")
     return 0
 
@@ -74,6 +74,7 @@ VERB = Verb(
     notes=NOTES,
     examples=EXAMPLES,
     exits={1: "the measurement failed"},
+    json_keys="out, products (m, n, k, flops_per_s), steps (step, measured_s, fitted_s).",
     arguments=_arguments,
     run=run,
 )

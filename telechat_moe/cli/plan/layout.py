@@ -166,7 +166,6 @@ VERB = Verb(
         1: "no layout fits in memory",
         4: "not proven within --limit: best found",
     },
-    json_keys="",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=_arguments,

@@ -50,7 +50,6 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="of the search (default 0)")
     add("--html", metavar="FILE", help="write a picture as a page")
-    add("--json", metavar="FILE", help="write figures and the program (- for stdout)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -113,6 +112,7 @@ VERB = Verb(
     description="Search a pipeline schedule; print its bubble, a proven lower bound and the published schedules.",
     notes=NOTES,
     examples=EXAMPLES,
+    json_keys="the figures (bubble, makespan, lower_bound, gap, published, ...) and the program (start, end, activations).",
     arguments=_arguments,
     run=run,
 )

@@ -122,7 +122,6 @@ VERB = Verb(
     notes=_notes,
     examples="telechat-moe plan score steps.csv --device ascend-910b --rows",
     exits={3: "bad input or no row that could be scored"},
-    json_keys="",
     arguments=_arguments,
     run=run,
 )

@@ -117,7 +117,6 @@ VERB = Verb(
     notes=NOTES,
     examples="telechat-moe plan search space.yaml --html models.html",
     exits={1: "no architecture is allowed and fits"},
-    json_keys="",
     arguments=_arguments,
     run=run,
 )

@@ -96,7 +96,6 @@ VERB = Verb(
     examples="telechat-moe plan simulate pangu_ultra_moe/pretrain_718b.yaml --device ascend-910b --html step.html "
     "--trace step.json",
     exits={1: "a stage does not fit into the device's memory"},
-    json_keys="",
     recipe=True,
     overrides="override a value of the recipe",
     arguments=_arguments,
