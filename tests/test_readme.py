@@ -84,7 +84,7 @@ def test_the_program_of_the_page_on_operators(capsys: pytest.CaptureFixture[str]
     code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
     exec(compile(code, "page", "exec"), {})
     printed = capsys.readouterr().out
-    shown = re.findall(r"It prints\n\n```\n(.*?)```", page, re.S)[0]
+    shown = re.findall(r"prints\n\n```\n(.*?)```", page, re.S)[0]
     words = [line.split()[2:] for line in shown.splitlines() if line.startswith("    ")]
     found = [line.split()[2:] for line in printed.splitlines() if line.startswith("    ")]
     assert found == words  # the instructions; the header depends on the cache

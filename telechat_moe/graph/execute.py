@@ -68,17 +68,20 @@ class RankProgram:
 
     Args:
         job: The job; its groups are created here, all processes in the same order.
+        made: Names of groups that earlier programs of this process created; extended here.
     """
 
-    def __init__(self, job: Job, rank: int) -> None:
+    def __init__(self, job: Job, rank: int, made: set[str] | None = None) -> None:
         import mindspore as ms
         from mindspore import nn
         from mindspore.communication import create_group
 
         self.job, self.rank, self.graph = job, rank, job.ranks[rank]
+        made = set() if made is None else made
         for name, ranks in sorted(job.groups.items()):
-            if rank in ranks:
+            if name not in made and rank in ranks:
                 create_group(name, ranks)
+            made.add(name)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
 
