@@ -154,11 +154,15 @@ class AscendAttention(nn.Cell):
 
         The mask has 1 = hidden; one of two dimensions is the triangle of causal attention.
         """
-        given = (q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None)
+        # Written out twice: an operator that is called with an unpacked tuple loses its module in the graph.
         if mask_B1SS.ndim == 2:
-            _, row_sum, _, o = self.flash_causal(*given)
+            _, row_sum, _, o = self.flash_causal(
+                q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
+            )
         else:
-            _, row_sum, _, o = self.flash(*given)
+            _, row_sum, _, o = self.flash(
+                q_BNSD, k_BNSD, v_BNSD, None, None, None, mask_B1SS, None, None, None
+            )
         return o, row_sum
 
 
