@@ -19,15 +19,8 @@ DEFAULT_PORT = 8118
 SSH = "ssh -o BatchMode=yes -o ServerAliveInterval=10 -o ServerAliveCountMax=3"
 # What a shell around us may have left over from another run.
 STRANGE = (
-    *(
-        "DEVICE_ID",
-        "MS_DEV_PRECOMPILE_ONLY",
-        "MS_NODE_ID",
-        "MS_ROLE",
-        "MS_SCHED_HOST",
-        "MS_SCHED_PORT",
-    ),
-    *("MS_TOPO_TIMEOUT", "MS_WORKER_NUM", "RANK_ID", "RANK_SIZE"),
+    *("DEVICE_ID", "MS_DEV_PRECOMPILE_ONLY", "MS_NODE_ID", "MS_ROLE", "MS_SCHED_HOST"),
+    *("MS_SCHED_PORT", "MS_TOPO_TIMEOUT", "MS_WORKER_NUM", "RANK_ID", "RANK_SIZE"),
 )
 
 
@@ -129,7 +122,7 @@ def remote(shell: str, host: str, argv: Sequence[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of msrun and what it starts."""
+    """Return the environment of msrun, which starts the first python of PATH: ours, whether it is activated or not."""
     env = {k: v for k, v in os.environ.items() if k not in STRANGE}
     env["PATH"] = f"{Path(sys.executable).parent}:{env.get('PATH', '')}"
     env["PYTHONUNBUFFERED"] = "1"

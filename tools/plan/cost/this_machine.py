@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.launch.commands import environment as environment_of_msrun
 from telechat_moe.recipe import load
 from telechat_moe.tools.plan.cost import cpu_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
@@ -118,7 +119,7 @@ def run_measurement(
     Raises:
         MeasurementError: It ended without a result.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
+    environment = {**environment_of_msrun(), "OMP_NUM_THREADS": "1", "GLOG_v": "3"}
     job_arguments = [str(Path(__file__).with_name("measure_here.py")), json.dumps(job)]
     results: dict[str, Any] = {}
     said: list[str] = []
