@@ -436,3 +436,11 @@ def test_a_derived_rank_of_a_shared_graph_is_the_compiled_one(found):
     assert same
     assert good["check"]["derived_from"] == 4
     assert not wrong
+
+
+def test_ascend_s_attention_keeps_its_module(found):
+    """MindSpore drops the scope of an operator that is called with an unpacked tuple."""
+    alive = [key for reading in found("shared") for key in reading.memory.alive]
+    modules = {module for _, module, kind, _ in alive if kind == "FlashAttentionScore"}
+    blocks = ("layers.0", "layers.1", "mtp.0.block")
+    assert modules == {f"{block}.attention.core" for block in blocks}
