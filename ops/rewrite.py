@@ -187,21 +187,9 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     **{
         theirs: _same(theirs.lower())
         for theirs in (
-            *(
-                "Abs",
-                "Add",
-                "Cos",
-                "Div",
-                "Equal",
-                "Erf",
-                "Exp",
-                "Greater",
-                "Less",
-                "Log",
-                "Maximum",
-            ),
-            *("Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Rsqrt", "Select", "Sigmoid", "Sin"),
-            *("Sqrt", "Sub", "Tanh"),
+            *("Abs", "Add", "Cos", "Div", "Equal", "Erf", "Exp", "Greater", "Less", "Log"),
+            *("Maximum", "Minimum", "Mul", "Neg", "Pow", "Reciprocal", "Rsqrt", "Select"),
+            *("Sigmoid", "Sin", "Sqrt", "Sub", "Tanh"),
         )
     },
 }

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from telechat_moe.cli.arguments import add_runs
 from telechat_moe.cli.output import VERDICT_CODES, show_counts, show_table, write_json, write_text
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -15,7 +16,7 @@ not count.
 
 Where the runs have different layouts or come from different frameworks, their calls are not the same. Then each call
 of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
-have (gradients, weights and states by the name of their weight, or what --map names) is put together from all ranks
+have (gradients, weights and states by the name of their weight, or what --map names) is made whole from all ranks
 and compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME
 input.grad", maybe several in a list, and "transposed"; `align map RECIPE` writes the one of our model and Hugging
 Face's.
@@ -29,8 +30,7 @@ telechat-moe align bisect hf ours --map hf_map.json
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
-    parser.add_argument("target", metavar="TARGET", help="dump of the run to judge")
+    add_runs(parser)
     parser.add_argument(
         "--map", metavar="FILE", help="tensors that both runs have, where their calls differ"
     )

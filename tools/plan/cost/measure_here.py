@@ -134,22 +134,16 @@ def step_seconds(
 def all_reduce_seconds(sizes: Sequence[int], repeats: int = 12) -> list[float]:
     """Return the least processor time of an AllReduce of float32 buffers (bytes) in one of its processes."""
     import mindspore as ms
-    from mindspore import Tensor, nn, ops
+    from mindspore import Tensor
     from mindspore.communication import init
+
+    from telechat_moe.sharding.cells.collective import SumOverProcesses
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
 
-    class Once(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reduce = ops.AllReduce()
-
-        def construct(self, x: Tensor) -> Tensor:
-            return self.reduce(x)
-
-    cell = Once()
+    cell = SumOverProcesses()
     result: list[float] = []
     for size in sizes:
         x = Tensor(np.ones(size // 4, np.float32))

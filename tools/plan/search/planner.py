@@ -65,8 +65,9 @@ def find(
 ) -> SearchResult:
     """Find the fastest layouts of a recipe's model.
 
-    None stands for all memory that is not reserved, the recipe's global batch and documents of a sequence each; `fixed`
-    are settings `name=value` of the layout, `options` the `top`, `limit_s` and `done` of `search`.
+    Where it is None, `memory_bytes` is all that the device does not reserve, `global_batch` the recipe's, and each
+    sequence is one document. `fixed` are settings `name=value` of the layout, `options` the `top`, `limit_s` and `done`
+    of `search`.
 
     Raises:
         UsageError: A setting that does not exist, or no layout satisfies the settings, however much memory there is.
