@@ -17,6 +17,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 STOCK = ROOT / "tests/fixtures/mindformers/run_mindformer.py"
+REPOSITORY = "https://gitcode.com/mindspore/mindformers"
 STEPS = 4
 
 
@@ -61,7 +62,7 @@ def test_commands_of_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(
     not STOCK.exists(),
-    reason=f"{STOCK.relative_to(ROOT)} is not here: put MindFormers 1.9.0's own file there",
+    reason=f"{STOCK.relative_to(ROOT)} is not here: copy it from tag v1.9.0 of {REPOSITORY}",
 )
 def test_stock_script(tmp_path: Path) -> None:
     """MindFormers' unmodified script trains our model, to the losses of our own door."""
