@@ -20,10 +20,10 @@ import yaml
 
 from telechat_moe.recipe import rules
 from telechat_moe.recipe.check import Checker, section_keys
-from telechat_moe.recipe.problems import Problem, RecipeError
+from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
-from telechat_moe.recipe.tree import Entry, YamlNode, read
+from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
 
 
 def shipped_dir() -> Path:
@@ -116,7 +116,7 @@ class _Loader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = _label(path)
+        self.file = label(path)
         self.problems: dict[tuple[str, int, str, str], Problem] = {}
 
     def report(
@@ -173,9 +173,10 @@ class _Loader:
         recipe = cast(Recipe, Checker(at, choose).section(top, Recipe, ""))
         object.__setattr__(recipe, "source", self.path)
         object.__setattr__(recipe, "given", root.plain())
+        object.__setattr__(recipe, "tree", top)
         clean = not self.problems
         for key, found, expected in rules.broken(recipe, devices, lenient=not clean):
-            at(_locate(top, key), key, found, expected, "")
+            at(locate(top, key), key, found, expected, "")
         if self.problems:
             raise RecipeError(list(self.problems.values()))
         return recipe
@@ -198,14 +199,6 @@ class _Loader:
         said = _put(root, parts, node, origin)
         if said:
             self.report(origin, 0, key, *said)
-
-
-def _label(path: Path) -> str:
-    """Return the path as the user would type it."""
-    try:
-        return path.relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        return str(path)
 
 
 def _mark(node: YamlNode, origin: str) -> None:
@@ -240,26 +233,15 @@ def _put(node: YamlNode, parts: list[str], new: YamlNode, origin: str) -> tuple[
     return None
 
 
-def _locate(top: Entry, key: str) -> Entry:
-    """Return the entry of a dotted key, or of the nearest section above it that is written."""
-    entry = top
-    for part in key.split(".") if key else ():
-        below = entry.node.get(part)
-        if below is None:
-            break
-        entry = below
-    return entry
-
-
 def _text(root: YamlNode, key: str) -> str:
     """Return the text that is written for a dotted key; empty: none."""
-    entry = _locate(Entry("", 1, root), key)
+    entry = locate(Entry("", 1, root), key)
     return entry.node.value if entry.node.kind == "str" and key.endswith(entry.key) else ""
 
 
 def _complete_model(root: YamlNode) -> type:
     """Fill in model keys from Hugging Face's configuration or MindFormers' defaults; return the section's class."""
-    section = _locate(Entry("", 1, root), "model.model_config")
+    section = locate(Entry("", 1, root), "model.model_config")
     kind, folder = _text(root, "model.model_config.model_type"), _text(root, "pretrained_model_dir")
     if section.key != "model_config" or section.node.kind != "map":
         return ModelConfig

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from telechat_moe.errors import BadInputError
 
@@ -47,3 +48,11 @@ class RecipeError(BadInputError):
         lines = [str(p) for p in self.problems]
         lines.append(f"{count} problem{'s' if count != 1 else ''}; nothing was started.")
         super().__init__("\n".join(lines))
+
+
+def label(path: Path) -> str:
+    """Return a path as the user would type it."""
+    try:
+        return path.relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return str(path)

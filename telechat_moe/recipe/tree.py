@@ -330,3 +330,14 @@ def read(text: str, report: Report) -> YamlNode | None:
         said = getattr(error, "reason", None) or str(error)
         report(before.count("\n") + 1, "", f"not YAML: {said}", "remove the character")
     return None
+
+
+def locate(top: Entry, key: str) -> Entry:
+    """Return the entry of a dotted key, or of the nearest section above it that is written."""
+    entry = top
+    for part in key.split(".") if key else ():
+        below = entry.node.get(part)
+        if below is None:
+            break
+        entry = below
+    return entry

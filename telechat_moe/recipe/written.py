@@ -54,12 +54,10 @@ def check_written_paths(recipe: Recipe) -> None:
         if is_local and any(path.is_relative_to(root) for root in roots):
             continue
         problems.append(
-            Problem(
-                file=str(recipe.source),
-                line=0,
-                key=key,
-                found=f"{text}, which is outside of output_dir ({recipe.output_dir})",
-                expected="a path below output_dir, a relative one without `..`, or --allow-outside",
+            recipe.problem(
+                key,
+                f"{text}, which is outside of output_dir ({recipe.output_dir})",
+                "a path below output_dir, a relative one without `..`, or --allow-outside",
             )
         )
     if problems:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telechat_moe.recipe.fields import Count, Positive, Text
-from telechat_moe.recipe.problems import Problem, RecipeError
+from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
 from telechat_moe.recipe.schema.optimizer import GroupedLrSchedule, LrSchedule, Optimizer
@@ -30,6 +30,7 @@ from telechat_moe.recipe.schema.train import (
     TrainDataset,
     Trainer,
 )
+from telechat_moe.recipe.tree import Entry, locate
 from telechat_moe.recipe.values import plain
 
 Broken = tuple[str, str, str]
@@ -160,6 +161,22 @@ class Recipe:
     )
     """What was written, aliases and overrides applied."""
 
+    tree: Entry | None = field(default=None, metadata={"hidden": True}, repr=False, compare=False)
+    """The same with the line of every key."""
+
+    def problem(self, key: str, found: str, expected: str, suggestion: str = "") -> Problem:
+        """Return what is wrong with a key, at its line or that of the nearest section above it."""
+        entry = locate(self.tree, key) if self.tree is not None else None
+        origin, line = (entry.node.origin, entry.line) if entry is not None else ("", 0)
+        return Problem(
+            file=origin or label(self.source),
+            line=0 if origin else line,
+            key=key,
+            found=found,
+            expected=expected,
+            suggestion=suggestion,
+        )
+
     @property
     def model_config(self) -> ModelConfig:
         """The model section, if this package can build the model.
@@ -175,9 +192,7 @@ class Recipe:
         if self.pretrained_model_dir:
             key, found = "pretrained_model_dir", f"no config.json in {self.pretrained_model_dir}"
             expected = "the folder that has the model's dimensions"
-        raise RecipeError(
-            [Problem(file=str(self.source), line=0, key=key, found=found, expected=expected)]
-        )
+        raise RecipeError([self.problem(key, found, expected)])
 
     @property
     def trains(self) -> bool:
