@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     role = os.environ.get("MS_ROLE")
     processes = int(os.environ.get("MS_WORKER_NUM", "1")) if role else 1
-    recipe = load(args.recipe, args.overrides)
+    recipe, through = load_for(args.recipe, args.overrides, args.through)
     local = args.local_processes or processes
     if local < 1:
         raise UsageError(f"--local-processes {local}: expected 1 or more")
@@ -96,7 +96,6 @@ def _run(args: argparse.Namespace) -> int:
     check_processes(recipe, processes, under_msrun=role is not None)
     if not args.allow_outside:
         check_written_paths(recipe)
-    through = args.through or default_trainer(recipe)
     args.resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
     if role:
         die_with_parent()
@@ -113,6 +112,16 @@ def _run(args: argparse.Namespace) -> int:
 def default_trainer(recipe: Recipe) -> str:
     """Return whose trainer trains a recipe: ``own`` or ``mindformers``."""
     return "own" if recipe.context.device_target == "CPU" else "mindformers"
+
+
+def load_for(name: str, overrides: Sequence[str], through: str | None) -> tuple[Recipe, str]:
+    """Return a recipe that a trainer can train, and whose trainer: ``through``, or the recipe's default.
+
+    Raises:
+        RecipeError: It has problems, or asks for something that this trainer will not do.
+    """
+    through = through or default_trainer(load(name, overrides))
+    return load(name, overrides, use="train" if through == "own" else "mindformers"), through
 
 
 def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> None:

@@ -109,7 +109,7 @@ def _confirms(args: argparse.Namespace) -> Callable[[dict[str, Any]], list[dict[
 
     if args.mindformers or args.target != "Ascend":
         raise UsageError("--confirm: the planner predicts our own model's graph for target Ascend")
-    recipe = load(args.recipe, args.overrides, devices=args.devices)
+    recipe = load(args.recipe, args.overrides, devices=args.devices, use="dryrun")
     planner.refuse(recipe)
     return lambda report: planner.differences(recipe, report)
 
@@ -159,7 +159,7 @@ def _ours(
     from telechat_moe.recipe import load
     from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
-    recipe = load(name, overrides, devices=devices)
+    recipe = load(name, overrides, devices=devices, use="dryrun")
     subject = Subject(str(recipe.source), mesh_of(recipe), Expected(*even_exchange(recipe)))
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:

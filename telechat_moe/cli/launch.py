@@ -71,12 +71,12 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
     from telechat_moe.launch import job as launch
-    from telechat_moe.recipe import load
+    from telechat_moe.run import load_for
 
     if args.restart < 0:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
-    recipe = load(args.recipe, args.overrides)
-    plan = _plan(args, recipe)
+    recipe, through = load_for(args.recipe, args.overrides, args.through)
+    plan = _plan(args, recipe, through)
     resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
     if args.only_print:
         _print_commands(recipe, plan, resume, args.overwrite)
@@ -91,11 +91,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace, recipe: "Recipe") -> "LaunchPlan":
+def _plan(args: argparse.Namespace, recipe: "Recipe", through: str) -> "LaunchPlan":
     """Return how to start the recipe, as asked."""
     from telechat_moe.launch import commands, hosts
     from telechat_moe.launch import job as launch
-    from telechat_moe.run import default_trainer
 
     chosen = launch.this_machine(recipe.devices)
     if args.nodes:
@@ -103,7 +102,7 @@ def _plan(args: argparse.Namespace, recipe: "Recipe") -> "LaunchPlan":
         chosen = hosts.choose(hosts.read_hosts(path), recipe.devices, path)
     return launch.LaunchPlan(
         nodes=commands.make_nodes(chosen, args.master_port),
-        through=args.through or default_trainer(recipe),
+        through=through,
         bind=args.bind,
         restarts=args.restart,
         shell=args.remote_shell or commands.SSH,

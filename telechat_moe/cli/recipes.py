@@ -27,9 +27,23 @@ def _settings(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="number of devices")
 
 
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    _settings(parser)
+    parser.add_argument(
+        "--keys", action="store_true", help="list the written keys and who reads each"
+    )
+
+
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="shipped recipes or files")
     _settings(parser)
+    parser.add_argument(
+        "--for",
+        dest="use",
+        choices=["train", "dryrun", "mindformers"],
+        default="written",
+        help="what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
+    )
 
 
 def _cp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +101,12 @@ def describe(text: str) -> str:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print a resolved recipe and what follows from it."""
+    """Print a resolved recipe and what follows from it, or who reads its keys."""
     from telechat_moe.recipe import ModelConfig, load
 
     recipe = load(args.recipe, args.overrides, devices=args.devices)
+    if args.keys:
+        return _show_keys(recipe, args)
     config = recipe.model.model_config
     model = config if isinstance(config, ModelConfig) else None
     report: dict[str, Any] = {
@@ -107,6 +123,27 @@ def run_show(args: argparse.Namespace) -> int:
         report |= _derived(model)
     if not write_json(args.json, report):
         _print_show(report, config.model_type)
+    return 0
+
+
+def _show_keys(recipe: Recipe, args: argparse.Namespace) -> int:
+    from telechat_moe.recipe.uses import written
+
+    report: list[dict[str, Any]] = [
+        {"line": recipe.problem(one.key, "", "").line, **one.row()} for one in written(recipe)
+    ]
+    if not write_json(args.json, {"source": str(recipe.source), "keys": report}):
+        rows = [
+            [
+                str(row["line"] or ""),
+                row["key"],
+                str(row["value"]),
+                ", ".join(row["readers"]),
+                row["train"],
+            ]
+            for row in report
+        ]
+        show_table(["line ", "key", "value", "read by", "for `telechat-moe train`"], rows)
     return 0
 
 
@@ -210,7 +247,7 @@ def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]
     except RecipeError as error:
         return False, error.problems
     try:
-        load(name, args.overrides, devices=args.devices)
+        load(name, args.overrides, devices=args.devices, use=args.use)
     except RecipeError as error:
         return True, error.problems
     return True, []
@@ -260,16 +297,18 @@ VERBS = (
         json_keys="source, recipe (resolved), devices, global_batch, train_steps, and null for a model type that "
         "this package only checks: parameters {total, total_without_mtp, active, active_without_mtp, parts [{name, "
         "count, each, total, active}]}, flops_per_token {forward, training, convention}, state_bytes {parameters, "
-        "gradients, optimizer, total}.",
+        "gradients, optimizer, total}. With --keys: source, keys, a list of {line (0: none), key, value, readers (own, "
+        "mindformers), train (what our trainer makes of a key that it does not read)}.",
         recipe=True,
         overrides=SET,
-        arguments=_settings,
+        arguments=_show_arguments,
         run=run_show,
     ),
     Verb(
         name="check",
         help="check recipes and print every problem",
-        notes="Prints every problem of every recipe as file:line: key: found; expected.",
+        notes="Prints every problem of every recipe as file:line: key: found; expected. A key that asks for something\n"
+        "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each.",
         examples="telechat-moe check my_recipe.yaml --devices 256",
         exits={
             0: "no problems",

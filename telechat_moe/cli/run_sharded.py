@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Run, compare, report; return the exit code."""
     from telechat_moe.recipe import load
 
-    recipe = load(args.recipe, args.overrides)
+    recipe = load(args.recipe, args.overrides, use="train")
     if args.processes != recipe.devices or recipe.devices == 1:
         raise UsageError(
             f"--processes {args.processes}: {recipe.source} is laid out for {recipe.devices} device(s) "

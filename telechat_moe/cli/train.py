@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
 
     keep_others_out()
-    recipe = load(args.recipe, overrides=args.overrides)
+    recipe = load(args.recipe, args.overrides, use="train")
     try:
         from telechat_moe.train.trainer import Trainer
     except ModuleNotFoundError as error:

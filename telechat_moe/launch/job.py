@@ -388,7 +388,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()
     try:
-        recipe = load(args.recipe, args.overrides)
+        recipe = load(args.recipe, args.overrides, use="train")
         check_sharded(recipe)
         write_job(recipe, Path(recipe.output_dir) / ".job")
     except TelechatMoeError as error:

@@ -8,8 +8,9 @@ classes of this module.
 """
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import MISSING, Field, dataclass, field
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +102,44 @@ def names(*others: str) -> dict[str, object]:
 def instead_of(*others: str) -> dict[str, object]:
     """Return field metadata: names that other programs use, to suggest this key instead of them."""
     return {"instead_of": others}
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What our trainer takes of a key that it does not read.
+
+    Attributes:
+        values: Neutral values; None: the default.
+        why: Why every value is neutral; empty: not every value is.
+    """
+
+    values: tuple[object, ...] | None = None
+    why: str = ""
+
+    def allows(self, value: object, of: Field[Any]) -> bool:
+        """Return whether a value of the field asks for nothing that our trainer does not do."""
+        return bool(self.why) or value is None or any(_same(value, v) for v in self.neutral(of))
+
+    def neutral(self, of: Field[Any]) -> tuple[object, ...]:
+        """Return the neutral values of a field, beside None."""
+        if self.values is not None:
+            return self.values
+        return () if of.default is MISSING else (of.default,)
+
+    def expected(self, of: Field[Any]) -> str:
+        """Say what to write instead."""
+        values = [str(v) for v in self.neutral(of) if v is not None]
+        return f"{' or '.join(values)}, or remove it" if values else "remove it"
+
+
+def _same(a: object, b: object) -> bool:
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
+    """Return the field of a class attribute, MISSING if there is none, with further metadata."""
+    if not isinstance(default, Field):
+        return field(default=default, metadata=metadata)
+    known = cast("Field[Any]", default)
+    known.metadata = MappingProxyType({**known.metadata, **metadata})
+    return known

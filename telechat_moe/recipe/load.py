@@ -24,6 +24,7 @@ from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
 from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
+from telechat_moe.recipe.uses import Use, unread
 
 
 def shipped_dir() -> Path:
@@ -74,6 +75,7 @@ def load(
     overrides: Sequence[str] = (),
     *,
     devices: int | None = None,
+    use: Use | None = None,
 ) -> Recipe:
     """Load, check and resolve a recipe.
 
@@ -83,6 +85,8 @@ def load(
             are named by index. An override of an anchored value also holds where the anchor is
             used; an override of an alias holds only there.
         devices: Number of devices that the recipe is meant to run on, checked if given.
+        use: What the recipe is for: a key that asks for something which that use will not do is a problem.
+            ``written``: what its trainer and device say (:func:`~telechat_moe.recipe.uses.use_of`). None: not judged.
 
     Returns:
         The recipe.
@@ -91,7 +95,7 @@ def load(
         RecipeError: With every problem found.
     """
     path = find(name)
-    return _Loader(path).load(overrides, devices)
+    return _Loader(path, use).load(overrides, devices)
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> Recipe:
@@ -114,8 +118,9 @@ def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") 
 class _Loader:
     """Load one file and collect its problems."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, use: Use | None = None) -> None:
         self.path = path
+        self.use: Use | None = use
         self.file = label(path)
         self.problems: dict[tuple[str, int, str, str], Problem] = {}
 
@@ -177,6 +182,9 @@ class _Loader:
         clean = not self.problems
         for key, found, expected in rules.broken(recipe, devices, lenient=not clean):
             at(locate(top, key), key, found, expected, "")
+        if self.use is not None and clean:  # what a use does not do, of values that are right
+            for key, found, expected in unread(recipe, self.use):
+                at(locate(top, key), key, found, expected, "")
         if self.problems:
             raise RecipeError(list(self.problems.values()))
         return recipe

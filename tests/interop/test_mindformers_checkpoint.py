@@ -86,22 +86,22 @@ def test_epoch_and_step_in_it(saved: Path, tmp_path: Path) -> None:
     """Step 300 of a run with 250 steps an epoch is step 50 of the second."""
     recipe = recipe_of(*TWO, "train_dataset.data_loader.sizes=[2000,0,0]", "runner_config.epochs=2")
     to_mindformers(saved, tmp_path / "out", recipe)
-    file = tmp_path / "out/rank_1/telechat3_moe_rank_1-2_50.safetensors"
+    file = tmp_path / "out/rank_1/CKP_rank_1-2_50.safetensors"
     assert json.loads((file.parent / "meta.json").read_text())["last_ckpt_file"] == file.name
     assert read(file, recipe).step == 300
     assert step_of(file, recipe) == 300
     settings = resume_settings(tmp_path / "out", recipe)
-    assert settings["resume_training"] == "telechat3_moe_rank_0-2_50.safetensors"
+    assert settings["resume_training"] == "CKP_rank_0-2_50.safetensors"
 
 
 def test_newest_is_what_all_ranks_finished(saved: Path, tmp_path: Path) -> None:
     recipe = recipe_of(*TWO)
     out = tmp_path / "out"
     to_mindformers(saved, out, recipe)
-    (out / "rank_0/telechat3_moe_rank_0-1_400.safetensors").write_bytes(b"half")
+    (out / "rank_0/CKP_rank_0-1_400.safetensors").write_bytes(b"half")
     found = newest(out)
     assert found is not None
-    assert found.name == "telechat3_moe_rank_0-1_300.safetensors"
+    assert found.name == "CKP_rank_0-1_300.safetensors"
     assert newest(tmp_path) is None
 
 

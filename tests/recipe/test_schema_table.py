@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from telechat_moe.recipe import load
+from telechat_moe.recipe.fields import Takes
 from telechat_moe.recipe.schema import table
 from telechat_moe.recipe.schema.parallel import Context
 
@@ -45,16 +46,19 @@ def test_defaults_names_and_meaning_come_from_the_row(written) -> None:
     )
     first, second = dataclasses.fields(table.Made)
     assert first.default is dataclasses.MISSING
-    assert first.metadata == {"doc": "First.", "names": ("b", "c"), "instead_of": ("d",)}
+    names = {"names": ("b", "c"), "instead_of": ("d",)}
+    assert first.metadata == {"doc": "First.", **names, "takes": Takes()}
     assert (second.default, second.metadata["doc"]) == (None, "Second.")
     with pytest.raises(AttributeError):
         _ = table.Unmade
 
 
-@pytest.mark.parametrize("line", ["a  int", "a  int  1", "a ; b  int  1  Text."])
+@pytest.mark.parametrize(
+    "line", ["a  int", "a  int  1", "a  int  1  Text.  only  x", "a ; b  int  1  Text."]
+)
 def test_a_line_of_another_form_is_refused(written, line: str) -> None:
     written(f"[Made]\n{line}\n")
-    with pytest.raises(ValueError, match="expected a name"):
+    with pytest.raises(ValueError, match=r"expected (a name|only)"):
         table.blocks()
 
 

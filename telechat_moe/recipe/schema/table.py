@@ -66,14 +66,27 @@ def blocks() -> dict[str, Block]:
 def _row(line: str) -> Row:
     key, *columns = re.split(r" {2,}", line)
     match = _NAME.fullmatch(key)
-    if match is None or len(columns) not in (0, 3):
+    if match is None or len(columns) not in (0, 1, 3, 4):
         raise ValueError(f"{FILE.name}: {line}: expected a name, or name, values, default, meaning")
-    if not columns:
-        return Row(key, {})
-    values, default, says = columns
+    if len(columns) < 2:
+        return Row(key, {"takes": _takes(columns[0])} if columns else {})
+    values, default, says, *takes = columns
     also, instead_of = (tuple(names.split(", ")) if names else () for names in match.groups()[1:])
     metadata = {"doc": says, **fields.names(*also), **fields.instead_of(*instead_of)}
+    switch = "only False" if (values, default) == ("bool", "None") else "only"
+    metadata["takes"] = _takes(takes[0] if takes else switch)
     return Row(match[1], metadata, values + " | None" * (default == "None"), default)
+
+
+def _takes(column: str) -> fields.Takes:
+    """Return what our trainer takes: `only` (the default), `only VALUES`, `never`, or `any: WHY`."""
+    word, _, rest = column.partition(" ")
+    if word not in ("only", "never", "any:"):
+        raise ValueError(f"{FILE.name}: {column}: expected only, only VALUES, never or any: WHY")
+    if word == "any:":
+        return fields.Takes(why=rest)
+    values = ast.literal_eval(f"({rest},)") if rest else ()
+    return fields.Takes(values if rest or word == "never" else None)
 
 
 @dataclass_transform(
@@ -94,6 +107,12 @@ def section(cls: type[T]) -> type[T]:
             cls.__annotations__[name] = kind
             if row.values:
                 setattr(cls, name, _field(row, kind))
+            elif row.metadata:
+                setattr(
+                    cls,
+                    name,
+                    fields.add_metadata(vars(cls).get(name, dataclasses.MISSING), row.metadata),
+                )
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 

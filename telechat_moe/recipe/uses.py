@@ -1,0 +1,138 @@
+"""Who reads a key, and which written values ask for something that a use of the recipe will not do.
+
+Our own code reads every field of a Python class of the schema, except where the class's block in
+`mindformers_keys.txt` says what our trainer takes; keys that are rows of that table are read by MindFormers alone. A
+key that a use does not read may be written with a neutral value, one that asks for nothing: None, its default, or what
+the table names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, asdict, dataclass, is_dataclass
+from typing import Any, Literal, cast
+
+from telechat_moe.recipe.check import section_keys
+from telechat_moe.recipe.fields import Takes
+from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.table import is_made
+
+Use = Literal["train", "dryrun", "mindformers", "written"]
+"""What a recipe is for; `written`: what its trainer and its device say."""
+
+OUR_TRAINER = "TelechatMoeTrainer"
+USES: dict[Use, str] = {
+    "train": "`telechat-moe train`",
+    "dryrun": "`telechat-moe dryrun`",
+    "mindformers": f"the model of `{OUR_TRAINER}`",
+}
+_GRAPH = (
+    "model",
+    "optimizer",
+    "parallel",
+    "parallel_config",
+    "recompute_config",
+    "runner_wrapper",
+    "swap_config",
+)
+"""Sections that decide a rank's graph; what stands elsewhere belongs to the run."""
+_RUN = ("parallel.strategy_ckpt_", "parallel.dump_", "parallel.parameter_broadcast")
+"""Keys of those sections that do not."""
+_IN_PLUGIN = ("model", "recompute_config", "swap_config")
+"""Sections that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
+
+
+def use_of(recipe: Recipe) -> Use:
+    """Return the use for which a recipe is written: our trainer's on CPU, else MindFormers' (with our plug-in or not)."""
+    ours = recipe.trainer.type == OUR_TRAINER and recipe.context.device_target == "CPU"
+    return "train" if ours else "mindformers"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A key that a recipe writes.
+
+    Attributes:
+        key: Dotted, as written.
+        value: As checked.
+        field: Its field in the schema.
+        takes: What our trainer takes of it; None: our code reads it.
+    """
+
+    key: str
+    value: Any
+    field: Field[Any]
+    takes: Takes | None
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Who reads the key: `own` (this package), `mindformers`."""
+        own = self.field.metadata.get("own") or self.key.startswith("telechat_moe.")
+        return ("own",) * (self.takes is None) + ("mindformers",) * (not own)
+
+    def plain(self) -> Any:
+        """Return the value as plain data."""
+        return asdict(cast("Any", self.value)) if is_dataclass(self.value) else self.value
+
+    def row(self) -> dict[str, Any]:
+        """Return key, value, readers and what our trainer makes of it, as plain data."""
+        readers = {"readers": list(self.readers), "train": self.says()}
+        return {"key": self.key, "value": self.plain(), **readers}
+
+    def says(self) -> str:
+        """Say what our trainer makes of a key that it does not read; empty: it reads the key."""
+        if self.takes is None:
+            return ""
+        if self.is_neutral():
+            return f"neutral: {self.takes.why or 'asks for nothing more'}"
+        return "refused"
+
+    def is_neutral(self) -> bool:
+        """Return whether our trainer does all that the value asks for."""
+        return self.takes is None or self.takes.allows(self.value, self.field)
+
+
+def written(recipe: Recipe) -> Iterator[Written]:
+    """Yield every key that is written, in the order of the file, sections before what is in them."""
+    yield from _written("", recipe, recipe.given, False)
+
+
+def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iterator[Written]:
+    plan = section_keys(cast("type[Any]", type(section)))
+    for key, below in given.items():
+        name = plan.names.get(key)
+        if name is None or not hasattr(section, name) or (not at and key == "train_dataset_task"):
+            continue  # has a problem of its own; the task repeats train_dataset, and a rule compares
+        field, value = plan.fields[name], getattr(section, name)
+        takes = cast("Takes | None", field.metadata.get("takes", Takes() if theirs else None))
+        found = Written(at + key, value, field, takes)
+        inner = cast("list[Any]", value if isinstance(value, list) else [value])
+        if not inner or not is_dataclass(inner[0]):
+            yield found
+            continue
+        whole = takes is not None and not is_made(type(inner[0]))
+        if whole:
+            yield found
+            continue
+        texts = cast("list[Any]", below if isinstance(value, list) else [below])
+        for index, (item, text) in enumerate(zip(inner, texts, strict=True)):
+            place = f"{at}{key}.{index}." if isinstance(value, list) else f"{at}{key}."
+            yield from _written(place, item, text, theirs)
+
+
+def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
+    """Yield the written keys whose value asks for something that a use will not do, and why."""
+    use = use_of(recipe) if use == "written" else use
+    plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
+    for one in written(recipe):
+        top = one.key.partition(".")[0]
+        if use == "mindformers":
+            judged = plugin and top in _IN_PLUGIN
+        else:
+            judged = use == "train" or (top in _GRAPH and not one.key.startswith(_RUN))
+        if judged and one.takes is not None and not one.is_neutral():
+            who = "MindFormers' own networks" if plugin else "MindFormers"
+            found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
+            yield one.key, found, one.takes.expected(one.field)
+
+
+def _text(value: Any) -> str:
+    return "a section" if is_dataclass(value) else str(value)
