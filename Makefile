@@ -6,12 +6,19 @@
 #                a rank of the 105B recipe
 #   make test-torch          the comparisons with torch, which it installs
 #   make test-slow GROUP=... the long tests of a group; `make test-slow` lists the groups
+# Each takes MINDSPORE=2.10.0: with numpy 2, without MindFormers, in an environment of its own (.venv-2.10.0).
+
+TRAIN_2.9.0  := train
+TRAIN_2.10.0 := train210
+COMMA := ,
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
-VENV   ?= .venv
+MINDSPORE ?= 2.9.0
+VENV   ?= .venv$(if $(filter 2.9.0,$(MINDSPORE)),,-$(MINDSPORE))
 JOBS   ?= 2
 RECIPE ?= telechat3_moe/pretrain_tiny.yaml
 BIN    := $(VENV)/bin
+TRAIN  := $(or $(TRAIN_$(MINDSPORE)),$(error MINDSPORE=$(MINDSPORE): 2.9.0 or 2.10.0 expected))
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
@@ -54,14 +61,14 @@ docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir output/site
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf .venv .venv-2.10.0 $(VENV) build *.egg-info
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11)) else f"Python 3.10 or 3.11 is needed (MindSpore 2.9.0 has no wheel for {v[0]}.{v[1]}); set PYTHON=/path/to/python3.11")'
+	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 10), (3, 11)) else f"Python 3.10 or 3.11 is needed, found {v[0]}.{v[1]}; set PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
 $(TRAIN_READY): $(BIN)/python setup.py pyproject.toml
-	$(INSTALL) -e '.[train]'
+	$(INSTALL) -e '.[$(TRAIN)]'
 	touch $@
 
 # The install has built them; this is for sources that changed since.
@@ -69,7 +76,7 @@ $(LIBRARIES): $(wildcard ops/csrc/*.* ops/csrc/*/*.* tools/plan/native/*.cc tool
 	$(BIN)/python -m telechat_moe.ops.build
 
 $(TEST_READY): $(TRAIN_READY)
-	$(INSTALL) -e '.[train,mindformers,test,dev]'
+	$(INSTALL) -e '.[$(TRAIN),test,dev$(if $(filter train,$(TRAIN)),$(COMMA)mindformers)]'
 	touch $@
 
 $(TORCH_READY): $(TEST_READY)

@@ -1,6 +1,7 @@
 """`telechat-moe plugin-path`: the folder that MindFormers loads our model from."""
 
 import argparse
+import sys
 
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
@@ -19,7 +20,10 @@ msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True run_min
 def run(args: argparse.Namespace) -> int:
     """Print the folder."""
     from telechat_moe.interop.mindformers_config import PLUGIN
+    from telechat_moe.versions import mindformers_problem
 
+    if problem := mindformers_problem():
+        sys.stderr.write(f"warning: {problem}\n")
     if not write_json(args.json, {"path": str(PLUGIN)}):
         print(PLUGIN)
     return 0

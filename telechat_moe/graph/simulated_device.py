@@ -2,8 +2,8 @@
 
 MindSpore's semi-automatic parallel front end refuses the target CPU. A small C++ file
 (``simulated_device.cc``) registers a communication manager that answers questions about ranks and groups, and
-``MS_DEV_PRECOMPILE_ONLY=1`` stops MindSpore after the front-end passes. Internals of mindspore 2.9.0; nothing of
-this can be undone, so call :func:`install` in a forked child (:func:`telechat_moe.processes.in_children`).
+``MS_DEV_PRECOMPILE_ONLY=1`` stops MindSpore after the front-end passes. Internals of MindSpore 2.9.0 and 2.10.0;
+nothing of this can be undone, so call :func:`install` in a forked child (:func:`telechat_moe.processes.in_children`).
 """
 
 import ctypes
@@ -18,10 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.versions import MINDSPORE
 
 SOURCE = Path(__file__).with_name("simulated_device.cc")
 WORLD = "hccl_world_group"
-TESTED = "2.9.0"
+TESTED = " or ".join(MINDSPORE)
 
 
 def library() -> Path:
@@ -75,7 +76,7 @@ def library() -> Path:
 def _mindspore() -> Path:
     spec = importlib.util.find_spec("mindspore")
     if spec is None or spec.origin is None:
-        raise BadInputError(f"mindspore is not installed; pip install mindspore=={TESTED}")
+        raise BadInputError("mindspore is not installed; pip install 'telechat-moe[train]'")
     return Path(spec.origin).parent
 
 

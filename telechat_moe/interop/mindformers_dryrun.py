@@ -25,8 +25,8 @@ from telechat_moe.graph.report import Subject
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe, find, loads, sections
 from telechat_moe.sharding.mesh import Mesh
+from telechat_moe.versions import MINDFORMERS, require_mindformers
 
-TESTED = "1.9.0"
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
 UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
 # Settings for a real device, a real disk or another program; None means the whole section.
@@ -130,14 +130,17 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
     mesh = Mesh(**sizes, sp=bool(degrees.get("use_seq_parallel")))
     tokens = given["runner_config"]["batch_size"] * model["seq_length"] // (mesh.tp * mesh.cp)
     rows = tokens * (model.get("num_experts_per_tok") or 8)
-    return Subject(name, mesh, Expected(rows * model["hidden_size"], rows), f"MindFormers {TESTED}")
+    return Subject(
+        name, mesh, Expected(rows * model["hidden_size"], rows), f"MindFormers {MINDFORMERS}"
+    )
 
 
 def _folder() -> Path:
-    """Return the folder that MindFormers is installed in."""
+    """Return the folder that MindFormers is installed in, if it can run here."""
+    require_mindformers()
     spec = importlib.util.find_spec("mindformers")
     if spec is None or spec.origin is None:
-        raise BadInputError(f"mindformers is not installed; pip install mindformers=={TESTED}")
+        raise BadInputError("mindformers is not installed")
     return Path(spec.origin).parents[1]
 
 

@@ -17,6 +17,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.interop.mindformers_checkpoint import FOLDER, newest, resume_settings, step_of
 from telechat_moe.interop.mindformers_config import PLUGIN, REFERENCE, TRAINER, check_launch
 from telechat_moe.recipe import Recipe, load
+from telechat_moe.versions import require_mindformers
 
 
 def train(
@@ -29,14 +30,12 @@ def train(
 
     Raises:
         RecipeError: The recipe has problems.
-        BadInputError: MindFormers is not installed, or would train something else.
+        BadInputError: MindFormers cannot run with what is installed, or would train something else.
     """
     recipe = load(recipe_path, overrides)
     check(recipe)
-    try:
-        from mindformers import MindFormerConfig, Trainer
-    except ImportError as error:
-        raise BadInputError(f"{error}; pip install mindformers==1.9.0") from error
+    require_mindformers()
+    from mindformers import MindFormerConfig, Trainer
     from mindformers.core.context import build_context
     from mindformers.utils.file_utils import set_output_path
 

@@ -18,6 +18,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "align": ("tests/align", "benchmarks/align_", "benchmarks/peers"),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
+    "mindspore210": ("tests/test_versions.py",),
 }
 """One of these runs with every commit."""
 
