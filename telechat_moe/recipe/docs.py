@@ -49,6 +49,14 @@ Checked after each value is right alone. The text says what goes wrong otherwise
 """
 
 
+OWN_RULES_INTRO = """
+These hold where this package trains (`check --for train`) or compiles (`--for dryrun`) a recipe:
+
+| rule | |
+|---|---|
+"""
+
+
 def field_docs(cls: type) -> dict[str, str]:
     """Return what each field of a section means, base classes included."""
     found: dict[str, str] = {}
@@ -123,11 +131,14 @@ def section_table(cls: type) -> str:
 
 def rules_table() -> str:
     """Return the Markdown table of the cross-field rules."""
-    lines = [
-        f"| `{rule.__name__}` | {_cell(' '.join((rule.__doc__ or '').split()))} |"
-        for rule in documented()
-    ]
-    return RULES_INTRO + "\n".join(lines) + "\n"
+
+    def rows(own: bool) -> str:
+        return "".join(
+            f"| `{rule.__name__}` | {_cell(' '.join((rule.__doc__ or '').split()))} |\n"
+            for rule in documented(own=own)
+        )
+
+    return RULES_INTRO + rows(False) + OWN_RULES_INTRO + rows(True)
 
 
 def markdown() -> str:

@@ -136,6 +136,15 @@ def _same(a: object, b: object) -> bool:
     return a == b and isinstance(a, bool) == isinstance(b, bool)
 
 
+ONLY_DEFAULT = {"takes": Takes()}
+"""Field metadata: our trainer does not read this key and takes its default only."""
+
+
+def any_value(why: str) -> dict[str, object]:
+    """Return field metadata: our trainer does not read this key and takes any value, for a reason."""
+    return {"takes": Takes(why=why)}
+
+
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
     """Return the field of a class attribute, MISSING if there is none, with further metadata."""
     if not isinstance(default, Field):

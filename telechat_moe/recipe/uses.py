@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.fields import Takes
+from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.table import is_made
 
@@ -25,18 +26,21 @@ USES: dict[Use, str] = {
     "mindformers": f"the model of `{OUR_TRAINER}`",
 }
 _GRAPH = (
-    "model",
-    "optimizer",
-    "parallel",
-    "parallel_config",
-    "recompute_config",
-    "runner_wrapper",
-    "swap_config",
+    *(
+        "model.",
+        "optimizer.",
+        "parallel.",
+        "parallel_config.",
+        "recompute_config.",
+        "runner_wrapper.",
+        "swap_config.",
+    ),
+    *("telechat_moe.moe_", "telechat_moe.sharding."),
 )
-"""Sections that decide a rank's graph; what stands elsewhere belongs to the run."""
+"""Beginnings of keys that decide a rank's graph; the others belong to the run."""
 _RUN = ("parallel.strategy_ckpt_", "parallel.dump_", "parallel.parameter_broadcast")
-"""Keys of those sections that do not."""
-_IN_PLUGIN = ("model", "recompute_config", "swap_config")
+"""Those among them that do not."""
+_IN_PLUGIN = ("model.", "recompute_config.", "swap_config.")
 """Sections that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
 
 
@@ -122,16 +126,21 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     """Yield the written keys whose value asks for something that a use will not do, and why."""
     use = use_of(recipe) if use == "written" else use
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
-    for one in written(recipe):
-        top = one.key.partition(".")[0]
+
+    def judged(key: str) -> bool:
         if use == "mindformers":
-            judged = plugin and top in _IN_PLUGIN
-        else:
-            judged = use == "train" or (top in _GRAPH and not one.key.startswith(_RUN))
-        if judged and one.takes is not None and not one.is_neutral():
+            return plugin and key.startswith(_IN_PLUGIN)
+        return use == "train" or (key.startswith(_GRAPH) and not key.startswith(_RUN))
+
+    for one in written(recipe):
+        if judged(one.key) and one.takes is not None and not one.is_neutral():
             who = "MindFormers' own networks" if plugin else "MindFormers"
             found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
             yield one.key, found, one.takes.expected(one.field)
+    if use != "mindformers":
+        for found in without_effect(recipe, compiled=use == "dryrun"):
+            if judged(found[0]):
+                yield found
 
 
 def _text(value: Any) -> str:

@@ -31,6 +31,7 @@ OVERRIDES = {
     "train_dataset.data_loader.sizes": f"[{STEPS * 4},0,0]",
     "lr_schedule.warmup_steps": 2,
     "telechat_moe.evaluation.interval": 0,
+    "telechat_moe.evaluation.batches": 8,
     "telechat_moe.sample": "null",
     "callbacks.2.save_checkpoint_steps": 3,
 }

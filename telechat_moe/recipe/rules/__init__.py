@@ -2,22 +2,22 @@
 
 A rule is a public generator function of `model.py`, `parallel.py`, `data.py` or `train.py`. It takes the recipe, in
 `model.py` the model section, and yields (dotted key, found, expected) for each place that breaks it. Its docstring says
-what happens in MindFormers otherwise.
+what happens in MindFormers otherwise. The rules of `effect.py` hold where this package trains or compiles the recipe.
 """
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 
-from telechat_moe.recipe.rules import data, model, parallel, train
+from telechat_moe.recipe.rules import data, effect, model, parallel, train
 from telechat_moe.recipe.schema import Broken, Recipe
 
 
-def documented() -> list[Callable[..., Iterator[Broken]]]:
-    """Return every rule."""
+def documented(*, own: bool = False) -> list[Callable[..., Iterator[Broken]]]:
+    """Return every rule that always holds, or those for our ``own`` trainer and compiler."""
     return [
         found
-        for module in (model, parallel, data, train)
+        for module in ((effect,) if own else (model, parallel, data, train))
         for name, found in vars(module).items()
         if inspect.isgeneratorfunction(found) and not name.startswith("_")
     ]
@@ -39,3 +39,13 @@ def broken(recipe: Recipe, devices: int | None, *, lenient: bool) -> Iterator[Br
                 yield from rule(recipe.model.model_config)
             else:
                 yield from rule(recipe)
+
+
+def without_effect(recipe: Recipe, *, compiled: bool) -> Iterator[Broken]:
+    """Yield (key, found, expected) for each setting that would have no effect in our trainer, or that it lacks.
+
+    Args:
+        compiled: The recipe is compiled only (`telechat-moe dryrun`).
+    """
+    for rule in documented(own=True):
+        yield from rule(recipe, compiled)

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from telechat_moe.recipe.fields import (
+    ONLY_DEFAULT,
     OWN,
     WRITTEN,
     Above0,
@@ -18,6 +19,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Share,
     Text,
+    any_value,
     instead_of,
     names,
 )
@@ -104,7 +106,10 @@ class ModelConfig(MindFormersModelKeys):
     elements, ranges are standard deviations.
     """
 
-    model_type: Literal["telechat3_moe", "deepseek_v3"] = "telechat3_moe"
+    model_type: Literal["telechat3_moe", "deepseek_v3"] = field(
+        default="telechat3_moe",
+        metadata=any_value("the same architecture; fills in what is not written"),
+    )
     """MindFormers' model class. `deepseek_v3` is the same architecture with the names and class
     defaults of DeepSeek-V3, which fill the keys that a recipe leaves out."""
 
@@ -162,7 +167,9 @@ class ModelConfig(MindFormersModelKeys):
     tie_word_embeddings: bool = False
     """Use the embedding as output head too."""
 
-    hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = "silu"
+    hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = field(
+        default="silu", metadata=any_value("three names of a function")
+    )
     """Gate of the SwiGLU. All three are the same function; `fusedswiglu` asks for one kernel."""
 
     initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
@@ -275,10 +282,14 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Factor of the MTP loss (averaged over its layers). Needed when there are MTP layers."""
 
-    hidden_dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
+    hidden_dropout: Annotated[float, Range(0, 1, below=True)] = field(
+        default=0.0, metadata=ONLY_DEFAULT
+    )
     """Dropout on the residual branches. 0: none."""
 
-    attention_dropout: Annotated[float, Range(0, 1, below=True)] = 0.0
+    attention_dropout: Annotated[float, Range(0, 1, below=True)] = field(
+        default=0.0, metadata=ONLY_DEFAULT
+    )
     """Dropout on attention weights. 0: none."""
 
     offset: int | list[int] | list[list[int]] = 0
@@ -292,7 +303,9 @@ class ModelConfig(MindFormersModelKeys):
     """Chunks per pipeline stage (VPP). More than 1 needs
     `parallel.pipeline_config.pipeline_interleave`."""
 
-    architectures: Text | list[Text] | None = None
+    architectures: Text | list[Text] | None = field(
+        default=None, metadata=any_value("names the class that MindFormers builds")
+    )
     """Name of MindFormers' network class."""
 
     multi_latent_attention: Literal[True] = True
@@ -308,11 +321,11 @@ class ModelConfig(MindFormersModelKeys):
     """Kind of norm."""
 
     position_embedding_type: Literal["rope", "yarn"] = field(
-        default="rope", metadata=instead_of("extend_method")
+        default="rope", metadata={**instead_of("extend_method"), **ONLY_DEFAULT}
     )
     """`yarn` scales rotary frequencies for long context (MindFormers only)."""
 
-    partial_rotary_factor: Share = 1.0
+    partial_rotary_factor: Share = field(default=1.0, metadata=ONLY_DEFAULT)
     """Share of the rope part that is rotated."""
 
     @property

@@ -97,9 +97,6 @@ class Operators:
     routing: Backend | None = None
     """Scores, top-k and weights of the router."""
 
-    softmax: Backend | None = None
-    """Softmax outside attention."""
-
     swiglu: Backend | None = None
     """SwiGLU of dense layers and shared experts."""
 

@@ -1,0 +1,179 @@
+"""Rules for our own trainer: settings that would have no effect beside the others, or that it does not have.
+
+Each takes the recipe and whether it is compiled only (`telechat-moe dryrun`, one device included) instead of trained.
+"""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from telechat_moe.recipe.check import section_keys
+from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
+
+OWN = "telechat_moe."
+
+
+def _changed(at: str, section: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a section, of ``keys`` if given, that do not have their default, and their values."""
+    if section is None:
+        return
+    for name, field in section_keys(cast("type[Any]", type(section))).fields.items():
+        value = getattr(section, name)
+        if (not keys or name in keys) and value is not None and value != field.default:
+            yield f"{at}.{name}", str(value)
+
+
+def own_model(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """This package trains and compiles its own model; others are MindFormers'."""
+    config = r.model.model_config
+    if not isinstance(config, ModelConfig):
+        expected = "telechat3_moe or deepseek_v3; check --for mindformers judges other models"
+        yield "model.model_config.model_type", str(config.model_type), expected
+
+
+def target(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Our trainer runs a layout for several devices on CPU processes; on Ascend MindFormers' trainer does."""
+    if not compiled and r.devices > 1 and r.context.device_target != "CPU":
+        found = f"{r.context.device_target} with {r.devices} devices, which MindFormers' trainer runs (launch)"
+        expected = "CPU, with runner_config.sink_mode False, to train on CPU processes"
+        yield "context.device_target", found, expected
+
+
+def optimizer_shards(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Optimizer states are sharded over devices, if the recipe says so."""
+    on = r.parallel.enable_parallel_optimizer
+    if on and r.devices == 1:
+        yield "parallel.enable_parallel_optimizer", "True on one device", "False, or more devices"
+    if not on:
+        at = "parallel.parallel_optimizer_config"
+        for key, value in _changed(at, r.parallel.parallel_optimizer_config):
+            found = f"{value} with enable_parallel_optimizer False, where it has no effect"
+            yield key, found, "remove it, or enable_parallel_optimizer True"
+
+
+def recomputed(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The step of one process keeps all activations; repeated communication needs recomputation."""
+    alone = r.devices == 1 and not compiled
+    whole, parts = r.recompute_config.recompute, r.telechat_moe.sharding.recompute
+    for key, value in (("recompute_config.recompute", whole), (f"{OWN}sharding.recompute", parts)):
+        if value and alone:
+            found = f"{value} on one device, where `telechat-moe train` keeps all activations"
+            yield key, found, "remove it"
+    if not r.recompute_config.mp_comm_recompute and not (whole or parts):
+        found = "False without recomputation, where it has no effect"
+        yield "recompute_config.mp_comm_recompute", found, "True, or remove it"
+
+
+def expert_layout(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """How experts are spread and reached matters where they are spread."""
+    p, own = r.parallel_config, r.telechat_moe.sharding
+    if own.dispatcher != "auto" and r.devices == 1:
+        found = f"{own.dispatcher} on one device, where every expert is at hand"
+        yield f"{OWN}sharding.dispatcher", found, "auto, or more devices"
+    if own.expert_tensor_parallel and (r.devices == 1 or p.model_parallel == 1):
+        found = "True with model_parallel 1, where it has no effect"
+        yield f"{OWN}sharding.expert_tensor_parallel", found, "False, or model_parallel > 1"
+
+
+def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Without an interval nothing is evaluated."""
+    if r.telechat_moe.evaluation.interval == 0:
+        at = f"{OWN}evaluation"
+        for key, value in _changed(at, r.telechat_moe.evaluation, ("batches",)):
+            yield (
+                key,
+                f"{value} with interval 0, where it has no effect",
+                "remove it, or interval > 0",
+            )
+
+
+def schedule_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Parts of the schedule that its other settings leave without a meaning."""
+    s = r.lr_schedule
+    if s is None:
+        return
+    warm = bool(s.warmup_steps or s.warmup_ratio)
+    if s.warmup_lr_init and not warm:
+        found = f"{s.warmup_lr_init:g} without warm-up, where it has no effect"
+        yield "lr_schedule.warmup_lr_init", found, "remove it, or warmup_steps > 0"
+    total = s.total_steps or -1
+    if s.type == "ConstantWarmUpLR" and total not in (-1, r.train_steps) and not s.warmup_ratio:
+        found = f"{total}, but {r.train_steps} steps are trained (train_dataset.data_loader.sizes)"
+        yield "lr_schedule.total_steps", found, "-1: a constant rate has no end"
+    if s.decay_steps is not None and s.decay_ratio is not None:
+        yield "lr_schedule.decay_ratio", "together with decay_steps", "only one of the two"
+
+
+def guard_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Settings of the guard act where it goes back, and where it has a limit."""
+    guard, at = r.telechat_moe.loss_guard, f"{OWN}loss_guard"
+    if guard is None:
+        return
+    if guard.action == "skip":
+        for key, value in _changed(at, guard, ("rollback_steps", "max_rollbacks")):
+            found = f"{value} with action skip, where it has no effect"
+            yield key, found, "remove it, or action rollback"
+    if (guard.norm_factor, guard.loss_factor, guard.sigma) == (None, None, None):
+        expected = "norm_factor, loss_factor or sigma, or no such section"
+        yield at, "without any limit, where it has no effect", expected
+
+
+def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The fixed threshold holds with `use_skip_data_by_global_norm`."""
+    keys = ("global_norm_spike_threshold", "global_norm_spike_count_threshold")
+    if not r.use_skip_data_by_global_norm:
+        for key, value in _changed("monitor_config", r.monitor_config, keys):
+            found = f"{value} with use_skip_data_by_global_norm False, where it has no effect"
+            yield key, found, "remove it, or True there"
+
+
+def clipping(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """A largest norm without clipping has no effect."""
+    wrapper = r.runner_wrapper
+    if not wrapper.use_clip_grad and wrapper.max_grad_norm != 1.0:
+        found = f"{wrapper.max_grad_norm:g} with use_clip_grad False, where it has no effect"
+        yield "runner_wrapper.max_grad_norm", found, "remove it, or use_clip_grad True"
+
+
+def saving_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Without a CheckpointMonitor nothing is saved."""
+    if r.checkpoints is None:
+        for key, value in _changed(f"{OWN}saving", r.telechat_moe.saving):
+            found = f"{value} without CheckpointMonitor, where nothing is saved"
+            yield key, found, "remove it, or the callback"
+
+
+def block_rows(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Fused experts have no blocks, and a capacity no dropless dispatch; Ascend's product takes any number of rows."""
+    own, key = r.telechat_moe, f"{OWN}moe_block_rows"
+    chosen = {
+        own.operators.permute or own.operators.default,
+        own.operators.grouped_matmul or own.operators.default,
+    }
+    if own.moe_block_rows is not None and r.devices == 1 and not compiled and chosen != {"plain"}:
+        found = f"{own.moe_block_rows} with experts that may be fused, which have no blocks"
+        yield key, found, "remove it, or operators.permute and grouped_matmul plain"
+
+
+def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Our model counts load over a sequence or a micro-batch."""
+    m = r.model.model_config
+    if isinstance(m, ModelConfig) and m.moe_aux_loss_coeff:
+        kind = m.moe_router_load_balancing_type
+        if kind not in ("seq_aux_loss", "aux_loss", "none"):
+            expected = "seq_aux_loss, aux_loss or none, or moe_aux_loss_coeff 0"
+            yield (
+                "model.model_config.moe_router_load_balancing_type",
+                f"{kind}, which is MindFormers'",
+                expected,
+            )
+
+
+def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The graphs of several processes are made of plain operators."""
+    if r.devices == 1:
+        return
+    for key, value in _changed(f"{OWN}operators", r.telechat_moe.operators):
+        if value in ("fused", "True"):
+            expected = "plain or auto, or one device"
+            yield key, f"{value} on {r.devices} processes, which run plain operators", expected
