@@ -96,7 +96,6 @@ def _run(args: argparse.Namespace) -> int:
     check_processes(recipe, processes, under_msrun=role is not None)
     if not args.allow_outside:
         check_written_paths(recipe)
-    args.resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
     if role:
         die_with_parent()
     if through == "mindformers":
@@ -216,11 +215,18 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
 def _train(
     recipe: Recipe, args: argparse.Namespace, ranks: Ranks, job: Path | None = None
 ) -> "Summary":
+    from telechat_moe.interop import hf
     from telechat_moe.train.trainer import Trainer
 
-    resume, overwrite = args.resume, args.overwrite
-    trainer = Trainer(recipe, resume=resume, overwrite=overwrite, plain=True, ranks=ranks, job=job)
-    return trainer.run()
+    return Trainer(
+        recipe,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        plain=True,
+        ranks=ranks,
+        job=job,
+        weights=hf.weights,
+    ).run()
 
 
 def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
@@ -255,7 +261,8 @@ def _through_mindformers(args: argparse.Namespace, recipe: Recipe, processes: in
         ) from error
 
     def do() -> None:
-        mindformers_train.train(args.recipe, args.overrides, args.resume)
+        resume = args.resume or bool(recipe.resume_training)
+        mindformers_train.train(args.recipe, args.overrides, resume)
 
     if not args.nonce or is_scheduler() or not processes:
         do()

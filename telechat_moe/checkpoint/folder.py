@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from telechat_moe.checkpoint import manifest
-from telechat_moe.checkpoint.manifest import STEP_NAME, BrokenCheckpointError
+from telechat_moe.checkpoint.manifest import STEP_NAME
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import sync_folder
 
@@ -145,7 +145,7 @@ def remove_old(root: Path, step: int, keep_last: int) -> None:
         if step_of(path) > step:
             continue
         if kept < keep_last:
-            kept += _looks_complete(path)
+            kept += manifest.incomplete(path) is None
             continue
         hidden = root / f".removing-{path.name}"
         try:
@@ -153,14 +153,6 @@ def remove_old(root: Path, step: int, keep_last: int) -> None:
             shutil.rmtree(hidden)
         except OSError as error:
             logger.warning("cannot remove the old checkpoint %s: %s", path, error)
-
-
-def _looks_complete(path: Path) -> bool:
-    try:
-        files = manifest.read(path)["files"]
-        return all((path / name).stat().st_size == f["bytes"] for name, f in files.items())
-    except (OSError, BrokenCheckpointError):
-        return False
 
 
 def step_of(path: Path) -> int:

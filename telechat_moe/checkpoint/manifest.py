@@ -190,3 +190,20 @@ def read(path: Path) -> dict[str, Any]:
     if bad := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
         raise broken(f"bad file name {bad[0]!r}")
     return content
+
+
+def incomplete(path: Path) -> BrokenCheckpointError | None:
+    """Return what is wrong with a checkpoint as far as names and sizes of files show; None: nothing."""
+    try:
+        files = read(path)["files"]
+    except BrokenCheckpointError as error:
+        return error
+    problems: list[str] = []
+    for name, described in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            problems.append(f"{name}: missing")
+        elif size != described["bytes"]:
+            problems.append(f"{name}: {size:,} bytes, {FILE} says {described['bytes']:,}")
+    return BrokenCheckpointError(path, problems) if problems else None

@@ -1,15 +1,74 @@
 """Read weights tensor by tensor from any source, also from a checkpoint that several ranks wrote together."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from telechat_moe.checkpoint import checkpoint, manifest
 from telechat_moe.checkpoint.manifest import Region
-from telechat_moe.tensor_files import READ_BYTES, Bytes, Entry, read_entries, read_header
+from telechat_moe.errors import BadInputError
+from telechat_moe.files import require_checksums
+from telechat_moe.recipe import ModelConfig
+from telechat_moe.recipe.weights import weights
+from telechat_moe.tensor_files import (
+    BYTES_OF_DTYPE,
+    READ_BYTES,
+    Bytes,
+    Entry,
+    Output,
+    read_entries,
+    read_header,
+)
+
+# Zero between steps.
+TRANSIENT = ("expert_load", "dropped", "main_grad")
+_SHOWN = 4
+
+
+class ReadWeights(Protocol):
+    """What finds the weights of a model in a file or folder: :func:`own_weights`, or one that knows more formats."""
+
+    def __call__(self, source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+        """See :func:`own_weights`."""
+        ...
+
+
+def is_transient(name: str) -> bool:
+    """Return whether a parameter is zero between steps and so belongs in no checkpoint."""
+    return name.split(".")[-1] in TRANSIENT
+
+
+def own_weights(source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+    """Return the weights of a model, all that it has and no others; their bytes are read later.
+
+    The source has this package's names: a safetensors file, a folder with an index, or a training checkpoint.
+
+    Args:
+        verify: Compare the files with their checksums; False: only names, shapes and types are looked at.
+
+    Raises:
+        BadInputError: Nothing readable is there, or it does not fit the model; says how.
+    """
+    if verify:
+        require_checksums(source)
+    found = read_weights(source, verify=verify)
+    entries = {name: entry for name, entry in found.items() if not is_transient(name)}
+    wanted = {w.name: w.shape for w in weights(config)}
+    problems = [f"{name} is missing" for name in wanted if name not in entries]
+    problems += [f"{name} is unknown" for name in entries if name not in wanted]
+    for name in wanted.keys() & entries.keys():
+        shape, dtype = list(entries[name].shape), entries[name].dtype
+        if shape != list(wanted[name]):
+            problems.append(f"{name} is {shape}, the model has {list(wanted[name])}")
+        elif dtype not in BYTES_OF_DTYPE:
+            problems.append(f"{name} is {dtype}, weights are one of {', '.join(BYTES_OF_DTYPE)}")
+    if problems:
+        raise unfit(source, sorted(problems))
+    return [Output(n, entries[n].dtype, shape, entries[n].chunks) for n, shape in wanted.items()]
 
 
 @dataclass(frozen=True)
@@ -42,15 +101,27 @@ class ShardedEntry(Entry):
         return whole.reshape(-1)
 
 
-def read_weights(source: Path) -> dict[str, Entry]:
+def unfit(source: Path, problems: Sequence[str]) -> BadInputError:
+    """Return the error that says in one line how weights do not fit a model."""
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return BadInputError(f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}")
+
+
+def read_weights(source: Path, *, verify: bool = True) -> dict[str, Entry]:
     """Return the weights of a training checkpoint, which is verified first, or of another file or folder.
+
+    Args:
+        verify: False: of a checkpoint, only look at the names and sizes of its files.
 
     Raises:
         BadInputError: If nothing readable is there; says what was found.
     """
     if not (source / manifest.FILE).is_file():
         return read_entries(source)
-    checkpoint.verify(source)
+    if verify:
+        checkpoint.verify(source)
+    elif problem := manifest.incomplete(source):
+        raise problem
     described = manifest.read(source)["tensors"].get("model", {})
     shards = {name: manifest.pieces(tensor) for name, tensor in described.items()}
     files = {file for found in shards.values() for file, _ in found}

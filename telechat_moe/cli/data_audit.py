@@ -95,6 +95,12 @@ def _show(found: Audit) -> None:
         f"  {found.steps} steps saw {found.samples} samples, {found.epochs:.3f} epochs of {found.samples_per_epoch}; "
         f"{found.skipped} step(s) without update, {found.undone} done and undone"
     )
+    if len(found.data) > 1:
+        for span in found.data:
+            judged = "" if span.read_again else ", not read again"
+            print(
+                f"  steps {span.first_step} to {span.last_step}: {' '.join(span.data_path)}{judged}"
+            )
     for rollback in found.rollbacks:
         first, end = rollback["left_out"]
         print(f"  samples {first} to {end - 1} were left out by a rollback")
@@ -113,7 +119,8 @@ VERB = Verb(
         3: "no log, recipe or data",
     },
     json_keys="source, covers, steps, samples, epochs, samples_per_epoch, undone (steps done and undone), skipped "
-    "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept}), rollbacks "
+    "(steps whose update was left out), starts (a list of {line, step, layout, steps, kept}), data (a list of {data_path, "
+    "dataset, samples_per_epoch, first_step, last_step, read_again}), rollbacks "
     "(a list of {left_out}), problems.",
     overrides="override a value of the recipe",
     arguments=_arguments,

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
     recipe, through = load_for(args.recipe, args.overrides, args.through)
     plan = _plan(args, recipe, through)
-    resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
+    resume = args.resume
     if args.only_print:
         _print_commands(recipe, plan, resume, args.overwrite)
         return 0
@@ -117,7 +117,7 @@ def _print_commands(recipe: "Recipe", plan: "LaunchPlan", resume: bool, overwrit
     from telechat_moe.launch import job as launch
 
     keep_others_out()
-    launch.check(recipe, plan)
+    launch.check(recipe, plan, resume=resume, overwrite=overwrite)
     resolved = launch.write_resolved(recipe, Path(recipe.output_dir) / ".job")
     logs = plan.logs or Path(recipe.output_dir) / launch.LOGS
     program = plan.program(resolved, resume=resume, overwrite=overwrite)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -44,6 +45,7 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
         default="written",
         help="what the recipe is for (default: train with TelechatMoeTrainer on CPU, else mindformers)",
     )
+    add_start(parser)
 
 
 def _cp_arguments(parser: argparse.ArgumentParser) -> None:
@@ -241,16 +243,23 @@ def run_check(args: argparse.Namespace) -> int:
 def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]:
     """Return whether the recipe exists, and what is wrong with it."""
     from telechat_moe.recipe import RecipeError, find, load
+    from telechat_moe.recipe.uses import use_of
 
     try:
         find(name)
     except RecipeError as error:
         return False, error.problems
     try:
-        load(name, args.overrides, devices=args.devices, use=args.use)
+        recipe = load(name, args.overrides, devices=args.devices, use=args.use)
     except RecipeError as error:
         return True, error.problems
-    return True, []
+    if (use_of(recipe) if args.use == "written" else args.use) != "train":
+        return True, []
+    from telechat_moe.interop import hf
+    from telechat_moe.train import preflight
+
+    start = {"resume": args.resume, "overwrite": args.overwrite}
+    return True, preflight.examine(recipe, **start, weights=hf.weights)[1]
 
 
 def run_cp(args: argparse.Namespace) -> int:
@@ -308,7 +317,8 @@ VERBS = (
         name="check",
         help="check recipes and print every problem",
         notes="Prints every problem of every recipe as file:line: key: found; expected. A key that asks for something\n"
-        "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each.",
+        "which the use of the recipe (--for) will not do is a problem; `show --keys` says who reads each. For train,\n"
+        "files, folders, checkpoint and device are looked at, too, as `train` with the same flags would.",
         examples="telechat-moe check my_recipe.yaml --devices 256",
         exits={
             0: "no problems",

@@ -32,6 +32,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; return the exit code."""
     from telechat_moe.files import keep_others_out
+    from telechat_moe.interop import hf
     from telechat_moe.recipe import load
 
     keep_others_out()
@@ -43,13 +44,18 @@ def run(args: argparse.Namespace) -> int:
             f"training needs the package {error.name}; pip install 'telechat-moe[train]'"
         ) from error
 
-    resume = (args.resume or bool(recipe.resume_training)) and not args.overwrite
     if recipe.devices > 1:
         from telechat_moe.launch import job as launch
 
-        summary = launch.train(recipe, resume=resume, overwrite=args.overwrite)
+        summary = launch.train(recipe, resume=args.resume, overwrite=args.overwrite)
     else:
-        trainer = Trainer(recipe, resume=resume, overwrite=args.overwrite, plain=args.plain)
+        trainer = Trainer(
+            recipe,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            plain=args.plain,
+            weights=hf.weights,
+        )
         summary = asdict(trainer.run())
     stdout_is_taken = write_json(args.json, summary)
     if not summary["finished"]:

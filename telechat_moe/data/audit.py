@@ -44,6 +44,26 @@ class Start:
 
 
 @dataclass
+class DataSpan:
+    """Steps in a row that read the same data from its first sample, or from where another run stopped.
+
+    Attributes:
+        data_path: As in the recipe; empty: the log does not say.
+        dataset: Fingerprint.
+        samples_per_epoch: Samples of a pass.
+        first_step, last_step: Of the steps that count; 0: none.
+        read_again: Their token ids were compared.
+    """
+
+    data_path: list[str]
+    dataset: str
+    samples_per_epoch: int
+    first_step: int = 0
+    last_step: int = 0
+    read_again: bool = False
+
+
+@dataclass
 class Audit:
     """What an audit found.
 
@@ -57,6 +77,7 @@ class Audit:
         undone: Steps that were done and undone.
         skipped: Steps that count whose update was left out.
         starts: Every process.
+        data: Which data were read, more than one if the run went on with new data (`telechat_moe.resume_data`).
         rollbacks: The rollbacks that were not undone later, as logged.
         problems: What is wrong, a line each.
     """
@@ -70,6 +91,7 @@ class Audit:
     undone: int = 0
     skipped: int = 0
     starts: list[Start] = field(default_factory=list[Start])
+    data: list[DataSpan] = field(default_factory=list[DataSpan])
     rollbacks: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     problems: list[str] = field(default_factory=list[str])
 
@@ -84,6 +106,7 @@ class _Entry:
     content: str = ""
     applied: bool = True
     start: int = 0
+    span: int = 0
 
     @property
     def is_step(self) -> bool:
@@ -97,15 +120,18 @@ class _Timeline:
     def __init__(self, audit: Audit) -> None:
         self.audit, self.problems = audit, audit.problems
         self.entries: list[_Entry] = []
+        self.span = 0
+        self.before = 0  # last step of the run that this one continues
 
     @property
     def end(self) -> int:
-        """The sample that comes next."""
-        return self.entries[-1].end if self.entries else 0
+        """The sample that comes next, of the data that are being read."""
+        last = self.entries[-1] if self.entries else None
+        return last.end if last is not None and last.span == self.span else 0
 
     @property
     def last_step(self) -> int:
-        return next((e.step or 0 for e in reversed(self.entries) if e.is_step), 0)
+        return next((e.step or 0 for e in reversed(self.entries) if e.is_step), self.before)
 
     def _rollbacks(self) -> int:
         return sum(e.step is None for e in self.entries)
@@ -114,7 +140,12 @@ class _Timeline:
         """Take note of a process that begins at a checkpoint, which undoes later steps."""
         self.audit.starts.append(Start(line, int(said["step"]), str(said["layout"])))
         step, known = int(said["step"]), list(said["rollbacks"])
+        if said.get("continues") and not self.entries:
+            self.before = step
+            if not said.get("new_data"):
+                self.entries.append(_Entry(0, int(said["next_sample"]), -1))
         self._undo(lambda e: self._rollbacks() > len(known) if e.step is None else e.step > step)
+        self._choose_span(line, said)
         # Killed between the checkpoint that a rollback writes and its line in the log.
         for rollback in known[self._rollbacks() :]:
             self.rollback(line, rollback)
@@ -125,12 +156,25 @@ class _Timeline:
             )
         self._place(f"line {line}, a start after step {step},", int(said["next_sample"]))
 
+    def _choose_span(self, line: int, said: dict[str, Any]) -> None:
+        """Note which data are read from a start on."""
+        spans = self.audit.data
+        self.span = self.entries[-1].span if self.entries else 0
+        if said.get("new_data") or not spans:
+            self.span = len(spans)
+            path, size = said.get("data_path") or [], int(said["samples_per_epoch"])
+            spans.append(DataSpan(list(path), str(said["dataset"]), size))
+        for key in ("samples_per_epoch", "dataset"):
+            before = getattr(spans[self.span], key)
+            if said[key] != before:
+                self.problems.append(f"line {line}: {key} is {said[key]}, before it was {before}")
+
     def rollback(self, line: int, said: dict[str, Any]) -> None:
         """Take note of a rollback, which undoes the steps after its checkpoint."""
         to_step, (first, end) = int(said["to_step"]), said["left_out"]
         self._undo(lambda e: e.step is not None and e.step > to_step)
         self._place(f"line {line}, a rollback to step {to_step},", first)
-        self.entries.append(_Entry(first, end, None))
+        self.entries.append(_Entry(first, end, None, span=self.span))
 
     def step(self, line: int, said: dict[str, Any]) -> None:
         """Take note of a step that was done."""
@@ -144,7 +188,7 @@ class _Timeline:
             self.problems.append(f"step {lost}: missing before line {line}")
         self._place(f"step {step} (line {line})", first)
         entry = _Entry(first, first + count, step, str(said["content"]), bool(said["applied"]))
-        entry.start = len(self.audit.starts) - 1
+        entry.start, entry.span = len(self.audit.starts) - 1, self.span
         self.entries.append(entry)
 
     def _place(self, what: str, first: int) -> None:
@@ -156,7 +200,7 @@ class _Timeline:
             )
             self.problems.append(f"{what} begins at sample {first}, {self.end} is next: {how}")
             if not self.entries or self.entries[-1].end != first:
-                self.entries.append(_Entry(first, first, -1))
+                self.entries.append(_Entry(first, first, -1, span=self.span))
 
     def _undo(self, is_undone: Callable[[_Entry], bool]) -> None:
         """Remove the last entries for which ``is_undone`` holds."""
@@ -188,37 +232,44 @@ def audit(
     output = Path(output)
     found = Audit(str(output), "")
     timeline = _Timeline(found)
-    first: dict[str, Any] = {}
     for line, said in _lines(output / FILE, found):
-        if said["event"] == "start":
-            first = first or said
-            for key in ("samples_per_epoch", "dataset"):
-                if said[key] != first[key]:
-                    found.problems.append(
-                        f"line {line}: {key} is {said[key]}, before it was {first[key]}"
-                    )
-        if not first:
+        if said["event"] != "start" and not found.starts:
             found.problems.append(f"line {line}: a {said['event']} before the first start")
         getattr(timeline, said["event"])(line, said)
     steps = timeline.steps()
     dataset = open_recipe(recipe)
     _describe(found, timeline, steps, _samples_per_epoch(recipe, dataset))
-    if first and first["samples_per_epoch"] != found.samples_per_epoch:
-        found.problems.append(
-            f"an epoch had {first['samples_per_epoch']} samples, the recipe and its data give {found.samples_per_epoch}"
-        )
-    if first and first["dataset"] != dataset.fingerprint():
+    known = dataset.fingerprint()
+    there = [span for span in found.data if span.dataset == known]
+    for span in there:
+        if span.samples_per_epoch != found.samples_per_epoch:
+            found.problems.append(
+                f"an epoch had {span.samples_per_epoch} samples, the recipe and its data give {found.samples_per_epoch}"
+            )
+    if found.data and not there:
         found.problems.append(
             "the data are not those of the run (fingerprints differ): files, seed, sizes or masks"
         )
-    _each_once(found, timeline)
+    for number, span in enumerate(found.data):
+        span.read_again = contents and span in there
+        entries = [e for e in timeline.entries if e.span == number]
+        _each_once(found, entries, span.samples_per_epoch)
     _check_index(found, dataset)
     _compare_checkpoints(found, timeline, output)
     _compare_metrics(found, steps, output)
     found.covers = "places of all steps in the data; that every sample of an epoch comes once; checkpoints; metrics"
-    if contents and not any("fingerprints differ" in p for p in found.problems):
-        _compare_contents(found, steps, dataset, progress)
-        found.covers += "; the token ids of every step, read again"
+    if contents and there:
+        again = [e for e in steps if found.data[e.span].read_again]
+        _compare_contents(found, again, dataset, progress)
+        whole = len(again) == len(steps)
+        found.covers += (
+            f"; the token ids of {'every step' if whole else f'{len(again)} steps'}, read again"
+        )
+        if not whole:
+            found.covers += (
+                f". Those of {len(steps) - len(again)} steps are of other data and not judged: --recipe takes the "
+                "recipe of these"
+            )
     return found
 
 
@@ -267,21 +318,22 @@ def _describe(
     for entry in steps:
         if 0 <= entry.start < len(found.starts):
             found.starts[entry.start].kept += 1
+            span = found.data[entry.span]
+            span.first_step, span.last_step = span.first_step or entry.step or 0, entry.step or 0
 
 
-def _each_once(found: Audit, timeline: _Timeline) -> None:
+def _each_once(found: Audit, entries: list[_Entry], size: int) -> None:
     """Count how often each sample of each epoch was seen or left out by a rollback."""
-    size = found.samples_per_epoch
-    if not size or not timeline.entries:
+    if not size or not entries:
         return
-    epochs = -(-max(e.end for e in timeline.entries) // size)
+    epochs = -(-max(e.end for e in entries) // size)
     for epoch in range(epochs):
         count = np.zeros(size, np.int32)
-        for e in timeline.entries:
+        for e in entries:
             begin, end = max(e.first, epoch * size), min(e.end, (epoch + 1) * size)
             if begin < end:
                 count[begin - epoch * size : end - epoch * size] += 1
-        reached = min(timeline.end - epoch * size, size)
+        reached = min(entries[-1].end - epoch * size, size)
         for name, bad in (("never", count[: max(0, reached)] == 0), ("more than once", count > 1)):
             if bad.any():
                 example = int(np.flatnonzero(bad)[0])

@@ -133,8 +133,11 @@ class Loader(AbstractContextManager["Loader"]):
             "dataset": self.dataset.fingerprint(),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+    def load_state(self, state: dict[str, Any], other_data: bool = False) -> bool:
+        """Continue where ``state`` was taken; return whether it was with other data, which begin at their first sample.
+
+        Args:
+            other_data: Whether the state may be of another dataset.
 
         Raises:
             BadInputError: If the state is of another version or another dataset.
@@ -145,9 +148,12 @@ class Loader(AbstractContextManager["Loader"]):
                 f"data state {state} cannot be read: expected version {STATE_VERSION} with "
                 "next_sample and dataset"
             )
-        if state["dataset"] != self.dataset.fingerprint():
+        other = state["dataset"] != self.dataset.fingerprint()
+        if other and not other_data:
             raise BadInputError(
-                "the checkpoint was made with other training data: files, seed, sizes, sequence "
-                "length or masks differ; resume with the old ones or start from the beginning"
+                "the checkpoint was made with other training data: files, seed, sizes, sequence length or masks "
+                "differ; resume with the old ones, begin with these ones (telechat_moe.resume_data: new), or start "
+                "from the beginning"
             )
-        self.seek(int(state["next_sample"]))
+        self.seek(0 if other else int(state["next_sample"]))
+        return other

@@ -4,7 +4,8 @@ Lines by ``event``:
 
 ``start``
     A process begins: ``step`` (last step done), ``next_sample``, ``samples_per_epoch``, ``global_batch``, ``dataset``
-    (fingerprint), ``layout``, ``rollbacks`` (of the checkpoint that it resumes from).
+    (fingerprint), ``data_path``, ``layout``, ``rollbacks`` (of the checkpoint that it resumes from); ``new_data``: true,
+    the data are others than that checkpoint's and begin anew; ``continues``: that checkpoint, if it is another run's.
 ``step``
     A step is done: ``step``, ``first`` and ``count`` (samples, counted through all epochs), ``content`` (BLAKE2b of
     their token ids in this order, 64 bits), ``applied`` (false: the update was left out).

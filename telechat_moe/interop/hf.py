@@ -5,18 +5,20 @@ file to file; the most that is in memory at once is one matrix of one expert, tw
 :mod:`telechat_moe.interop.names` for what is transposed, renamed or written twice.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from telechat_moe import tensor_files
-from telechat_moe.checkpoint.weights import read_weights
+from telechat_moe.checkpoint.weights import own_weights, read_weights, unfit
 from telechat_moe.errors import BadInputError
+from telechat_moe.files import require_checksums
 from telechat_moe.interop import fp8
 from telechat_moe.interop.names import (
     HF_STATE,
@@ -40,6 +42,11 @@ _SAME_KEYS = (
     *("initializer_range", "max_position_embeddings", "norm_topk_prob", "rms_norm_eps"),
     *("rope_interleave", "rope_theta", "scoring_func", "tie_word_embeddings"),
 )
+_COMPARED_KEYS = (
+    *(k for k in _SAME_KEYS if k not in ("initializer_range", "max_position_embeddings")),
+    *("attention_bias", "hidden_act", "rope_scaling"),
+)
+CONFIG = "config.json"
 _LABELS = {"hf": "pt", "telechat": "telechat-moe"}  # transformers reads files labelled "pt"
 _TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LATENT_EPS = 1e-6  # of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says
@@ -120,21 +127,13 @@ def convert(
     src, dst = Path(src), Path(dst)
     if dst.exists() or dst.is_symlink():
         raise BadInputError(f"{dst} exists; remove it or name another destination")
-    _check_expressible(model_config)
-    entries = read_weights(src)
-    inputs = sorted({entry.file for entry in entries.values()})
-    notes, mtp_layer = _notes(model_config), model_config.num_hidden_layers
-    if to == "telechat":
-        mtp_layer = first_mtp_layer(entries, model_config)
-        entries = _dequantised(src, entries, notes)
-    table = pairs(model_config, mtp_layer)
-    ignored = _check(src, entries, table, model_config, to, mtp_layer)
-    outputs, extra = _outputs(table, entries, model_config, to)
+    found = _open(src, model_config, to)
+    outputs, extra = _outputs(found.table, found.entries, model_config, to)
     largest = 1 << 62 if dst.suffix == ".safetensors" else shard_bytes
     shards = tensor_files.split(outputs, largest)
     if len(shards) > 1:
         extra[tensor_files.INDEX] = tensor_files.index_of(shards)
-    destination = Destination(dst, src, inputs, shards, extra, _LABELS[to], progress)
+    destination = Destination(dst, src, found.files, shards, extra, _LABELS[to], progress)
     files, resumed = destination.write()
     return Conversion(
         source=str(src),
@@ -142,13 +141,86 @@ def convert(
         to=to,
         files=files,
         tensors=len(outputs),
-        parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in table if not p.is_bias),
+        parameters=sum(int(np.prod(p.shape, dtype=np.int64)) for p in found.table if not p.is_bias),
         total_bytes=sum(o.nbytes for o in outputs),
         dtypes=dict(Counter(o.dtype for o in outputs)),
-        ignored=ignored,
-        notes=notes,
+        ignored=found.ignored,
+        notes=found.notes,
         resumed_files=resumed,
     )
+
+
+def weights(source: Path, config: ModelConfig, *, verify: bool = True) -> list[Output]:
+    """Return the weights of a model, all that it has and no others, from either format.
+
+    A folder with ``config.json`` is Hugging Face's: its weights are those that :func:`convert` writes.
+
+    Args:
+        verify: Compare the files with their checksums, and weights that must be equal; False: only names, shapes, types
+            and config.json are looked at.
+
+    Raises:
+        BadInputError: Nothing readable is there, or it does not fit the model; says how.
+    """
+    if not (source / CONFIG).is_file():
+        return own_weights(source, config, verify=verify)
+    if not list(source.glob("*.safetensors")):
+        files = ", ".join(sorted(p.name for p in source.iterdir())[:5])
+        raise BadInputError(
+            f"{source} is a Hugging Face folder without safetensors ({files}); download them, or convert its files "
+            "with transformers (save_pretrained)"
+        )
+    _check_config(source / CONFIG, config)
+    if verify:
+        require_checksums(source)
+    try:
+        found = _open(source, config, "telechat", contents=verify)
+    except WeightsError as error:
+        raise unfit(source, error.problems) from None
+    return list(_to_ours(found.table, found.entries))
+
+
+def _check_config(path: Path, config: ModelConfig) -> None:
+    """Refuse weights of a model that computes something else than the recipe's."""
+    try:
+        given = dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInputError(f"{path}: no configuration of a model ({error})") from error
+    ours = hf_config(config, "float32")
+    differing = [
+        f"{key} is {given[key]}, the recipe's model has {ours[key]}"
+        for key in _COMPARED_KEYS
+        if key in given and given[key] != ours[key]
+    ]
+    if differing:
+        raise BadInputError(
+            f"{path}: {'; '.join(differing)}; set model.model_config to the same (to change it on purpose, convert the "
+            "weights with telechat-moe convert first)"
+        )
+
+
+class _Source(NamedTuple):
+    """Tensors that were opened: their files, the table that maps them, the names that are no weights, and notes."""
+
+    entries: dict[str, Entry]
+    files: list[Path]
+    table: list[Pair]
+    ignored: list[str]
+    notes: list[str]
+
+
+def _open(src: Path, config: ModelConfig, to: Format, *, contents: bool = True) -> _Source:
+    """Open a source and compare it with what the recipe needs."""
+    _check_expressible(config)
+    entries = read_weights(src)
+    files = sorted({entry.file for entry in entries.values()})
+    notes, mtp_layer = _notes(config), config.num_hidden_layers
+    if to == "telechat":
+        mtp_layer = first_mtp_layer(entries, config)
+        entries = _dequantised(src, entries, notes)
+    table = pairs(config, mtp_layer)
+    ignored = _check(src, entries, table, config, to, mtp_layer, contents)
+    return _Source(entries, files, table, ignored, notes)
 
 
 def _dequantised(source: Path, entries: dict[str, Entry], notes: list[str]) -> dict[str, Entry]:
@@ -171,7 +243,7 @@ def _outputs(
     dtype = _main_dtype(outputs)
     empty = empty_shared_experts(config)
     outputs += [Output(name, dtype, shape, list) for name, shape in empty.items()]
-    return outputs, {"config.json": hf_config(config, _TORCH_DTYPES[dtype])}
+    return outputs, {CONFIG: hf_config(config, _TORCH_DTYPES[dtype])}
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -259,6 +331,7 @@ def _check(
     config: ModelConfig,
     to: Format,
     mtp_layer: int,
+    contents: bool,
 ) -> list[str]:
     """Compare the source with what the recipe needs; return the names that are no weights."""
     wanted: dict[str, tuple[int, ...]] = {}
@@ -284,7 +357,8 @@ def _check(
     for name, shape in (wanted | optional).items():
         if name in entries:
             problems += _mismatch(name, entries[name], shape)
-    problems = problems or _differences(entries, table, config, to)
+    if contents and not problems:
+        problems = _differences(entries, table, config, to)
     if problems:
         other = {name for p in table for name in ((p.ours,) if to == "telechat" else p.hf)}
         hint = ""

@@ -31,12 +31,12 @@ import numpy as np
 from telechat_moe import files
 from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.rank_shards import grouped
+from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
 from telechat_moe.interop import upstream_names
 from telechat_moe.interop.mindformers_config import TRAINER
 from telechat_moe.recipe import Recipe
 from telechat_moe.tensor_files import Array, file_of, parse
-from telechat_moe.train.state import TRANSIENT
 
 MOMENTS = ("adam_m", "adam_v")
 LOSSES = ("lm_loss", "mtp_loss", "aux_loss", "indexer_loss")
@@ -160,7 +160,7 @@ def read(path: Path, recipe: Recipe) -> Saved:
         raise BadInputError(
             f"{path}: not a training checkpoint of MindFormers: no {error}"
         ) from None
-    kept = {name: t for name, t in tensors.items() if name.split(".")[-1] not in TRANSIENT}
+    kept = {name: t for name, t in tensors.items() if not is_transient(name)}
     groups = grouped(kept, MOMENTS)
     if UPSTREAM_TABLE in groups["model"]:
         groups = _renamed(groups, upstream_names.to_ours, recipe, path)

@@ -24,14 +24,16 @@ from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
+from telechat_moe.interop import hf
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, load
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.train import preflight
 from telechat_moe.train.metrics import last_step
 
 LOGS = "log"
@@ -129,22 +131,10 @@ def check_sharded(recipe: Recipe) -> None:
     """Refuse a recipe that cannot be trained on CPU processes.
 
     Raises:
-        BadInputError: It is for another target, or interleaves its pipeline.
+        RecipeError: It is for another target, or interleaves its pipeline.
     """
-    if recipe.context.device_target != "CPU":
-        raise BadInputError(
-            f"{recipe.source}: context.device_target is {recipe.context.device_target}; this machine's "
-            "CPU processes run recipes with device_target CPU (--set context.device_target=CPU "
-            "--set runner_config.sink_mode=False)"
-        )
-    config = recipe.parallel.pipeline_config
-    if mesh_of(recipe).pp > 1 and config is not None and config.pipeline_interleave:
-        raise BadInputError(
-            f"{recipe.source}: parallel.pipeline_config.pipeline_interleave is on; MindSpore's CPU backend cannot "
-            "run graphs whose chunks are functions that micro-batches share (lazy_inline). Switch it off with --set "
-            "parallel.pipeline_config.pipeline_interleave=False --set model.model_config.pp_interleave_num=1: the "
-            "losses are the same, only the order of the micro-batches differs"
-        )
+    if problems := preflight.device(recipe):
+        raise RecipeError(problems)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,19 +182,26 @@ def this_machine(processes: int) -> list[Host]:
     return [Host(platform.node(), processes, "127.0.0.1")]
 
 
-def check(recipe: Recipe, plan: LaunchPlan) -> None:
+def check(
+    recipe: Recipe, plan: LaunchPlan, *, resume: bool = False, overwrite: bool = False
+) -> None:
     """Refuse what cannot be launched.
 
     Raises:
-        BadInputError: The recipe cannot be trained, or writes outside of its folder.
+        BadInputError: The recipe cannot be trained, lacks something on this machine (if it is one of the hosts), or
+            writes outside of its folder.
+        UsageError: See :func:`train`.
     """
-    from telechat_moe.train.trainer import check_steps
-
     if not plan.allow_outside:
         check_written_paths(recipe)
-    if plan.through == "own":
+    if plan.through == "own" and not plan.nodes[0].is_here:
         check_sharded(recipe)
-        check_steps(recipe)
+    elif plan.through == "own":
+        start = preflight.require(
+            recipe, resume=resume, overwrite=overwrite, weights=hf.weights
+        ).start
+        if start.kind == "resume":  # refused here, not after minutes by every rank
+            start.load(warn=lambda _: None)
     else:
         from telechat_moe.interop.mindformers_config import check_launch
 
@@ -242,16 +239,11 @@ def train(
     """
     keep_others_out()
     plan = plan or LaunchPlan(nodes=make_nodes(this_machine(recipe.devices), None))
-    check(recipe, plan)
+    if plan.through != "own":
+        resume = (resume or bool(recipe.resume_training)) and not overwrite
+    check(recipe, plan, resume=resume, overwrite=overwrite)
     if plan.nodes[0].is_here:
         check_port(plan.nodes[0].master, plan.nodes[0].port)
-    root = Path(recipe.output_dir) / "checkpoints"
-    if plan.through == "own" and not (resume or overwrite):
-        from telechat_moe.train.checkpoints import refuse_old_checkpoints
-
-        refuse_old_checkpoints(root)
-    if plan.through == "own" and resume:  # refused here, not after minutes by every rank
-        checkpoint.latest(root, warn=lambda _: None)
     with only_launch(Path(recipe.output_dir)):
         resolved = write_resolved(recipe, Path(recipe.output_dir) / ".job")
         if plan.through == "own" and recipe.devices > 1:

@@ -12,14 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from telechat_moe.errors import BadInputError, UsageError
+from telechat_moe.errors import UsageError
+from telechat_moe.interop import hf
 from telechat_moe.launch.commands import LaunchNode, free_port
 from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.job import (
     LOGS,
     RESOLVED,
     ascend_operators,
-    check_sharded,
     write_job,
     write_resolved,
 )
@@ -27,6 +27,7 @@ from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
+from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
 from telechat_moe.train.ranks import Ranks
 
@@ -79,12 +80,11 @@ def run(
         UsageError: ``keep`` exists, or there are fewer steps in the recipe.
         RankDiedError: A process died or hangs.
     """
-    check_sharded(recipe)
     if not 1 <= steps <= recipe.train_steps:
         raise UsageError(f"--steps {steps}: {recipe.source} has {recipe.train_steps} steps")
     if keep is not None and keep.exists():
         raise UsageError(f"--keep {keep}: exists; name a folder that does not")
-    _check_data(recipe)
+    preflight.require(recipe, overwrite=True, weights=hf.weights)
     output = Path(recipe.output_dir)
     folder = write_job(recipe, output / ".job")
     found = run_ranks(recipe, folder, output / LOGS, steps)
@@ -199,7 +199,7 @@ def single_process(recipe: Recipe, steps: int) -> list[dict[str, float]]:
     """Return the results of the first steps, run in this process with plain operators."""
     from telechat_moe.train.trainer import Trainer
 
-    return record_steps(Trainer(one_process(recipe), overwrite=True), steps)
+    return record_steps(Trainer(one_process(recipe), overwrite=True, weights=hf.weights), steps)
 
 
 class Recording(NamedTuple):
@@ -234,7 +234,7 @@ def run_rank(job: Path, rank: int, task: Mapping[str, Any]) -> None:
 
     recipe, control = load(job / RESOLVED), Control(job / CONTROL)
     ranks = Ranks(control, rank, recipe.devices)
-    trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job)
+    trainer = Trainer(recipe, overwrite=True, plain=True, ranks=ranks, job=job, weights=hf.weights)
     watch, taps = None, task["taps"]
     if taps is not None and rank in taps["ranks"]:
         watch = Recording(Path(taps["folder"]), rank, taps["steps"], taps["values"])
@@ -264,15 +264,3 @@ def record_steps(
 def _read_steps(control: Control) -> list[dict[str, float]]:
     text = control.read(STEPS_FILE) or ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _check_data(recipe: Recipe) -> None:
-    """Refuse a recipe whose data are not there, before anything is compiled."""
-    from telechat_moe.data import open_recipe
-
-    try:
-        open_recipe(recipe)
-    except (BadInputError, OSError) as error:
-        raise BadInputError(
-            f"{error}\nbuild the data of the recipe: telechat-moe data build --recipe {recipe.source}"
-        ) from error

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -13,16 +12,12 @@ from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint, folder
 from telechat_moe.checkpoint.background import Saver
 from telechat_moe.data import Loader
-from telechat_moe.errors import BadInputError, CheckFailedError, UsageError
-from telechat_moe.recipe import Recipe
+from telechat_moe.errors import CheckFailedError
+from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.train.engine import Engine
 from telechat_moe.train.guard import Guard, Spike
 from telechat_moe.train.ranks import Ranks
-
-STATE_VERSION = 1
-
-# Settings of the model section that say how it is laid out, not what it computes.
-LAYOUT_KEYS = ("batch_size", "offset", "pp_interleave_num")
+from telechat_moe.train.start import STATE_VERSION, Start, folder_of, misfits
 
 
 @dataclass
@@ -51,6 +46,10 @@ class RunCheckpoints:
         loader: Its position in the data is kept.
         guard: Its window is kept.
         ranks: The processes, which save and go back together.
+
+    Attributes:
+        origin: Of a run that resumed: ``new_data``, True if its data begin anew, and ``continues``, the checkpoint of
+            another folder.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class RunCheckpoints:
         self.root = folder_of(recipe)
         self.progress = Progress()
         self.notes: list[str] = []
+        self.origin: dict[str, Any] = {}
         self._constant = {
             "version": STATE_VERSION,
             "telechat_moe": __version__,
@@ -80,16 +80,16 @@ class RunCheckpoints:
             "seed": self.recipe.seed,
         }
 
-    def resume(self) -> bool:
-        """Continue from the newest good checkpoint; return False if there is none.
+    def resume(self, start: Start) -> None:
+        """Continue from the checkpoint of a start.
 
         Raises:
-            BadInputError: It does not fit the recipe.
+            BadInputError: It is broken, or does not fit the recipe.
         """
-        saved = checkpoint.latest(self.root, warn=self.notes.append)
-        if saved is not None:
-            self.restore(saved)
-        return saved is not None
+        saved = start.load(self.notes.append)
+        self.restore(saved)
+        if not start.here:
+            self.origin["continues"] = str(saved.path)
 
     def restore(self, saved: checkpoint.Checkpoint, in_place: bool = False) -> None:
         """Continue from a checkpoint; after the first step ``in_place``.
@@ -98,26 +98,14 @@ class RunCheckpoints:
             BadInputError: It does not fit the recipe.
         """
         given, progress = saved.state, self.progress
-        if given.get("version") != STATE_VERSION:
-            raise BadInputError(
-                f"{saved.path} has state version {given.get('version')}, expected {STATE_VERSION}: "
-                "it was written by another version of telechat-moe"
-            )
-        before, now = (
-            {k: v for k, v in config.items() if k not in LAYOUT_KEYS}
-            for config in (given["model_config"], self._constant["model_config"])
-        )
-        if changes := checkpoint.diff_config(before, now):
-            raise BadInputError(
-                f"{self.recipe.source}: the model section is not the one that {saved.path} was "
-                "trained with:\n  "
-                + "\n  ".join(changes)
-                + "\nput the old values back, or train from the start in another output_dir"
-            )
+        if problems := misfits(self.recipe, saved.path, given):
+            raise RecipeError(problems)
         for change in checkpoint.diff_config(given["training"], self._constant["training"]):
             self.notes.append(f"changed since {saved.path.name}: {change}")
         self.engine.put(saved, in_place)
-        self.loader.load_state(given["data"])
+        if self.loader.load_state(given["data"], self.recipe.telechat_moe.resume_data == "new"):
+            self.origin["new_data"] = True
+            self.notes.append(f"new data begin after step {saved.step} (telechat_moe.resume_data)")
         progress.step, progress.updates = saved.step, given["updates"]
         progress.skipped, progress.skipped_in_a_row = given["skipped"], given["skipped_in_a_row"]
         progress.rollbacks = list(given.get("rollbacks", []))
@@ -207,24 +195,6 @@ class RunCheckpoints:
             folder.sync_folder(self.root)
             return path.name
         return ""
-
-
-def folder_of(recipe: Recipe) -> Path:
-    """Return the folder of a run's checkpoints."""
-    return Path(recipe.output_dir) / "checkpoints"
-
-
-def refuse_old_checkpoints(root: Path) -> None:
-    """Refuse to mix a new run with the checkpoints of an earlier one.
-
-    Raises:
-        UsageError: There are checkpoints in ``root``.
-    """
-    if checkpoint.list_checkpoints(root):
-        raise UsageError(
-            f"{root} holds checkpoints of an earlier run; continue from them with --resume, "
-            "train from the start with --overwrite, or set another output_dir"
-        )
 
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:

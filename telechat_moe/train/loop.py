@@ -110,13 +110,16 @@ class Loop:
         saver = self.checkpoints.saver if self.recipe.checkpoints else None
         if saver is not None:
             saver.say = self.monitor.message
-        data = self.loader.state()
+        data, section = self.loader.state(), self.recipe.train_dataset.data_loader.config
+        assert section is not None  # the loader was opened from it
         self.monitor.begin(
             {
                 "step": self.progress.step,
                 **{key: data[key] for key in ("next_sample", "samples_per_epoch")},
                 "global_batch": self.recipe.global_batch,
                 "dataset": data["dataset"],
+                "data_path": section.data_path or section.train_data_path,
+                **self.checkpoints.origin,
                 "layout": mesh_of(self.recipe).describe(),
                 "rollbacks": self.progress.rollbacks,
             }

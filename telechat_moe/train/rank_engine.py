@@ -15,6 +15,7 @@ from telechat_moe.checkpoint import checkpoint as checkpoints
 from telechat_moe.checkpoint.joint_save import JointSave
 from telechat_moe.checkpoint.rank_shards import ShardExchange, ShardOwners, grouped
 from telechat_moe.checkpoint.snapshot import Groups
+from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.execute import Job, RankProgram
 from telechat_moe.ops import select
@@ -57,7 +58,7 @@ class RankEngine:
 
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of the graph belongs in a checkpoint."""
-        transient = state.is_transient(name) or name.startswith(SUMS)
+        transient = is_transient(name) or name.startswith(SUMS)
         return _base(name) in self.weights and not transient
 
     def read(self, columns: Columns) -> list[Batch]:
@@ -103,7 +104,7 @@ class RankEngine:
                 values[name] = self.moments[name]
             elif base in self.weights:
                 weight = self.weights[base]
-                transient = base != name or state.is_transient(base)
+                transient = base != name or is_transient(base)
                 values[name] = np.zeros(weight.shape, np.float32) if transient else _copy(weight)
         self.program.set_parameters(values, in_place)
         self.moments = {}

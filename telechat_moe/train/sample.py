@@ -1,7 +1,6 @@
 """Let the model write: continue prompts token by token."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -10,6 +9,7 @@ from mindspore import Tensor
 from telechat_moe.data import Tokenizer, load_tokenizer
 from telechat_moe.model import CausalLM, Logits
 from telechat_moe.recipe import Recipe
+from telechat_moe.train.preflight import tokenizer_path
 
 
 def continue_prompts(
@@ -79,13 +79,13 @@ def draw(
 
 
 def sample_text(recipe: Recipe, model: CausalLM) -> str | None:
-    """Return what the model makes of the recipe's prompts; None without prompts or tokenizer."""
-    section, path = recipe.telechat_moe.sample, _tokenizer_path(recipe)
-    if section is None or path is None:
+    """Return what the model makes of the recipe's prompts; None without prompts."""
+    section = recipe.telechat_moe.sample
+    if section is None:
         return None
     texts = continue_prompts(
         model,
-        load_tokenizer(path),
+        load_tokenizer(tokenizer_path(recipe)),
         section.prompts,
         section.max_new_tokens,
         temperature=section.temperature,
@@ -94,12 +94,3 @@ def sample_text(recipe: Recipe, model: CausalLM) -> str | None:
     )
     lines = [p + t for p, t in zip(section.prompts, texts, strict=True)]
     return "\n\n---\n\n".join(lines) + "\n"
-
-
-def _tokenizer_path(recipe: Recipe) -> Path | None:
-    """Return the tokenizer beside the training data, if it is there."""
-    config = recipe.train_dataset.data_loader.config
-    given = config.data_path if config else None
-    prefixes = [item for item in given or [] if not item.replace(".", "").isdigit()]
-    path = Path(prefixes[0]).parent / "tokenizer.json" if prefixes else None
-    return path if path and path.exists() else None

@@ -1,21 +1,15 @@
 """Move what a run needs to resume between MindSpore's parameters and a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from telechat_moe.checkpoint.weights import is_transient
 from telechat_moe.errors import BadInputError
+from telechat_moe.tensor_files import DTYPES, Output
 from telechat_moe.train.optimizer import AdamW
-
-# Zero between steps.
-TRANSIENT = ("expert_load", "dropped", "main_grad")
-
-
-def is_transient(name: str) -> bool:
-    """Return whether a parameter is zero between steps and so belongs in no checkpoint."""
-    return name.split(".")[-1] in TRANSIENT
 
 
 def kept(model: nn.Cell) -> dict[str, Parameter]:
@@ -76,35 +70,23 @@ def _differences(
     return sorted(found)
 
 
-def load_weights(model: nn.Cell, source: str | Path) -> None:
-    """Put the weights of a file or folder into a model, F16 and BF16 widened; all fit or nothing is changed.
+def load_weights(model: nn.Cell, weights: Iterable[Output], source: str | Path) -> None:
+    """Put weights into a model, F16 and BF16 widened; all fit or nothing is changed.
 
-    The source has names of this package (``telechat-moe convert`` brings Hugging Face's into them): a safetensors file,
-    a folder with an index, or a training checkpoint.
+    Args:
+        weights: What :class:`telechat_moe.checkpoint.weights.ReadWeights` found.
+        source: Where they come from, for messages.
 
     Raises:
-        BadInputError: Nothing readable is there, the files differ from their checksums, or tensors are missing,
-            unknown or of another shape.
+        BadInputError: Tensors are missing, unknown or of another shape.
     """
-    from telechat_moe.checkpoint.weights import read_weights
-    from telechat_moe.files import require_checksums
-
-    require_checksums(Path(source))
-    arrays = {
-        name: _widen(entry.dtype, entry.shape, entry.read())
-        for name, entry in read_weights(Path(source)).items()
-        if not is_transient(name)
-    }
+    arrays = {w.name: _widen(w.dtype, w.shape, np.concatenate([*w.chunks()])) for w in weights}
     put({"weights": kept(model)}, {"weights": arrays}, source)
 
 
-def _widen(dtype: str, shape: tuple[int, ...], data: bytes | memoryview | np.ndarray) -> np.ndarray:
-    """Return the values as float32, another data type as it is."""
+def _widen(dtype: str, shape: Sequence[int], data: np.ndarray) -> np.ndarray:
+    """Return the values as float32."""
     if dtype == "BF16":
         bits = np.frombuffer(data, np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).reshape(shape)
-    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(dtype)
-    if kind is None:
-        raise BadInputError(f"found {dtype} weights; F32, F16 or BF16 can be loaded")
-    values = np.frombuffer(data, kind).reshape(shape)
-    return values.astype(np.float32) if kind is np.float16 else values
+    return data.view(DTYPES[dtype]).reshape(shape).astype(np.float32, copy=False)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from telechat_moe.checkpoint import folder
-from telechat_moe.data import Loader, open_recipe
+from telechat_moe.checkpoint.weights import ReadWeights, own_weights
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
 from telechat_moe.model import initialize
@@ -21,9 +21,8 @@ from telechat_moe.model.init import count_parameters
 from telechat_moe.ops.custom import reason
 from telechat_moe.processes import stop_on_signal
 from telechat_moe.recipe import Recipe
-from telechat_moe.sharding.recipe import mesh_of
-from telechat_moe.train import guard, schedule, state
-from telechat_moe.train.checkpoints import RunCheckpoints, folder_of, refuse_old_checkpoints
+from telechat_moe.train import guard, preflight, schedule, state
+from telechat_moe.train.checkpoints import RunCheckpoints
 from telechat_moe.train.engine import Engine, OneProcess
 from telechat_moe.train.loop import Loop, Summary
 from telechat_moe.train.monitor import Monitor, SilentMonitor
@@ -40,6 +39,7 @@ class Trainer:
         plain: Print plain lines, also on a terminal.
         ranks: The processes of the run; None: this is the only one.
         job: Folder of the ranks' graphs, of which this process runs one; None: it trains the whole model.
+        weights: What reads `load_checkpoint`; :func:`telechat_moe.interop.hf.weights` knows Hugging Face's format, too.
 
     Raises:
         BadInputError: The recipe cannot be trained here, or a checkpoint does not fit.
@@ -55,8 +55,8 @@ class Trainer:
         plain: bool = False,
         ranks: Ranks | None = None,
         job: Path | None = None,
+        weights: ReadWeights = own_weights,
     ) -> None:
-        check_steps(recipe)
         if job is None and recipe.devices > 1:
             raise BadInputError(
                 f"{recipe.source}: the recipe is laid out for {recipe.devices} devices, a Trainer is "
@@ -65,20 +65,15 @@ class Trainer:
         self.recipe, self.plain, self.ranks = recipe, plain, ranks or Ranks()
         self.overwrite = overwrite and self.ranks.leads
         self.output = Path(recipe.output_dir)
-        if not (resume or overwrite):
-            refuse_old_checkpoints(folder_of(recipe))
-        # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
-        epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
-        rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
-        self.loader = Loader(open_recipe(recipe), rows, epochs=None, epoch_samples=epoch)
+        ready = preflight.require(recipe, resume=resume, overwrite=overwrite, weights=weights)
+        self.start, self.loader = ready.start, ready.loader
         self.schedule = schedule.from_recipe(recipe)
         self.engine = self._engine(job)
         self.checkpoints = RunCheckpoints(
             recipe, self.engine, self.loader, guard.of_recipe(recipe), self.ranks
         )
         self.progress = self.checkpoints.progress
-        if not (resume and self.checkpoints.resume()):
-            self._first_weights()
+        self._begin(weights)
         self.ranks.barrier("loaded")
         self.engine.begin()
 
@@ -89,11 +84,17 @@ class Trainer:
 
         return RankEngine(self.recipe, job, self.ranks)
 
-    def _first_weights(self) -> None:
-        """Put the recipe's weights into the model, or random ones."""
-        if self.recipe.load_checkpoint:
-            state.load_weights(self.engine.model, self.recipe.load_checkpoint)
-            self.checkpoints.notes.append(f"weights from {self.recipe.load_checkpoint}")
+    def _begin(self, weights: ReadWeights) -> None:
+        """Put into engine and loader what the run begins with."""
+        path, notes = self.start.path, self.checkpoints.notes
+        if self.start.note:
+            notes.append(self.start.note)
+        if self.start.kind == "resume":
+            self.checkpoints.resume(self.start)
+        elif path is not None:
+            found = weights(path, self.recipe.model_config)
+            state.load_weights(self.engine.model, found, path)
+            notes.append(f"weights from {path}")
         else:
             initialize(self.engine.model, self.recipe.seed)
 
@@ -107,7 +108,7 @@ class Trainer:
         A run whose steps are all done is left as it is.
         """
         done, step = self.output / "summary.json", self.progress.step
-        if step >= self.recipe.train_steps and done.exists():
+        if self.start.here and step >= self.recipe.train_steps and done.exists():
             sys.stderr.write(
                 f"all {step} steps are done (checkpoint of step {step}); "
                 "train from the start with --overwrite\n"
@@ -130,7 +131,7 @@ class Trainer:
         tokens = self.recipe.global_batch * self.recipe.model_config.seq_length
         monitor = SilentMonitor()
         if self.ranks.leads:
-            resumed, quiet = self.progress.step, self.plain or None
+            resumed, quiet = self.progress.step * self.start.here, self.plain or None
             monitor = Monitor(self.output, steps, tokens, resume_step=resumed, quiet=quiet)
         loop = self.loop(monitor)
         alone = self.ranks.count == 1  # else the parent process takes the signals
@@ -168,16 +169,3 @@ class Trainer:
     def _write(self, name: str, text: str) -> None:
         if self.ranks.leads:
             write_atomic(self.output / name, text)
-
-
-def check_steps(recipe: Recipe) -> None:
-    """Refuse a recipe without a training step.
-
-    Raises:
-        BadInputError: The samples do not fill one global batch.
-    """
-    if recipe.train_steps < 1:
-        raise BadInputError(
-            f"{recipe.source}: train_dataset.data_loader.sizes gives no training step "
-            f"(global batch {recipe.global_batch})"
-        )

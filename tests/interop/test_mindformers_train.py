@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from telechat_moe.checkpoint import checkpoint
+from telechat_moe.checkpoint.weights import own_weights
 from telechat_moe.cli import main
 from telechat_moe.interop.mindformers_checkpoint import read
 from telechat_moe.model import CausalLM
@@ -125,7 +126,7 @@ def test_their_file_as_initial_weights_of_ours(one) -> None:
     (file,) = half_way(one).glob("*-model-*.safetensors")
     recipe = load(one[0])
     model = CausalLM(recipe.model_config)
-    load_weights(model, file)
+    load_weights(model, own_weights(file, recipe.model_config), file)
     saved = read(half_way(one), recipe).tensors["model"]
     for parameter in model.trainable_params():
         np.testing.assert_array_equal(parameter.asnumpy(), saved[parameter.name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from telechat_moe.recipe import load, loads
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 LARGE = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 NAMES = sorted(p.relative_to(RECIPES).as_posix() for p in RECIPES.glob("*/*.yaml"))
+DRYRUN = ("--for", "dryrun")
 Capture = pytest.CaptureFixture[str]
 
 
@@ -140,9 +142,9 @@ def test_check_exit_codes_and_all_problems(tmp_path: Path, capsys: Capture) -> N
         recipe_text(TINY).replace("eps: 1.e-8", "eps: 1e-8").replace("seed: 42", "sead: 42"),
         encoding="utf-8",
     )
-    assert main(["check", TINY, LARGE]) == 0
+    assert main(["check", TINY, LARGE, *DRYRUN]) == 0
     assert capsys.readouterr().out == f"{TINY}: ok\n{LARGE}: ok\n"
-    assert main(["check", TINY, str(broken)]) == 1
+    assert main(["check", TINY, str(broken), *DRYRUN]) == 1
     out = capsys.readouterr().out
     assert f"{TINY}: ok" in out
     assert f"{broken}:" in out
@@ -155,6 +157,20 @@ def test_check_exit_codes_and_all_problems(tmp_path: Path, capsys: Capture) -> N
     assert "128 devices" in capsys.readouterr().out
 
 
+def test_check_for_training_looks_at_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", TINY]) == 1
+    out = capsys.readouterr().out
+    assert re.search(
+        r"pretrain_tiny\.yaml:\d+: train_dataset\.data_loader\.config\.data_path\.1: .*train\.idx",
+        out,
+    )
+    assert "data build" in out
+    assert "telechat_moe.evaluation.data_path.1" in out
+
+
 def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     code, report = run_json(capsys, "check", TINY, "--set", "seed=-1")
     assert code == 1
@@ -163,7 +179,7 @@ def test_check_json(tmp_path: Path, capsys: Capture) -> None:
     assert entry["ok"] is False
     assert set(entry["problems"][0]) == {"file", "line", "key", "found", "expected", "suggestion"}
     target = tmp_path / "report.json"
-    assert main(["check", TINY, "--json", str(target)]) == 0
+    assert main(["check", TINY, *DRYRUN, "--json", str(target)]) == 0
     assert json.loads(target.read_text(encoding="utf-8"))["problems"] == 0
     assert main(["check", TINY, "--json", str(tmp_path / "no" / "report.json")]) == 2
 

@@ -295,4 +295,4 @@ def test_another_target_is_refused(
 ) -> None:
     changes = {**DP2_EP2, "context__device_target": "Ascend"}
     assert main(mini.arguments(data, tmp_path / "run", **SAME, **changes)) == 3
-    assert "context.device_target is Ascend" in capsys.readouterr().err
+    assert "context.device_target: Ascend" in capsys.readouterr().err

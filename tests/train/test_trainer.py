@@ -220,8 +220,8 @@ def test_an_earlier_run_is_not_overwritten_unasked(
 def test_a_recipe_for_many_devices_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "telechat3_moe/pretrain_105b_a4b_4k.yaml"]) == 3
     said = capfd.readouterr().err
-    assert "context.device_target is Ascend" in said
-    assert "device_target CPU" in said
+    assert "runner_config.sink_mode: True" in said
+    assert "nothing was started" in said
 
 
 def test_steps_that_are_not_finite_are_skipped_and_then_stop_the_run(
@@ -291,4 +291,4 @@ def test_a_run_can_start_from_the_weights_of_another(
     wider["model__model_config__moe_shared_expert_intermediate_size"] = 24
     assert main(mini.arguments(data, tmp_path / "other", **wider)) == 3
     message = capfd.readouterr().err
-    assert "experts.gate is float32[8, 32, 16], the model has float32[8, 32, 24]" in message
+    assert "experts.gate is [8, 32, 16], the model has [8, 32, 24]" in message

@@ -197,6 +197,10 @@ class TelechatMoe:
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
 
+    resume_data: Literal["same", "new"] = "same"
+    """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
+    other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
+
     max_skipped_steps: Count = 10
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""

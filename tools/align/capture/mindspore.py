@@ -234,11 +234,12 @@ class _Step:
 
 
 def _single(recipe: "Recipe", taps: Path, steps: range, values: str, wanted: Filter) -> _Found:
+    from telechat_moe.interop import hf
     from telechat_moe.launch.sharded_run import Recording, record_steps
     from telechat_moe.train.engine import OneProcess
     from telechat_moe.train.trainer import Trainer
 
-    trainer = Trainer(recipe, overwrite=True, plain=True)
+    trainer = Trainer(recipe, overwrite=True, plain=True, weights=hf.weights)
     engine = trainer.engine
     assert isinstance(engine, OneProcess)
     if engine.train_step.accumulate is not None:

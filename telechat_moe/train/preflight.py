@@ -1,0 +1,255 @@
+"""Judge what a training run needs beside its recipe, before anything is compiled: files, folders, device, start.
+
+``telechat-moe check`` and everything that trains call :func:`examine` or :func:`require`, so both say the same. Nothing
+here imports mindspore, and of large files only headers, indices and sizes are read.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from telechat_moe.checkpoint import folder, manifest
+from telechat_moe.checkpoint.weights import ReadWeights, own_weights
+from telechat_moe.data import IndexedDataset, Loader, load_tokenizer, open_recipe
+from telechat_moe.data.build import MANIFEST
+from telechat_moe.errors import TelechatMoeError, UsageError
+from telechat_moe.recipe import Problem, Recipe, RecipeError
+from telechat_moe.recipe.data_path import parse_data_path
+from telechat_moe.sharding.recipe import mesh_of
+from telechat_moe.train.start import Start, folder_of, misfits, start_of
+
+T = TypeVar("T")
+DATA = "train_dataset.data_loader"
+VALID = "telechat_moe.evaluation.data_path"
+_DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What was found ready.
+
+    Attributes:
+        start: How the run begins.
+        loader: The training data, at the first sample.
+    """
+
+    start: Start
+    loader: Loader
+
+
+def require(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    weights: ReadWeights = own_weights,
+) -> Ready:
+    """Return what a run begins with.
+
+    Args:
+        resume, overwrite: See :func:`telechat_moe.train.start.start_of`.
+        weights: What reads `load_checkpoint`.
+
+    Raises:
+        RecipeError: With everything that the run lacks.
+        UsageError: It lacks nothing but a word on the other run that `output_dir` holds.
+    """
+    ready, problems = examine(recipe, resume=resume, overwrite=overwrite, weights=weights)
+    if ready is None:
+        if [p.key for p in problems] == ["output_dir"] and "earlier run" in problems[0].found:
+            raise UsageError(str(problems[0]))
+        raise RecipeError(problems)
+    return ready
+
+
+def examine(
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    weights: ReadWeights = own_weights,
+) -> tuple[Ready | None, list[Problem]]:
+    """Return what a run begins with, or everything that it lacks; see :func:`require`."""
+    try:
+        _ = recipe.model_config
+    except RecipeError as error:
+        return None, error.problems
+    look = _Look(recipe)
+    look.problems += [*device(recipe), *_output(recipe)]
+    loader = look.data()
+    start = look.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
+    if start is not None:
+        look.start(start, loader, weights)
+    if look.problems or start is None or loader is None:
+        return None, look.problems
+    return Ready(start, loader), []
+
+
+def device(recipe: Recipe) -> list[Problem]:
+    """Return why this machine has no place for the processes of a recipe."""
+    target, key = recipe.context.device_target, "context.device_target"
+    problems: list[Problem] = []
+    if target != "CPU" and recipe.devices > 1:
+        found = f"{target}; this package's trainer runs the ranks of a recipe as processes on CPU"
+        expected = "CPU with runner_config.sink_mode False, or `telechat-moe launch` on the cluster"
+        problems.append(recipe.problem(key, found, expected))
+    elif target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target])):
+        found = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
+        problems.append(recipe.problem(key, found, "CPU with runner_config.sink_mode False"))
+    pipeline = recipe.parallel.pipeline_config
+    if mesh_of(recipe).pp > 1 and pipeline is not None and pipeline.pipeline_interleave:
+        found = "True; MindSpore's CPU backend cannot run chunks that are functions which micro-batches share"
+        expected = (
+            "False with model.model_config.pp_interleave_num 1: the losses are the same, only the order of the "
+            "micro-batches differs"
+        )
+        key = "parallel.pipeline_config.pipeline_interleave"
+        problems.append(recipe.problem(key, found, expected))
+    return problems
+
+
+def _output(recipe: Recipe) -> Iterator[Problem]:
+    root = folder_of(recipe).absolute()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    reason = "is not a folder"
+    if there.is_dir():
+        reason = "" if os.access(there, os.W_OK | os.X_OK) else "cannot be written"
+    if reason:
+        yield recipe.problem(
+            "output_dir", f"{there} {reason}", "a folder that can be made and written"
+        )
+
+
+class _Look:
+    """Collects what is wrong."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.problems = recipe, list[Problem]()
+
+    def at(self, key: str, do: Callable[[], T]) -> T | None:
+        """Do something; an error is a problem of the key, unless it names its own."""
+        try:
+            return do()
+        except RecipeError as error:
+            self.problems += error.problems
+        except (TelechatMoeError, OSError) as error:
+            text = " ".join(str(error).split())
+            found, _, expected = text.partition("; ")
+            self.say(key, found, expected or "a file or folder that can be read")
+        return None
+
+    def say(self, key: str, found: str, expected: str) -> None:
+        self.problems.append(self.recipe.problem(key, found, expected))
+
+    def data(self) -> Loader | None:
+        """Open the training data; look at validation data and tokenizer, too."""
+        recipe, section = self.recipe, self.recipe.train_dataset.data_loader.config
+        own = recipe.telechat_moe
+        name = "data_path" if section is None or section.data_path else "train_data_path"
+        given = list(getattr(section, name, None) or ())
+        if not self._files(f"{DATA}.config.{name}", given):
+            self._corpus()
+            loader = None
+        else:
+            key = f"{DATA}.config.{name}" if given else DATA
+            loader = self.at(key, lambda: open_loader(recipe))
+            if own.sample is not None and given:
+                key = "telechat_moe.sample"
+                self.at(key, lambda: load_tokenizer(tokenizer_path(recipe)))
+        if own.evaluation.interval and self._files(VALID, own.evaluation.data_path or ()):
+            self.at(VALID, lambda: open_recipe(recipe, "valid"))
+        return loader
+
+    def _files(self, key: str, given: Sequence[str]) -> bool:
+        """Look at the pairs of files that a `data_path` names, and at the manifests beside them; False: one is broken."""
+        good = True
+        for prefix in parse_data_path(given)[0] if given else ():
+            where = f"{key}.{given.index(prefix) if prefix in given else 0}"
+            if self.at(where, lambda prefix=prefix: IndexedDataset(prefix)) is None:
+                good = False
+            else:
+                self._manifest(where, Path(prefix))
+        return good
+
+    def _manifest(self, key: str, prefix: Path) -> None:
+        """Compare the tokenizer of a dataset with the recipe."""
+        path, recipe = prefix.parent / MANIFEST, self.recipe
+        if not path.exists():
+            return
+        try:
+            given = json.loads(path.read_bytes())
+            size, eod = int(given["tokenizer"]["vocab_size"]), int(given["tokenizer"]["eod"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = f"{path}: cannot be read ({type(error).__name__}: {error})"
+            self.say(key, found, "what `telechat-moe data build` wrote; build the dataset again")
+            return
+        if prefix.name not in given:
+            return  # of another dataset in the same folder
+        config, data = recipe.model_config, recipe.train_dataset.data_loader.config
+        if size > config.vocab_size:
+            found = f"{config.vocab_size}, but {prefix} has a vocabulary of {size} ({path})"
+            expected = f"at least {size}, or data of the model's tokenizer"
+            self.say("model.model_config.vocab_size", found, expected)
+        if data is not None and data.eod not in (-1, eod):
+            found = f"{data.eod}, but documents of {prefix} end with {eod} ({path})"
+            self.say(f"{DATA}.config.eod", found, str(eod))
+
+    def _corpus(self) -> None:
+        """Look at what the data would be built from."""
+        corpus = self.recipe.telechat_moe.corpus
+        for index, path in enumerate(corpus.paths):
+            if not Path(path).exists():
+                key = f"telechat_moe.corpus.paths.{index}"
+                self.say(
+                    key, f"{path}: no such file or folder", "text for `telechat-moe data build`"
+                )
+        if corpus.tokenizer:
+            path = corpus.tokenizer
+            self.at("telechat_moe.corpus.tokenizer", lambda: load_tokenizer(path))
+
+    def start(self, start: Start, loader: Loader | None, weights: ReadWeights) -> None:
+        """Look whether what the run starts with fits the recipe and its data."""
+        recipe, path, choice = self.recipe, start.path, self.recipe.telechat_moe.resume_data
+        if start.kind != "resume" and choice == "new":
+            found = "new, but the run starts at step 0"
+            self.say("telechat_moe.resume_data", found, "same, or a checkpoint to resume from")
+        if path is None:
+            return
+        if start.kind == "weights":
+            self.at(start.key, lambda: weights(path, recipe.model_config, verify=False))
+            return
+        if problem := manifest.incomplete(path):
+            text = " ".join(str(problem).split())
+            self.say(start.key, text, "a checkpoint that is whole")
+            return
+        state = manifest.read(path)["state"]
+        self.problems += misfits(recipe, path, state)
+        if not start.here and folder.step_of(path) >= recipe.train_steps:
+            found = f"{path} has done {folder.step_of(path)} steps, the recipe asks for {recipe.train_steps}"
+            self.say(
+                start.key, found, "more samples in train_dataset.data_loader.sizes, or more epochs"
+            )
+        if loader is not None and "data" in state:
+            self.at(f"{DATA}.config", lambda: loader.load_state(state["data"], choice == "new"))
+
+
+def open_loader(recipe: Recipe) -> Loader:
+    """Open the training data of a recipe.
+
+    Raises:
+        BadInputError: They are not there, broken or too few.
+    """
+    # A pass is what the recipe asks for; Megatron's index holds 0.5 % more.
+    epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
+    rows = recipe.runner_config.batch_size * mesh_of(recipe).dp
+    return Loader(open_recipe(recipe), rows, epochs=None, epoch_samples=epoch)
+
+
+def tokenizer_path(recipe: Recipe) -> Path:
+    """Return where the tokenizer of the training data stands."""
+    config = recipe.train_dataset.data_loader.config
+    given = (config.data_path or config.train_data_path or []) if config else []
+    return Path(parse_data_path(given)[0][0]).parent / "tokenizer.json"

@@ -1,0 +1,262 @@
+"""What `check` and `train` say of files, folders, start and device before anything is compiled: the same, all at once."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import mini_recipe as mini
+import numpy as np
+import pytest
+
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.data import write_indexed
+from telechat_moe.errors import UsageError
+from telechat_moe.interop import hf
+from telechat_moe.recipe import Problem, RecipeError, load
+from telechat_moe.recipe.weights import weights
+from telechat_moe.train import preflight
+from telechat_moe.train.start import STATE_VERSION
+
+CONFIG = "train_dataset.data_loader.config"
+
+
+def recipe(data: Path, output: Path, **changes: object):
+    arguments = mini.arguments(data, output, **changes)
+    return load(arguments[1], arguments[4::2])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Data with a manifest and a tokenizer's numbers, and a checkpoint of the mini recipe at step 6."""
+    mini.write_data(tmp_path)
+    write_manifest(tmp_path, vocab_size=64, eod=0)
+    r = recipe(tmp_path, tmp_path / "run")
+    generator = np.random.default_rng(0)
+    model = {w.name: generator.random(w.shape, np.float32) for w in weights(r.model_config)}
+    loader = preflight.open_loader(r)
+    loader.seek(24)
+    state = {
+        "version": STATE_VERSION,
+        "model_config": asdict(r.model_config),
+        "data": loader.state(),
+    }
+    checkpoint.save(tmp_path / "old/checkpoints", 6, {"model": model}, state)
+    return tmp_path
+
+
+def write_manifest(folder: Path, vocab_size: int, eod: int) -> None:
+    sides = {"train": {}, "valid": {}}
+    tokenizer = {"vocab_size": vocab_size, "eod": eod, "eod_token": "<|eod|>"}
+    (folder / "manifest.json").write_text(json.dumps({"tokenizer": tokenizer, **sides}))
+
+
+def problems(place: Path, **changes: object) -> list[Problem]:
+    _, found = preflight.examine(recipe(place, place / "run", **changes), weights=hf.weights)
+    return found
+
+
+def only(place: Path, **changes: object) -> Problem:
+    (found,) = problems(place, **changes)
+    return found
+
+
+def test_nothing_is_wrong_with_what_is_right(place: Path) -> None:
+    assert problems(place, telechat_moe__evaluation__interval=4) == []
+    step = place / "old/checkpoints/step-00000006"
+    for given in (step, step.parent):
+        for resume in (False, True):
+            assert problems(place, load_checkpoint=given, resume_training=resume) == []
+
+
+def test_all_at_once_with_line_and_key(place: Path) -> None:
+    found = problems(
+        place,
+        train_dataset__data_loader__config__data_path=f"['1', '{place}/absent']",
+        telechat_moe__evaluation__interval=4,
+        telechat_moe__evaluation__data_path=f"['{place}/none']",
+        telechat_moe__corpus__paths=f"['{place}/no_text']",
+        telechat_moe__corpus__tokenizer=str(place / "no.json"),
+        load_checkpoint=str(place / "nothing"),
+        output_dir=str(place / "train.bin/x"),
+        context__device_target="GPU",
+    )
+    keys = {p.key for p in found}
+    assert keys == {
+        *("context.device_target", "output_dir", f"{CONFIG}.data_path.1", "load_checkpoint"),
+        *(
+            "telechat_moe.evaluation.data_path.0",
+            "telechat_moe.corpus.paths.0",
+            "telechat_moe.corpus.tokenizer",
+        ),
+    }
+    assert all(p.file.startswith("--set ") and p.expected and "\n" not in str(p) for p in found)
+
+
+def test_a_key_that_is_not_written_has_the_line_of_its_section(place: Path) -> None:
+    text = Path(load(mini.arguments(place, place)[1]).source).read_text()
+    file = place / "mine.yaml"
+    for name in ("train", "valid"):
+        text = text.replace(f"./output/data/{name}", f"{place}/{name}")
+    file.write_text(
+        text.replace("eod: 0", "eod: 5").replace("load_checkpoint: ''", "load_checkpoint: 'x'")
+    )
+    _, found = preflight.examine(load(file))
+    lines = {p.key: file.read_text().splitlines()[p.line - 1] for p in found if p.line}
+    assert "eod: 5" in lines[f"{CONFIG}.eod"]
+    assert "load_checkpoint" in lines["load_checkpoint"]
+    assert "sample:" in lines["telechat_moe.sample"]
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "a folder"])
+def test_broken_data(place: Path, suffix: str, damage: str) -> None:
+    for name in ("train", "valid"):
+        file = place / f"{name}{suffix}"
+        content = file.read_bytes()
+        file.unlink()
+        if damage == "truncated":
+            file.write_bytes(content[:-20])
+        elif damage == "a folder":
+            file.mkdir()
+    keys = [p.key for p in problems(place, telechat_moe__evaluation__interval=4)]
+    assert keys == [f"{CONFIG}.data_path.1", "telechat_moe.evaluation.data_path.1"]
+
+
+def test_validation_data_named_after_the_training_data(place: Path) -> None:
+    shutil.copy(place / "train.bin", place / "text.bin")
+    shutil.copy(place / "train.idx", place / "text.idx")
+    changes = {
+        "train_dataset__data_loader__config__data_path": f"['1', '{place}/text']",
+        "telechat_moe__evaluation__data_path": "null",
+    }
+    assert problems(place, **changes) == []
+    found = only(place, **changes, telechat_moe__evaluation__interval=4)
+    assert found.key == "telechat_moe.evaluation.data_path"
+    assert "does not contain 'train'" in found.found
+
+
+def test_too_few_tokens(place: Path) -> None:
+    write_indexed(place / "train", [np.zeros(0, np.uint16)], np.dtype(np.uint16))
+    found = only(place)
+    assert found.key == f"{CONFIG}.data_path"
+    assert "seq_length" in found.expected
+
+
+def test_the_manifest(place: Path) -> None:
+    write_manifest(place, vocab_size=65, eod=0)
+    found = only(place)
+    assert (found.key, found.expected[:11]) == ("model.model_config.vocab_size", "at least 65")
+    write_manifest(place, vocab_size=60, eod=3)
+    found = only(place)
+    assert (found.key, found.expected) == (f"{CONFIG}.eod", "3")
+    assert problems(place, train_dataset__data_loader__config__eod=3) == []
+    (place / "manifest.json").write_text("{" + (place / "manifest.json").read_text()[3:])
+    assert "manifest.json: cannot be read" in only(place).found
+
+
+def test_the_tokenizer_that_the_sample_needs(place: Path) -> None:
+    sample = {"telechat_moe__sample": "{prompts: [a]}"}
+    assert only(place, **sample).key == "telechat_moe.sample"
+    (place / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer.json" in only(place, **sample).found
+
+
+def test_a_checkpoint_of_another_model(place: Path) -> None:
+    step = place / "old/checkpoints/step-00000006"
+    wider = {"model__model_config__moe_intermediate_size": 24}
+    wider["model__model_config__moe_shared_expert_intermediate_size"] = 24
+    found = only(place, load_checkpoint=step, **wider)
+    assert found.key == "load_checkpoint"
+    assert "layers.1.moe.experts.down is [8, 16, 32], the model has [8, 24, 32]" in found.found
+    keys = {p.key for p in problems(place, load_checkpoint=step, resume_training=True, **wider)}
+    section = "model.model_config."
+    assert {f"{section}moe_intermediate_size"} <= keys
+    assert all(key.startswith(section) for key in keys)
+
+
+def test_a_damaged_checkpoint(place: Path) -> None:
+    step = place / "old/checkpoints/step-00000006"
+    file = next(step.glob("*.safetensors"))
+    content = file.read_bytes()
+    for damage in (content[:-4], None):
+        file.unlink()
+        if damage:
+            file.write_bytes(damage)
+        for resume in (False, True, "step-00000006"):
+            folder = step.parent if isinstance(resume, str) else step
+            found = only(place, load_checkpoint=folder, resume_training=resume)
+            assert file.name in found.found
+    file.write_bytes(content)
+    text = (step / "checkpoint.json").read_text()
+    (step / "checkpoint.json").write_text(text.replace('"step"', '"steq"', 1))
+    assert "checkpoint.json" in only(place, load_checkpoint=step).found
+
+
+def test_other_data_need_a_word(place: Path) -> None:
+    changes: dict[str, object] = {
+        "load_checkpoint": place / "old/checkpoints",
+        "resume_training": True,
+        "train_dataset__data_loader__config__seed": 7,
+    }
+    found = only(place, **changes)
+    assert "other training data" in found.found
+    assert "resume_data: new" in found.expected
+    changes["telechat_moe__resume_data"] = "new"
+    ready, _ = preflight.examine(recipe(place, place / "run", **changes))
+    assert ready is not None
+    assert ready.loader.next_sample == 0
+    same = preflight.require(
+        recipe(place, place / "run", **changes | {"train_dataset__data_loader__config__seed": 1234})
+    )
+    assert same.loader.next_sample == 24
+    found = only(place, telechat_moe__resume_data="new")
+    assert found.key == "telechat_moe.resume_data"
+
+
+def test_a_run_with_all_its_steps_cannot_go_on_elsewhere(place: Path) -> None:
+    changes = {"load_checkpoint": place / "old/checkpoints", "resume_training": True}
+    found = only(
+        place,
+        **changes,
+        train_dataset__data_loader__sizes="[24,0,0]",
+        telechat_moe__resume_data="new",
+    )
+    assert "has done 6 steps" in found.found
+
+
+def test_an_earlier_run_is_a_problem_of_check_and_a_usage_error_of_train(place: Path) -> None:
+    r = recipe(place, place / "old")
+    _, (found,) = preflight.examine(r)
+    assert (found.key, "--resume" in found.expected) == ("output_dir", True)
+    with pytest.raises(UsageError, match="--overwrite"):
+        preflight.require(r)
+    assert preflight.require(r, overwrite=True).start.kind == "random"
+    assert preflight.require(r, resume=True).loader.next_sample == 24
+
+
+def test_ranks_run_on_cpu(place: Path) -> None:
+    degrees = {**mini.SPREAD, "parallel_config__model_parallel": 2}
+    found = only(place, **degrees, context__device_target="Ascend")
+    assert (found.key, found.expected[:3]) == ("context.device_target", "CPU")
+
+
+def test_a_device_that_is_absent(place: Path) -> None:
+    if list(Path("/dev").glob("davinci[0-9]*")):
+        pytest.skip("this machine has an NPU")
+    found = only(place, context__device_target="Ascend")
+    assert "this machine has none" in found.found
+
+
+def test_require_says_what_examine_found(place: Path) -> None:
+    r = recipe(place, place / "run", load_checkpoint=place / "x", context__device_target="GPU")
+    with pytest.raises(RecipeError) as error:
+        preflight.require(r)
+    assert sorted(map(str, error.value.problems)) == sorted(map(str, preflight.examine(r)[1]))
+
+
+def test_it_does_not_need_mindspore() -> None:
+    code = "import sys; import telechat_moe.train.preflight, telechat_moe.interop.hf; sys.exit('mindspore' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
