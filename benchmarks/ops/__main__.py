@@ -88,9 +88,20 @@ def _show(result: dict[str, Any]) -> None:
         for peer, us in case["best"].items():
             ratio = "" if peer == case["ours"] or not ours else f"{us / ours:.2f}x"
             worst = case["extra"].get(f"{peer}: worst call")
+            differs = case["compared"].get(peer)
             row = [case["op"], case["shape"], str(case["threads"]), peer, f"{us:,.0f}", ratio]
+            row += ["" if differs is None else f"{differs:.0e}"]
             rows.append([*row, "" if worst is None else f"{worst:,.0f}"])
-    head = ["operator", "shape", "threads ", "peer", "best us ", "ours is ", "worst call "]
+    head = [
+        "operator",
+        "shape",
+        "threads ",
+        "peer",
+        "best us ",
+        "ours is ",
+        "differs by ",
+        "worst call ",
+    ]
     show_table(head, rows)
     print()
     reached = [

@@ -55,6 +55,7 @@ def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Measuremen
                 "forward": lambda: forward([x, w, size], [y]),  # noqa: B023
                 "dX and dW": lambda: backward([x, w, size, dy], [dx, dw]),  # noqa: B023
             }
+            _check_products(case, peers, (x, w, dy), (y, dx, dw))
             in_turns(case, peers, 0.1 if quick else 0.5)
             flop = 2 * P * H * F / 1e3
             case.extra = {
@@ -81,8 +82,25 @@ def grouped_matmul(threads: int, quick: bool, tell: Tell) -> Iterator[Measuremen
 
     case = Measurement("grouped matmul", "GMMAdd", "134 MB gradient, 512 rows", threads)
     peers = {"ours": lambda: add([x, size, dy, main], [token]), "dW, then add": separate}
+    peers["ours"]()
+    fused = main.copy()
+    main.fill(0)
+    separate()
+    check_same(case, "dW, then add", fused, main, 1e-5)
     in_turns(case, peers, 1.0)
     yield case
+
+
+def _check_products(case: Measurement, calls: dict[str, Any], arrays: Any, found: Any) -> None:
+    """Compare our grouped products with NumPy's, expert by expert."""
+    x, w, dy = arrays
+    rows, steps = len(x) // len(w), range(len(w))
+    parts = [(x[e * rows : (e + 1) * rows], w[e], dy[e * rows : (e + 1) * rows]) for e in steps]
+    for call in calls.values():
+        call()
+    check_same(case, "forward", np.concatenate([a @ b for a, b, _ in parts]), found[0], 1e-4)
+    check_same(case, "dX and dW", np.concatenate([d @ b.T for _, b, d in parts]), found[1], 1e-4)
+    check_same(case, "dX and dW", np.stack([a.T @ d for a, _, d in parts]), found[2], 1e-4)
 
 
 def _loads(E: int, pairs: int, zipf: bool) -> np.ndarray:
@@ -190,8 +208,8 @@ def _moe_torch(
                 raise
             continue  # this torch has no grouped product for these shapes
         call(function)
-        check_same(case, name, a["dx"], leaves[0].grad, 1e-4)
-        check_same(case, name, a["dg"], leaves[2].grad, 1e-4)
+        for ours, leaf in zip(("dx", "dw", "dg", "du", "dd"), leaves, strict=True):
+            check_same(case, name, a[ours], leaf.grad, 1e-4)
         peers[name] = lambda function=function: call(function)
 
 
@@ -289,11 +307,13 @@ def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement
             leaf = torch.from_numpy(x).requires_grad_()
             target = torch.from_numpy(label.astype(np.int64))
 
-            def theirs(leaf: Any = leaf, target: Any = target, torch: Any = torch) -> None:
+            def theirs(leaf: Any = leaf, target: Any = target, torch: Any = torch) -> Any:
                 leaf.grad = None
-                torch.nn.functional.cross_entropy(leaf, target).backward()
+                value = torch.nn.functional.cross_entropy(leaf, target)
+                value.backward()
+                return value.detach()
 
-            theirs()
+            check_same(case, "torch", loss, theirs().reshape(1), 1e-5)
             check_same(case, "torch", dx, leaf.grad, 1e-4)
             peers["torch"] = theirs
         in_turns(case, peers, 0.5 if quick else 2.0)
@@ -301,37 +321,53 @@ def cross_entropy(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement
 
 
 def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
-    """Measure AdamW on 100 tensors with 19 million parameters."""
+    """Measure AdamW on 100 tensors with 19 million parameters, and compare what the first update changes."""
     tell("AdamW")
     n, size = 100, 20_000 if quick else 190_000
-    groups = [[_normal(size) * s for _ in range(n)] for s in (1, 0.1, 0, 0.1)]
-    groups[2] = [np.abs(_normal(size)) for _ in range(n)]
+    start, gradients = ([_normal(size) * s for _ in range(n)] for s in (1, 0.1))
+    moments = [[np.zeros(size, np.float32) for _ in range(n)] for _ in "12"]
+    params = [x.copy() for x in start]
     scalars = [np.array(x, np.float32) for x in (1e-4, 1e-8, 0.1, 1.0)]
     token = np.empty(1, np.float32)
     kernel = Kernel(
         "AdamW", {"beta1": 0.9, "beta2": 0.95, "new1": 0.1, "new2": 0.05, "decayed": [1] * n}
     )
-    flat = [x for group in groups for x in group] + scalars
+    flat = [*params, *moments[0], *moments[1], *gradients, *scalars]
     case = Measurement("adamw", "AdamW", f"{n} tensors, {n * size / 1e6:.0f}M", threads)
     peers: dict[str, Any] = {"ours": lambda: kernel(flat, [token])}
     torch = _torch(threads)
+    after: dict[str, Callable[[], np.ndarray]] = {}
     if torch is not None:
-        params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in groups[0]]
-        for p, g in zip(params, groups[3], strict=True):
-            p.grad = torch.from_numpy(g.copy())
-        fused = torch.optim.AdamW(params, 1e-4, (0.9, 0.95), weight_decay=0.1, fused=True)
-        peers["torch fused"] = fused.step
+        peers["torch fused"], after["torch fused"] = _torch_adam(torch, start, gradients)
     with contextlib.suppress(ImportError):
-        peers["mindspore AdamWeightDecay"] = _mindspore_adam(groups)
+        name = "mindspore AdamWeightDecay"
+        peers[name], after[name] = _mindspore_adam(start, gradients)
+    for call in peers.values():
+        call()
+    for name, value in after.items():  # an update is 1e-4 of a weight: float32 holds 3 digits of it
+        check_same(case, name, params[0] - start[0], value() - start[0], 3e-3)
     in_turns(case, peers, 0.5 if quick else 2.0)
     yield case
 
 
-def _mindspore_adam(groups: Any) -> Any:
+def _torch_adam(
+    torch: Any, start: list[np.ndarray], gradients: list[np.ndarray]
+) -> tuple[Any, Any]:
+    params = [torch.nn.Parameter(torch.from_numpy(x.copy())) for x in start]
+    optimizer = torch.optim.AdamW(params, 1e-4, (0.9, 0.95), 1e-8, 0.1, fused=True)
+    for p, g in zip(params, gradients, strict=True):
+        p.grad = torch.from_numpy(g.copy())
+        # So late, nothing is corrected for the moments' start, as in our scalars and MindSpore's.
+        moments = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(1e6), **moments}
+    return optimizer.step, lambda: params[0].detach().numpy()
+
+
+def _mindspore_adam(start: list[np.ndarray], gradients: list[np.ndarray]) -> tuple[Any, Any]:
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
-    params = [ms.Parameter(ms.Tensor(x.copy()), name=f"p{i}") for i, x in enumerate(groups[0])]
-    optimizer = ms.nn.AdamWeightDecay(params, 1e-4, 0.9, 0.95, weight_decay=0.1)
-    gradients = tuple(ms.Tensor(g) for g in groups[3])
-    return lambda: (optimizer(gradients), params[0].asnumpy())
+    params = [ms.Parameter(ms.Tensor(x.copy()), name=f"p{i}") for i, x in enumerate(start)]
+    optimizer = ms.nn.AdamWeightDecay(params, 1e-4, 0.9, 0.95, 1e-8, 0.1)
+    inputs = tuple(ms.Tensor(g) for g in gradients)
+    return lambda: (optimizer(inputs), params[0].asnumpy()), params[0].asnumpy

@@ -1,7 +1,10 @@
 """Targets of the operator benchmark from measurements worked out by hand."""
 
+import numpy as np
+import pytest
+
 from benchmarks.ops.report import page, targets
-from benchmarks.ops.timing import Measurement
+from benchmarks.ops.timing import Measurement, check_same, in_turns
 
 
 def measurement(group: str, op: str, shape: str, **best: float) -> Measurement:
@@ -28,3 +31,17 @@ def test_targets_are_ratios_of_best_times() -> None:
         "cases": [c.as_dict() for c in cases],
     }
     assert "a &lt;machine&gt;" in page(result)
+
+
+def test_a_peer_is_timed_only_after_its_results_were_compared() -> None:
+    case = measurement("adamw", "AdamW", "19M")
+    peers = {"ours": list, "torch": list}
+    with pytest.raises(RuntimeError, match="not compared with ours: torch"):
+        in_turns(case, peers, 0.0)
+    ours = np.ones(3, np.float32)
+    with pytest.raises(RuntimeError, match="torch differs from ours by"):
+        check_same(case, "torch", ours, ours * 1.1, 1e-2)
+    check_same(case, "torch", ours, ours * 1.1, 0.2)
+    in_turns(case, peers, 0.0)
+    assert case.compared["torch"] == pytest.approx(0.1, rel=1e-5)
+    assert set(case.best) == {"ours", "torch"}

@@ -31,6 +31,7 @@ class Measurement:
         compile: Time to compile, of each peer that does, microseconds.
         error: Largest error against float64 relative to the largest value, ours.
         extra: Further numbers.
+        compared: Largest difference of each peer's results from ours, relative to the largest value.
     """
 
     group: str
@@ -44,6 +45,7 @@ class Measurement:
     compile: dict[str, float] = field(default_factory=dict)
     error: float | None = None
     extra: dict[str, float] = field(default_factory=dict)
+    compared: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, peer: str) -> float | None:
         """Return how many times faster we are than a peer, by best times."""
@@ -58,7 +60,14 @@ class Measurement:
 
 
 def in_turns(case: Measurement, peers: dict[str, Call], seconds: float) -> None:
-    """Time all peers, one call each in turn, for about ``seconds``; at least 7 rounds."""
+    """Time all peers, one call each in turn, for about ``seconds``; at least 7 rounds.
+
+    Raises:
+        RuntimeError: If the results of a peer were not compared with ours.
+    """
+    unknown = [name for name in peers if name != "ours" and name not in case.compared]
+    if unknown:
+        raise RuntimeError(f"{case.op} {case.shape}: not compared with ours: {', '.join(unknown)}")
     for call in peers.values():
         for _ in range(WARM_UP):
             call()
@@ -85,5 +94,6 @@ def check_same(
 ) -> None:
     """Stop a benchmark whose peers do not compute the same."""
     error = relative_error(np.asarray(theirs), np.asarray(ours, np.float64))
+    case.compared[peer] = max(error, case.compared.get(peer, 0.0))
     if not error <= tolerance:
         raise RuntimeError(f"{case.op} {case.shape}: {peer} differs from ours by {error:.1e}")

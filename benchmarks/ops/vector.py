@@ -189,8 +189,8 @@ def _mindspore_peers(
         peers[name] = lambda cell=cell: _wait(cell(*tensors))
 
 
-def _wait(result: Any) -> None:
-    (result[0] if isinstance(result, tuple) else result).asnumpy()
+def _wait(result: Any) -> np.ndarray:
+    return (result[0] if isinstance(result, tuple) else result).asnumpy()
 
 
 def _node(program: Any) -> Any:
@@ -228,12 +228,16 @@ def dynamic_cases(threads: int, quick: bool, tell: Callable[[str], None]) -> Ite
         tell(f"dynamic {name}")
         case = Measurement("dynamic", name, f"{count} random row counts", threads)
         program = dvm.build(body, *specs)
+        alone = dvm.Compiled(program)
         for peer, run in _dynamic_peers(program, body, specs, threads, arrays):
             times = []
-            for rows in lengths:
+            for i, rows in enumerate(lengths):
+                inputs = arrays(int(rows))
                 began = time.perf_counter()
-                run(arrays(int(rows)))
+                result = run(inputs)
                 times.append((time.perf_counter() - began) * 1e6)
+                if i % 10 == 0:
+                    check_same(case, peer, alone(*inputs)[0], result, 1e-4)
             case.best[peer] = case.median[peer] = float(np.sum(times))
             case.extra[f"{peer}: worst call"] = float(np.max(times))
         yield case
@@ -244,10 +248,10 @@ def _dynamic_peers(
 ) -> Iterator[tuple[str, Any]]:
     built: list[Any] = []
 
-    def ours(inputs: list[np.ndarray]) -> None:
+    def ours(inputs: list[np.ndarray]) -> np.ndarray:
         if not built:
             built.append(dvm.Compiled(dvm.build(body, *specs)))
-        built[0](*inputs)
+        return built[0](*inputs)[0]
 
     yield "ours", ours
     try:
@@ -275,6 +279,6 @@ def _dynamic_peers(
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         compiled = torch.compile(torch_function(program), dynamic=True)
-        yield "inductor, cold", lambda inputs: compiled(*[torch.from_numpy(x) for x in inputs])
+        yield "inductor, cold", lambda inputs: compiled(*[torch.from_numpy(x) for x in inputs])[0]
     except ImportError:
         pass

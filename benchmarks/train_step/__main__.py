@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ops import TUNED_MALLOC
+from benchmarks.train_step.rates import best_gflops, native_gflops
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.tools.plan.cost.measure_here import TrainingStep
 
@@ -54,10 +55,14 @@ PEERS: dict[str, tuple[str, tuple[str, ...], bool]] = {
         False,
     ),
     "ours, bf16": ("ours", ("model.model_config.compute_dtype=bfloat16",), False),
-    "torch eager": ("torch", (), False),
-    "torch eager, malloc tuned": ("torch", (), True),
-    "torch.compile, malloc tuned": ("torch", ("compile",), True),
-    "torch autocast bf16, malloc tuned": ("torch", ("autocast",), True),
+    "torch eager, as users run it": ("torch", (), False),
+    "torch eager, expert loop": ("torch", ("fused",), True),
+    "torch eager, grouped": ("torch", ("fused", "grouped"), True),
+    "torch.compile, expert loop": ("torch", ("fused", "compile"), True),
+    "torch.compile, grouped": ("torch", ("fused", "grouped", "compile"), True),
+    "torch bf16, expert loop": ("torch", ("fused", "autocast"), True),
+    "torch bf16, grouped": ("torch", ("fused", "grouped", "autocast"), True),
+    "torch.compile bf16, grouped": ("torch", ("fused", "grouped", "compile", "autocast"), True),
 }
 
 
@@ -110,79 +115,6 @@ class Ours(TrainingStep):
         return measure(self.cell, self.model, self.recipe.runner_config.batch_size)
 
 
-class Torch:
-    """transformers' DeepseekV3ForCausalLM, sdpa attention; eager, compiled or under autocast."""
-
-    def __init__(self, folder: Path, recipe: Any, options: list[str]) -> None:
-        import torch
-        from transformers import DeepseekV3ForCausalLM
-
-        torch.set_num_threads(THREADS)
-        self.model = DeepseekV3ForCausalLM.from_pretrained(folder, attn_implementation="sdpa")
-        self.model.train()
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), 3e-4, (0.9, 0.95), 1e-8, weight_decay=0.1
-        )
-        self.forward = torch.compile(self.model) if "compile" in options else self.model
-        self.autocast = "autocast" in options
-
-    def step(self, window: Any) -> float:
-        """Train on one window; return the loss."""
-        import torch
-
-        ids = torch.from_numpy(window[:, :-1].astype("int64"))
-        labels = torch.from_numpy(window[:, 1:].astype("int64"))
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            output = self.forward(
-                input_ids=ids, labels=labels, shift_labels=labels, use_cache=False
-            )
-        loss = output.loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.detach())
-
-    def matmul_gflops(self) -> float:
-        """Return the speed of a chain of fp32 products, 1024 cubed."""
-        import torch
-
-        x = torch.randn(1024, 1024) / 32
-
-        def chain() -> None:
-            y = x
-            for _ in range(8):
-                y = y @ x
-
-        return best_gflops(chain)
-
-
-def best_gflops(chain: Any) -> float:
-    """Return the best speed of a chain of eight products, 1024 cubed."""
-    best = min(_timed(chain) for _ in range(12))
-    return 8 * 2 * 1024**3 / best / 1e9
-
-
-def _timed(call: Any) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def native_gflops() -> float:
-    """Return the fp32 rate of our own threads, each multiplying 1024 cubed."""
-    import numpy as np
-
-    from telechat_moe.ops.native import Kernel, set_threads
-
-    set_threads(THREADS)
-    x = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
-    w, y = x[:1024].copy(), np.empty((2048, 1024), np.float32)
-    kernel = Kernel("Matmul")
-    best = min(_timed(lambda: kernel([x, w], [y])) for _ in range(20))
-    return 2 * 2048 * 1024**2 / best / 1e9
-
-
 def worker(name: str, folder: Path, recipe_name: str) -> None:
     """Serve requests, one JSON line each, until told to stop."""
     from telechat_moe.recipe import load
@@ -191,9 +123,13 @@ def worker(name: str, folder: Path, recipe_name: str) -> None:
     recipe = load(recipe_name, overrides=[*OVERRIDES, *(options if kind == "ours" else ())])
     config, batch = recipe.model_config, recipe.runner_config.batch_size
     windows = batches(config.vocab_size, batch, config.seq_length)
-    peer = (Ours if kind == "ours" else Torch)(folder, recipe, list(options))
     if kind == "ours":
+        peer = Ours(folder, recipe, list(options))
         peer.save(folder / "weights.safetensors")
+    else:
+        from benchmarks.train_step.torch_peer import Torch
+
+        peer = Torch(folder, recipe, list(options))
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
     print(json.dumps({"ready": True}), file=reply, flush=True)
@@ -209,7 +145,7 @@ def worker(name: str, folder: Path, recipe_name: str) -> None:
         elif request.strip() == "matmul":
             answer["gflops"] = peer.matmul_gflops()
         elif request.strip() == "native":
-            answer["gflops"] = native_gflops()
+            answer["gflops"] = native_gflops(THREADS)
         elif request.strip() == "parts":
             answer["parts"] = peer.parts()
         print(json.dumps(answer), file=reply, flush=True)
@@ -224,12 +160,14 @@ class Peer:
         self.exact = not any("bfloat16" in x or "autocast" in x for x in PEERS[name][1])
         env = TUNED_MALLOC if PEERS[name][2] else {}
         threads = {"OMP_NUM_THREADS": str(THREADS), "GLOG_v": "3", "HF_HUB_OFFLINE": "1"}
+        root = str(Path(__file__).parents[2])
+        inherited = filter(None, [os.environ.get("PYTHONPATH")])
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", name, str(folder), "--recipe", recipe],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **threads, **env, "PYTHONPATH": str(Path(__file__).parents[2])},
+            env={**os.environ, **threads, **env, "PYTHONPATH": os.pathsep.join([root, *inherited])},
             cwd=folder,
         )
         self.seconds: list[float] = []
