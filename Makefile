@@ -4,6 +4,7 @@
 # and with more time:
 #   make cluster trains the tiny recipe on four processes in two layouts, draws output/cluster.png, and compiles
 #                a rank of the 105B recipe
+#   make claims           runs the quick commands behind the numbers of README and docs, and compares
 #   make test-torch          the comparisons with torch, which it installs
 #   make test-slow GROUP=... the long tests of a group; `make test-slow` lists the groups
 # Each takes MINDSPORE=2.10.0: with numpy 2, without MindFormers, in an environment of its own (.venv-2.10.0).
@@ -30,7 +31,7 @@ DOCS_READY  := $(VENV)/.ready-docs
 
 LIBRARIES := ops/libtelechat_ops.so tools/plan/native/libtelechat_planner.so
 
-.PHONY: train cluster test test-torch test-slow lint docs clean
+.PHONY: train cluster test test-torch test-slow claims lint docs clean
 
 train: $(TRAIN_READY) $(LIBRARIES)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
@@ -50,6 +51,9 @@ test-torch: $(TORCH_READY) $(LIBRARIES)
 test-slow: $(TORCH_READY) $(LIBRARIES)
 	$(PYTEST) --dist loadgroup --slow-group "$(GROUP)"
 
+claims: $(TORCH_READY) $(LIBRARIES)
+	$(BIN)/python -m benchmarks.claims
+
 lint: $(TEST_READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,6 +62,7 @@ lint: $(TEST_READY)
 docs: $(DOCS_READY)
 	$(BIN)/python -m telechat_moe.recipe.docs > docs/recipes.md
 	$(BIN)/python -m telechat_moe.recipe.json_schema > recipes/schema.json
+	$(BIN)/python -m benchmarks.claims --page
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir output/site
 
 clean:

@@ -22,8 +22,8 @@ def rows_of(files: list[str], device: str) -> list[MeasuredStep]:
     return [r for r in chosen if base_name(load_device(r.device or device).name) == device]
 
 
-def write(device: str, rows: list[MeasuredStep]) -> Path:
-    """Fit, and replace the `constants` block of the device's file."""
+def write(device: str, rows: list[MeasuredStep], out: Path | None = None) -> Path:
+    """Fit, and write the device's file with new `constants`: to ``out``, or in place if None."""
     problem = Problem(rows, load_device(device), device)
     constants, free = fit(problem), free_constants(rows, problem.device)
     counts = ", ".join(
@@ -47,8 +47,9 @@ def write(device: str, rows: list[MeasuredStep]) -> Path:
         file.read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
-    file.write_text(text.rstrip() + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
-    return file
+    out = out or file
+    out.write_text(text.rstrip() + "\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    return out
 
 
 def main() -> int:
@@ -56,8 +57,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", nargs="+")
     parser.add_argument("--device", required=True)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write here, not into the device's own file"
+    )
     args = parser.parse_args()
-    write(args.device, rows_of(args.tables, args.device))
+    write(args.device, rows_of(args.tables, args.device), args.out)
     return 0
 
 

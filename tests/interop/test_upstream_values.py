@@ -20,7 +20,7 @@ pytestmark = [
         importlib.util.find_spec("mindformers") is None, reason="mindformers is not installed"
     ),
 ]
-BOUND = 1e-5  # measured: losses 5e-7, gradients 4e-6
+LOSS, GRADIENT = 5e-6, 1e-5  # measured: 5e-7, 4e-6
 SCRIPT = Path(__file__).with_name("upstream_values.py")
 
 
@@ -38,13 +38,13 @@ def assert_same(found, names=("lm", "mtp", "aux")):
     ):
         assert ours > 0.01
         if name in names:
-            assert abs(ours - theirs) <= BOUND * ours, (name, ours, theirs)
+            assert abs(ours - theirs) <= LOSS * ours, (name, ours, theirs)
 
 
 def assert_same_gradients(found):
     assert found["gradients"]
     worst = max(found["gradients"].items(), key=lambda item: item[1])
-    assert worst[1] <= BOUND, worst
+    assert worst[1] <= GRADIENT, worst
 
 
 def assert_same_loads(found):

@@ -94,7 +94,7 @@ def test_loads_and_drops(case):
             assert not [n for n in counters if n.endswith("dropped")]
 
 
-def test_gradients_by_finite_differences(case):
+def test_gradients_by_finite_differences(case, record_property):
     """Each parameter's gradient along a random direction and along itself."""
     config, weights, batch, (_, gradients, _), _ = case
     rng = np.random.default_rng(5)
@@ -106,6 +106,7 @@ def test_gradients_by_finite_differences(case):
         slope = _slope(config, weights, batch, name, step * direction) / step
         errors[name] = abs(slope - (g * direction).sum()) / ((g**2).sum() or 1.0)
     worst = max(errors, key=errors.__getitem__)
+    record_property("finite differences", errors[worst])
     assert errors[worst] < GRADIENT, f"{worst}: relative error {errors[worst]:.1e}"
 
 

@@ -52,7 +52,7 @@ CONFIGS = {
     },
 }
 
-LOGITS, LOSS, GRADIENT = 2e-5, 1e-6, 1e-4
+LOGITS, LOSS, GRADIENT = 2e-5, 1e-6, 2e-5  # at most ten times what docs/performance.md says
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -69,26 +69,29 @@ def case(request, tmp_path_factory):
     return config, ours, hf_models.gradients(reference, batch)
 
 
-def test_logits(case):
+def test_logits(case, record_property):
     _, (_, logits, _), (_, expected, _) = case
     error = np.abs(logits - expected).max() / np.abs(expected).max()
+    record_property("logits", error)
     assert error < LOGITS
 
 
-def test_loss(case):
+def test_loss(case, record_property):
     _, ((lm, mtp, aux), _, _), (expected, _, _) = case
     error = abs(lm - expected) / expected
+    record_property("loss", error)
     assert error < LOSS
     assert (mtp, aux) == (0, 0)
 
 
-def test_gradients(case):
+def test_gradients(case, record_property):
     config, (_, _, ours), (_, _, expected) = case
     found = hf_models.to_hf_names(config, ours)
     # The experts' share of the selection bias is the only tensor without a gradient.
     assert set(found) == {n for n, g in expected.items() if g.size}
     errors = {n: _distance(g, expected[n]) for n, g in found.items()}
     worst = max(errors, key=errors.__getitem__)
+    record_property("gradient", errors[worst])
     assert errors[worst] < GRADIENT, f"{worst}: relative L2 {errors[worst]:.1e}"
 
 

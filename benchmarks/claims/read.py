@@ -1,0 +1,177 @@
+"""Read claims.yaml, find its quotes in the pages, and list the figures that no claim covers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("claims.yaml")
+STATUSES = ("verified", "unverified", "compiled only", "unsupported")
+FIGURE = re.compile(
+    r"\d(?:[\d,.]*\d)?(?:e-\d+\b| ?%| ?x\b| (?:times|s|ms|us|minutes?|hours?|[KMG]i?B|GB/s|points|tokens/s)\b)"
+    r"|\b\d[\d,]* of \d|\b(?:all|All) \d+ "
+)
+
+
+@dataclass(frozen=True)
+class Quote:
+    """Words of a page with the numbers that a command must print.
+
+    Attributes:
+        page: Path from the root.
+        text: Words of the page; without them the quote is a table.
+        printed: Its numbers in braces, in order.
+        read: A regular expression for each number, one group; the largest of all matches is measured.
+        within: How far measured may be from printed: ``printed`` (its last digit), ``2 %``, or ``at most``.
+        table: First words of a table's header.
+        seal: Digest of that table, so that an edit of it is seen.
+    """
+
+    page: str
+    text: str = ""
+    printed: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    within: str = "printed"
+    table: str = ""
+    seal: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One card of docs/verification.md; the keys are explained at the head of claims.yaml."""
+
+    id: str
+    claim: str
+    status: str
+    command: str = ""
+    quotes: tuple[Quote, ...] = ()
+    quick: float = 0
+    machine: str = ""
+    commit: str = ""
+    date: str = ""
+    note: str = ""
+
+
+def _quote(page: str, entry: Any) -> Quote:
+    if isinstance(entry, str):
+        entry = {"text": entry}
+    text = entry.get("text", "")
+    read = entry.get("read", ())
+    return Quote(
+        page,
+        " ".join(re.sub(r"\{([^{}]*)\}", r"\1", text).split()),
+        tuple(re.findall(r"\{([^{}]*)\}", text)),
+        (read,) if isinstance(read, str) else tuple(read),
+        str(entry.get("within", "printed")),
+        entry.get("table", ""),
+        str(entry.get("seal", "")),
+    )
+
+
+def claims(file: Path = FILE) -> list[Claim]:
+    """Return the claims of a file."""
+    found = []
+    for entry in yaml.safe_load(file.read_text(encoding="utf-8"))["claims"]:
+        pages: dict[str, Any] = entry.pop("pages", {})
+        quotes = [_quote(page, q) for page, listed in pages.items() for q in listed]
+        entry = {
+            key: str(value) if key in ("commit", "date") else value for key, value in entry.items()
+        }
+        found.append(Claim(**entry, quotes=tuple(quotes)))
+    return found
+
+
+def definitions(file: Path = FILE) -> dict[str, list[str]]:
+    """Return words of each page whose figures are constants, examples or sources; ``all`` is a whole page."""
+    return yaml.safe_load(file.read_text(encoding="utf-8"))["definitions"]
+
+
+def page_text(page: str) -> str:
+    """Return a page on one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def table(page: str, header: str) -> str:
+    """Return the table of a page whose header begins with these words, or no text."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith(header) and lines[i + 1].startswith("|-"):
+            rows = lines[i:]
+            end = next((j for j, row in enumerate(rows) if not row.startswith("|")), len(rows))
+            return "\n".join(rows[:end])
+    return ""
+
+
+def seal(text: str) -> str:
+    """Return the digest of a table."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def problems(found: list[Claim]) -> list[str]:
+    """Return what is wrong with the quotes: words or tables that a page no longer has."""
+    wrong = []
+    for claim in found:
+        if claim.status not in STATUSES:
+            wrong.append(
+                f"{claim.id}: status {claim.status!r}, expected one of {', '.join(STATUSES)}"
+            )
+        if claim.status == "verified" and not (claim.machine and claim.commit and claim.date):
+            wrong.append(f"{claim.id}: verified, but machine, commit or date is missing")
+        for quote in claim.quotes:
+            where = f"{claim.id}: {quote.page}"
+            if quote.table:
+                text = table(quote.page, quote.table)
+                if not text:
+                    wrong.append(f"{where} has no table with the header {quote.table!r}")
+                elif seal(text) != quote.seal:
+                    wrong.append(f"{where}: the table {quote.table!r} changed; measure it again ({claim.command}), "
+                                 f"then write date, commit and seal: {seal(text)}")  # fmt: skip
+            elif quote.text not in page_text(quote.page):
+                wrong.append(f"{where} does not say {quote.text!r}")
+            elif len(quote.read) not in (0, len(quote.printed)):
+                wrong.append(
+                    f"{where}: {len(quote.printed)} numbers in braces, {len(quote.read)} expressions"
+                )
+    return wrong
+
+
+def units(page: str) -> list[str]:
+    """Return the sentences and table rows of a page that hold a figure, outside code blocks."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    prose = "\n".join("" if line.startswith(("|", "#")) else line for line in text.splitlines())
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose):
+        rows += re.split(r"(?<=[.:;])\s+(?=[A-Z*`(])", " ".join(block.split()))
+    return [" ".join(row.split()) for row in rows if FIGURE.search(row)]
+
+
+def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> list[str]:
+    """Return the sentences and rows of a page that neither a claim nor a definition covers."""
+    quotes = [q for claim in found for q in claim.quotes if q.page == page]
+    tables = "\n".join(table(page, q.table) for q in quotes if q.table)
+    rows = {" ".join(line.split()) for line in tables.splitlines()}
+    texts = [q.text for q in quotes if q.text]
+    constants = [" ".join(words.split()) for words in constants or []]
+    return [
+        unit
+        for unit in units(page)
+        if unit not in rows
+        and not any(text in unit or unit in text for text in texts)
+        and not any(words == "all" or words in unit for words in constants)
+    ]
+
+
+def pages() -> list[str]:
+    """Return README and the pages of docs whose figures are written by hand."""
+    return [
+        "README.md",
+        *sorted(
+            f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md") if p.name != "verification.md"
+        ),
+    ]

@@ -1,0 +1,105 @@
+"""Every figure of the pages has a claim, every claim's words are in its page, and the comparison can fail."""
+
+import re
+
+import pytest
+
+from benchmarks.claims.__main__ import PAGE, compare, judge, page
+from benchmarks.claims.read import (
+    ROOT,
+    Quote,
+    claims,
+    definitions,
+    pages,
+    problems,
+    seal,
+    table,
+    uncovered,
+)
+
+CLAIMS = claims()
+
+
+def test_every_quote_is_in_its_page():
+    assert problems(CLAIMS) == []
+
+
+@pytest.mark.parametrize("name", pages())
+def test_every_figure_of_a_page_has_a_claim(name):
+    assert uncovered(name, CLAIMS, definitions().get(name)) == []
+
+
+def test_every_row_of_the_readmes_results_has_a_claim():
+    rows = table("README.md", "| what | result | machine").splitlines()[2:]
+    texts = [quote.text for claim in CLAIMS for quote in claim.quotes if quote.page == "README.md"]
+    assert len(rows) >= 6
+    assert [row for row in rows if not any(text in row for text in texts)] == []
+
+
+def test_the_page_of_cards_is_written_from_the_file():
+    assert PAGE.read_text(encoding="utf-8") == page(CLAIMS), (
+        "run python -m benchmarks.claims --page"
+    )
+    assert [
+        c.id for c in CLAIMS if c.status in ("verified", "compiled only") and not c.command
+    ] == []
+
+
+def test_an_edited_page_breaks_its_claim():
+    (claim,) = [c for c in CLAIMS if c.id == "plan-105b"]
+    quote = Quote("README.md", "search 35,629 layouts")
+    changed = type(claim)("x", "x", "unverified", "x", (quote,))
+    assert problems([changed]) == ["x: README.md does not say 'search 35,629 layouts'"]
+    text = table("README.md", "| what | result | machine")
+    sealed = Quote(
+        "README.md", table="| what | result | machine", seal=seal(text.replace("99.9", "99.8"))
+    )
+    assert (
+        "changed; measure it again"
+        in problems([type(claim)("x", "x", "unverified", "x", (sealed,))])[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("printed", "measured", "within", "good"),
+    [
+        ("5.9", 5.94, "printed", True),
+        ("5.9", 5.96, "printed", False),
+        ("35,628", 35628, "printed", True),
+        ("35,628", 35629, "printed", False),
+        ("2.1e-6", 1.9e-6, "at most", True),
+        ("2.1e-6", 2.2e-6, "at most", False),
+        ("2.1e-6", 2.14e-6, "printed", True),
+        ("100", 104, "5 %", True),
+        ("100", 106, "5 %", False),
+    ],
+)
+def test_a_measured_number_is_judged_by_its_tolerance(printed, measured, within, good):
+    assert judge(printed, measured, within) is good
+
+
+def test_what_a_command_does_not_print_is_no_pass():
+    quote = Quote("README.md", "gap 0", ("0",), ("gap: (\\d+)",))
+    assert compare(quote, "gap: 0\ngap: 3") == [("0", 3.0, False)]  # the largest
+    assert compare(quote, "nothing") == [("0", None, False)]
+
+
+def test_bounds_of_the_accuracy_tests_are_at_most_ten_times_the_claims():
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    said = re.search(
+        r"(?s)logits (\S+) of.*?loss (\S+), every.*?gradient (\S+) \(.*?AdamW steps (\S+)\. ", text
+    )
+    assert said
+    claimed = dict(
+        zip(("LOGITS", "LOSS", "GRADIENT", "TRAINED"), map(float, said.groups()), strict=True)
+    )
+    bounds: dict[str, float] = {}
+    for file in ("test_model_hf.py", "test_training_hf.py"):
+        source = (ROOT / "tests" / "model" / file).read_text(encoding="utf-8")
+        for names, values in re.findall(
+            r"(?m)^((?:[A-Z]+, )*[A-Z]+) = ([\de., -]*e-[\de., -]*?)\s+#", source
+        ):
+            bounds |= dict(zip(names.split(", "), map(float, values.split(", ")), strict=True))
+    assert set(claimed) <= set(bounds)
+    for name, value in claimed.items():
+        assert value < bounds[name] <= 10 * value, name
