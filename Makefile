@@ -7,7 +7,7 @@
 #   make claims           runs the quick commands behind the numbers of README and docs, and compares
 #   make test-torch          the comparisons with torch, which it installs
 #   make test-slow GROUP=... the long tests of a group; `make test-slow` lists the groups
-# Each takes MINDSPORE=2.10.0: with numpy 2, without MindFormers, in an environment of its own (.venv-2.10.0).
+# Each takes MINDSPORE=2.10.0: without MindFormers, in an environment of its own (.venv-2.10.0).
 
 TRAIN_2.9.0  := train
 TRAIN_2.10.0 := train210

@@ -1,6 +1,7 @@
 """The versions that this package is tested with, and those that are here. Imports none of the packages."""
 
 import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,26 @@ def mindformers_problem() -> str | None:
         f"MindFormers needs {needs} together; found {here}. "
         "Install them into an environment of their own: pip install 'telechat-moe[train,mindformers]'"
     )
+
+
+def require_bfloat16() -> None:
+    """Check that MindSpore has bfloat16 here: its wheels are compiled with NumPy 1 and have none under NumPy 2.
+
+    Raises:
+        BadInputError: What was found, what is expected, and how to install it.
+    """
+    numpy = installed("numpy")
+    if numpy and not numpy.startswith("1."):
+        raise BadInputError(
+            f"MindSpore is compiled with NumPy 1 and has no bfloat16 under NumPy 2; found numpy {numpy}, "
+            "expected 1.26: pip install 'numpy<2'"
+        )
+
+
+def warn_of_mindformers() -> None:
+    """Say on stderr that MindFormers cannot run here, if so: what is asked for is right for another machine."""
+    if problem := mindformers_problem():
+        sys.stderr.write(f"warning: {problem}\n")
 
 
 def require_mindformers() -> None:

@@ -12,11 +12,13 @@ import pytest
 from telechat_moe import versions
 from telechat_moe.cli import main
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph import simulated_device
 from telechat_moe.interop.mindformers_config import PLUGIN
 from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 
 ROOT = Path(__file__).parents[1]
 OTHER = "2.10.0"
+RECIPE = "telechat3_moe/pretrain_tiny.yaml"
 PAIR = {"mindformers": "1.9.0", "mindspore": "2.9.0", "numpy": "1.26.4"}
 
 
@@ -28,10 +30,11 @@ def here(monkeypatch, **found):
     "found",
     [{}, {"mindspore": "2.9.1"}, {"numpy": "1.22.0"}],
 )
-def test_a_pair_that_mindformers_runs_with(found, monkeypatch):
+def test_a_pair_that_mindformers_runs_with(found, monkeypatch, capsys):
     here(monkeypatch, **found)
-    assert versions.mindformers_problem() is None
     versions.require_mindformers()
+    versions.warn_of_mindformers()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -54,11 +57,22 @@ def test_other_pairs_are_refused_with_what_is_found_and_needed(found, said, monk
     with pytest.raises(BadInputError, match="MindFormers needs"):
         runpy.run_path(str(next(PLUGIN.glob("telechat_moe_plugin.py"))))
     with pytest.raises(BadInputError, match="MindFormers needs"):
-        compile_mindformers("telechat3_moe/pretrain_105b_a4b_4k.yaml", [0])
+        compile_mindformers(RECIPE, [0])
     assert main(["plugin-path"]) == 0
     printed = capsys.readouterr()
     assert Path(printed.out.strip()).is_dir()
     assert printed.err == f"warning: {caught.value}\n"
+    for use, warning in (("mindformers", printed.err), ("dryrun", "")):
+        assert main(["check", RECIPE, "--for", use]) in (0, 1)  # what it finds in the recipe
+        assert capsys.readouterr().err == warning
+
+
+def test_numpy_2_is_refused_where_bfloat16_is_needed(monkeypatch):
+    here(monkeypatch)
+    versions.require_bfloat16()
+    here(monkeypatch, numpy="2.4.6")
+    with pytest.raises(BadInputError, match=r"found numpy 2.4.6, expected 1.26: pip install"):
+        simulated_device.library()
 
 
 def test_a_checkout_before_the_installed_one(tmp_path, monkeypatch):
@@ -76,7 +90,7 @@ def test_a_checkout_before_the_installed_one(tmp_path, monkeypatch):
 def test_extras_install_what_is_tested():
     text = (ROOT / "pyproject.toml").read_text()
     for version, extra in versions.MINDSPORE.items():
-        assert f'\n{extra} = [\n    "mindspore=={version}"' in text
+        assert f'\n{extra} = [\n    "mindspore=={version}",\n    "numpy<2"' in text
         assert f"TRAIN_{version}" in (ROOT / "Makefile").read_text()
     assert f'mindformers = ["mindformers=={versions.MINDFORMERS}"]' in text
 
@@ -100,4 +114,4 @@ def test_the_suite_on_the_other_mindspore():
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     assert said[0] == OTHER
-    assert said[1].startswith("2.")
+    assert said[1].startswith("1.26")

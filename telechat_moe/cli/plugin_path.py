@@ -1,10 +1,10 @@
 """`telechat-moe plugin-path`: the folder that MindFormers loads our model from."""
 
 import argparse
-import sys
 
 from telechat_moe.cli.output import write_json
 from telechat_moe.cli.verb import Verb
+from telechat_moe.versions import warn_of_mindformers
 
 NOTES = """\
 run_mindformer.py comes with MindFormers' repository, not with its wheel. Without it:
@@ -20,10 +20,8 @@ msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True run_min
 def run(args: argparse.Namespace) -> int:
     """Print the folder."""
     from telechat_moe.interop.mindformers_config import PLUGIN
-    from telechat_moe.versions import mindformers_problem
 
-    if problem := mindformers_problem():
-        sys.stderr.write(f"warning: {problem}\n")
+    warn_of_mindformers()
     if not write_json(args.json, {"path": str(PLUGIN)}):
         print(PLUGIN)
     return 0

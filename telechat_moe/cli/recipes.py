@@ -12,6 +12,7 @@ from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 from telechat_moe.units import count_text, gib_text
+from telechat_moe.versions import warn_of_mindformers
 
 if TYPE_CHECKING:
     from telechat_moe.recipe import ModelConfig, Problem, Recipe
@@ -225,6 +226,8 @@ def run_check(args: argparse.Namespace) -> int:
     report: list[dict[str, Any]] = []
     lines: list[str] = []
     missing = False
+    if args.use == "mindformers":
+        warn_of_mindformers()
     for name in args.recipes:
         found, problems = _problems(name, args)
         missing = missing or not found

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.versions import MINDSPORE
+from telechat_moe.versions import MINDSPORE, require_bfloat16
 
 SOURCE = Path(__file__).with_name("simulated_device.cc")
 WORLD = "hccl_world_group"
@@ -29,8 +29,9 @@ def library() -> Path:
     """Return the compiled library; compile it at first use (2 s), keep it in the user's cache folder.
 
     Raises:
-        BadInputError: No compiler, no headers of MindSpore, or the compiler failed.
+        BadInputError: NumPy 2, no compiler, no headers of MindSpore, or the compiler failed.
     """
+    require_bfloat16()
     package, found = _mindspore(), version("mindspore")
     text = SOURCE.read_bytes()
     key = hashlib.sha256(text + found.encode() + str(package).encode()).hexdigest()[:16]
