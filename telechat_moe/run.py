@@ -201,9 +201,10 @@ def _train_rank(recipe: Recipe, args: argparse.Namespace, control: Control, rank
     if recipe.devices == 1:
         _train(recipe, args, ranks)
         return
-    from telechat_moe.launch.job import check_sharded
+    from telechat_moe.interop import hf
+    from telechat_moe.train import preflight
 
-    check_sharded(recipe)
+    preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
     if rank == 0 and not args.nonce:
         compile_in_subprocess(args.recipe, args.overrides)
     control.barrier("compiled", rank, recipe.devices, COMPILE_S)

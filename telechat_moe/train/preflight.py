@@ -19,11 +19,12 @@ from telechat_moe.errors import TelechatMoeError, UsageError
 from telechat_moe.recipe import Problem, Recipe, RecipeError
 from telechat_moe.recipe.data_path import parse_data_path
 from telechat_moe.sharding.recipe import mesh_of
-from telechat_moe.train.start import Start, folder_of, misfits, start_of
+from telechat_moe.train.start import Start, exists, folder_of, misfits, start_of
 
 T = TypeVar("T")
 DATA = "train_dataset.data_loader"
 VALID = "telechat_moe.evaluation.data_path"
+_LONGEST_NAME = 255
 _DEVICE_FILES = {"Ascend": "davinci[0-9]*", "GPU": "nvidia[0-9]*"}
 
 
@@ -78,7 +79,7 @@ def examine(
     except RecipeError as error:
         return None, error.problems
     look = _Look(recipe)
-    look.problems += [*device(recipe), *_output(recipe)]
+    look.problems += [*device(recipe), *_folders(recipe)]
     loader = look.data()
     start = look.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
     if start is not None:
@@ -111,16 +112,20 @@ def device(recipe: Recipe) -> list[Problem]:
     return problems
 
 
-def _output(recipe: Recipe) -> Iterator[Problem]:
+def _folders(recipe: Recipe) -> Iterator[Problem]:
     root = folder_of(recipe).absolute()
-    there = next(path for path in (root, *root.parents) if path.exists())
-    reason = "is not a folder"
+    there = next(path for path in (root, *root.parents) if exists(path))
+    reason = f"{there} is not a folder"
     if there.is_dir():
-        reason = "" if os.access(there, os.W_OK | os.X_OK) else "cannot be written"
+        reason = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
+    if len(max(root.parts, key=len).encode()) > _LONGEST_NAME:
+        reason = f"{recipe.output_dir}: a name of more than {_LONGEST_NAME} bytes"
     if reason:
-        yield recipe.problem(
-            "output_dir", f"{there} {reason}", "a folder that can be made and written"
-        )
+        yield recipe.problem("output_dir", reason, "a folder that can be made and written")
+    model = recipe.pretrained_model_dir
+    if model and not exists(Path(model) / "config.json"):
+        found = f"{model}: no config.json there"
+        yield recipe.problem("pretrained_model_dir", found, "the Hugging Face folder of the model")
 
 
 class _Look:
@@ -177,7 +182,7 @@ class _Look:
     def _manifest(self, key: str, prefix: Path) -> None:
         """Compare the tokenizer of a dataset with the recipe."""
         path, recipe = prefix.parent / MANIFEST, self.recipe
-        if not path.exists():
+        if not exists(path):
             return
         try:
             given = json.loads(path.read_bytes())
@@ -201,7 +206,7 @@ class _Look:
         """Look at what the data would be built from."""
         corpus = self.recipe.telechat_moe.corpus
         for index, path in enumerate(corpus.paths):
-            if not Path(path).exists():
+            if not exists(Path(path)):
                 key = f"telechat_moe.corpus.paths.{index}"
                 self.say(
                     key, f"{path}: no such file or folder", "text for `telechat-moe data build`"

@@ -91,6 +91,9 @@ def _asked(recipe: Recipe, root: Path) -> Start:
     """Return how the recipe alone wants to begin."""
     named, given = recipe.resume_training, recipe.load_checkpoint
     if not given and not named:
+        model = Path(recipe.pretrained_model_dir)  # as MindFormers does
+        if recipe.pretrained_model_dir and exists(model) and list(model.glob("*.safetensors")):
+            return Start("weights", "pretrained_model_dir", model)
         return Start("random")
     key = "resume_training" if isinstance(named, str) or not given else "load_checkpoint"
 
@@ -101,7 +104,7 @@ def _asked(recipe: Recipe, root: Path) -> Start:
     if not given and named is True and not folder.list_checkpoints(root):
         found = f"True, but {root} holds no checkpoint and load_checkpoint is empty"
         raise refuse(found, "a checkpoint in load_checkpoint, or False")
-    if not path.exists():
+    if not exists(path):
         expected = "weights, or a checkpoint such as RUN/checkpoints/step-00001000"
         raise refuse(f"{path}: no such file or folder", expected)
     newest = None if isinstance(named, str) else _newest(path)
@@ -120,10 +123,10 @@ def _asked(recipe: Recipe, root: Path) -> Start:
 def _named(recipe: Recipe, name: str, root: Path) -> Path:
     """Return the checkpoint that a text in `resume_training` names."""
     if not recipe.load_checkpoint:
-        return root / name if (root / name).exists() else Path(name)
+        return root / name if exists(root / name) else Path(name)
     given = Path(recipe.load_checkpoint)
-    path = given if given.name == name or not given.exists() else given / name
-    if not _is_in(path, given):
+    path = given if given.name == name or not exists(given) else given / name
+    if exists(path) and not _is_in(path, given):
         found = f"{name} is not in load_checkpoint ({given})"
         expected = "the name of a checkpoint in that folder, or a path and load_checkpoint empty"
         raise RecipeError([recipe.problem("resume_training", found, expected)])
@@ -136,7 +139,7 @@ def _newest(root: Path) -> Path | None:
     Raises:
         BadInputError: All are broken.
     """
-    found = folder.list_checkpoints(root) if root.is_dir() else []
+    found = folder.list_checkpoints(root) if exists(root) and root.is_dir() else []
     broken: list[str] = []
     for path in found:
         problem = manifest.incomplete(path)
@@ -148,6 +151,14 @@ def _newest(root: Path) -> Path | None:
             f"no usable checkpoint in {root}, all {len(broken)} are broken:\n" + "\n".join(broken)
         )
     return None
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is something at a path; one that no file can have (too long) is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _is_in(path: Path | None, folder: Path) -> bool:

@@ -232,12 +232,14 @@ def test_without_restarts_the_run_ends_and_says_how_to_go_on(
 
 
 def test_a_worker_s_message_and_exit_code_are_the_launch_s(
-    prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"load_checkpoint": str(prepared / "nothing")}
+    broken = mini.flipped_weights(tmp_path, mini.arguments(data, prepared))
+    changes = {"load_checkpoint": str(broken)}
     assert main(launch(data, prepared, "--restart", "3", **changes)) == 3
     said = capsys.readouterr().err
-    assert str(prepared / "nothing") in said
+    assert f"broken checkpoint {broken}" in said
+    assert "checksum differs" in said
     assert "restart 1" not in said  # it would say the same again
 
 

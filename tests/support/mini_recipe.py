@@ -4,7 +4,10 @@ from pathlib import Path
 
 import numpy as np
 
+from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import write_indexed
+from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights
 
 STEPS = 12
 SPREAD = {"use_parallel": True, "parallel__parallel_mode": 1, "parallel__full_batch": True}
@@ -48,6 +51,18 @@ def write_data(folder: Path, seed: int = 0) -> Path:
     for name in ("train", "valid"):
         write_indexed(folder / name, documents, np.dtype(np.uint16))
     return folder
+
+
+def flipped_weights(folder: Path, arguments: list[str]) -> Path:
+    """Write weights for a recipe as a checkpoint, with one bit flipped, which only its checksum shows."""
+    config = load(arguments[1], arguments[4::2]).model_config
+    model = {w.name: np.ones(w.shape, np.float32) for w in weights(config)}
+    path = checkpoint.save(folder / "flipped", 1, {"model": model}, {})
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    return path
 
 
 def arguments(data: Path, output: Path, **changes: object) -> list[str]:

@@ -157,6 +157,15 @@ def test_the_manifest(place: Path) -> None:
     assert "manifest.json: cannot be read" in only(place).found
 
 
+@pytest.mark.parametrize(
+    "key", ["load_checkpoint", "output_dir", "resume_training", "pretrained_model_dir"]
+)
+def test_names_that_no_file_can_have(place: Path, key: str) -> None:
+    (place / "loop").symlink_to(place / "loop")
+    for name in ("x" * 300, str(place / "loop")):
+        assert only(place, **{key: name}).key == key
+
+
 def test_the_tokenizer_that_the_sample_needs(place: Path) -> None:
     sample = {"telechat_moe__sample": "{prompts: [a]}"}
     assert only(place, **sample).key == "telechat_moe.sample"

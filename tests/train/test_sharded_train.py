@@ -281,12 +281,13 @@ def test_a_process_that_dies_at_birth_ends_all(tmp_path: Path) -> None:
 
 
 def test_a_message_of_a_process_is_the_message_of_the_command(
-    prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, prepared: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {**SAME, "load_checkpoint": str(prepared / "nothing")}
+    broken = mini.flipped_weights(tmp_path, mini.arguments(data, prepared))
+    changes = {**SAME, "load_checkpoint": str(broken)}
     job = prepared / ".job"
     assert main(mini.arguments(data, prepared, **changes, **DP2_EP2)) == 3
-    assert str(prepared / "nothing") in capsys.readouterr().err
+    assert f"broken checkpoint {broken}" in capsys.readouterr().err
     assert job.exists()
 
 

@@ -67,7 +67,7 @@ def happens(place: Path, start: Start) -> str:
     return "that run goes on" if start.here else "step, optimizer and data go on from it"
 
 
-@pytest.mark.parametrize("case", product(OUTPUT, FLAG, LOAD, RESUME), ids=", ".join)
+@pytest.mark.parametrize("case", list(product(OUTPUT, FLAG, LOAD, RESUME)), ids=", ".join)
 def test_the_table_of_the_docs(place: Path, case: tuple[str, ...]) -> None:
     """The first row that fits says what happens."""
     expected = next(
@@ -109,3 +109,12 @@ def test_the_note_says_what_is_not_read(place: Path) -> None:
 def test_the_folder_of_a_run_is_not_its_checkpoints(place: Path) -> None:
     with pytest.raises(BadInputError, match=re.escape(f"did you mean '{place}/other/checkpoints'")):
         start_of(load(TINY, [f"load_checkpoint={place}/other", f"output_dir={place}/fresh"]))
+
+
+def test_a_pretrained_model_s_weights_are_loaded_where_nothing_else_is(place: Path) -> None:
+    settings = [f"pretrained_model_dir={place}/hf", f"output_dir={place}/fresh"]
+    assert start_of(load(TINY, settings)).kind == "random"
+    (place / "hf/model.safetensors").write_bytes(b"")
+    start = start_of(load(TINY, settings))
+    (place / "hf/model.safetensors").unlink()
+    assert (start.kind, start.key, start.path) == ("weights", "pretrained_model_dir", place / "hf")

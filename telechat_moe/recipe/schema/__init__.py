@@ -68,13 +68,14 @@ class Recipe:
     """Run on more than one device."""
 
     load_checkpoint: str = ""
-    """Checkpoint to start from. Empty: none."""
+    """What to start from: weights, a checkpoint, or a Hugging Face folder. Empty: none."""
 
     resume_training: bool | Text = False
-    """Go on with the step and optimizer of `load_checkpoint`; a text names the checkpoint."""
+    """Go on with the step, optimizer and data of `load_checkpoint`, or of the run in `output_dir` where that is
+    empty; a text names the checkpoint."""
 
     pretrained_model_dir: str = ""
-    """Hugging Face folder that gives dimensions and weights. Empty: none."""
+    """Hugging Face folder that gives dimensions and, without `load_checkpoint`, weights. Empty: none."""
 
     use_skip_data_by_global_norm: bool = False
     """Skip the update of steps whose gradient norm is not below
