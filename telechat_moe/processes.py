@@ -33,6 +33,7 @@ from telechat_moe.files import check_private, keep_others_out
 P = ParamSpec("P")
 T = TypeVar("T")
 CONTROL = "control"
+SCHEDULER = "scheduler"
 BEAT_S = 1.0
 SILENCE_S = 20.0  # MindSpore's own scheduler gives up after half a minute without saying which
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
@@ -123,6 +124,15 @@ def state(pid: int) -> str | None:
     return None if found == psutil.STATUS_ZOMBIE else found
 
 
+def exit_code(pid: int) -> int:
+    """Return how a process ended that nobody has waited for yet, minus the signal that killed it; 0 if not known."""
+    try:
+        status = int(Path(f"/proc/{pid}/stat").read_text().rsplit(maxsplit=1)[1])
+    except (OSError, ValueError):  # waited for, or no Linux
+        return 0
+    return os.waitstatus_to_exitcode(status)
+
+
 def processor_seconds(pid: int) -> float:
     """Return the seconds that a process has computed, 0 if it is gone."""
     import psutil
@@ -188,7 +198,7 @@ class Control:
 
         nonce          random text that only this run's processes know
         task.json      what the processes do, where their command does not say it
-        rank_N.pid     written when a process starts
+        rank_N.pid     written when a process starts (scheduler.pid: MindSpore's scheduler)
         rank_N.beat    touched every second while its interpreter runs
         rank_N.at      its position in the run
         rank_N.done    it ended well
@@ -257,19 +267,19 @@ class Control:
         """Return whether the user wants to stop."""
         return (self.folder / "stop").exists()
 
-    def begin(self, rank: int) -> None:
-        """Register this process and let it give signs of life while its interpreter runs."""
-        self.write(f"rank_{rank}.pid", str(os.getpid()))
-        beat((self.folder / f"rank_{rank}.beat").touch)
+    def begin(self, name: str) -> None:
+        """Register this process, ``rank_N`` or ``scheduler``; it gives signs of life while its interpreter runs."""
+        self.write(f"{name}.pid", str(os.getpid()))
+        beat((self.folder / f"{name}.beat").touch)
 
     def set_position(self, rank: int, where: str) -> None:
         """Note where in the run a process is, for the message should it hang there."""
         (self.folder / f"rank_{rank}.at").write_text(where, encoding="utf-8")
 
-    def sign_of_life(self, rank: int) -> int:
+    def sign_of_life(self, name: str) -> int:
         """Return a number that changes as long as a process lives; 0 before it has begun."""
         try:
-            return (self.folder / f"rank_{rank}.beat").stat().st_mtime_ns
+            return (self.folder / f"{name}.beat").stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 

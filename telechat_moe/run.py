@@ -26,7 +26,7 @@ from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
 from telechat_moe.launch.commands import environment
 from telechat_moe.launch.rank import is_scheduler, meet, run_supervised
-from telechat_moe.processes import CONTROL, Control, RankFailedError, die_with_parent
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, RankFailedError, die_with_parent
 from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.train.ranks import Ranks
@@ -96,16 +96,19 @@ def _run(args: argparse.Namespace) -> int:
     check_processes(recipe, processes, under_msrun=role is not None)
     if not args.allow_outside:
         check_written_paths(recipe)
+    control = Control((Path(recipe.output_dir) / ".job").absolute() / CONTROL)
     if role:
         die_with_parent()
+    if args.nonce and is_scheduler():  # with it the control folder
+        control.begin(SCHEDULER)
     if through == "mindformers":
-        return _through_mindformers(args, recipe, processes if role else 0)
+        return _through_mindformers(args, recipe, control, processes if role else 0)
     if not role:
         return 0 if _train(recipe, args, Ranks()).finished else 130
     if is_scheduler():
         meet()
         return 0
-    return _as_worker(recipe, args, processes)
+    return _as_worker(recipe, args, control, processes)
 
 
 def default_trainer(recipe: Recipe) -> str:
@@ -140,10 +143,8 @@ def check_processes(recipe: Recipe, processes: int, *, under_msrun: bool) -> Non
     )
 
 
-def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
+def _as_worker(recipe: Recipe, args: argparse.Namespace, control: Control, processes: int) -> int:
     """Train as one of several processes."""
-    job = (Path(recipe.output_dir) / ".job").absolute()
-    control = Control(job / CONTROL)
     if args.nonce:  # with it the control folder; the launcher watches us from the first moment
         control.check_nonce(args.nonce)
         rank = int(os.environ["RANK_ID"])
@@ -163,7 +164,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
         try:
             if rank == 0:
                 held.enter_context(only_launch(Path(recipe.output_dir)))
-            _agree(job, control, rank)
+            _agree(control, rank)
         except TelechatMoeError as error:
             sys.stderr.write(f"error: {error}\n")
             sys.stderr.flush()
@@ -171,7 +172,7 @@ def _as_worker(recipe: Recipe, args: argparse.Namespace, processes: int) -> int:
         return run_supervised(control, rank, lambda: _train_rank(recipe, args, control, rank))
 
 
-def _agree(job: Path, control: Control, rank: int) -> None:
+def _agree(control: Control, rank: int) -> None:
     """Make a new control folder on rank 0; wait for it on the others.
 
     What an earlier run left there must not be taken for this one's, so rank 0 draws a nonce and tells it to the others
@@ -186,7 +187,7 @@ def _agree(job: Path, control: Control, rank: int) -> None:
     total = SumOverProcesses()(Tensor(np.array(mine, np.float32))).asnumpy()  # exact: below 2^24
     nonce = "".join(f"{int(x):05x}" for x in total)
     if rank == 0:
-        Control.fresh(job, nonce)
+        Control.fresh(control.folder.parent, nonce)
         return
     deadline = time.monotonic() + 300.0
     while control.read("nonce") != nonce:
@@ -248,7 +249,9 @@ def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
         raise RankFailedError(f"the graphs could not be compiled: {message}", done.returncode)
 
 
-def _through_mindformers(args: argparse.Namespace, recipe: Recipe, processes: int) -> int:
+def _through_mindformers(
+    args: argparse.Namespace, recipe: Recipe, control: Control, processes: int
+) -> int:
     """Let MindFormers' Trainer do the work of this process."""
     if args.overwrite:
         raise UsageError(
@@ -269,7 +272,6 @@ def _through_mindformers(args: argparse.Namespace, recipe: Recipe, processes: in
         do()
         return 0
     rank = int(os.environ["RANK_ID"])
-    control = Control((Path(recipe.output_dir) / ".job").absolute() / CONTROL)
     control.check_nonce(args.nonce)
     control.set_position(rank, "in MindFormers")
     return run_supervised(control, rank, do, can_stop=False)

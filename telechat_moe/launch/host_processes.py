@@ -22,12 +22,14 @@ from telechat_moe.files import keep_others_out
 from telechat_moe.launch.commands import LaunchNode, environment
 from telechat_moe.processes import (
     CONTROL,
+    SCHEDULER,
     Control,
     HangDetector,
     RankDiedError,
     RankFailedError,
     death,
     end,
+    exit_code,
     reasons,
     start,
     state,
@@ -123,7 +125,7 @@ class HostProcesses:
             self.tail.show()
 
     def _watch(self) -> None:
-        found_at, dead = 0.0, None
+        found_at, dead, code = 0.0, None, 0
         while True:
             self.tail.show()
             if self._finished():
@@ -132,12 +134,14 @@ class HostProcesses:
                 raise RankDiedError("nobody waits for these processes any more", is_echo=True)
             self._raise_failed()
             self._raise_hanging()
+            self._raise_for_scheduler()
             if dead is None:  # the first one: msrun kills the others when it sees it
                 dead, found_at = self._dead(), time.monotonic()
+                code = exit_code(int(self._reports("pid").get(dead, 0))) if dead is not None else 0
             # Give the dead one's last words a moment to reach the disk.
             elif time.monotonic() - found_at > POLL_S * 3:
                 self._raise_failed()
-                raise RankDiedError(self._obituary(dead))
+                raise RankDiedError(self._obituary(dead, code))
             time.sleep(POLL_S)
 
     def _reports(self, what: str) -> dict[int, str]:
@@ -176,12 +180,30 @@ class HostProcesses:
         for rank, pid in self._reports("pid").items():
             if rank not in begun or rank in done:
                 continue
-            hangs = self.detector.hangs(int(pid), self.control.sign_of_life(rank))
+            hangs = self.detector.hangs(int(pid), self.control.sign_of_life(f"rank_{rank}"))
             if hangs and (found := state(int(pid))):
                 raise RankDiedError(
                     f"rank {rank} (process {pid}) hangs{self._where()}: its state is {found}, it has not moved for "
                     f"{self.silence_s:.0f} s; all processes were ended{self._positions()}; {self._last_lines(rank)}"
                 )
+
+    def _raise_for_scheduler(self) -> None:
+        """Name MindSpore's scheduler before the ranks miss it, who would only say "AllReduce launch failed"."""
+        pid = int(self.control.read(f"{SCHEDULER}.pid") or 0)
+        if self.node.number or not pid or self._finished() or self._dead() is not None:
+            return
+        found = state(pid)
+        if found is None:
+            code = exit_code(pid)
+            how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
+        elif self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER)):
+            how = f"hangs: its state is {found}, it has not moved for {self.silence_s:.0f} s"
+        else:
+            return
+        raise RankDiedError(
+            f"MindSpore's scheduler (process {pid}) {how}{self._where()}; without it the ranks cannot go on; all "
+            f"processes were ended; its log is {self.logs / 'scheduler.log'}"
+        )
 
     def _positions(self) -> str:
         """Say where in the run each process was, if they differ."""
@@ -204,7 +226,8 @@ class HostProcesses:
     def _msrun_log(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def _obituary(self, rank: int) -> str:
+    def _obituary(self, rank: int, code: int) -> str:
+        """Say how a rank ended; ``code``: what was left of it when it was found, 0 if msrun had waited for it."""
         text = self._msrun_log()
         last = "\n".join(text.splitlines()[-LAST_LINES:])
         if rank < 0:
@@ -215,7 +238,7 @@ class HostProcesses:
                 lines += f"\nmsrun says:\n{last}"
             return f"rank {rank} did not start{self._where()}; {lines}"
         seen = _DEATH.search(text)
-        code = int(seen[2]) if seen else 0
+        code = code or (int(seen[2]) if seen else 0)
         how = f"was killed by {death(code)}" if code < 0 else "died"
         how += f" with exit code {code}" if code > 0 else ""
         return f"rank {rank} (process {pid}) {how}{self._where()}; all other processes were ended; {lines}"

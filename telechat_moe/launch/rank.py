@@ -16,7 +16,7 @@ from pathlib import Path
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.files import check_private, keep_others_out
 from telechat_moe.launch.affinity import use_cores
-from telechat_moe.processes import CONTROL, Control, describe_failure, die_with_parent
+from telechat_moe.processes import CONTROL, SCHEDULER, Control, describe_failure, die_with_parent
 
 
 def is_scheduler() -> bool:
@@ -29,11 +29,12 @@ def main(job: Path) -> int:
     keep_others_out()
     use_cores(int(os.environ["MS_WORKER_NUM"]), 0, bind=False)
     die_with_parent()
+    control = Control(job / CONTROL)
     if is_scheduler():
+        control.begin(SCHEDULER)
         meet()
         return 0
     rank = int(os.environ["RANK_ID"])
-    control = Control(job / CONTROL)
 
     def work() -> None:
         from telechat_moe.launch.sharded_run import run_rank
@@ -55,7 +56,7 @@ def run_supervised(
     Args:
         can_stop: It looks whether it should stop between two steps.
     """
-    control.begin(rank)
+    control.begin(f"rank_{rank}")
 
     # All processes must stop after the same step, so one that is asked to asks for all.
     def stop(number: int, frame: object) -> None:
@@ -67,9 +68,10 @@ def run_supervised(
     try:
         work()
     except BaseException as error:
-        traceback.print_exc()
         if isinstance(error, TelechatMoeError):
             sys.stderr.write(f"error: {error}\n")
+        else:
+            traceback.print_exc()
         sys.stderr.flush()
         said = describe_failure(error)
         control.write(f"rank_{rank}.failed", json.dumps(said))

@@ -21,7 +21,7 @@ from telechat_moe.launch.affinity import Topology
 from telechat_moe.launch.commands import LaunchNode, check_port, make_nodes, remote
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
-from telechat_moe.processes import Control, RankFailedError, stop_on_signal
+from telechat_moe.processes import Control, RankFailedError, exit_code, stop_on_signal
 from telechat_moe.recipe import load
 from telechat_moe.units import ranges_text
 
@@ -379,6 +379,22 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("x")
     assert check_private(path) == path
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL),
+        ("import os; os.abort()", -signal.SIGABRT),
+        ("import sys; sys.exit(3)", 3),
+    ],
+)
+def test_how_a_process_ended_is_known_before_its_parent_asks(code: str, expected: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert exit_code(process.pid) == expected
+    assert exit_code(process.pid) == 0  # it was waited for
 
 
 # ------------------------------------------------------------------------------ restarts
