@@ -283,7 +283,7 @@ def front_chart(
     others: Sequence[tuple[float, float, str]],
     labels: tuple[str, str],
 ) -> Html:
-    """Return a chart of points (x, y, tip): those of a front joined by a line, the others grey."""
+    """Return a chart of points (x, y, tip): those of a front numbered and joined by a line, the others grey."""
     points = [*front, *others]
     if not points:
         return Html("")
@@ -294,5 +294,9 @@ def front_chart(
     parts = [axes.grid(across, said, labels=labels)]
     parts += [axes.dot(x, y, "other", 3, tip) for x, y, tip in others]
     parts.append(axes.line([p[0] for p in front], [p[1] for p in front], "target"))
-    parts += [axes.dot(x, y, "chosen", 5, tip) for x, y, tip in front]
+    for number, (x, y, tip) in enumerate(front, 1):
+        parts.append(axes.dot(x, y, "chosen", 5, tip))
+        parts.append(
+            f"<text class=name x={axes.x(x):.1f} y={axes.y(y) + 19:.1f} text-anchor=middle>{number}</text>"
+        )
     return axes.draw(parts, f"{labels[1]} over {labels[0]}")

@@ -18,7 +18,7 @@ from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
 from telechat_moe.units import ranges_text, size_text
 
-LANE, UNIT = 26, 22
+LANE, UNIT, WIDTH = 26, 22, 1040
 
 
 def page(result: dict[str, Any], difference: dict[str, Any] | None = None) -> str:
@@ -140,21 +140,24 @@ def _timeline(result: dict[str, Any]) -> str:
     length = max((slot.end for slots in lanes.values() for slot in slots), default=1)
     names = [f"stage {s['stage']}, rank {s['rank']}" for s in result["stages"]]
     left = 12 + 7 * max(map(len, names))
-    width, height = left + length * UNIT + 8, LANE * len(lanes) + 6
+    unit = max(8.0, min(UNIT, (WIDTH - left - 8) / length))  # beyond, the drawing scrolls
+    width, height = left + length * unit + 8, LANE * len(lanes) + 6
     drawn = []
     for lane, slots in enumerate(lanes.values()):
         top = lane * LANE + 3
         drawn.append(f"<text x=0 y={top + 16} class=name>{names[lane]}</text>")
         for slot in slots:
-            x, w = left + slot.start * UNIT, (slot.end - slot.start) * UNIT
+            x, w = left + slot.start * unit, (slot.end - slot.start) * unit
             chunk = f".{slot.event.chunk}" if slot.event.chunk else ""
+            said = f"{slot.event.micro}{chunk}"
+            text = f"<text x={x + w / 2:g} y={top + 15} class=inside>{said}</text>"
             fade = " fill-opacity=.6" if slot.event.chunk else ""
             drawn.append(
                 f"<g><title>{escape(str(slot.event))}</title><rect x={x:g} y={top} width={w - 1:g} height={LANE - 5} "
                 f"rx=2 fill='var(--{slot.event.kind})'{fade} />"
-                f"<text x={x + w / 2:g} y={top + 15} class=inside>{slot.event.micro}{chunk}</text></g>"
+                f"{text if w > 7 * len(said) else ''}</g>"
             )
-    text = "".join(
+    orders_text = "".join(
         f"<p class=mono><b>stage {s['stage']}</b> {escape(s['order_text'])}</p>"
         for s in result["stages"]
     )
@@ -163,12 +166,12 @@ def _timeline(result: dict[str, Any]) -> str:
         "the number is the micro-batch, .1 a second chunk of layers",
     )
     drawing = html.svg(width, height, drawn, "order of the micro-batches")
-    said = (
+    words = (
         "in words: F forward, B backward, sf rf send and receive an activation, sb rb a gradient, "
         "> the other rank"
     )
     note = "The order is the graph's; drawn as if a forward took 1, a backward 2 and a transfer no time."
     return (
         f"{keys}<div class=scroll>{drawing}</div><p class=soft>{note}</p>"
-        f"{html.details(said, Html(text))}"
+        f"{html.details(words, Html(orders_text))}"
     )

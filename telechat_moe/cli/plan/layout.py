@@ -10,7 +10,7 @@ from telechat_moe.cli.output import show_table, write_json, write_text
 from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
-from telechat_moe.units import gib_text, parse_size
+from telechat_moe.units import parse_size
 
 NOTES = """\
 Searches data, tensor, context, pipeline, expert and expert-tensor parallelism, chunks a stage, sequence parallelism,
@@ -118,37 +118,26 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(data: dict[str, Any], table: Any, notes: list[str]) -> None:
-    print(
-        f"{data['model']} on {data['devices']} x {data['device']}, {data['global_batch']} sequences a step, "
-        f"{gib_text(data['memory_bytes'], 1)} a device"
-    )
-    print(
-        f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
-        f"{data['dominated']:,} dominated; {data['solved']} were solved exactly"
-    )
+    from telechat_moe.tools.plan.report import layouts as report
+
+    print(report.question(data))
+    print(report.counts(data))
     print(data["verdict"])
     if data["layouts"]:
         print()
         show_table(*table)
         for note in notes:
             print(note)
-        first = data["layouts"][0]
-        print(f"\nlayers of each chunk: {list(first['chunks'])}")
-        if first["recompute_layers"] is not None:
-            word = "swapped" if first["recompute"] == "swap" else "recomputed"
-            print(f"{word} of them: {list(first['recompute_layers'])}")
-        string = first["megatron_layout"]  # or why there is none
-        option = f"--pipeline-model-parallel-layout '{string}'"
-        print("Megatron: " + (option if string.startswith("E") else string))
-        words = first["mindspeed_arguments"]
-        print("MindSpeed: " + (words if isinstance(words, str) else " ".join(words)))
+        print()
+        for name, said in report.placement(data["layouts"][0]):
+            print(f"{name}: {said}")
 
 
 def _writable(file: str | None) -> None:
     """Refuse a file that cannot be written, before a search that takes minutes."""
     if file is None:
         return
-    folder = Path(file).resolve().parent
+    folder = Path(file).parent
     if not folder.is_dir():
         raise UsageError(f"{file}: its folder does not exist")
     if Path(file).is_dir() or not os.access(file if Path(file).exists() else folder, os.W_OK):

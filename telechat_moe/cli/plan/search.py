@@ -105,7 +105,7 @@ def _page(said: str, headers: list[str], result: Any, row: Any) -> str:
         html.tag("p", said, "sentence"),
         html.front_chart(points(result.front), points(result.scored[:4000]), labels),
         "<h2>Front</h2>",
-        html.table(headers, list(map(row, result.front))),
+        html.table(["# ", *headers], [[i, *row(c)] for i, c in enumerate(result.front, 1)]),
     ]
     return html.page("Model search", parts)
 

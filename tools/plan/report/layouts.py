@@ -14,7 +14,7 @@ from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import Candidate, SearchResult
 from telechat_moe.tools.plan.search.space import describe
-from telechat_moe.units import GIB
+from telechat_moe.units import GIB, gib_text, seconds_text
 
 EXACT = 1e-6
 """Relative difference below which steps and bounds count as equal, because times are rounded to ps."""
@@ -26,6 +26,38 @@ def distinct(plan: SearchResult) -> list[Candidate]:
         c for c in plan.best if c.layout.recompute_layers is None or any(c.layout.recompute_layers)
     ]
     return found or plan.best
+
+
+def question(data: dict[str, Any]) -> str:
+    """Return what was asked, from `summary`."""
+    return (
+        f"{data['model']} on {data['devices']:,} x {data['device']}, {data['global_batch']:,} sequences a step, "
+        f"{gib_text(data['memory_bytes'], 1)} a device"
+    )
+
+
+def counts(data: dict[str, Any]) -> str:
+    """Return what became of the layouts, from `summary`."""
+    return (
+        f"{data['configurations']:,} layouts in {data['seconds']:.1f} s: {data['out_of_memory']:,} out of memory, "
+        f"{data['dominated']:,} dominated; {data['solved']:,} were solved exactly"
+    )
+
+
+def placement(one: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return where a layout of `summary` puts the layers, and how other programs are told so: names and values."""
+    said = [("layers of each chunk", str(list(one["chunks"])))]
+    if one["recompute_layers"] is not None:
+        word = "swapped" if one["recompute"] == "swap" else "recomputed"
+        said.append((f"{word} of them", str(list(one["recompute_layers"]))))
+    string = one["megatron_layout"]  # or why there is none
+    option = f"--pipeline-model-parallel-layout '{string}'"
+    words = one["mindspeed_arguments"]
+    return [
+        *said,
+        ("Megatron", option if string.startswith("E") else string),
+        ("MindSpeed", words if isinstance(words, str) else " ".join(words)),
+    ]
 
 
 def ranked(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -197,7 +229,7 @@ def front_points(plans: list[SearchResult]) -> list[Point]:
 
 
 FRONT = (
-    "Blue: the fastest layout found within each amount of memory, and how sure it is that none is faster; grey: the other "
+    "Blue, numbered as in the table: the fastest layout found within each amount of memory, and how sure it is that none is faster; grey: the other "
     "layouts that were solved. Step times are simulated, the pipeline operation by operation; memory is as searched, with a "
     "mean of micro-batches in flight."
 )
@@ -206,13 +238,13 @@ FRONT = (
 def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) -> str:
     """Return the report as one page: the result, those under smaller memory limits, and the result's `summary`."""
     points = front_points([plan, *plans])
+    points.reverse()
     front = [
-        [f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout] for p in reversed(points)
+        [str(i), f"{p.peak_bytes / GIB:.1f}", f"{p.step_s:.4f}", p.sure, p.layout]
+        for i, p in enumerate(points, 1)
     ]
     lines = list(why_not(plan))
-    first: dict[str, Any] = data["layouts"][0] if data["layouts"] else {}
     shown = lines[:2000]
-    counts = f"{len(plan.rows):,} layouts: {data['out_of_memory']:,} out of memory, {data['dominated']:,} dominated, "
     title = f"{plan.architecture.name} on {plan.space.devices:,} x {plan.device.name}"
     reasons = f"the first {len(shown):,} of {len(lines):,}" if len(shown) < len(lines) else "all"
     others = [Point(c.peak_bytes, c.step_s, describe(plan.rows[c.row])) for c in plan.best]
@@ -222,20 +254,32 @@ def page(plan: SearchResult, plans: list[SearchResult], data: dict[str, Any]) ->
         ("peak memory of a device, GiB", "step, s"),
     )
     parts = [
+        html.tag("p", question(data)),
         html.tag("p", verdict(plan), "sentence"),
         "<h2>Time against memory</h2>",
         html.tag("p", FRONT, "soft"),
         drawn or "<p>Nothing fits.</p>",
-        html.table(["peak, GiB ", "step, s ", "fastest ", "layout"], front),
+        html.table(["# ", "peak, GiB ", "step, s ", "fastest ", "layout"], front),
         "<h2>Fastest layouts</h2>",
         html.table(*ranked(data)),
-        "<h2>The first one</h2>",
-        html.tag("pre", "\n".join(f"{k}: {v}" for k, v in first.items())),
+        *map(_fastest, data["layouts"][:1]),
         "<h2>Why not the others</h2>",
-        html.tag("p", counts + f"{plan.solved:,} solved; {plan.seconds:.1f} s"),
+        html.tag("p", counts(data)),
         html.details(reasons, html.tag("pre", "\n".join(shown))),
     ]
     return html.page(title, parts)
+
+
+def _fastest(one: dict[str, Any]) -> str:
+    peaks = [gib_text(one[key]) for key in ("simulated_peak_bytes", "peak_bytes")]
+    rows = [
+        ("layout", one["layout"]),
+        ("step", f"{seconds_text(one['step_s'])}, at least {seconds_text(one['bound_s'])}"),
+        ("peak memory of a device", f"{peaks[0]} as simulated, {peaks[1]} as searched"),
+        ("bubble", f"{one['bubble']:.1%} of the makespan"),
+        *placement(one),
+    ]
+    return "<h2>The fastest layout</h2>" + html.facts(rows)
 
 
 def _on_chart(point: Point) -> tuple[float, float, str]:

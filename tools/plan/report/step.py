@@ -21,7 +21,7 @@ from telechat_moe.tools.plan.report.timeline import (
     operations,
 )
 from telechat_moe.tools.plan.schedules.program import Kind, Op
-from telechat_moe.units import gib_text, seconds_text
+from telechat_moe.units import count_text, gib_text, seconds_text
 
 PARTS = {
     "matmul": "matrix products",
@@ -216,7 +216,7 @@ def notes(step: Step) -> list[str]:
         own = [f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"]
     return [
         *own,
-        f"{a.name}: {a.parameters / 1e9:,.1f} B parameters, {a.active_parameters / 1e9:,.2f} B active; "
+        f"{a.name}: {count_text(a.parameters)} parameters, {count_text(a.active_parameters)} active; "
         f"{layout.short()} on {layout.devices} x {step.device.name}; schedule {step.program.name}, "
         f"global batch {layout.global_batch} sequences of {a.seq} tokens",
         f"predicted step {seconds_text(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "

@@ -8,16 +8,25 @@ for (const row of data.boxes) for (const b of row) last = Math.max(last, b[0] + 
 for (const c of data.memory) last = Math.max(last, c.t[c.t.length - 1] || 0);
 if (!last) last = 1;
 let from = 0, to = last, colours = {};
-const keys = document.getElementById("keys");
-for (const [k, what] of Object.entries(data.kinds)) {
+const hue = n => `hsl(${n * 360 / data.memory.length} 55% 52%)`;
+const legend = (id, entries) => { for (const [colour, what] of entries) {
   const span = document.createElement("span"), box = document.createElement("i");
-  box.style.background = "var(--" + k + ")"; span.append(box, what); keys.append(span);
-}
+  box.style.background = colour; span.append(box, what); document.getElementById(id).append(span); } };
+legend("keys", Object.entries(data.kinds).map(([k, what]) => ["var(--" + k + ")", what]));
 const unit = s => { const a = Math.abs(s);
   return !data.units ? [1, ""] : a >= 1 || a === 0 ? [1, "s"] : a >= 1e-3 ? [1e3, "ms"] : [1e6, "us"]; };
 const say = s => { const [f, u] = unit(s); return +(s * f).toPrecision(5) + " " + u; };
 const size = b => !data.units ? +b.toPrecision(4) : b >= 2 ** 30 ? (b / 2 ** 30).toFixed(2) + " GiB" : b >= 2 ** 20 ? (b / 2 ** 20).toFixed(1) + " MiB" :
-  (b / 1024).toFixed(1) + " KiB";
+  b ? (b / 1024).toFixed(1) + " KiB" : "0";
+legend("stages", data.memory.map((c, n) => [hue(n), data.rows[c.row]]));
+let most = 0;
+for (const c of data.memory) for (const v of c.v) most = Math.max(most, v);
+const far = data.limit > 2 * most;  // a line up there would flatten the curves
+if (data.limit && most) legend("stages", [[far ? "none" : "var(--bad)", "a device has " + size(data.limit)]]);
+if (data.limit && !far) most = Math.max(most, data.limit);
+const base = data.units ? 1024 ** Math.floor(Math.log2(most || 1) / 10) : 1, power = 10 ** Math.floor(Math.log10(most / base / 4 || 1));
+const memoryStep = [1, 2, 5, 10].map(k => k * power * base).find(v => v >= most / 4);
+most = Math.max(1, Math.ceil(most / memoryStep)) * memoryStep;
 const x = t => LEFT + (t - from) / (to - from) * (time.clientWidth - LEFT);
 const at = px => from + (px - LEFT) / (time.clientWidth - LEFT) * (to - from);
 function canvas(c, height) {
@@ -73,19 +82,15 @@ function draw() {
 }
 function drawMemory() {
   const height = 240, g = canvas(memory, height), width = memory.clientWidth, low = height - 8, high = AXIS + 6;
-  let most = 0;
-  for (const c of data.memory) for (const v of c.v) most = Math.max(most, v);
-  const far = data.limit > 2 * most;
-  if (data.limit && !far) most = Math.max(most, data.limit);
   const y = v => low - v / (most * 1.04) * (low - high);
   ticks(g, height);
-  g.textAlign = "left"; g.fillStyle = colours.soft; g.fillText(far ? "memory of " + size(data.limit) : "memory", 2, AXIS / 2);
-  for (let i = 0; i <= 4; i++) { const v = most * i / 4;
+  g.textAlign = "left"; g.fillStyle = colours.soft; g.fillText("memory of a device", 2, AXIS / 2);
+  for (let v = 0; v <= most; v += memoryStep) {
     g.fillStyle = colours.line; g.fillRect(LEFT, y(v), width - LEFT, 1);
     g.fillStyle = colours.soft; g.fillText(size(v), 2, Math.min(y(v), height - 7)); }
   g.save(); g.beginPath(); g.rect(LEFT, 0, width - LEFT, height); g.clip();
   data.memory.forEach((c, n) => {
-    g.strokeStyle = `hsl(${n * 360 / data.memory.length} 55% 52%)`; g.lineWidth = 1.3; g.beginPath();
+    g.strokeStyle = hue(n); g.lineWidth = 1.3; g.beginPath();
     c.t.forEach((t, i) => { if (i) g.lineTo(x(t), y(c.v[i - 1])); else g.moveTo(x(t), y(c.v[0])); g.lineTo(x(t), y(c.v[i])); });
     g.lineTo(x(last), y(c.v[c.v.length - 1])); g.stroke();
   });

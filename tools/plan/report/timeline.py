@@ -16,6 +16,7 @@ CANVAS = """
  wheel zooms at the pointer, drag moves, keys + − 0 ← → too</p>
 <canvas id="time" tabindex="0" aria-label="timeline"></canvas>
 <canvas id="memory" aria-label="memory over time"></canvas>
+<p class="keys" id="stages"></p>
 <div id="tip"></div>
 """
 
