@@ -36,6 +36,7 @@ LIBRARIES := ops/libtelechat_ops.so tools/plan/native/libtelechat_planner.so
 train: $(TRAIN_READY) $(LIBRARIES)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)
 	$(BIN)/telechat-moe train $(RECIPE) --resume
+	@echo "To use the command telechat-moe in this shell: . $(BIN)/activate"
 
 cluster: $(TRAIN_READY) $(LIBRARIES)
 	$(BIN)/telechat-moe data build --recipe $(RECIPE)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ example:
   python -m benchmarks.ops --quick
   python -m benchmarks.ops --json ops.json --html ops.html
 
-Peers that are not installed (torch, mindspore) are left out. All peers run in one process, in turns,
-on the same inputs, and their results are compared. The whole set takes about five
-minutes for each number of threads.
+Peers that are not installed (torch, mindspore) are named on standard error and left out. All peers run
+in one process, in turns, on the same inputs, and their results are compared. The whole set takes about
+five minutes for each number of threads.
 
 exit codes: 0 ran (targets may be missed), 1 peers disagree, 2 usage
 """
@@ -56,6 +57,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure in a child process, whose memory allocator is set up for torch."""
     write_text("--html ", args.html, str)  # fail now, not after ten minutes
+    if missing := [name for name in ("torch", "mindspore") if find_spec(name) is None]:
+        sys.stderr.write(
+            f"not installed, so not compared: {', '.join(missing)}; `make test-torch` installs torch, `make train` mindspore\n"
+        )
     result = _measure(args)
     write_text("--html ", args.html, lambda: page(result))
     if not write_json(args.json, result):
@@ -109,7 +114,12 @@ def _show(result: dict[str, Any]) -> None:
         for t in result["targets"]
         if t["reached"] is not None
     ]
-    show_table(["target", "wanted ", "reached ", ""], reached)
+    if reached:
+        show_table(["target", "wanted ", "reached ", ""], reached)
+    else:
+        print(
+            "no target was judged: they compare with torch, which is not installed or measured here"
+        )
     print(result["machine"])
 
 

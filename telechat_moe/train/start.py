@@ -82,7 +82,7 @@ def start_of(recipe: Recipe, *, resume: bool = False, overwrite: bool = False) -
     if held and not (start.kind == "resume" and _same(start.path, held)):
         raise UsageError(
             f"{root} holds checkpoints of an earlier run (newest {held.name}); continue from them with --resume, "
-            "train from the start with --overwrite, or set another output_dir"
+            "train from the start with --overwrite, or write elsewhere, as with --set output_dir=output/mine"
         )
     return Start("resume", start.key, held, start.newest, here=True) if held else start
 
