@@ -121,7 +121,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / FILE
     try:
         content, problem = unseal(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise BadInputError(
             f"{folder} holds no {FILE}: it was not written by `ckpt reshard`"
         ) from None

@@ -25,7 +25,7 @@ from telechat_moe.cli import (
     upstream,
 )
 from telechat_moe.cli.verb import Verb, VerbParser
-from telechat_moe.errors import TelechatMoeError
+from telechat_moe.errors import TelechatMoeError, UsageError
 
 COMMAND = Verb(
     name="telechat-moe",
@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     os.environ.setdefault("GLOG_v", "3")  # MindSpore's own warnings; read when it is imported
     try:
+        for word in sys.argv[1:] if argv is None else argv:
+            if any("\ud800" <= c <= "\udfff" for c in word):  # bytes that Python could not decode
+                raise UsageError(f"the argument {word!a} is not UTF-8 text; rename what it names")
         args = build_parser().parse_args(argv)
         return int(args.run(args))
     except SystemExit as stop:  # argparse has printed help, the version or a usage error
@@ -77,12 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TelechatMoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError) as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 3
     except BrokenPipeError:  # the reader of a pipe is gone; nothing more to say to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {said}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -84,7 +84,9 @@ def run_build(args: argparse.Namespace) -> int:
 
     if not logging.getLogger().handlers:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
-    recipe = load(args.recipe) if args.recipe else None
+    if args.overrides and not args.recipe:
+        raise UsageError("--set changes a value of a recipe; name it with --recipe")
+    recipe = load(args.recipe, args.overrides) if args.recipe else None
     begin = time.monotonic()
     with bars() as progress:
         result = build(
@@ -281,6 +283,7 @@ BUILD = Verb(
     },
     json_keys="out, reused, shards, resumed_shards, seconds, skipped_files (name: reason), manifest (inputs, corpus, "
     "tokenizer, dtype, train, valid, sha256, versions: as in manifest.json).",
+    overrides="override a value of --recipe",
     arguments=_build_arguments,
     run=run_build,
 )

@@ -74,7 +74,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile, report; return the exit code."""
-    if args.html and not Path(args.html).resolve().parent.is_dir():
+    if args.html and not Path(args.html).parent.is_dir():
         raise UsageError(f"--html {args.html}: its folder does not exist")
     from telechat_moe.graph.report import check_derived, difference
 

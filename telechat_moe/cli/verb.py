@@ -1,10 +1,11 @@
 """The frame of every verb: its name, what it takes, what its help says and what it runs."""
 
 import argparse
+import difflib
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from telechat_moe.cli.arguments import add_json, add_overrides
 
@@ -103,3 +104,27 @@ class VerbParser(argparse.ArgumentParser):
         """Return the help."""
         self.epilog = self.verb.epilog()
         return super().format_help()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Refuse here what is left over; argparse would show the usage of the whole command, not of the verb."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            near = _near(extra[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(extra)}{near}")
+        return found, extra
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += _near(str(value), map(str, action.choices or ()))
+            raise
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and what is wrong; end with exit code 2."""
+        super().error(f"{message}\n`{self.prog} --help` explains all arguments.")
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""

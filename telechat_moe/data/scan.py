@@ -50,9 +50,10 @@ class Scan:
         wanted = min(max(1, round(count * fraction)), count)
         chosen: np.ndarray = keys <= np.partition(keys, wanted - 1)[wanted - 1]
         if chosen.all():
+            distinct = len(np.unique(self.hashes))
             raise BadInputError(
-                f"the corpus has {count} document(s) of different text too few to split whole "
-                "documents into train and validation; give more files or --valid-fraction 0"
+                f"the corpus cannot be split into train and validation: {count:,} document{'s' * (count != 1)}, "
+                f"{distinct:,} of them distinct, and equal ones stay together; give more text or --valid-fraction 0"
             )
         return chosen
 

@@ -127,7 +127,8 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
         "ep": "expert_parallel",
     }
     sizes: dict[str, Any] = {short: degrees.get(key) or 1 for short, key in keys.items()}
-    mesh = Mesh(**sizes, sp=bool(degrees.get("use_seq_parallel")))
+    zero1 = bool((given.get("parallel") or {}).get("enable_parallel_optimizer"))
+    mesh = Mesh(**sizes, sp=bool(degrees.get("use_seq_parallel")), zero1=zero1)
     tokens = given["runner_config"]["batch_size"] * model["seq_length"] // (mesh.tp * mesh.cp)
     rows = tokens * (model.get("num_experts_per_tok") or 8)
     return Subject(

@@ -58,14 +58,18 @@ def find(name: str | os.PathLike[str]) -> Path:
         if text in (known, known.removesuffix(".yaml")):
             return shipped_dir() / known
     path = Path(text)
-    if path.is_file():
-        return path
-    found = "a folder" if path.is_dir() else "no such recipe or file"
-    known = shipped_names()
-    near = difflib.get_close_matches(text, known, 1, 0.4)
-    expected = "expected a path or one of: " + ", ".join(known)
+    try:
+        found = "a folder" if path.is_dir() else "not found"
+        if path.is_file():
+            return path
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        found = error.strerror or str(error)
+    ends = {form: known for known in shipped_names() for form in (known, Path(known).name)}
+    near = difflib.get_close_matches(text.removesuffix(".yaml") + ".yaml", ends, 1, 0.8)
+    expected = "expected a file, or a recipe that `telechat-moe ls` lists"
+    suggestion = "".join(ends[form] for form in near)
     problem = Problem(
-        file=text, line=0, key="", found=found, expected=expected, suggestion="".join(near)
+        file=text, line=0, key="", found=found, expected=expected, suggestion=suggestion
     )
     raise RecipeError([problem])
 

@@ -31,6 +31,7 @@ class Mesh:
         sp: Sequence parallel: between the matrices, rows are spread over ``tp`` too.
         expert_tp: Split each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
             whole experts over all devices.
+        zero1: Optimizer states are spread over the devices that hold the same weights.
 
     Raises:
         BadInputError: The degrees do not fit together.
@@ -43,6 +44,7 @@ class Mesh:
     ep: int = 1
     sp: bool = False
     expert_tp: bool = False
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "ep"):
@@ -168,8 +170,9 @@ class Mesh:
         return {**sizes, "sequence_parallel": self.sp, "expert_tensor_parallel": self.expert_tp}
 
     def describe(self) -> str:
-        """Return the degrees in a few words: ``dp2 tp2 sp ep4``."""
+        """Return the degrees in a few words: ``dp2 tp2 sp ep4 zero1``."""
         parts = [f"{n}{getattr(self, n)}" for n in ("dp", "cp", "tp", "pp") if getattr(self, n) > 1]
         parts += ["sp"] if self.sp and self.tp > 1 else []
         parts += [f"ep{self.ep}" + (" x tp" if self.expert_tp else "")] if self.ep > 1 else []
+        parts += ["zero1"] if self.zero1 and self.dp * self.cp > 1 else []
         return " ".join(parts) or "one device"

@@ -24,6 +24,7 @@ def mesh_of(recipe: Recipe) -> Mesh:
         ep=p.expert_parallel,
         sp=p.use_seq_parallel and p.model_parallel > 1,
         expert_tp=recipe.telechat_moe.sharding.expert_tensor_parallel and p.model_parallel > 1,
+        zero1=recipe.parallel.enable_parallel_optimizer,
     )
 
 

@@ -116,7 +116,7 @@ def test_equal_documents_stay_on_one_side(tmp_path: Path) -> None:
 
 def test_split_of_too_few_documents(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only one document " * 20)
-    with pytest.raises(BadInputError, match=r"has 1 document.* too few .* --valid-fraction 0"):
+    with pytest.raises(BadInputError, match=r"1 document, 1 of them .* --valid-fraction 0"):
         build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300)
     result = build(tmp_path / "out", [tmp_path / "one.txt"], vocab_size=300, valid_fraction=0)
     assert "valid" not in result.manifest

@@ -58,7 +58,7 @@ NOWHERE = "/no/such/folder/out.yaml"
             4,
             "time limit was reached before any layout was placed",
         ),
-        ("nothing.yaml", "--devices 4", 3, "no such recipe or file"),
+        ("nothing.yaml", "--devices 4", 3, "not found"),
         ("list.yaml", "--devices 4", 3, "a recipe is a YAML map"),
         ("empty.yaml", "--devices 4", 3, "model.model_config: is missing"),
         (TINY, "--devices 4 --set model.model_config.tie_word_embeddings=True", 0, "pp1"),

@@ -6,7 +6,7 @@ A test marked ``slow`` belongs to the group with the longest path that its file 
 import sys
 
 IN_CI: dict[str, tuple[str, ...]] = {
-    "recipe": ("tests/recipe", "tests/data", "tests/model"),
+    "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
     "tour": ("tests/test_readme.py",),
     "train": ("tests/train",),
     "launch": ("tests/launch",),

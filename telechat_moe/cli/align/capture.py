@@ -84,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _recipe(args: argparse.Namespace, steps: range) -> int:
     if len(args.arguments) != 1:
-        raise UsageError(f"one recipe expected, or --torch SCRIPT; found {args.arguments}")
+        raise UsageError(
+            f"one recipe expected, or --torch SCRIPT; found {' '.join(args.arguments) or 'none'}"
+        )
     from telechat_moe.recipe import load
 
     recipe = load(args.arguments[0], args.overrides)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from telechat_moe.cli.output import VERDICT_CODES, write_json
 from telechat_moe.cli.verb import Verb
+from telechat_moe.errors import UsageError
 
 NOTES = """\
 1. operators alone: those of the recipe at its own widths, each implementation, forward and backward, against float64
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.tools.align.report import combined
 
     out = Path(args.out)
+    if any(path.is_file() for path in (out, *out.parents)):
+        raise UsageError(f"--out {out}: expected a folder, found a file")
     plan = workflow.PhasesPlan(
         recipe=args.recipe,
         out=out,

@@ -18,6 +18,8 @@ telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2
 telechat-moe plan schedule --stages 16 --micro-batches 64 --chunks 2 --times 1,1.2,0.8 --scale 31=2.5 --html schedule.html
 """
 
+MOST = 10**6
+
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -56,6 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Search, write, print; return the exit code."""
     from telechat_moe.tools.plan.report import schedule as report
 
+    count = args.stages * args.chunks * args.micro_batches
+    if count > MOST:
+        raise UsageError(
+            f"schedule: {count:,} stages x chunks x micro-batches; at most {MOST:,} are simulated"
+        )
     same = (
         "stages",
         "micro_batches",

@@ -192,7 +192,12 @@ def _parsed(file: Path, changed: int) -> Device:
     )
 
 
-def _mapping(file: Path) -> dict[str, Any]:
+def read_mapping(file: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file.
+
+    Raises:
+        BadInputError: It cannot be read, or holds no mapping.
+    """
     try:
         raw: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -209,12 +214,12 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 def _merged(file: Path) -> dict[str, Any]:
     """Return a file's settings on top of those of its ``base``, another product with the same device."""
-    raw = _mapping(file)
+    raw = read_mapping(file)
     if "base" not in raw:
         return raw
     name = f"{raw.pop('base')}.yaml"
     beside = file.parent / name
-    base = _mapping(beside if beside.is_file() else FOLDER / name)
+    base = read_mapping(beside if beside.is_file() else FOLDER / name)
     own: dict[str, Any] = {"aliases": raw.get("aliases") or [], "name": raw.get("name", file.stem)}
     both: dict[str, Any] = {
         key: {**(base.get(key) or {}), **(raw.get(key) or {})} for key in ("constants", "sources")

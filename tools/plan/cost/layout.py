@@ -209,6 +209,7 @@ class Layout:
         for name in ("tp", "cp", "pp", "vpp", "ep", "etp"):
             if getattr(self, name) > 1:
                 parts.append(f"{name}{getattr(self, name)}")
+        parts += ["sp"] if self.sequence_parallel and self.tp > 1 else []
         parts += [f"mbs{self.micro_batch}", f"m{self.micro_batches}", f"zero{self.zero}"]
         parts += [
             word for word, usual in ((self.recompute, "none"), (self.ends, "last")) if word != usual

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import yaml
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.load import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.device import Device, load_device
+from telechat_moe.tools.plan.cost.device import Device, load_device, read_mapping
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.cost.step import evaluate
 from telechat_moe.tools.plan.search.search import search, usable
@@ -98,7 +97,7 @@ def read_space(file: str) -> Choices:
     path = Path(file)
     if not path.is_file():
         raise BadInputError(f"{file}: no such file")
-    raw = _mapping(file, "", yaml.safe_load(path.read_text(encoding="utf-8")), KEYS)
+    raw = _mapping(file, "", read_mapping(path), KEYS)
     choices = _mapping(file, "choices", raw.get("choices"), CHOICES)
     budget = _mapping(file, "budget", raw.get("budget") or {}, BUDGET)
     align = _mapping(file, "align", raw.get("align") or {}, ("width", "block"))

@@ -1,0 +1,95 @@
+"""What a user sees who mistypes: the verb's own usage, the nearest spelling, and what to do."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from test_random_lines import LEAVES
+
+from telechat_moe.cli import main
+from telechat_moe.cli.verb import VerbParser
+
+TINY = "telechat3_moe/pretrain_tiny.yaml"
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize(
+    ("line", "usage", "said"),
+    [
+        ("chek mine.yaml", "telechat-moe [-h]", "did you mean check?"),
+        ("data biuld", "telechat-moe data [-h]", "did you mean build?"),
+        ("train --resme x.yaml", "telechat-moe train [-h]", "unrecognized arguments: --resme; did you mean --resume?"),
+        ("ls --jsn=-", "telechat-moe ls [-h]", "did you mean --json?"),
+        ("plan layout x --devices two", "telechat-moe plan layout [-h]", "invalid int value: 'two'"),
+        ("launch x --through theirs", "telechat-moe launch [-h]", "invalid choice: 'theirs'"),
+        ("cp a b c", "telechat-moe cp [-h]", "unrecognized arguments: c"),
+    ],
+)  # fmt: skip
+def test_a_usage_error_shows_the_verb_s_usage(
+    line: str, usage: str, said: str, capsys: Capture
+) -> None:
+    assert main(line.split()) == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: {usage}")
+    assert said in text
+    assert " --help` explains all arguments." in text
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("planned.yaml", ""),
+        ("telechat3_moe/pretrain_tinny.yaml", TINY),
+        ("pretrain_tiny", TINY),
+        ("n" * 5000, ""),
+    ],
+)
+def test_only_a_near_name_is_suggested_for_a_file_that_is_absent(
+    name: str, near: str, capsys: Capture
+) -> None:
+    assert main(["show", name]) == 3
+    text = capsys.readouterr().err
+    assert "; expected a file, or a recipe that `telechat-moe ls` lists" in text
+    assert ("did you mean" in text) == bool(near)
+    assert near in text
+
+
+@pytest.mark.parametrize("words", [words for words, _ in LEAVES], ids=" ".join)
+def test_every_verb_takes_json(words: Sequence[str]) -> None:
+    verb = dict(LEAVES)[tuple(words)]
+    assert "--json" in VerbParser(verb)._option_string_actions
+
+
+def test_plugin_path_writes_json(capsys: Capture) -> None:
+    assert main(["plugin-path"]) == 0
+    path = capsys.readouterr().out.strip()
+    assert main(["plugin-path", "--json", "-"]) == 0
+    assert f'"path": "{path}"' in capsys.readouterr().out
+
+
+def test_data_build_takes_settings_of_its_recipe(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "text.txt").write_text("one\n" * 50)
+    (tmp_path / "more.txt").write_text("two\n" * 50)
+    line = ["data", "build", "--out", str(tmp_path / "data"), "--set", "seed=7"]
+    assert main(line) == 2
+    assert "name it with --recipe" in capsys.readouterr().err
+    paths = f"telechat_moe.corpus.paths=['{tmp_path}/text.txt', '{tmp_path}/more.txt']"
+    more = ["--set", paths, "--set", "telechat_moe.corpus.valid_fraction=0.5", "--json", "-"]
+    code = main([*line, "--recipe", TINY, *more])
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    assert '"seed": 7' in said.out
+
+
+def test_equal_lines_are_counted_as_one_text(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "equal.jsonl").write_text('{"text": "the same line"}\n' * 50)
+    line = [
+        "data",
+        "build",
+        "--corpus",
+        str(tmp_path / "equal.jsonl"),
+        "--out",
+        str(tmp_path / "data"),
+    ]
+    assert main(line) == 3
+    assert "50 documents, 1 of them distinct" in capsys.readouterr().err
