@@ -114,7 +114,7 @@ def device(recipe: Recipe) -> list[Problem]:
 
 def _folders(recipe: Recipe) -> Iterator[Problem]:
     root = folder_of(recipe).absolute()
-    there = next(path for path in (root, *root.parents) if exists(path))
+    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
     reason = f"{there} is not a folder"
     if there.is_dir():
         reason = "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written"
