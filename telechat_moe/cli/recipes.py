@@ -229,11 +229,16 @@ def run_check(args: argparse.Namespace) -> int:
     if args.use == "mindformers":
         warn_of_mindformers()
     for name in args.recipes:
-        found, problems = _problems(name, args)
+        found, problems, open_keys = _problems(name, args)
         missing = missing or not found
         lines += [str(problem) for problem in problems] or [f"{name}: ok"]
+        for why in dict.fromkeys(open_keys.values()):
+            keys = ", ".join(key for key, said in open_keys.items() if said == why)
+            lines.append(f"{name}: not judged: {keys}: {why}")
         entries = [asdict(problem) for problem in problems]
-        report.append({"name": name, "ok": not problems, "problems": entries})
+        report.append(
+            {"name": name, "ok": not problems, "problems": entries, "not_judged": open_keys}
+        )
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
@@ -243,26 +248,27 @@ def run_check(args: argparse.Namespace) -> int:
     return 3 if missing else int(count > 0)
 
 
-def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem]]:
-    """Return whether the recipe exists, and what is wrong with it."""
+def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem], dict[str, str]]:
+    """Return whether the recipe exists, what is wrong with it, and which keys were not judged, and why."""
     from telechat_moe.recipe import RecipeError, find, load
-    from telechat_moe.recipe.uses import use_of
+    from telechat_moe.recipe.uses import not_judged, use_of
 
     try:
         find(name)
     except RecipeError as error:
-        return False, error.problems
+        return False, error.problems, {}
     try:
         recipe = load(name, args.overrides, devices=args.devices, use=args.use)
     except RecipeError as error:
-        return True, error.problems
+        return True, error.problems, {}
+    open_keys = not_judged(recipe, args.use)
     if (use_of(recipe) if args.use == "written" else args.use) != "train":
-        return True, []
+        return True, [], open_keys
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
     start = {"resume": args.resume, "overwrite": args.overwrite}
-    return True, preflight.examine(recipe, **start, weights=hf.weights)[1]
+    return True, preflight.examine(recipe, **start, weights=hf.weights)[1], open_keys
 
 
 def run_cp(args: argparse.Namespace) -> int:
@@ -328,7 +334,8 @@ VERBS = (
             1: "at least one recipe has problems",
             3: "a recipe does not exist or cannot be read",
         },
-        json_keys="recipes, a list of {name, ok, problems [{file, line, key, found, expected, suggestion}]}; "
+        json_keys="recipes, a list of {name, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
+        "{key: why; keys that MindFormers reads only with settings that were not observed}}; "
         "problems, their number.",
         overrides=SET,
         arguments=_check_arguments,

@@ -8,6 +8,7 @@ called are the data loader (the batch has its shapes), loading of weights and ca
 """
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +25,12 @@ from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe, find, loads, sections
+from telechat_moe.recipe.schema.model import DEEPSEEK_V3
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.versions import MINDFORMERS, require_mindformers
 
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
+MODEL = "model.model_config"
 UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
 # Settings for a real device, a real disk or another program; None means the whole section.
 _DROPPED: dict[str, tuple[str, ...] | None] = {
@@ -61,7 +64,7 @@ def compile_mindformers(
         RecipeError: No such recipe, or not YAML.
         CompileError: MindFormers or MindSpore refused; the message is theirs.
     """
-    _folder()
+    folder()
     name, given = sections_of(path_or_recipe, overrides)
     devices = devices_of(name, given)
     wrong = [rank for rank in ranks if not 0 <= rank < devices]
@@ -79,14 +82,17 @@ def sections_of(
     if isinstance(path_or_recipe, Recipe):
         name, text = str(path_or_recipe.source), yaml.safe_dump(path_or_recipe.given)
     else:
-        official = _folder() / "configs" / path_or_recipe
+        official = folder() / "configs" / path_or_recipe
         path = official if official.is_file() else find(path_or_recipe)
         name = os.fspath(path_or_recipe)
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInputError(f"{name}: cannot be read: {error}") from None
-    return name, sections(text, overrides, name=name)
+    given = sections(text, overrides, name=name)
+    if isinstance(model := given.get("pretrained_model_dir"), str) and model:
+        given["pretrained_model_dir"] = str(Path(model).absolute())  # children have other folders
+    return name, given
 
 
 def devices_of(name: str, given: Mapping[str, Any]) -> int:
@@ -95,7 +101,7 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
-    parallel, degrees = given.get("parallel") or {}, given.get("parallel_config") or {}
+    parallel = _section(name, given, "parallel")
     mode = parallel.get("parallel_mode")
     if not given.get("use_parallel") or mode not in SEMI_AUTO:
         raise BadInputError(
@@ -103,13 +109,44 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
             "rank exists under semi-automatic parallelism only: expected True and 1"
         )
     keys = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
-    found = {key: degrees.get(key) or 1 for key in keys}
-    for key, degree in found.items():
-        if not isinstance(degree, int) or degree < 1:
-            raise BadInputError(
-                f"{name}: parallel_config.{key} is {degree}, expected an integer >= 1"
-            )
-    return prod(found.values())
+    return prod(_integer(name, given, f"parallel_config.{key}", 1) for key in keys)
+
+
+def _section(name: str, given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return a section by its dotted key, empty if it is not written."""
+    found: Any = given
+    for key in path.split("."):
+        found = found.get(key) or {}
+        if not isinstance(found, Mapping):
+            raise BadInputError(f"{name}: {path}: {key} is {found!r}, expected a section")
+    return found
+
+
+def _integer(name: str, given: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Return a positive integer by its dotted key; without a default, it must be written."""
+    above, _, last = key.rpartition(".")
+    found = _section(name, given, above).get(last)
+    if found is None and default is not None:
+        return default
+    if not isinstance(found, int) or found < 1:
+        said = "is not written" if found is None else f"is {found}"
+        raise BadInputError(f"{name}: {key} {said}, expected an integer >= 1")
+    return found
+
+
+def _hugging_face(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's configuration in the Hugging Face folder that a recipe names, empty if it names none."""
+    folder = given.get("pretrained_model_dir")
+    if not folder:
+        return {}
+    try:
+        found = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return {"model": {"model_config": dict(found)}}
+    except (OSError, ValueError, TypeError):
+        raise BadInputError(
+            f"{name}: pretrained_model_dir is {folder}, where no config.json can be read, and MindFormers takes the "
+            "model's dimensions from it; expected the folder of a Hugging Face model (its config.json is enough)"
+        ) from None
 
 
 def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
@@ -118,7 +155,6 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
     MindFormers spreads experts over the innermost ranks of a stage, as we do, and tokens of a micro-batch over tensor
     and context parallel ranks before an exchange.
     """
-    degrees, model = given.get("parallel_config") or {}, given["model"]["model_config"]
     keys = {
         "dp": "data_parallel",
         "cp": "context_parallel",
@@ -126,17 +162,45 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
         "pp": "pipeline_stage",
         "ep": "expert_parallel",
     }
-    sizes: dict[str, Any] = {short: degrees.get(key) or 1 for short, key in keys.items()}
-    zero1 = bool((given.get("parallel") or {}).get("enable_parallel_optimizer"))
-    mesh = Mesh(**sizes, sp=bool(degrees.get("use_seq_parallel")), zero1=zero1)
-    tokens = given["runner_config"]["batch_size"] * model["seq_length"] // (mesh.tp * mesh.cp)
-    rows = tokens * (model.get("num_experts_per_tok") or 8)
-    return Subject(
-        name, mesh, Expected(rows * model["hidden_size"], rows), f"MindFormers {MINDFORMERS}"
+    sizes: dict[str, Any] = {
+        short: _integer(name, given, f"parallel_config.{key}", 1) for short, key in keys.items()
+    }
+    sp = bool(_section(name, given, "parallel_config").get("use_seq_parallel"))
+    zero1 = bool(_section(name, given, "parallel").get("enable_parallel_optimizer"))
+    mesh = Mesh(**sizes, sp=sp, zero1=zero1)
+    return Subject(name, mesh, _exchange(name, given, mesh), f"MindFormers {MINDFORMERS}")
+
+
+def _exchange(name: str, given: Mapping[str, Any], mesh: Mesh) -> Expected:
+    """Return the sizes of an exchange of tokens that are spread evenly; none without experts."""
+    written = {
+        **_section(name, _hugging_face(name, given), "model.model_config"),
+        **_section(name, given, "model.model_config"),
+    }
+    if written.get("model_type") == "deepseek_v3":
+        written = {**DEEPSEEK_V3, **written}
+    if not any(written.get(key) for key in ("n_routed_experts", "num_experts", "num_moe_experts")):
+        return Expected(0, 0)
+    model = {"model": {"model_config": written}}
+    tokens = _integer(name, given, "runner_config.batch_size", 1) * sample_length(name, given)
+    rows = tokens // (mesh.tp * mesh.cp) * _integer(name, model, f"{MODEL}.num_experts_per_tok", 8)
+    return Expected(rows * _integer(name, model, f"{MODEL}.hidden_size"), rows)
+
+
+def sample_length(name: str, given: Mapping[str, Any]) -> int:
+    """Return the tokens of a sample: the data set's, else the model's."""
+    both = [f"{section}.seq_length" for section in ("train_dataset.data_loader.config", MODEL)]
+    for key in both:
+        section, _, last = key.rpartition(".")
+        if _section(name, given, section).get(last) is not None:
+            return _integer(name, given, key)
+    raise BadInputError(
+        f"{name}: neither {both[0]} nor {both[1]} is written, so nothing says how long a sample is; write one "
+        f"(--set {both[1]}=4096)"
     )
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """Return the folder that MindFormers is installed in, if it can run here."""
     require_mindformers()
     spec = importlib.util.find_spec("mindformers")
@@ -154,7 +218,7 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
     ms.runtime.set_cpu_affinity = lambda *args, **kwargs: (
         None
     )  # it would bind the compiler to a core
-    config = _configuration(given)
+    config, length = _configuration(given), sample_length("recipe", given)
 
     from mindformers.core.context import build_context
     from mindformers.core.parallel_config import build_parallel_config
@@ -177,7 +241,7 @@ def _build(given: Mapping[str, Any], rank: int, ours: bool) -> Built:
     steps = _steps(config, trainer.global_batch_size)
     trainer.set_train_dataset(SimpleNamespace(get_dataset_size=lambda: steps))
     check_rules(config, mode="train", network=None, dataset=None)
-    return Built(_step(trainer, columns), _batch(config))
+    return Built(_step(trainer, columns), _batch(config, length))
 
 
 def _our_trainer(given: Mapping[str, Any]) -> Any:
@@ -238,14 +302,13 @@ def _step(trainer: Any, columns: list[str] | None) -> Any:
     return step
 
 
-def _batch(config: Any) -> tuple[Any, ...]:
+def _batch(config: Any, length: int) -> tuple[Any, ...]:
     """Return zeros of the shapes that the data loader gives to a device, columns in their order."""
     import mindspore as ms
     import numpy as np
 
     loader = config.train_dataset.data_loader.config or {}
     rows = config.runner_config.batch_size
-    length = loader.get("seq_length") or config.model.model_config.seq_length
     below = {
         "attention_mask": (1, length, length),
         "actual_seq_len": (loader.get("eod_pad_length") or 128,),

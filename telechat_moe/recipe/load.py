@@ -190,7 +190,7 @@ class _Loader:
             for key, found, expected in unread(recipe, self.use):
                 at(locate(top, key), key, found, expected, "")
         if self.problems:
-            raise RecipeError(list(self.problems.values()))
+            raise RecipeError(_of_old_network(root, list(self.problems.values())))
         return recipe
 
     def _override(self, root: YamlNode, text: str) -> None:
@@ -211,6 +211,19 @@ class _Loader:
         said = _put(root, parts, node, origin)
         if said:
             self.report(origin, 0, key, *said)
+
+
+def _of_old_network(root: YamlNode, problems: list[Problem]) -> list[Problem]:
+    """Return the problem that matters in a recipe of MindFormers' old networks, else all."""
+    first = [problem for problem in problems if problem.key == "use_legacy"]
+    model = root.get("model")
+    config = model.node.get("model_config") if model else None
+    old = [config.node.get("type") if config else None, model.node.get("arch") if model else None]
+    if not first or not any(old):
+        return problems
+    why = "a recipe of MindFormers' old networks (model.arch, model.model_config.type)"
+    expected = "only recipes of the new ones can be checked: use_legacy: False and model.model_config.model_type"
+    return [replace(first[0], found=f"{first[0].found}; {why}", expected=expected)]
 
 
 def _mark(node: YamlNode, origin: str) -> None:

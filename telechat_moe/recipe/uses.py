@@ -12,9 +12,12 @@ from typing import Any, Literal, cast
 
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.fields import Takes
+from telechat_moe.recipe.reads import Judged, judge
 from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.table import is_made
+from telechat_moe.recipe.tree import locate
+from telechat_moe.versions import MINDFORMERS
 
 Use = Literal["train", "dryrun", "mindformers", "written"]
 """What a recipe is for; `written`: what its trainer and its device say."""
@@ -126,6 +129,8 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     """Yield the written keys whose value asks for something that a use will not do, and why."""
     use = use_of(recipe) if use == "written" else use
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
+    if use == "mindformers":
+        yield from _never_read(recipe)
 
     def judged(key: str) -> bool:
         if use == "mindformers":
@@ -141,6 +146,44 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
         for found in without_effect(recipe, compiled=use == "dryrun"):
             if judged(found[0]):
                 yield found
+
+
+def _never_read(recipe: Recipe) -> Iterator[Broken]:
+    """Yield the keys that MindFormers never reads, but for defaults, which ask for nothing."""
+    known = {one.key: one for one in written(recipe)}
+    for found in judged_by_mindformers(recipe):
+        one = known.get(found.key)
+        if found.verdict == "never" and one and not Takes().allows(one.value, one.field):
+            yield (
+                found.key,
+                f"{_text(one.value)}, never read by MindFormers {MINDFORMERS} in training",
+                "remove it",
+            )
+
+
+def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
+    """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
+    ours = _IN_PLUGIN if recipe.trainer.type == OUR_TRAINER else ()
+    given = {key: value for key, value in recipe.given.items() if f"{key}." not in ours}
+    for found in judge(given, recipe.model.model_config.model_type):
+        entry = locate(recipe.tree, found.key) if recipe.tree else None
+        origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in
+        if not found.key.startswith("train_dataset_task.") and origin[:5] in ("", "--set"):
+            yield found
+
+
+def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
+    """Return the keys of which it is not known whether MindFormers reads them, and why; none for other uses."""
+    if (use_of(recipe) if use == "written" else use) != "mindformers":
+        return {}
+    known = {one.key: one for one in written(recipe)}
+    open_keys = [found for found in judged_by_mindformers(recipe) if found.verdict == "not judged"]
+    return {
+        found.key: found.place
+        for found in open_keys
+        if found.key not in known
+        or not Takes().allows(known[found.key].value, known[found.key].field)
+    }
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,147 @@
+"""Which keys MindFormers 1.9.0 reads, by the table that `telechat_moe.interop.mindformers_reads` makes by observation."""
+
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from telechat_moe.recipe.check import parts_of, section_keys
+from telechat_moe.recipe.schema import Recipe
+
+FILE = Path(__file__).parent / "schema" / "mindformers_reads.json"
+
+LOADER = "BlendedMegatronDatasetDataLoader"
+MODEL = "model.model_config."
+_SAME = {
+    "train_dataset_task.dataset_config.": "train_dataset.",
+    "eval_dataset_task.dataset_config.": "train_dataset.",
+    "eval_dataset_task.": "train_dataset_task.",
+    "eval_dataset.": "train_dataset.",
+    "eval_callbacks.": "callbacks.",
+    "runner_wrapper.scale_sense.": "runner_wrapper.",
+    "grouped_lr_schedule.default.": "lr_schedule.",
+    "grouped_lr_schedule.grouped.*.": "lr_schedule.",
+}
+"""Sections that the same code reads."""
+
+
+class Judged(NamedTuple):
+    """What is known of a written key.
+
+    Attributes:
+        key: Dotted, as written.
+        verdict: ``read``: seen; ``never``: neither seen nor looked up anywhere in MindFormers' source.
+        place: Why it is not judged.
+    """
+
+    key: str
+    verdict: Literal["read", "never", "not judged"]
+    place: str = ""
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def schema_names(top: type) -> set[str]:
+    """Return the name of every key of a section and of all sections below it."""
+    names: set[str] = set()
+    todo = [top]
+    seen: set[type] = set()
+    while todo:
+        cls = todo.pop()
+        if cls in seen:
+            continue
+        seen.add(cls)
+        plan = section_keys(cls)
+        names |= plan.names.keys()
+        todo += [inner for field in plan.fields.values() for inner, _ in parts_of(field.type)]
+    return names
+
+
+def judge(given: Mapping[str, Any], model_type: str | None) -> Iterator[Judged]:
+    """Yield what is known of every written key, keys of our own section left out.
+
+    Args:
+        given: A recipe's sections.
+        model_type: Whose network MindFormers builds; None: not known, no model key is judged.
+    """
+    loader = _loader(given)
+    unobserved = (
+        "" if given.get("run_mode") in ("train", "finetune") else "only training was observed"
+    )
+    for key, pattern in _leaves(given):
+        if key.startswith("telechat_moe."):
+            continue
+        found = _judge(key, pattern, model_type)
+        why = unobserved
+        if ".data_loader." in key and loader != LOADER:
+            why = f"{loader} was not observed"
+        yield Judged(key, "not judged", why) if why and found.verdict == "never" else found
+
+
+def _loader(given: Mapping[str, Any]) -> Any:
+    """Return the type of the data loader."""
+    found: Any = given
+    for key in ("train_dataset", "data_loader", "type"):
+        found = cast("Mapping[str, Any]", found).get(key) if isinstance(found, Mapping) else None
+    return found or LOADER
+
+
+def _leaves(value: Any, key: str = "", pattern: str = "") -> Iterator[tuple[str, str]]:
+    """Yield dotted keys, and the same with the type of a section in the place of its index."""
+    if isinstance(value, Mapping) and value:
+        for name, item in cast("Mapping[str, Any]", value).items():
+            yield from _leaves(item, f"{key}.{name}".lstrip("."), f"{pattern}.{name}".lstrip("."))
+    elif isinstance(value, list) and (items := _sections(cast("list[Any]", value))):
+        for index, item in enumerate(items):
+            kind = item.get("type", "*") if pattern.endswith("callbacks") else "*"
+            yield from _leaves(item, f"{key}.{index}", f"{pattern}.{kind}")
+    else:
+        yield key, pattern
+
+
+def _sections(items: list[Any]) -> list[Mapping[str, Any]]:
+    """Return the items of a list of sections, none of another list."""
+    return items if all(isinstance(item, Mapping) for item in items) else []
+
+
+def _judge(key: str, pattern: str, model_type: str | None) -> Judged:
+    for section, same in _SAME.items():
+        if pattern.startswith(section):
+            pattern = same + pattern.removeprefix(section)
+    known, name = _table(), pattern.rpartition(".")[2]
+    if not key.startswith(MODEL):
+        parts = pattern.split(".")
+        whole = {".".join([*parts[:depth], "*"]) for depth in range(1, len(parts))}
+        if _read() & {pattern, *whole}:  # MindSpore gets some sections whole
+            return Judged(key, "read")
+        return _unseen(key, known["named"].get(name))
+    model = known["model"].get(model_type)
+    name = pattern.removeprefix(MODEL).partition(".")[0]
+    if model is None:
+        return Judged(key, "not judged", f"model type {model_type} was not observed")
+    if name in model["read"]:
+        return Judged(key, "read")
+    return _unseen(key, model["named"].get(name))
+
+
+def _unseen(key: str, place: str | None) -> Judged:
+    """Return the judgement on a key whose reading was not seen, but perhaps is at a place of the source."""
+    if place is None and key.rpartition(".")[2] not in _names():
+        return Judged(key, "not judged", "its section has keys of any name")
+    if place is None:
+        return Judged(key, "never")
+    return Judged(key, "not judged", f"read with other settings, or later (mindformers/{place})")
+
+
+@functools.cache
+def _names() -> set[str]:
+    return schema_names(Recipe)
+
+
+@functools.cache
+def _read() -> frozenset[str]:
+    return frozenset(_table()["read"])
