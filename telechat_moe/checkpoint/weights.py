@@ -63,7 +63,7 @@ def own_weights(source: Path, config: ModelConfig, *, verify: bool = True) -> li
     for name in wanted.keys() & entries.keys():
         shape, dtype = list(entries[name].shape), entries[name].dtype
         if shape != list(wanted[name]):
-            problems.append(f"{name} is {shape}, the model has {list(wanted[name])}")
+            problems.append(f"{name} is {shape} instead of {list(wanted[name])}")
         elif dtype not in BYTES_OF_DTYPE:
             problems.append(f"{name} is {dtype}, weights are one of {', '.join(BYTES_OF_DTYPE)}")
     if problems:
@@ -104,7 +104,10 @@ class ShardedEntry(Entry):
 def unfit(source: Path, problems: Sequence[str]) -> BadInputError:
     """Return the error that says in one line how weights do not fit a model."""
     more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return BadInputError(f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}")
+    return BadInputError(
+        f"{source} does not fit the model: {', '.join(problems[:_SHOWN])}{more}; weights of the recipe's model, or a "
+        "model section that says what these are of"
+    )
 
 
 def read_weights(source: Path, *, verify: bool = True) -> dict[str, Entry]:

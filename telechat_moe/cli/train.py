@@ -34,9 +34,14 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.files import keep_others_out
     from telechat_moe.interop import hf
     from telechat_moe.recipe import load
+    from telechat_moe.train import preflight
 
     keep_others_out()
     recipe = load(args.recipe, args.overrides, use="train")
+    if (
+        recipe.devices == 1
+    ):  # says what is missing before the seconds that importing mindspore takes
+        preflight.require(recipe, resume=args.resume, overwrite=args.overwrite, weights=hf.weights)
     try:
         from telechat_moe.train.trainer import Trainer
     except ModuleNotFoundError as error:

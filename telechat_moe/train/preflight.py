@@ -58,11 +58,12 @@ def require(
         RecipeError: With everything that the run lacks.
         UsageError: It lacks nothing but a word on the other run that `output_dir` holds.
     """
-    ready, problems = examine(recipe, resume=resume, overwrite=overwrite, weights=weights)
+    look = _Look(recipe)
+    ready = look.examine(resume, overwrite, weights)
     if ready is None:
-        if [p.key for p in problems] == ["output_dir"] and "earlier run" in problems[0].found:
-            raise UsageError(str(problems[0]))
-        raise RecipeError(problems)
+        if look.problems == look.held:
+            raise UsageError(str(look.held[0]))
+        raise RecipeError(look.problems)
     return ready
 
 
@@ -74,19 +75,8 @@ def examine(
     weights: ReadWeights = own_weights,
 ) -> tuple[Ready | None, list[Problem]]:
     """Return what a run begins with, or everything that it lacks; see :func:`require`."""
-    try:
-        _ = recipe.model_config
-    except RecipeError as error:
-        return None, error.problems
     look = _Look(recipe)
-    look.problems += [*device(recipe), *_folders(recipe)]
-    loader = look.data()
-    start = look.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
-    if start is not None:
-        look.start(start, loader, weights)
-    if look.problems or start is None or loader is None:
-        return None, look.problems
-    return Ready(start, loader), []
+    return look.examine(resume, overwrite, weights), look.problems
 
 
 def device(recipe: Recipe) -> list[Problem]:
@@ -133,6 +123,21 @@ class _Look:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.problems = recipe, list[Problem]()
+        self.held: list[Problem] = []  # that output_dir holds another run
+
+    def examine(self, resume: bool, overwrite: bool, weights: ReadWeights) -> Ready | None:
+        """See :func:`examine`."""
+        recipe = self.recipe
+        if self.at("model", lambda: recipe.model_config) is None:
+            return None
+        self.problems += [*device(recipe), *_folders(recipe)]
+        loader = self.data()
+        start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
+        if start is not None:
+            self.start(start, loader, weights)
+        if self.problems or start is None or loader is None:
+            return None
+        return Ready(start, loader)
 
     def at(self, key: str, do: Callable[[], T]) -> T | None:
         """Do something; an error is a problem of the key, unless it names its own."""
@@ -141,9 +146,10 @@ class _Look:
         except RecipeError as error:
             self.problems += error.problems
         except (TelechatMoeError, OSError) as error:
-            text = " ".join(str(error).split())
-            found, _, expected = text.partition("; ")
+            found, _, expected = " ".join(str(error).split()).partition("; ")
             self.say(key, found, expected or "a file or folder that can be read")
+            if isinstance(error, UsageError):
+                self.held = self.problems[-1:]
         return None
 
     def say(self, key: str, found: str, expected: str) -> None:

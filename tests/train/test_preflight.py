@@ -179,7 +179,7 @@ def test_a_checkpoint_of_another_model(place: Path) -> None:
     wider["model__model_config__moe_shared_expert_intermediate_size"] = 24
     found = only(place, load_checkpoint=step, **wider)
     assert found.key == "load_checkpoint"
-    assert "layers.1.moe.experts.down is [8, 16, 32], the model has [8, 24, 32]" in found.found
+    assert "layers.1.moe.experts.down is [8, 16, 32] instead of [8, 24, 32]" in found.found
     keys = {p.key for p in problems(place, load_checkpoint=step, resume_training=True, **wider)}
     section = "model.model_config."
     assert {f"{section}moe_intermediate_size"} <= keys

@@ -166,3 +166,14 @@ def test_hugging_face_s_folder_as_a_conversion_of_it(
     assert steps(tmp_path / "a") == steps(tmp_path / "b")
     last = "checkpoints/step-00000012"
     assert_same_tensors(tmp_path / "a" / last, tmp_path / "b" / last, "model", "optimizer")
+
+
+def test_two_processes_go_on_from_another_folder(tmp_path: Path, data: Path, whole: Path) -> None:
+    given = {"load_checkpoint": whole / "checkpoints/step-00000006", "resume_training": True}
+    two = {**mini.SPREAD, "parallel_config__model_parallel": 2}
+    output = tmp_path / "run"
+    assert main(mini.arguments(data, output, **EVERY, **given, **two)) == 0
+    np.testing.assert_allclose(steps(output), steps(whole)[6:], rtol=1e-5)
+    assert main([*mini.arguments(data, output, **EVERY, **given), "--resume"]) == 0
+    code, found = audited(output)
+    assert (code, found["problems"]) == (0, [])

@@ -291,4 +291,4 @@ def test_a_run_can_start_from_the_weights_of_another(
     wider["model__model_config__moe_shared_expert_intermediate_size"] = 24
     assert main(mini.arguments(data, tmp_path / "other", **wider)) == 3
     message = capfd.readouterr().err
-    assert "experts.gate is [8, 32, 16], the model has [8, 32, 24]" in message
+    assert "experts.down is [8, 16, 32] instead of [8, 24, 32]" in message
