@@ -5,6 +5,7 @@ import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from shutil import get_terminal_size
 from typing import Any, NoReturn
 
 from telechat_moe.cli.arguments import add_json, add_overrides
@@ -83,12 +84,16 @@ class Verb:
             f"{code} {says}" for code, says in sorted({**EXITS, **self.exits}.items())
         )
         keys = f"--json keys: {self.json_keys}" if self.json_keys else ""
-        texts = [notes.strip("\n"), examples, _filled(keys), _filled(f"exit codes: {codes}")]
-        return "\n\n".join(filter(None, texts))
+        texts = [*map(_filled, notes.strip("\n").split("\n\n")), examples]
+        return "\n\n".join(filter(None, [*texts, _filled(keys), _filled(f"exit codes: {codes}")]))
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), WIDTH, break_on_hyphens=False)
+    """Return a paragraph in the terminal's width; one with indented lines, such as a table, as it is."""
+    if "\n " in f"\n{text}":
+        return text
+    width = min(WIDTH, get_terminal_size().columns - 2)
+    return textwrap.fill(text, width, break_on_hyphens=False)
 
 
 class VerbParser(argparse.ArgumentParser):
@@ -96,7 +101,7 @@ class VerbParser(argparse.ArgumentParser):
 
     def __init__(self, verb: Verb, **options: Any) -> None:
         formatter = argparse.RawDescriptionHelpFormatter
-        super().__init__(description=verb.says(), formatter_class=formatter, **options)
+        super().__init__(description=_filled(verb.says()), formatter_class=formatter, **options)
         self.verb = verb
         verb.add_arguments(self)
 

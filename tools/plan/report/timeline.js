@@ -84,7 +84,7 @@ function drawMemory() {
   const height = 240, g = canvas(memory, height), width = memory.clientWidth, low = height - 8, high = AXIS + 6;
   const y = v => low - v / (most * 1.04) * (low - high);
   ticks(g, height);
-  g.textAlign = "left"; g.fillStyle = colours.soft; g.fillText("memory of a device", 2, AXIS / 2);
+  g.textAlign = "left"; g.fillStyle = colours.soft; g.fillText(LEFT > 120 ? "memory of a device" : "memory", 2, AXIS / 2);
   for (let v = 0; v <= most; v += memoryStep) {
     g.fillStyle = colours.line; g.fillRect(LEFT, y(v), width - LEFT, 1);
     g.fillStyle = colours.soft; g.fillText(size(v), 2, Math.min(y(v), height - 7)); }
