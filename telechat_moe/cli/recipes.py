@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from telechat_moe.cli.arguments import add_start
 from telechat_moe.cli.output import show_table, write_json
 from telechat_moe.cli.verb import Verb
-from telechat_moe.errors import UsageError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.units import count_text, gib_text
 from telechat_moe.versions import warn_of_mindformers
 
@@ -51,6 +53,9 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _cp_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dest", metavar="DEST", help="file or folder to write")
+    parser.add_argument(
+        "--output-dir", metavar="DIR", help="the copy's output_dir, for runs of its own"
+    )
     parser.add_argument("--force", action="store_true", help="replace DEST if it exists")
 
 
@@ -283,6 +288,13 @@ def run_cp(args: argparse.Namespace) -> int:
     if data.startswith(SCHEMA_COMMENT):  # the editor's hint must still find the schema
         hint = f"# yaml-language-server: $schema={schema_file()}".encode()
         data = hint + data.removeprefix(SCHEMA_COMMENT)
+    if args.output_dir is not None:
+        line = f"output_dir: {json.dumps(args.output_dir, ensure_ascii=False)}".encode()
+        data, found = re.subn(rb"^output_dir:[^\r\n]*", lambda _: line, data, flags=re.MULTILINE)
+        if found != 1:
+            raise BadInputError(
+                f"{source}: --output-dir needs one line output_dir: in it, found {found}"
+            )
     try:
         write_atomic(dest, data, replace=args.force)
     except FileExistsError:
@@ -344,7 +356,7 @@ VERBS = (
     Verb(
         name="cp",
         help="copy a recipe to a file of your own",
-        examples="telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml",
+        examples="telechat-moe cp telechat3_moe/pretrain_tiny.yaml my_recipe.yaml --output-dir output/mine",
         exits={2: "wrong usage, or DEST exists", 3: "no such recipe"},
         json_keys="source, destination.",
         recipe=True,

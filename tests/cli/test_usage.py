@@ -8,6 +8,7 @@ from test_random_lines import LEAVES
 
 from telechat_moe.cli import main
 from telechat_moe.cli.verb import VerbParser
+from telechat_moe.recipe import load
 
 TINY = "telechat3_moe/pretrain_tiny.yaml"
 Capture = pytest.CaptureFixture[str]
@@ -93,3 +94,17 @@ def test_equal_lines_are_counted_as_one_text(tmp_path: Path, capsys: Capture) ->
     ]
     assert main(line) == 3
     assert "50 documents, 1 of them distinct" in capsys.readouterr().err
+
+
+def test_a_copy_gets_an_output_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """So README's commands work where `make train` has left its run in output/."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["cp", TINY, "mine.yaml", "--output-dir", 'a "b": c']) == 0
+    assert load("mine.yaml").output_dir == 'a "b": c'
+    assert main(["cp", TINY, "same.yaml"]) == 0
+    assert load("same.yaml").output_dir == load(TINY).output_dir
+    Path("bare.yaml").write_text("seed: 1\n")
+    assert main(["cp", "bare.yaml", "other.yaml", "--output-dir", "x"]) == 3
+    assert "needs one line output_dir:" in capsys.readouterr().err
