@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("claims.yaml")
 STATUSES = ("verified", "unverified", "compiled only", "unsupported")
 FIGURE = re.compile(
     r"\d(?:[\d,.]*\d)?(?:e-\d+\b| ?%| ?x\b| (?:times|s|ms|us|minutes?|hours?|[KMG]i?B|GB/s|points|tokens/s)\b)"
-    r"|\b\d[\d,]* of \d|\b(?:all|All) \d+ "
+    r"|\b\d[\d,]* of \d|\b(?:all|All) \d+ |\b\d{1,3}(?:,\d{3})+\b|(?<![\w.\-=])\d+\.\d+(?![\w.]*\d)"
 )
 
 

@@ -324,7 +324,7 @@ def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
     """Measure AdamW on 100 tensors with 19 million parameters, and compare what the first update changes."""
     tell("AdamW")
     n, size = 100, 20_000 if quick else 190_000
-    start, gradients = ([_normal(size) * s for _ in range(n)] for s in (1, 0.1))
+    start, gradients = ([_normal(size) * s for _ in range(n)] for s in (0.1, 0.1))
     moments = [[np.zeros(size, np.float32) for _ in range(n)] for _ in "12"]
     params = [x.copy() for x in start]
     scalars = [np.array(x, np.float32) for x in (1e-4, 1e-8, 0.1, 1.0)]
@@ -344,8 +344,8 @@ def adamw(threads: int, quick: bool, tell: Tell) -> Iterator[Measurement]:
         peers[name], after[name] = _mindspore_adam(start, gradients)
     for call in peers.values():
         call()
-    for name, value in after.items():  # an update is 1e-4 of a weight: float32 holds 3 digits of it
-        check_same(case, name, params[0] - start[0], value() - start[0], 3e-3)
+    for name, value in after.items():  # an update is 5e-4 of a weight: float32 holds 4 digits of it
+        check_same(case, name, params[0] - start[0], value() - start[0], 2e-3)
     in_turns(case, peers, 0.5 if quick else 2.0)
     yield case
 

@@ -55,7 +55,12 @@ class Torch:
             for layer in self.model.model.layers:
                 if hasattr(layer.mlp, "experts"):
                     layer.mlp.experts = GroupedExperts(layer.mlp.experts)
-                    layer.mlp.__dict__["moe"] = layer.mlp.experts  # before the class's method
+                    moe = layer.mlp.experts
+                    if "compile" in options and "autocast" not in options:
+                        moe = torch.compiler.disable(
+                            moe
+                        )  # compiled, grouped products take bfloat16 only
+                    layer.mlp.__dict__["moe"] = moe  # before the class's method
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), 3e-4, (0.9, 0.95), 1e-8, 0.1, fused="fused" in options or None
         )
