@@ -101,6 +101,11 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
+    run = given.get("run_mode", "train")
+    if run not in ("train", "finetune"):
+        raise BadInputError(
+            f"{name}: run_mode is {run}, and a training step is compiled: expected train or finetune"
+        )
     parallel = _section(name, given, "parallel")
     mode = parallel.get("parallel_mode")
     if not given.get("use_parallel") or mode not in SEMI_AUTO:

@@ -6,7 +6,12 @@ from collections import Counter
 import pytest
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.interop.mindformers_dryrun import compile_mindformers, devices_of, sections_of
+from telechat_moe.interop.mindformers_dryrun import (
+    compile_mindformers,
+    devices_of,
+    sections_of,
+    subject_of,
+)
 from telechat_moe.recipe import load
 
 pytestmark = [
@@ -20,6 +25,7 @@ pytestmark = [
 TELECHAT = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
 OFFICIAL = "telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
 DEEPSEEK = "deepseek3/pretrain_deepseek3_671b.yaml"
+QWEN3_MOE = "qwen3_moe/pretrain_qwen3_30b_a3b_4k.yaml"
 MODEL = "model.model_config"
 SMALL = [
     f"{MODEL}.{item}"
@@ -112,6 +118,15 @@ def test_refused_layouts():
         compile_mindformers(DEEPSEEK, [0], overrides=[*SMALL, *layout(2, 2, 1, 2)])
 
 
+@pytest.mark.slow
+def test_recipe_without_a_length_in_the_model_section():
+    """MindFormers' Qwen3-MoE recipe, which names ``seq_length`` in its data section only."""
+    overrides = [*SMALL[:2], *(o for o in SMALL if "n_routed" not in o), *layout(1, 2, 1, 2)]
+    small = [*overrides, f"{MODEL}.num_experts=16", f"{MODEL}.head_dim=16"]
+    (graph,) = compile_mindformers(QWEN3_MOE, [0], overrides=small)
+    assert Counter(op.kind for op in operators(graph))["FlashAttentionScoreGrad"] == 2
+
+
 def test_no_such_rank():
     with pytest.raises(BadInputError, match="no rank 256: its layout has 256 devices"):
         compile_mindformers(TELECHAT, [0, 256])
@@ -123,12 +138,35 @@ def test_no_such_rank():
         ("use_parallel=False", "use_parallel is False"),
         ("parallel.parallel_mode=0", "parallel_mode 0"),
         ("parallel_config.data_parallel=a", "data_parallel is a, expected an integer"),
+        ("parallel=3", "parallel is 3, expected a section"),
+        ("run_mode=predict", "run_mode is predict, and a training step is compiled"),
     ],
 )
 def test_recipes_without_ranks(override, said):
     name, given = sections_of(TELECHAT, [override])
     with pytest.raises(BadInputError, match=said):
         devices_of(name, given)
+
+
+def test_what_a_report_needs_of_the_model_section():
+    """A sample's length stands in the data section, too; dimensions may stand in a Hugging Face folder."""
+    subject = subject_of(*sections_of(QWEN3_MOE))
+    assert subject.expected == (4096 // 4 * 8 * 2048, 4096 // 4 * 8)
+    dense = subject_of(*sections_of("qwen3/pretrain_qwen3_32b_4k.yaml"))
+    assert dense.expected == (0, 0)
+    with pytest.raises(BadInputError, match=r"hidden_size is not written, expected an integer"):
+        subject_of(*sections_of(QWEN3_MOE, [f"{MODEL}.hidden_size=null"]))
+    with pytest.raises(BadInputError, match=r"says how long a sample is; write one"):
+        subject_of(*sections_of(QWEN3_MOE, ["train_dataset.data_loader.config.seq_length=null"]))
+
+
+def test_hugging_face_folder(tmp_path):
+    name, here = "general/llm_pretrain_moe_template.yaml", f"pretrained_model_dir={tmp_path}"
+    with pytest.raises(BadInputError, match=r"no config.json can be read"):
+        subject_of(*sections_of(name, [here]))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 64}')
+    said = subject_of(*sections_of(name, [here, f"{MODEL}.num_experts_per_tok=2"])).expected
+    assert said.elements == said.rows * 64
 
 
 def test_loaded_recipe_keeps_its_overrides():

@@ -39,8 +39,7 @@ class Base:
     scalars: list[tuple[int, int, str]]
 
 
-def base(name: str) -> Base:
-    text = recipe_text(name)
+def base(name: str, text: str) -> Base:
     keys: set[tuple[int, int]] = set()
     scalars: set[tuple[int, int, str]] = set()
 
@@ -72,9 +71,10 @@ def known_keys() -> set[str]:
 class Mutator:
     """Makes one mutant per call; the same seed gives the same mutants."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, texts: dict[str, str] | None = None) -> None:
         self.rng = random.Random(seed)
-        self.bases = [base(name) for name in NAMES]
+        texts = texts or {name: recipe_text(name) for name in NAMES}
+        self.bases = [base(name, text) for name, text in texts.items()]
         self.known = known_keys()
         self.kinds = [
             *("typo", "duplicate", "wrong_type", "trap", "delete", "swap", "number", "number"),
