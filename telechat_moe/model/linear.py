@@ -9,6 +9,7 @@ from telechat_moe.ops.select import backend
 from telechat_moe.ops.swiglu import SwiGLU
 
 DTYPES = {"float32": ms.float32, "bfloat16": ms.bfloat16, "float16": ms.float16}
+DTYPES |= {"fp32": ms.float32, "bf16": ms.bfloat16, "fp16": ms.float16}
 
 
 def weight(shape: tuple[int, ...], std: float, name: str, dtype: ms.Type = ms.float32) -> Parameter:

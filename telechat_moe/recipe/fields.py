@@ -140,6 +140,11 @@ ONLY_DEFAULT = {"takes": Takes()}
 """Field metadata: our trainer does not read this key and takes its default only."""
 
 
+def only(*values: object) -> dict[str, object]:
+    """Return field metadata: our trainer does not read this key and takes these values only."""
+    return {"takes": Takes(values)}
+
+
 def any_value(why: str) -> dict[str, object]:
     """Return field metadata: our trainer does not read this key and takes any value, for a reason."""
     return {"takes": Takes(why=why)}

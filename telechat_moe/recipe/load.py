@@ -102,9 +102,11 @@ def load(
     return _Loader(path, use).load(overrides, devices)
 
 
-def loads(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> Recipe:
+def loads(
+    text: str, overrides: Sequence[str] = (), *, name: str = "<text>", use: Use | None = None
+) -> Recipe:
     """Load a recipe from text; see `load`."""
-    return _Loader(Path(name)).parse(text, overrides, None)
+    return _Loader(Path(name), use).parse(text, overrides, None)
 
 
 def sections(text: str, overrides: Sequence[str] = (), *, name: str = "<text>") -> dict[str, Any]:

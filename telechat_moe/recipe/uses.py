@@ -106,8 +106,8 @@ def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iter
     plan = section_keys(cast("type[Any]", type(section)))
     for key, below in given.items():
         name = plan.names.get(key)
-        if name is None or not hasattr(section, name) or (not at and key == "train_dataset_task"):
-            continue  # has a problem of its own; the task repeats train_dataset, and a rule compares
+        if name is None or not hasattr(section, name) or key == "dataset_config":
+            continue  # has a problem of its own, or repeats train_dataset, with which a rule compares it
         field, value = plan.fields[name], getattr(section, name)
         takes = cast("Takes | None", field.metadata.get("takes", Takes() if theirs else None))
         found = Written(at + key, value, field, takes)

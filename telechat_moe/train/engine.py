@@ -91,7 +91,9 @@ def backends(recipe: Recipe) -> AbstractContextManager[None]:
 
 def build_model(recipe: Recipe) -> tuple[CausalLM, str]:
     """Build the model of a recipe in graph mode; return it and the backends of its operators, for the user."""
-    ms.set_context(mode=ms.GRAPH_MODE, device_target=recipe.context.device_target)
+    context = recipe.context
+    ms.set_context(mode=ms.GRAPH_MODE, device_target=context.device_target)
+    ms.set_context(max_call_depth=context.max_call_depth)
     ms.set_seed(recipe.seed)
     own = recipe.telechat_moe
     with backends(recipe):

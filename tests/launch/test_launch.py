@@ -337,10 +337,12 @@ def test_paths_that_lead_outside_are_refused_unless_asked(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"callbacks__2__directory": str(tmp_path / "elsewhere")}
-    assert main(launch(data, tmp_path / "run", **changes)) == 3
+    _, recipe, _, *sets = mini.arguments(data, tmp_path / "run", **changes)
+    command = ["launch", recipe, "--through", "mindformers", *sets]
+    assert main(command) == 3
     assert "callbacks.2.directory" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(launch(data, tmp_path / "run", "--print", "--allow-outside", **changes)) == 0
+    assert main([*command, "--print", "--allow-outside"]) == 0
     assert "--allow-outside" in capsys.readouterr().out
 
 

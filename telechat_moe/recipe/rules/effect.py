@@ -127,6 +127,24 @@ def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:
             yield key, found, "remove it, or True there"
 
 
+def drop_rate(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The share of dropped tokens that we log is that of the model's capacity."""
+    for index, callback in enumerate(r.callbacks):
+        factor = getattr(callback, "capacity_factor", None)
+        if factor is not None and r.model.model_config.moe_expert_capacity_factor is None:
+            found = f"{factor:g} without moe_expert_capacity_factor, where nothing is dropped"
+            yield f"callbacks.{index}.capacity_factor", found, "remove it"
+
+
+def strategy_text(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """A word for the whole strategy says what `full_batch` says."""
+    p = r.parallel
+    word = "full_batch" if p.full_batch else "data_parallel"
+    if isinstance(p.dataset_strategy, str) and p.dataset_strategy != word:
+        found = f"{p.dataset_strategy} with full_batch {p.full_batch}"
+        yield "parallel.dataset_strategy", found, f"{word}, a list, or remove it"
+
+
 def clipping(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """A largest norm without clipping has no effect."""
     wrapper = r.runner_wrapper
@@ -153,6 +171,38 @@ def block_rows(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if own.moe_block_rows is not None and r.devices == 1 and not compiled and chosen != {"plain"}:
         found = f"{own.moe_block_rows} with experts that may be fused, which have no blocks"
         yield key, found, "remove it, or operators.permute and grouped_matmul plain"
+
+
+def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Fused attention, ours and Ascend's, has its softmax in float32."""
+    m, backends = r.model.model_config, r.telechat_moe.operators
+    plain = (backends.attention or backends.default) == "plain" or r.devices > 1
+    if m.softmax_compute_dtype not in ("float32", "fp32", None) and (compiled or not plain):
+        found = f"{m.softmax_compute_dtype} with fused attention, whose softmax is in float32"
+        yield (
+            "model.model_config.softmax_compute_dtype",
+            found,
+            "float32, or operators.attention plain",
+        )
+
+
+def residual_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Our CPU kernels round to bfloat16 inside of products; between them everything is float32."""
+    m, key = r.model.model_config, "fp32_residual_connection"
+    low = m.compute_dtype in ("bfloat16", "bf16") and r.context.device_target == "CPU"
+    if low and not compiled and r.given["model"]["model_config"].get(key) is False:
+        found = "False on CPU, where the residual stream is float32"
+        yield f"model.model_config.{key}", found, "True, or remove it"
+
+
+def dropped_tokens(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Without a capacity nothing is dropped."""
+    m = r.model.model_config
+    if m.moe_token_drop_policy and m.moe_expert_capacity_factor is None:
+        found = (
+            f"{m.moe_token_drop_policy} without moe_expert_capacity_factor, where it has no effect"
+        )
+        yield "model.model_config.moe_token_drop_policy", found, "False, or a capacity factor"
 
 
 def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:

@@ -1,8 +1,9 @@
 """Sections about devices: context, parallel degrees, recomputation, swapping."""
 
+from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text
+from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text, only
 from telechat_moe.recipe.schema.table import section
 
 
@@ -77,7 +78,9 @@ class ParallelOptimizerConfig:
     optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = None
     """Devices over which one state is sharded. -1: all of `data_parallel`."""
 
-    optimizer_level: Literal["level1", "level2", "level3"] | None = None
+    optimizer_level: Literal["level1", "level2", "level3"] | None = field(
+        default=None, metadata=only("level1")
+    )
     """ZeRO level."""
 
 

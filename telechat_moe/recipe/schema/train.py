@@ -11,6 +11,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Text,
     instead_of,
+    only,
 )
 from telechat_moe.recipe.schema.table import section
 
@@ -137,7 +138,7 @@ class TrainDataset:
 class DatasetTask:
     """`train_dataset_task`: the class that makes batches of a data set."""
 
-    type: Text
+    type: Text = field(metadata=only("CausalLanguageModelDataset"))
     """Class; language models use `CausalLanguageModelDataset`."""
 
     dataset_config: TrainDataset

@@ -1,0 +1,228 @@
+"""What a run makes of a recipe, without a graph: the product's own code on a tiny recipe, up to the compiler.
+
+The loop runs with an engine that records what it is given and answers from a script (a spike, then values that are not
+finite). Model, optimizer and step are built and described; nothing is compiled.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+
+from telechat_moe.cli.data import _settings
+from telechat_moe.data import Loader, open_recipe
+from telechat_moe.errors import TelechatMoeError
+from telechat_moe.model import CausalLM, initialize
+from telechat_moe.ops import select
+from telechat_moe.recipe import Recipe
+from telechat_moe.sharding import recipe as sharded
+from telechat_moe.sharding.recompute import recompute
+from telechat_moe.train import checkpoints, guard, sample, schedule
+from telechat_moe.train.engine import OneProcess
+from telechat_moe.train.loop import Loop
+from telechat_moe.train.monitor import SilentMonitor
+from telechat_moe.train.rank_graph import example_batch
+from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.step import StepOutput
+
+SPIKES = {6: (9.0, 40.0), 7: (9.0, 40.0), 9: (float("nan"), 1.0), 10: (float("nan"), 1.0)}
+"""Steps with another loss and gradient norm than (4, 1)."""
+
+
+def _value(x: Any) -> Any:
+    return SimpleNamespace(asnumpy=lambda: np.asarray(x, np.float32))
+
+
+class Recorder:
+    """Stands for engine, model and saver; keeps what it is asked for."""
+
+    operators = ""
+
+    def __init__(self, recipe: Recipe, said: list[Any]) -> None:
+        self.recipe, self.said, self.model = recipe, said, self
+
+    def set_train(self, mode: bool = True) -> None:
+        """Accept the mode of a model."""
+
+    def evaluate_cell(self, *batch: Any) -> Any:
+        """Take a batch of validation data."""
+        self.said.append(("evaluate", _hash(batch)))
+        return _value([1.0])
+
+    evaluate_cell.set_train = lambda mode: None
+
+    def read(self, columns: Any) -> list[Any]:
+        """Read the micro-batches of a step."""
+        batches = [next(columns) for _ in range(sharded.micro_batches(self.recipe))]
+        self.said.append(("read", [_hash(b.values()) for b in batches]))
+        return [tuple(b.values()) for b in batches]
+
+    def update(self, batches: Any, number: int, rate: float, limits: Any) -> StepOutput:
+        """Take a step."""
+        self.said.append(("update", number, rate, tuple(limits)))
+        step = sum(one[0] == "update" for one in self.said)
+        loss, norm = SPIKES.get(step, (4.0 + 0.01 * step, 1.0 + 0.01 * step))
+        applied = loss < limits[1] and norm < limits[0]
+        output = (_value([loss, 0, 0]), _value(norm), None, _value(applied), _value([0.0]), None)
+        return StepOutput(*output)
+
+    def culprit(self, output: Any) -> str:
+        """Name nothing."""
+        return ""
+
+    def collect_weights(self) -> None:
+        """Have them."""
+
+    def parameters(self) -> dict[str, Any]:
+        """Have none."""
+        return {}
+
+    def writer(self, root: Path, step: int, given: Any, keep_last: Any) -> Any:
+        """Take a checkpoint."""
+        self.said.append(("save", str(root), step, keep_last))
+        return lambda groups: None
+
+
+class FakeSaver:
+    """A saver that says how it was made."""
+
+    said: list[Any]
+
+    def __init__(self, sources: Any, **options: Any) -> None:
+        self.said.append(("saver", options))
+
+    def save(self, what: str, write: Any) -> None:
+        """Accept a checkpoint."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def _hash(arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        data = array.asnumpy() if isinstance(array, Tensor) else np.asarray(array)
+        digest.update(f"{data.shape}{data.dtype}".encode() + data.tobytes())
+    return digest.hexdigest()
+
+
+def run(recipe: Recipe, patch: Any) -> list[Any]:
+    """Return everything that the loop over the steps of a recipe asks of its engine."""
+    said: list[Any] = []
+    FakeSaver.said = said
+    patch.setattr(checkpoints, "Saver", FakeSaver)
+    patch.setattr(sample, "load_tokenizer", str)
+    patch.setattr(
+        sample, "continue_prompts", lambda *a, **k: said.append(("sample", a[2:], k)) or list(a[2])
+    )
+    choose = lambda self, step: said.append(("back to", step)) or ""  # noqa: E731
+    patch.setattr(checkpoints.RunCheckpoints, "_choose_before", choose)
+    engine: Any = Recorder(recipe, said)
+    mesh = sharded.mesh_of(recipe)
+    epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
+    rows = recipe.runner_config.batch_size * mesh.dp
+    try:
+        with Loader(open_recipe(recipe), rows, epochs=None, epoch_samples=epoch) as loader:
+            kept = checkpoints.RunCheckpoints(
+                recipe, engine, loader, guard.of_recipe(recipe), Ranks()
+            )
+            said.append(("data", _settings(argparse.Namespace(**dict.fromkeys(DATA)), recipe)))
+            Loop(kept, schedule.from_recipe(recipe), SilentMonitor()).run()
+            sample.sample_text(recipe, engine)
+    except TelechatMoeError as error:
+        said.append(("error", str(error)))
+    return said
+
+
+DATA = ("out", "corpus", "vocab_size", "tokenizer", "valid_fraction", "seed")
+
+
+def describe(cell: Any) -> list[Any]:
+    """Return names, settings and parameters of a built cell and of all below it."""
+    found: list[Any] = []
+    for name, one in cell.cells_and_names():
+        values = {k: _plain(v) for k, v in vars(one).items() if k != "_create_time"}
+        flags = one.get_flags() if hasattr(one, "get_flags") else {}
+        found.append((name, type(one).__name__, {k: v for k, v in values.items() if v}, flags))
+    for p in cell.get_parameters():
+        found.append((p.name, p.shape, str(p.dtype), p.requires_grad, p.asnumpy().tobytes()[:512]))
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bool | int | float | str | ms.Type) or value is None:
+        return str(value)
+    if isinstance(value, Tensor) and not isinstance(value, Parameter):
+        return _hash([value])
+    if isinstance(value, ops.Primitive):
+        return f"{value.name} {sorted((k, str(v)) for k, v in value.attrs.items())}"
+    if isinstance(value, tuple | list):
+        return str([_plain(v) for v in value])
+    return ""
+
+
+@functools.cache
+def _built(key: str) -> str:
+    recipe = _BUILDING[key]
+    engine = OneProcess(recipe)
+    initialize(engine.model, recipe.seed)
+    parts = describe(engine.train_step)
+    scalars = [float(x) for step in (1, 5) for x in engine.optimizer.scalars(step, 1e-3)]
+    decayed, depth = engine.optimizer.decayed, ms.get_context("max_call_depth")
+    text = repr((parts, scalars, decayed, engine.operators, depth))
+    if recipe.devices > 1 or recipe.recompute_config.recompute:
+        with select.using("plain"):
+            own = recipe.telechat_moe
+            model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
+        whole, comm = recipe.recompute_config.recompute, recipe.recompute_config.mp_comm_recompute
+        layers, modules = sharded.recomputed_layers(recipe), set(own.sharding.recompute)
+        recompute(model, layers, whole is True, modules, comm)
+        text += repr(describe(model))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_BUILDING: dict[str, Recipe] = {}
+
+
+def built(recipe: Recipe) -> str:
+    """Return a hash of model, optimizer and step, with the initial weights; nothing is compiled."""
+    own, parts = recipe.telechat_moe, [recipe.model, recipe.optimizer, recipe.runner_wrapper]
+    parts += [recipe.context, recipe.parallel_config, recipe.recompute_config, own.operators]
+    parts += [own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude, own.sharding]
+    steps = recipe.runner_config.gradient_accumulation_steps
+    key = repr((parts, recipe.seed, steps, recipe.use_parallel))
+    _BUILDING[key] = recipe
+    try:
+        return _built(key)
+    except TelechatMoeError as error:
+        return str(error)
+
+
+def layout(recipe: Recipe) -> list[Any]:
+    """Return the numbers of a sharded graph."""
+    functions = (
+        sharded.mesh_of,
+        sharded.micro_batches,
+        sharded.layer_stages,
+        sharded.even_exchange,
+    )
+    functions += (sharded.shard_threshold, sharded.parallel_context)
+    found = [repr(function(recipe)) for function in functions]
+    found += [repr(sharded.dispatcher(recipe, target)) for target in ("CPU", "Ascend")]
+    return [
+        *found,
+        [x.shape for x in example_batch(recipe, True)],
+        sorted(sharded.recomputed_layers(recipe)),
+    ]
+
+
+def fingerprint(recipe: Recipe, patch: Any) -> str:
+    """Return everything above as text."""
+    return json.dumps([run(recipe, patch), built(recipe), layout(recipe)], default=str)
