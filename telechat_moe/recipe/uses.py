@@ -142,6 +142,9 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
             who = "MindFormers' own networks" if plugin else "MindFormers"
             found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
             yield one.key, found, one.takes.expected(one.field)
+        elif use == "mindformers" and not plugin and _is_ours(one):
+            found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
+            yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
     if use != "mindformers":
         for found in without_effect(recipe, compiled=use == "dryrun"):
             if judged(found[0]):
@@ -184,6 +187,12 @@ def not_judged(recipe: Recipe, use: Use) -> dict[str, str]:
         if found.key not in known
         or not Takes().allows(known[found.key].value, known[found.key].field)
     }
+
+
+def _is_ours(one: Written) -> bool:
+    """Return whether a key asks for something of a run that only this package's model or trainer does."""
+    run = one.key.startswith("telechat_moe.") and not one.key.startswith("telechat_moe.corpus.")
+    return run and not Takes().allows(one.value, one.field)
 
 
 def _text(value: Any) -> str:

@@ -128,7 +128,7 @@ def refuses(problems: list[Any], key: str) -> bool:
         if "[" in key:  # an item of a list, whose index is not known here
             head, tail = key.partition("[")[0], p.key.rpartition(".")[2]
             named = p.key.startswith(head) and (tail in (last, "type") or p.key == head)
-            named = named or bool(p.key) and head.startswith(p.key)
+            named = named or (bool(p.key) and head.startswith(p.key))
         else:
             near = (key, section, f"{section}.type", f"{section}.model_type")
             named = p.key in near or f"{key}.".startswith(f"{p.key}.")
@@ -160,7 +160,12 @@ def is_section(field: dataclasses.Field[Any]) -> bool:
     return any(holds(o) for o in options_of(field.type))
 
 
-@pytest.mark.parametrize("path", sorted({path for path, _, _ in KEYS}))
+def _place(path: str) -> Any:
+    """Return the parameter of a section; the model's, of which each value is another model to build, is slow."""
+    return pytest.param(path, marks=[pytest.mark.slow] if path == "model.model_config" else [])
+
+
+@pytest.mark.parametrize("path", map(_place, sorted({path for path, _, _ in KEYS})))
 def test_a_value_acts_or_is_refused(path: str, base: dict[str, Any], monkeypatch) -> None:
     effects: dict[str, str] = {}
 

@@ -153,9 +153,10 @@ REFUSED = (
 """Sections that our trainer does not take with any content."""
 
 ELSEWHERE: dict[str, str] = {
-    "Recipe.load_checkpoint": "train/test_trainer.py",
-    "Recipe.resume_training": "train/test_trainer.py",
+    "Recipe.load_checkpoint": "train/test_resume_from.py",
+    "Recipe.resume_training": "train/test_resume_from.py",
     "Recipe.pretrained_model_dir": "recipe/test_recipe_load.py",
-    "Context.device_target": "train/test_trainer.py",
+    "TelechatMoe.resume_data": "train/test_resume_from.py",
+    "Context.device_target": "train/test_preflight.py",
 }
 """Keys about what lies outside of the recipe, and the tests that show what they do."""

@@ -7,6 +7,7 @@ import sys
 
 IN_CI: dict[str, tuple[str, ...]] = {
     "recipe": ("tests/recipe", "tests/data", "tests/model", "tests/cli"),
+    "keys": ("tests/recipe/test_keys.py",),
     "tour": ("tests/test_readme.py",),
     "train": ("tests/train",),
     "launch": ("tests/launch",),
