@@ -57,6 +57,13 @@ def test_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n".join(["", "make clean", *others, ""]) in script, "before anything else is installed"
 
 
+def test_make_train_ends_with_how_to_use_the_command() -> None:
+    made = subprocess.run(
+        ["make", "-n", "train"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "/bin/activate" in made.stdout.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_tour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.ops.__main__ import _show
 from benchmarks.ops.report import page, targets
 from benchmarks.ops.timing import Measurement, check_same, in_turns
 
@@ -45,3 +46,16 @@ def test_a_peer_is_timed_only_after_its_results_were_compared() -> None:
     in_turns(case, peers, 0.0)
     assert case.compared["torch"] == pytest.approx(0.1, rel=1e-5)
     assert set(case.best) == {"ours", "torch"}
+
+
+def test_without_a_peer_the_table_of_targets_says_why_it_is_empty(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _show(
+        {
+            "cases": [],
+            "targets": [t._asdict() | {"met": t.met} for t in targets([])],
+            "machine": "m",
+        }
+    )
+    assert "no target was judged: they compare with torch" in capsys.readouterr().out

@@ -108,3 +108,11 @@ def test_a_copy_gets_an_output_folder_of_its_own(
     Path("bare.yaml").write_text("seed: 1\n")
     assert main(["cp", "bare.yaml", "other.yaml", "--output-dir", "x"]) == 3
     assert "needs one line output_dir:" in capsys.readouterr().err
+
+
+def test_a_layout_s_label_names_optimizer_sharding(capsys: Capture) -> None:
+    name = "telechat3_moe/pretrain_105b_a4b_4k.yaml"
+    assert main(["layouts", name]) == 0
+    assert "dp4 tp8 pp8 sp ep4 zero1, 256 devices" in capsys.readouterr().out
+    assert main(["layouts", name, "--set", "parallel.enable_parallel_optimizer=False"]) == 0
+    assert "dp4 tp8 pp8 sp ep4, 256 devices" in capsys.readouterr().out

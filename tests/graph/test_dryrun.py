@@ -1,6 +1,7 @@
 """The parts of the dry run's reading that need no compilation, and its command."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -316,6 +317,18 @@ def test_page_is_whole_and_fetches_nothing():
     assert parsed.tags.count("rect") == 4
     for word in ("AlltoAllV", "dp x tp", "in words"):
         assert word in text
+
+
+@pytest.mark.parametrize("micro_batches", [2, 24])
+def test_the_order_of_micro_batches_fits_the_page(micro_batches: int):
+    report = report_of(called_graph().compiled())
+    both = [(m, kind) for kind in "FB" for m in range(micro_batches)]
+    report["stages"][0]["order"] = [
+        {"kind": k, "micro": m, "chunk": 0, "peer": None} for m, k in both
+    ]
+    width = float(re.findall(r"<svg width=([\d.]+) ", page(report))[0])
+    assert width <= 1048  # of the page's 1080, without its padding
+    assert page(report).count("<rect") == 2 * micro_batches
 
 
 def test_difference():

@@ -1,5 +1,6 @@
 """The joint search against every layout and placement scored by the simulator, and what must hold when inputs change."""
 
+import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -165,7 +166,11 @@ def test_why_not_names_every_other_layout() -> None:
     assert any("out of memory by" in line and "on stage" in line for line in lines)
     assert any("dominated: at least" in line for line in lines)
     assert "not closed" not in "".join(lines)
-    assert "<svg" in page(plan, [], summary(plan, 3))
+    text = page(plan, [], summary(plan, 3))
+    assert "<svg" in text
+    assert "16 x ascend-910b, 32 sequences a step, 30.0 GiB a device" in text
+    assert ">1</text>" in text  # the point of the first layout, numbered as in the table
+    assert not re.search(r"\d\.\d{8}|[a-z]_[a-z]+: |None", text)  # no dump of Python values
 
 
 def test_recipe_is_accepted_and_says_the_same() -> None:
