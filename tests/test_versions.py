@@ -1,5 +1,6 @@
 """The versions that the package is tested with: what is said about them, and the suite on the other MindSpore."""
 
+import json
 import os
 import re
 import runpy
@@ -93,6 +94,40 @@ def test_extras_install_what_is_tested():
         assert f'\n{extra} = [\n    "mindspore=={version}",\n    "numpy<2"' in text
         assert f"TRAIN_{version}" in (ROOT / "Makefile").read_text()
     assert f'mindformers = ["mindformers=={versions.MINDFORMERS}"]' in text
+
+
+@pytest.fixture(scope="module")
+def numpy_2(tmp_path_factory):
+    """The environment of a process that finds NumPy 2 before the installed one."""
+    folder = tmp_path_factory.mktemp("numpy")
+    command = ["pip", "install", "-q", "--no-deps", "--target", str(folder), "numpy>=2,<3"]
+    subprocess.run([sys.executable, "-m", *command], check=True)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+@pytest.mark.slow
+def test_rooms_without_mindspore_on_numpy_2(numpy_2):
+    rooms = [f"tests/{room}" for room in ("recipe", "data", "align", "plan")]
+    marks = "not slow and not mindspore and not mindformers and not torch"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", marks, *rooms]
+    done = subprocess.run(command, cwd=ROOT, env=numpy_2, capture_output=True, text=True)
+    end = done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.returncode == 0, end
+    assert int(re.findall(r"(\d+) passed", end)[0]) > 1500, end
+
+
+@pytest.mark.slow
+def test_the_planner_computes_the_same_bits_on_numpy_2(numpy_2, tmp_path):
+    command = f"plan layout {RECIPE.replace('tiny', '105b_a4b_4k')} --devices 256 --device ascend-910b --memory 55GiB"
+    found = []
+    for name, environment in (("1", None), ("2", numpy_2)):
+        file = tmp_path / name
+        subprocess.run(
+            [sys.executable, "-m", "telechat_moe.cli", *command.split(), "--json", str(file)],
+            env=environment, check=True, capture_output=True,
+        )  # fmt: skip
+        found.append({**json.loads(file.read_text()), "seconds": 0})
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

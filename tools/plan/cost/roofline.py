@@ -14,8 +14,9 @@ from telechat_moe.tools.plan.cost.columns import Array, Columns
 from telechat_moe.tools.plan.cost.device import Constants, Device
 from telechat_moe.tools.plan.cost.memory import whole_layers
 
-SHARP = 8.0
-"""Exponent of the smooth maximum of device and host time: they overlap, but not perfectly near the crossing."""
+SQUARINGS = 3
+"""Squarings that make the exponent, 8, of the smooth maximum of device and host time: they overlap, but not perfectly
+near the crossing."""
 
 START = 0.3
 """Device time to start kernels, relative to the host time to launch them."""
@@ -71,7 +72,14 @@ class Pass:
         """Device time, or the host's where that is longer."""
         busy, floor = self.device + START * self.host, self.host + self.wait
         scale = np.maximum(np.maximum(busy, floor), 1e-30)  # so that powers stay in range
-        return scale * ((busy / scale) ** SHARP + (floor / scale) ** SHARP) ** (1 / SHARP)
+        found = busy / scale, floor / scale
+        # No np.power: it ends in other bits in other versions of NumPy.
+        for _ in range(SQUARINGS):
+            found = found[0] * found[0], found[1] * found[1]
+        both: Array = found[0] + found[1]
+        for _ in range(SQUARINGS):
+            both = np.sqrt(both)
+        return scale * both
 
 
 @dataclass

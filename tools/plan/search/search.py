@@ -353,9 +353,8 @@ class _Search:
 
     def _runners_up(self) -> None:
         """Place more configurations, for the ranked table."""
-        order = np.argsort(
-            np.where(np.isfinite(self.guess), np.maximum(self.guess, self.found.bound_s), np.inf)
-        )
+        least = np.maximum(self.guess, self.found.bound_s)
+        order = np.lexsort((self.guess, np.where(np.isfinite(self.guess), least, np.inf)))
         tried = 0
         for row in order:
             steps = sorted(p.seconds for p in self.placed.values())
