@@ -30,7 +30,7 @@ def add_start(parser: argparse.ArgumentParser) -> None:
     start.add_argument(
         "--resume",
         action="store_true",
-        help="resume from the newest valid checkpoint of output_dir; start from step 0 if there is none",
+        help="resume from the newest valid checkpoint of output_dir; start as the recipe says if there is none",
     )
     start.add_argument(
         "--overwrite",

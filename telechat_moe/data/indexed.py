@@ -141,7 +141,7 @@ class IndexedDataset:
             if not path.is_file():
                 raise BadInputError(
                     f"{path}: no such file; a dataset is a pair PREFIX.bin + PREFIX.idx and the "
-                    f"prefix given is {self.prefix}; `telechat-moe data build` makes one from text"
+                    f"prefix given is {self.prefix}; `telechat-moe data build --recipe RECIPE` makes one"
                 )
         self._read_header()
         self._check_index()

@@ -16,7 +16,8 @@ import yaml
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop.mindformers_checkpoint import FOLDER, newest, resume_settings, step_of
 from telechat_moe.interop.mindformers_config import PLUGIN, REFERENCE, TRAINER, check_launch
-from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe import Recipe, RecipeError, load
+from telechat_moe.train import preflight
 from telechat_moe.versions import require_mindformers
 
 
@@ -35,6 +36,8 @@ def train(
     recipe = load(recipe_path, overrides)
     check(recipe)
     require_mindformers()
+    if problems := preflight.machine(recipe):
+        raise RecipeError(problems)
     from mindformers import MindFormerConfig, Trainer
     from mindformers.core.context import build_context
     from mindformers.utils.file_utils import set_output_path

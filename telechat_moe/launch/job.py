@@ -131,9 +131,9 @@ def check_sharded(recipe: Recipe) -> None:
     """Refuse a recipe that cannot be trained on CPU processes.
 
     Raises:
-        RecipeError: It is for another target, or interleaves its pipeline.
+        RecipeError: It interleaves its pipeline.
     """
-    if problems := preflight.device(recipe):
+    if problems := preflight.ranks(recipe):
         raise RecipeError(problems)
 
 
@@ -206,6 +206,8 @@ def check(
         from telechat_moe.interop.mindformers_config import check_launch
 
         check_launch(recipe, plan.nodes[0].total)
+        if plan.nodes[0].is_here and (problems := preflight.machine(recipe)):
+            raise RecipeError(problems)
 
 
 def write_resolved(recipe: Recipe, folder: Path) -> Path:

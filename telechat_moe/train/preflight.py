@@ -79,27 +79,30 @@ def examine(
     return look.examine(resume, overwrite, weights), look.problems
 
 
-def device(recipe: Recipe) -> list[Problem]:
-    """Return why this machine has no place for the processes of a recipe."""
-    target, key = recipe.context.device_target, "context.device_target"
-    problems: list[Problem] = []
-    if target != "CPU" and recipe.devices > 1:
-        found = f"{target}; this package's trainer runs the ranks of a recipe as processes on CPU"
-        expected = "CPU with runner_config.sink_mode False, or `telechat-moe launch` on the cluster"
-        problems.append(recipe.problem(key, found, expected))
-    elif target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target])):
-        found = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
-        problems.append(recipe.problem(key, found, "CPU with runner_config.sink_mode False"))
+def ranks(recipe: Recipe) -> list[Problem]:
+    """Return why the ranks of a recipe cannot run as processes on CPU."""
     pipeline = recipe.parallel.pipeline_config
-    if mesh_of(recipe).pp > 1 and pipeline is not None and pipeline.pipeline_interleave:
-        found = "True; MindSpore's CPU backend cannot run chunks that are functions which micro-batches share"
-        expected = (
-            "False with model.model_config.pp_interleave_num 1: the losses are the same, only the order of the "
-            "micro-batches differs"
-        )
-        key = "parallel.pipeline_config.pipeline_interleave"
-        problems.append(recipe.problem(key, found, expected))
-    return problems
+    if mesh_of(recipe).pp == 1 or pipeline is None or not pipeline.pipeline_interleave:
+        return []
+    found = "True; MindSpore's CPU backend cannot run chunks that are functions which micro-batches share"
+    expected = (
+        "False with model.model_config.pp_interleave_num 1: the losses are the same, only the order of the "
+        "micro-batches differs"
+    )
+    return [recipe.problem("parallel.pipeline_config.pipeline_interleave", found, expected)]
+
+
+def machine(recipe: Recipe) -> list[Problem]:
+    """Return why this machine cannot run a recipe, whose trainer ever: a device or a folder."""
+    return [*_device(recipe), *_folders(recipe)]
+
+
+def _device(recipe: Recipe) -> Iterator[Problem]:
+    target = recipe.context.device_target
+    if target != "CPU" and not list(Path("/dev").glob(_DEVICE_FILES[target])):
+        found = f"{target}, but this machine has none (no /dev/{_DEVICE_FILES[target]})"
+        expected = "a machine that has one, or CPU with runner_config.sink_mode False"
+        yield recipe.problem("context.device_target", found, expected)
 
 
 def _folders(recipe: Recipe) -> Iterator[Problem]:
@@ -130,7 +133,7 @@ class _Look:
         recipe = self.recipe
         if self.at("model", lambda: recipe.model_config) is None:
             return None
-        self.problems += [*device(recipe), *_folders(recipe)]
+        self.problems += [*machine(recipe), *ranks(recipe)]
         loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
         if start is not None:

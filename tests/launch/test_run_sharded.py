@@ -153,7 +153,7 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(
         "parallel__pipeline_config__pipeline_interleave": True,
     }
     assert main(arguments(data, tmp_path / "run", 2, **interleaved)) == 3
-    assert "pipeline_interleave=False" in capsys.readouterr().err
+    assert "pipeline_interleave: True; MindSpore's CPU backend" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

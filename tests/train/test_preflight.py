@@ -246,12 +246,6 @@ def test_an_earlier_run_is_a_problem_of_check_and_a_usage_error_of_train(place: 
     assert preflight.require(r, resume=True).loader.next_sample == 24
 
 
-def test_ranks_run_on_cpu(place: Path) -> None:
-    degrees = {**mini.SPREAD, "parallel_config__model_parallel": 2}
-    found = only(place, **degrees, context__device_target="Ascend")
-    assert (found.key, found.expected[:3]) == ("context.device_target", "CPU")
-
-
 def test_a_device_that_is_absent(place: Path) -> None:
     if list(Path("/dev").glob("davinci[0-9]*")):
         pytest.skip("this machine has an NPU")
