@@ -17,6 +17,9 @@ FIGURE = re.compile(
     r"\d(?:[\d,.]*\d)?(?:e-\d+\b| ?%| ?x\b| (?:times|s|ms|us|minutes?|hours?|[KMG]i?B|GB/s|points|tokens/s)\b)"
     r"|\b\d[\d,]* of \d|\b(?:all|All) \d+ |\b\d{1,3}(?:,\d{3})+\b|(?<![\w.\-=])\d+\.\d+(?![\w.]*\d)"
 )
+VERSION = re.compile(
+    r"(?i)\b(?:mindspore|mindformers|numpy|python|torch|transformers)[ =<>~`]*\d[\d.]*(?:(?:,| or| and) \d[\d.]*\d)*"
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ def units(page: str) -> list[str]:
     prose = "\n".join("" if line.startswith(("|", "#")) else line for line in text.splitlines())
     for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose):
         rows += re.split(r"(?<=[.:;])\s+(?=[A-Z*`(])", " ".join(block.split()))
-    return [" ".join(row.split()) for row in rows if FIGURE.search(row)]
+    return [" ".join(row.split()) for row in rows if FIGURE.search(VERSION.sub("", row))]
 
 
 def uncovered(page: str, found: list[Claim], constants: list[str] | None) -> list[str]:
