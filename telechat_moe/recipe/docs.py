@@ -12,6 +12,7 @@ import sys
 from typing import Any, cast
 
 from telechat_moe.recipe.check import describe, parts_of, section_keys
+from telechat_moe.recipe.fields import Takes
 from telechat_moe.recipe.rules import documented
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.table import is_made
@@ -34,6 +35,10 @@ and settings that are right alone and wrong together. It never guesses.
 `--set a.b=c` replaces a setting; `c` is YAML, list items are named by index from 0
 (`--set callbacks.0.per_print_times=10`). Replacing a value that has an anchor (`&dp 4`) also
 changes every alias of it (`*dp`); replacing an alias changes that place only.
+
+The column `train` says what `telechat-moe train` makes of a key: it *reads* it, or it does not and takes *any* value,
+*only* those named, or *no* value but null, since a setting without effect is an error. MindFormers reads every section
+but `telechat_moe`. `check --for train|dryrun|mindformers` judges a recipe for a use; `show --keys` lists who reads what.
 
 In the tables below *written* means that a recipe must write the key: MindFormers' own default
 belongs to another model.
@@ -111,6 +116,15 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return "as below" if dataclasses.is_dataclass(value) else f"`{value}`"
 
 
+def taken_text(field: dataclasses.Field[Any]) -> str:
+    """Return what our trainer makes of a key, for the table."""
+    takes = cast("Takes | None", field.metadata.get("takes"))
+    if takes is None:
+        return "reads"
+    values = [f"`{value!r}`" for value in takes.neutral(field) if value is not None]
+    return "any" if takes.why else "only " + ", ".join(values) if values else "no"
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
@@ -118,12 +132,12 @@ def _cell(text: str) -> str:
 def section_table(cls: type) -> str:
     """Return the Markdown table of one section."""
     docs = field_docs(cls)
-    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    lines = ["| key | value | default | `train` | meaning |", "|---|---|---|---|---|"]
     own = inspect.get_annotations(cls)  # a class's own fields before those that it inherits
     for field in sorted(section_keys(cls).fields.values(), key=lambda f: f.name not in own):
         others = cast("tuple[str, ...]", field.metadata.get("names", ()))
         also = f" Also `{'`, `'.join(others)}`." if others else ""
-        cells = [f"`{field.name}`", describe(field.type), default_text(field)]
+        cells = [f"`{field.name}`", describe(field.type), default_text(field), taken_text(field)]
         cells.append(docs[field.name] + also)
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from telechat_moe.recipe.fields import Takes
 from telechat_moe.recipe.reads import Judged, judge
 from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.schema import Broken, Recipe
+from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.recipe.schema.table import is_made
 from telechat_moe.recipe.tree import locate
 from telechat_moe.versions import MINDFORMERS
@@ -135,9 +136,15 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     def judged(key: str) -> bool:
         if use == "mindformers":
             return plugin and key.startswith(_IN_PLUGIN)
+        if key.startswith("model.model_config.") and not isinstance(
+            recipe.model.model_config, ModelConfig
+        ):
+            return key.endswith(".model_type")  # says it all
         return use == "train" or (key.startswith(_GRAPH) and not key.startswith(_RUN))
 
     for one in written(recipe):
+        if one.key == "model.model_config.model_type" and use != "mindformers":
+            continue  # a rule says which models are ours
         if judged(one.key) and one.takes is not None and not one.is_neutral():
             who = "MindFormers' own networks" if plugin else "MindFormers"
             found = f"{_text(one.value)}, a setting of {who}, which {USES[use]} does not have"
