@@ -48,7 +48,9 @@ def _axes(steps: NDArray[np.int64], low: float, high: float, height: int = 300) 
     if not high > low:
         low, high = low - 1e-6, high + 1e-6
     first = float(steps[0])
-    return Axes((first, max(float(steps[-1]), first + 1)), (low, high), height=height)
+    return Axes(
+        (first, max(float(steps[-1]), first + 1)), (low, high), height=height + 20, bottom=44
+    )
 
 
 def _line(axes: Axes, steps: NDArray[np.int64], values: Floats, kind: str, width: float) -> str:
@@ -86,7 +88,7 @@ def _curves(report: Report) -> str:
     if not len(good):
         return ""
     axes = _axes(steps, float(good.min()), float(np.quantile(good, 0.9995)))
-    parts = [axes.grid(labels=("", "loss"))]
+    parts = [axes.grid(labels=("step", "loss"))]
     parts.append(_line(axes, steps, mean, "base", 3.5))
     parts.append(_line(axes, steps, target, "target", 1.1))
     for spike in report.spikes:
@@ -131,7 +133,7 @@ def _differences(report: Report) -> str:
             size = f"width={max(1.5, wide):.1f} height=268"
             parts.append(f"<rect class=onset x={low:.1f} y=8 {size} />")
     label = f"target's loss over base's, % (line: mean over {width} values)"
-    parts.append(axes.grid(labels=("", label)))
+    parts.append(axes.grid(labels=("step", label)))
     parts.append(axes.line(axes.across, (0, 0), "zero", 1))
     picked = np.flatnonzero(np.isfinite(d) & (np.abs(d) <= top))
     picked = picked[:: max(1, len(picked) // 2500)]
@@ -158,7 +160,7 @@ def _beginning(report: Report) -> str:
     steps = report.compared.steps[:count]
     axes = _axes(steps, -8.0, 0.0, 240)
     powers = [(power, f"{10.0 ** (power + 2):g} %") for power in range(-8, 1, 2)]
-    parts = [axes.grid(up=powers)]
+    parts = [axes.grid(up=powers, labels=("step", ""))]
     logs = np.log(np.array(report.compared.bases)[:, :count])
     pairs = combinations(range(len(logs)), 2)
     parts += [_line(axes, steps, _log(logs[b] - logs[a]), "base", 1.4) for a, b in pairs]
