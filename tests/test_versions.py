@@ -20,6 +20,10 @@ from telechat_moe.interop.mindformers_dryrun import compile_mindformers
 ROOT = Path(__file__).parents[1]
 OTHER = "2.10.0"
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
+CLEAN = {
+    k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MAKE", "MFLAGS", "VENV"))
+}
+"""The environment without the settings of the `make` and the pytest that run this."""
 PAIR = {"mindformers": "1.9.0", "mindspore": "2.9.0", "numpy": "1.26.4"}
 
 
@@ -102,7 +106,7 @@ def numpy_2(tmp_path_factory):
     folder = tmp_path_factory.mktemp("numpy")
     command = ["pip", "install", "-q", "--no-deps", "--target", str(folder), "numpy>=2,<3"]
     subprocess.run([sys.executable, "-m", *command], check=True)
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    return {**CLEAN, "PYTHONPATH": str(folder)}
 
 
 @pytest.mark.slow
@@ -136,7 +140,7 @@ def test_the_suite_on_the_other_mindspore():
     """All of `make test`, without MindFormers, which has no version for it."""
     done = subprocess.run(
         ["make", "test", f"MINDSPORE={OTHER}"],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""},
+        cwd=ROOT, capture_output=True, text=True, env=CLEAN,
     )  # fmt: skip
     end = f"{done.stdout[-4000:]}{done.stderr[-2000:]}"
     assert done.returncode == 0, end
