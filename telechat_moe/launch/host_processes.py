@@ -196,7 +196,10 @@ class HostProcesses:
         if found is None:
             code = exit_code(pid)
             how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
-        elif self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER)):
+        elif (
+            self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
+            and found != "sleeping"  # it waits in MindSpore, where its interpreter may stand still
+        ):
             how = f"hangs: its state is {found}, it has not moved for {self.silence_s:.0f} s"
         else:
             return
