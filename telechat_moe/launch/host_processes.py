@@ -196,10 +196,8 @@ class HostProcesses:
         if found is None:
             code = exit_code(pid)
             how = f"was killed by {death(code)}" if code < 0 else "ended before the ranks did"
-        elif (
-            self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER))
-            and found != "sleeping"  # it waits in MindSpore, where its interpreter may stand still
-        ):
+        # One that waits in MindSpore gives no sign of life either, and wakes for moments only.
+        elif self.detector.hangs(pid, self.control.sign_of_life(SCHEDULER)) and "stop" in found:
             how = f"hangs: its state is {found}, it has not moved for {self.silence_s:.0f} s"
         else:
             return
