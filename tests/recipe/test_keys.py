@@ -19,7 +19,7 @@ pytestmark = pytest.mark.mindspore
 
 import key_effects
 import mini_recipe as mini
-from key_settings import BESIDE, ELSEWHERE, REFUSED, SETTINGS
+from key_settings import BESIDE, ELSEWHERE, REFUSED, RULED, SETTINGS
 
 from telechat_moe.recipe import RecipeError, load, loads
 from telechat_moe.recipe.check import options_of, section_keys, split_annotation
@@ -200,9 +200,12 @@ def faults(field: Any, key: str, base: dict[str, Any], cls: type, effect: Any) -
     words = [split_annotation(option)[0] for option in options_of(field.type)]
     if not values and not any(get_origin(w) is Literal and len(get_args(w)) == 1 for w in words):
         yield ": no value to try"
-    takes = field.metadata.get("takes")
-    for value in values:
-        found = judge(with_value(given, key, value))
+    takes, name = field.metadata.get("takes"), f"{cls.__name__}.{field.name}"
+    judged = [(value, judge(with_value(given, key, value))) for value in values]
+    refused = all(isinstance(found, list) for _, found in judged)
+    if takes is None and refused and cls.__name__ not in REFUSED and name not in RULED:
+        yield f": refused with each of {values}, so that nothing shows what it does"
+    for value, found in judged:
         if isinstance(found, list):
             if not refuses(found, key):
                 yield f"={value!r}: refused as {found[0]}"

@@ -30,6 +30,7 @@ OPERATORS = (
 SETTINGS: dict[str, tuple[list[Any] | None, dict[str, Any]]] = {
     "Recipe.use_parallel": ([False], TWO_COPIES),
     "LrSchedule.learning_rate": ([0.002], {}),
+    "LrSchedule.lr_end": ([0.0001], {}),
     "LrSchedule.warmup_lr_init": ([0.0001], {}),
     "LrSchedule.total_steps": ([20], {}),
     "LrSchedule.decay_steps": ([5], {}),
@@ -55,6 +56,12 @@ SETTINGS: dict[str, tuple[list[Any] | None, dict[str, Any]]] = {
     "ParallelOptimizerConfig.optimizer_level": (["level2"], SHARDED),
     **{f"Operators.{name}": (["plain"], {}) for name in OPERATORS},
     "GptDatasetConfig.eod": ([7], {GPT + "reset_position_ids": True}),
+    "DataLoader.sizes": ([[32, 0, 0]], {}),
+    "GptDatasetConfig.split": (["1, 1, 0"], {}),
+    "GptDatasetConfig.reset_attention_mask": (
+        [True],
+        {**COLUMNS, GPT + "create_attention_mask": True},
+    ),
     "GptDatasetConfig.create_attention_mask": ([True], COLUMNS),
     "CheckpointMonitor.async_save": ([True], {"telechat_moe.saving.background": False}),
     "Saving.background": ([False], {}),
@@ -151,6 +158,21 @@ REFUSED = (
     "OtherModelConfig",
 )
 """Sections that our trainer does not take with any content."""
+
+RULED = (
+    *("Recipe.use_legacy", "Recipe.use_parallel", "Recipe.micro_batch_interleave_num"),
+    *("Recipe.moe_config", "ProfileMonitor.start_step", "ProfileMonitor.stop_step"),
+    *("MoEDropRateCallback.capacity_factor", "LrSchedule.base_lr", "Model.arch"),
+    *("ModelConfig.seq_length", "ModelConfig.fp32_residual_connection", "ModelConfig.params_dtype"),
+    *("ModelConfig.scoring_func", "ModelConfig.multi_latent_attention"),
+    *("ModelConfig.add_bias_linear", "ModelConfig.gated_linear_unit", "ModelConfig.normalization"),
+    *("RecomputeConfig.recompute_slice_activation", "RunnerWrapper.global_norm_spike_threshold"),
+    *("RunnerWrapper.use_skip_data_by_global_norm", "TrainDataset.input_columns"),
+    *("TrainDataset.construct_args_key", "TrainDataset.drop_remainder"),
+    *("GptDatasetConfig.seq_length", "GptDatasetConfig.train_data_path"),
+    "ParallelConfig.context_parallel",
+)
+"""Keys that the rest of the recipe fixes, or that this small recipe cannot change alone: other values are refused."""
 
 ELSEWHERE: dict[str, str] = {
     "Recipe.load_checkpoint": "train/test_resume_from.py",
