@@ -234,16 +234,16 @@ def run_check(args: argparse.Namespace) -> int:
     if args.use == "mindformers":
         warn_of_mindformers()
     for name in args.recipes:
-        found, problems, open_keys = _problems(name, args)
-        missing = missing or not found
-        lines += [str(problem) for problem in problems] or [f"{name}: ok"]
+        use, problems, open_keys = _problems(name, args)
+        missing = missing or not use
+        ok = f"{name}: ok" if use == "train" else f"{name}: ok for {use}"
+        lines += [str(problem) for problem in problems] or [ok]
         for why in dict.fromkeys(open_keys.values()):
             keys = ", ".join(key for key, said in open_keys.items() if said == why)
             lines.append(f"{name}: not judged: {keys}: {why}")
         entries = [asdict(problem) for problem in problems]
-        report.append(
-            {"name": name, "ok": not problems, "problems": entries, "not_judged": open_keys}
-        )
+        judged = {"use": use, "ok": not problems, "problems": entries, "not_judged": open_keys}
+        report.append({"name": name, **judged})
     count = sum(len(entry["problems"]) for entry in report)
     if not write_json(args.json, {"recipes": report, "problems": count}):
         print("\n".join(lines))
@@ -253,27 +253,31 @@ def run_check(args: argparse.Namespace) -> int:
     return 3 if missing else int(count > 0)
 
 
-def _problems(name: str, args: argparse.Namespace) -> tuple[bool, list[Problem], dict[str, str]]:
-    """Return whether the recipe exists, what is wrong with it, and which keys were not judged, and why."""
+def _problems(name: str, args: argparse.Namespace) -> tuple[str, list[Problem], dict[str, str]]:
+    """Return for what use a recipe was judged, what is wrong with it, and which keys were not judged, and why.
+
+    The use is empty where there is no such recipe, and `written` where its problems hide what it is for.
+    """
     from telechat_moe.recipe import RecipeError, find, load
     from telechat_moe.recipe.uses import not_judged, use_of
 
     try:
         find(name)
     except RecipeError as error:
-        return False, error.problems, {}
+        return "", error.problems, {}
     try:
         recipe = load(name, args.overrides, devices=args.devices, use=args.use)
     except RecipeError as error:
-        return True, error.problems, {}
+        return args.use, error.problems, {}
     open_keys = not_judged(recipe, args.use)
-    if (use_of(recipe) if args.use == "written" else args.use) != "train":
-        return True, [], open_keys
+    use = use_of(recipe) if args.use == "written" else args.use
+    if use != "train":
+        return use, [], open_keys
     from telechat_moe.interop import hf
     from telechat_moe.train import preflight
 
     start = {"resume": args.resume, "overwrite": args.overwrite}
-    return True, preflight.examine(recipe, **start, weights=hf.weights)[1], open_keys
+    return use, preflight.examine(recipe, **start, weights=hf.weights)[1], open_keys
 
 
 def run_cp(args: argparse.Namespace) -> int:
@@ -346,7 +350,7 @@ VERBS = (
             1: "at least one recipe has problems",
             3: "a recipe does not exist or cannot be read",
         },
-        json_keys="recipes, a list of {name, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
+        json_keys="recipes, a list of {name, use, ok, problems [{file, line, key, found, expected, suggestion}], not_judged "
         "{key: why; keys that MindFormers reads only with settings that were not observed}}; "
         "problems, their number.",
         overrides=SET,

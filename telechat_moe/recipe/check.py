@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
-from telechat_moe.recipe.fields import Form, Length, Range
+from telechat_moe.recipe.fields import Form, Length, Range, is_required
 from telechat_moe.recipe.tree import Entry, Kind, YamlNode
 
 INVALID: Any = object()
@@ -190,12 +190,7 @@ def section_keys(cls: type) -> SectionKeys:
     for field in fields.values():
         for other in cast("tuple[str, ...]", field.metadata.get("names", ())):
             names[other] = field.name
-    required = frozenset(
-        f.name
-        for f in fields.values()
-        if f.metadata.get("written")
-        or (f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
-    )
+    required = frozenset(name for name, field in fields.items() if is_required(field))
     elsewhere = {
         name: field.name
         for field in fields.values()

@@ -128,8 +128,14 @@ class Takes:
 
     def expected(self, of: Field[Any]) -> str:
         """Say what to write instead."""
-        values = [str(v) for v in self.neutral(of) if v is not None]
-        return f"{' or '.join(values)}, or remove it" if values else "remove it"
+        values = " or ".join(str(v) for v in self.neutral(of) if v is not None)
+        return values if is_required(of) else f"{values}, or remove it".removeprefix(", or ")
+
+
+def is_required(key: Field[Any]) -> bool:
+    """Return whether a recipe must write the key."""
+    without = key.default is MISSING and key.default_factory is MISSING
+    return without or bool(key.metadata.get("written"))
 
 
 def _same(a: object, b: object) -> bool:

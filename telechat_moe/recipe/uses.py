@@ -11,7 +11,7 @@ from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
 from telechat_moe.recipe.check import section_keys
-from telechat_moe.recipe.fields import Takes
+from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.reads import Judged, judge
 from telechat_moe.recipe.rules import without_effect
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -159,8 +159,8 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:
-    """Yield the keys that MindFormers never reads, but for defaults, which ask for nothing."""
-    known = {one.key: one for one in written(recipe)}
+    """Yield the keys that MindFormers never reads, but for defaults, which ask for nothing, and those we need written."""
+    known = {one.key: one for one in written(recipe) if not is_required(one.field)}
     for found in judged_by_mindformers(recipe):
         one = known.get(found.key)
         if found.verdict == "never" and one and not Takes().allows(one.value, one.field):

@@ -143,7 +143,7 @@ def test_check_exit_codes_and_all_problems(tmp_path: Path, capsys: Capture) -> N
         encoding="utf-8",
     )
     assert main(["check", TINY, LARGE, *DRYRUN]) == 0
-    assert capsys.readouterr().out == f"{TINY}: ok\n{LARGE}: ok\n"
+    assert capsys.readouterr().out == f"{TINY}: ok for dryrun\n{LARGE}: ok for dryrun\n"
     assert main(["check", TINY, str(broken), *DRYRUN]) == 1
     out = capsys.readouterr().out
     assert f"{TINY}: ok" in out
@@ -229,3 +229,20 @@ def test_what_takes_long_to_import_is_not_imported(words: tuple[str, ...]) -> No
     assert found & {"telechat_moe.recipe", "telechat_moe.cli.train"}
     heavy = {"mindspore", "mindformers", "torch", "rich", "matplotlib", "scipy", "numpy"}
     assert not found & heavy
+
+
+def test_an_interval_of_0_turns_evaluation_off(tmp_path: Path, capsys: Capture) -> None:
+    off = "telechat_moe.evaluation.interval=0"
+    assert main(["check", TINY, "--for", "train", "--set", off]) == 1  # its data are not built
+    assert "evaluation" not in capsys.readouterr().out
+    alone = tmp_path / "alone.yaml"
+    text = recipe_text(TINY)
+    assert "    interval: 100" in text
+    alone.write_text(text.replace("    interval: 100", "    #"), encoding="utf-8")
+    assert main(["check", str(alone), "--for", "train"]) == 1
+    assert "evaluation.batches: 16 without an interval" in capsys.readouterr().out
+
+
+def test_a_key_that_must_be_written_is_not_to_be_removed(capsys: Capture) -> None:
+    assert main(["check", TINY, "--set", "run_mode=predict"]) == 1
+    assert "does not have; train\n" in capsys.readouterr().out

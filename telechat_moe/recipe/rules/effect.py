@@ -79,15 +79,12 @@ def expert_layout(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """Without an interval nothing is evaluated."""
-    if r.telechat_moe.evaluation.interval == 0:
-        at = f"{OWN}evaluation"
-        for key, value in _changed(at, r.telechat_moe.evaluation, ("batches",)):
-            yield (
-                key,
-                f"{value} with interval 0, where it has no effect",
-                "remove it, or interval > 0",
-            )
+    """Without an interval nothing is evaluated; an interval of 0 that is written turns the section off."""
+    written = r.given.get("telechat_moe", {}).get("evaluation", {})
+    if r.telechat_moe.evaluation.interval == 0 and "interval" not in written:
+        for key, value in _changed(f"{OWN}evaluation", r.telechat_moe.evaluation, ("batches",)):
+            found = f"{value} without an interval, where it has no effect"
+            yield key, found, "remove it, or write an interval"
 
 
 def schedule_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
