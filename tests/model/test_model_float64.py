@@ -106,7 +106,7 @@ def test_gradients_by_finite_differences(case, record_property):
         slope = _slope(config, weights, batch, name, step * direction) / step
         errors[name] = abs(slope - (g * direction).sum()) / ((g**2).sum() or 1.0)
     worst = max(errors, key=errors.__getitem__)
-    record_property("finite differences", errors[worst])
+    record_property("finite differences", float(errors[worst]))
     assert errors[worst] < GRADIENT, f"{worst}: relative error {errors[worst]:.1e}"
 
 

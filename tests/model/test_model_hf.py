@@ -72,14 +72,14 @@ def case(request, tmp_path_factory):
 def test_logits(case, record_property):
     _, (_, logits, _), (_, expected, _) = case
     error = np.abs(logits - expected).max() / np.abs(expected).max()
-    record_property("logits", error)
+    record_property("logits", float(error))
     assert error < LOGITS
 
 
 def test_loss(case, record_property):
     _, ((lm, mtp, aux), _, _), (expected, _, _) = case
     error = abs(lm - expected) / expected
-    record_property("loss", error)
+    record_property("loss", float(error))
     assert error < LOSS
     assert (mtp, aux) == (0, 0)
 
@@ -91,7 +91,7 @@ def test_gradients(case, record_property):
     assert set(found) == {n for n, g in expected.items() if g.size}
     errors = {n: _distance(g, expected[n]) for n, g in found.items()}
     worst = max(errors, key=errors.__getitem__)
-    record_property("gradient", errors[worst])
+    record_property("gradient", float(errors[worst]))
     assert errors[worst] < GRADIENT, f"{worst}: relative L2 {errors[worst]:.1e}"
 
 

@@ -48,8 +48,8 @@ def test_losses_and_norms(name, tmp_path, record_property):
     errors = np.abs(losses / expected_losses - 1)
     assert expected_losses[-1] < 0.6 * expected_losses[0]
     assert (expected_norms > MAX_NORM).any()
-    record_property("losses", errors.max())
-    record_property("norms", np.abs(norms / expected_norms - 1).max())
+    record_property("losses", float(errors.max()))
+    record_property("norms", float(np.abs(norms / expected_norms - 1).max()))
     assert errors.max() < TRAINED, f"step {errors.argmax()}: {errors.max():.1e}"
     np.testing.assert_allclose(norms, expected_norms, rtol=5e-4)  # measured: 7.3e-5
     np.testing.assert_allclose(bias, expected_bias, atol=1e-6)

@@ -214,5 +214,6 @@ def test_the_table_is_what_is_observed() -> None:
     known, made = json.loads(FILE.read_text(encoding="utf-8")), reads.table({kind: seen})
     assert made["model"][kind] == known["model"][kind]
     assert made["named"] == known["named"]
-    assert set(made["read"]) <= set(known["read"])
-    assert len(set(known["read"]) - set(made["read"])) < 40  # what only other recipes write
+    read = set(known["read"])  # `section.*`: another recipe had the whole section read
+    assert [k for k in made["read"] if not {k, f"{k.rpartition('.')[0]}.*"} & read] == []
+    assert len(read & set(made["read"])) > 0.8 * len(read)  # only other recipes have the rest read
