@@ -170,6 +170,10 @@ class Recorder:
         real = MindFormerRegister.get_instance_from_cfg
         real_named = MindFormerRegister.get_instance
 
+        def class_of(module_type: Any, kind: Any) -> Any:
+            named = isinstance(kind, str)
+            return MindFormerRegister.get_cls(module_type, kind) if named else kind
+
         def from_section(cfg: Any, module_type: Any = None, default_args: Any = None) -> Any:
             path = vars(cfg).get("path") if hasattr(cfg, "__dict__") else None
             if module_type in skipped:
@@ -177,24 +181,12 @@ class Recorder:
                     self.reads.setdefault(f"{MODEL}.{key}", "tools/register/register.py:322")
             path = path or of_type.get(module_type)
             if path and module_type not in skipped and "type" in cfg:
-                kind = dict.get(cfg, "type")
-                self.arguments(
-                    path,
-                    MindFormerRegister.get_cls(module_type, kind)
-                    if isinstance(kind, str)
-                    else kind,
-                )
+                self.arguments(path, class_of(module_type, dict.get(cfg, "type")))
             return real(cfg, module_type, default_args)
 
         def named(module_type: Any = None, class_name: Any = None, **kwargs: Any) -> Any:
             if module_type in of_type and of_type[module_type] != "callbacks":
-                kind = class_name
-                self.arguments(
-                    of_type[module_type],
-                    MindFormerRegister.get_cls(module_type, kind)
-                    if isinstance(kind, str)
-                    else kind,
-                )
+                self.arguments(of_type[module_type], class_of(module_type, class_name))
             return real_named(module_type, class_name, **kwargs)
 
         MindFormerRegister.get_instance_from_cfg = staticmethod(from_section)

@@ -129,7 +129,9 @@ class Takes:
     def expected(self, of: Field[Any]) -> str:
         """Say what to write instead."""
         values = " or ".join(str(v) for v in self.neutral(of) if v is not None)
-        return values if is_required(of) else f"{values}, or remove it".removeprefix(", or ")
+        if is_required(of):
+            return values
+        return f"{values}, or remove it" if values else "remove it"
 
 
 def is_required(key: Field[Any]) -> bool:

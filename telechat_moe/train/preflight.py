@@ -93,7 +93,7 @@ def ranks(recipe: Recipe) -> list[Problem]:
 
 
 def machine(recipe: Recipe) -> list[Problem]:
-    """Return why this machine cannot run a recipe, whose trainer ever: a device or a folder."""
+    """Return why this machine cannot run a recipe, by any trainer: a device or a folder."""
     return [*_device(recipe), *_folders(recipe)]
 
 
@@ -263,7 +263,7 @@ def open_loader(recipe: Recipe) -> Loader:
 
 
 def tokenizer_path(recipe: Recipe) -> Path:
-    """Return where the tokenizer of the training data stands."""
+    """Return the path of the tokenizer that belongs to the training data."""
     config = recipe.train_dataset.data_loader.config
     given = (config.data_path or config.train_data_path or []) if config else []
     return Path(parse_data_path(given)[0][0]).parent / "tokenizer.json"

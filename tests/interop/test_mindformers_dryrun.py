@@ -149,7 +149,7 @@ def test_recipes_without_ranks(override, said):
 
 
 def test_what_a_report_needs_of_the_model_section():
-    """A sample's length stands in the data section, too; dimensions may stand in a Hugging Face folder."""
+    """The data section has a sample's length, too; a Hugging Face folder may have the dimensions."""
     subject = subject_of(*sections_of(QWEN3_MOE))
     assert subject.expected == (4096 // 4 * 8 * 2048, 4096 // 4 * 8)
     dense = subject_of(*sections_of("qwen3/pretrain_qwen3_32b_4k.yaml"))

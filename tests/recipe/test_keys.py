@@ -122,7 +122,7 @@ def place_of(path: str, cls: type, name: str) -> str:
 
 
 def refuses(problems: list[Any], key: str) -> bool:
-    """Tell whether problems name a key, the section that it stands in, or what decides that this is read."""
+    """Tell whether problems name a key, its section, or what decides that this is read."""
     section, _, last = key.rpartition(".")
     for p in problems:
         if "[" in key:  # an item of a list, whose index is not known here
