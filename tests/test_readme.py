@@ -36,7 +36,7 @@ def run(lines: list[str]) -> None:
     """Run command lines of ours in order, training cut short."""
     for line in lines:
         arguments = shlex.split(line.replace("step-00001000", f"step-{STEPS:08d}"))[1:]
-        if arguments[0] in ("train", "launch"):
+        if arguments[0] in ("train", "launch") or "--resume" in arguments:
             arguments += SHORT
         if arguments[0] in ("align", "dryrun"):  # what compiles wants a process of its own
             command = [sys.executable, "-m", "telechat_moe.cli", *arguments]
