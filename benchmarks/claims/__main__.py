@@ -86,6 +86,7 @@ def compare(quote: Quote, output: str) -> list[tuple[str, float | None, bool]]:
 
 def run(claim: Claim) -> bool:
     """Run a claim's command, print the comparison, and return whether all of it holds."""
+    print(f"{claim.id}: {claim.claim}", flush=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result"
@@ -98,7 +99,6 @@ def run(claim: Claim) -> bool:
         output = done.stdout + (file.read_text(encoding="utf-8") if file.exists() else "")
     seconds = time.perf_counter() - began
     good = done.returncode == 0
-    print(f"{claim.id}: {claim.claim} ({seconds:.0f} s)", flush=True)
     if not good:
         print(f"  FAIL: exit code {done.returncode}: {command}\n{output[-2000:]}")
     for quote in claim.quotes if good else ():
@@ -108,6 +108,7 @@ def run(claim: Claim) -> bool:
                 f"  {'ok' if same else 'FAIL'}: {quote.page} prints {printed}, measured {shown} ({quote.within})"
             )
             good = good and same
+    print(f"  {'holds' if good else 'FAIL'}, {seconds:.0f} s", flush=True)
     return good
 
 
@@ -156,9 +157,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = problems(found)
     for text in wrong:
         print(f"FAIL: {text}")
-    chosen = [c for c in found if c.id in args.ids or (c.quick and not args.ids)]
-    bad = [claim.id for claim in chosen if not run(claim)]
+    chosen = [c for c in found if c.command and (c.id in args.ids or (c.quick and not args.ids))]
+    print(
+        f"{len(chosen)} commands, about {sum(c.quick for c in chosen) / 60:.0f} minutes or more",
+        flush=True,
+    )
+    bad = []
+    for number, claim in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] ", end="")
+        bad += [] if run(claim) else [claim.id]
     print(f"{len(chosen)} commands run; {'all hold' if not bad else 'not held: ' + ', '.join(bad)}")
+    if wrong:
+        print(f"{len(wrong)} quotes are not in their pages; they are listed at the top")
     return int(bool(wrong or bad))
 
 

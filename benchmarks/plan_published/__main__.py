@@ -1,8 +1,9 @@
-"""The simulator against published measurements: `python -m benchmarks.plan_published TABLE... --device D`."""
+"""The simulator against published measurements: `python -m benchmarks.plan_published [TABLE...] [--held-out model]`."""
 
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.command import answer
@@ -18,6 +19,19 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.score import MeasuredStep, report, score
 
+DATA = Path(__file__).parent / "data"
+WHOLE_STEPS = (
+    "vtrain_a100_single.csv",
+    "vtrain_a100_multi.csv",
+    "llmfoundry_fsdp.csv",
+    "megatron_bridge_perf.csv",
+    "nvidia_dgxc_steps.csv",
+    "mindformers_ascend.csv",
+    "mindspeed_llm_ascend.csv",
+    "megatron_functional_golden.csv",
+    "published_steps.yaml",
+)
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
@@ -31,7 +45,11 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "tables", nargs="+", metavar="TABLE", help="CSV tables or published_steps.yaml"
+        "tables",
+        nargs="*",
+        metavar="TABLE",
+        default=[str(DATA / name) for name in WHOLE_STEPS],
+        help="CSV tables or published_steps.yaml (default: all in data/ that have whole steps)",
     )
     add_options(parser)
     add_json(parser)
