@@ -27,7 +27,7 @@ example:
 exit codes: 0 the bars hold, 1 they do not, 2 usage
 
 --json keys: verdict, failures, seconds, faults, classes, shares (detected, exact, family, reproducer, observable), areas,
-clean (pairs, of_two_layouts, false_alarms, with_flips, not_judged), baselines, history, missed, not_observable, alarms, no_place, stopped
+clean (pairs, of_two_layouts, false_alarms, inconclusive, with_flips, not_judged), baselines, history, missed, not_observable, alarms, no_place, stopped
 """
 
 

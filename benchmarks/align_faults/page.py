@@ -15,7 +15,7 @@ def page(report: Report) -> str:
     body = [
         f"<p class=sentence>{len(report.faults)} planted faults, {len(report.pairs)} right pairs: "
         f"{shares['detected']:.2%} of what can be seen detected, {shares['exact']:.2%} with operator, phase and ranks, "
-        f"{shares['family']:.2%} with the kind of fault; {report.false_alarms} false alarms.</p>",
+        f"{shares['family']:.2%} with the kind of fault; {report.false_alarms} false alarms, {report.inconclusive} right pairs inconclusive.</p>",
         *(f"<p class=diverged>{escape(f)}</p>" for f in failures),
         "<h2>By area</h2>",
         _areas(report),

@@ -103,8 +103,13 @@ class Report:
 
     @property
     def false_alarms(self) -> int:
-        """Right pairs that the tool found wrong or could not judge."""
-        return sum(p.verdict != "pass" for p in self.pairs)
+        """Right pairs that the tool found wrong."""
+        return sum(p.verdict == "diverged" for p in self.pairs)
+
+    @property
+    def inconclusive(self) -> int:
+        """Right pairs of which too little could be judged for a pass."""
+        return sum(p.verdict == "inconclusive" for p in self.pairs)
 
     @property
     def flips(self) -> float:
@@ -144,6 +149,7 @@ class Report:
                 "pairs": len(self.pairs),
                 "of_two_layouts": sum(p.reference.ranks != p.target.ranks for p in self.pairs),
                 "false_alarms": self.false_alarms,
+                "inconclusive": self.inconclusive,
                 "with_flips": self.flips,
                 "not_judged": sum(p.unknown for p in self.pairs),
             },
@@ -166,7 +172,7 @@ class Report:
                 if r.ranks and not (r.detected and r.exact and r.family and r.refires)
             ],
             "not_observable": [asdict(r) for r in self.faults if not r.ranks],
-            "alarms": [asdict(p) for p in self.pairs if p.verdict != "pass"],
+            "alarms": [asdict(p) for p in self.pairs if p.verdict == "diverged"],
             "no_place": self.nowhere,
             "stopped": [asdict(s) for s in self.stopped],
         }

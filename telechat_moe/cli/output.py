@@ -8,7 +8,7 @@ from typing import Any
 
 from telechat_moe.errors import UsageError
 
-VERDICT_CODES = {"pass": 0, "diverged": 1, "not comparable": 4, "not judged": 4}
+VERDICT_CODES = {"pass": 0, "diverged": 1, "inconclusive": 4}
 """Exit codes of `align`'s verdicts."""
 
 
@@ -77,6 +77,23 @@ def show_counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> None:
     """Print how many tensors were judged, by status, and why others were not."""
     reasons = [(f"not judged: {why}", count) for why, count in unknown.items()]
     show_table(["tensors", "number "], [*judged.items(), *reasons])
+
+
+def show_coverage(report: Mapping[str, Any]) -> None:
+    """Print what a report says was judged of each phase, and what to dump to have the rest judged."""
+    rows = [
+        [
+            name,
+            f"{s['judged_calls']:,} of {s['calls']:,}",
+            f"{s['judged_bytes']:,} of {s['bytes']:,}",
+        ]
+        for name, s in report["coverage"].items()
+    ]
+    print()
+    show_table(["judged", "calls ", "bytes "], rows)
+    advice = {one["dump"]: None for one in report["to_dump"] if one["dump"]}
+    for said in advice:
+        print(f"to have more judged, dump {said}")
 
 
 def show_left(count: int, option: str = "") -> None:

@@ -137,11 +137,13 @@ def test_tolerance_and_maps(tmp_path):
     assert across(reference, four(tmp_path), links, 1e-2).verdict == "pass"
     turned = [Link("g", ("weight w input.grad",), ("weight w input.grad",), transposed=True)]
     assert across(one(tmp_path, GRADIENT), four(tmp_path), turned, 1e-2).verdict == "diverged"
-    missing = across(
-        reference, four(tmp_path), [Link("g", ("nothing output.0",), ("none output.0",))]
-    )
-    assert missing.judged["not judged"] == 1
-    assert sum(missing.unknown.values()) == 1
+    missing = Link("g", ("nothing output.0",), ("none output.0",))
+    found = across(reference, four(tmp_path), [*links, missing], 1e-2)
+    assert (found.verdict, found.judged["not judged"]) == ("inconclusive", 1)
+    assert "shared tensors: 1 of 2 tensors" in found.reason
+    assert any("no tensor none output.0" in why for why in found.unknown)
+    with pytest.raises(BadInputError, match=r"no entry names a tensor of .* or of"):
+        across(reference, four(tmp_path), [missing], 1e-2)
     (tmp_path / "map.json").write_text('[{"name": "g", "reference": "a b"}]')
     with pytest.raises(BadInputError, match="no map of tensors"):
         read_map(tmp_path / "map.json")

@@ -7,6 +7,7 @@ import pytest
 from test_across import GRADIENT, WEIGHT, dump, four, one, tensor
 
 from telechat_moe.cli import main
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.compare.mapped import compare_linked, weight_links
 from telechat_moe.tools.align.compare.profiles import Options, profile
 from telechat_moe.tools.align.dump.msprobe_write import write
@@ -44,11 +45,12 @@ def test_a_standard_says_what_numpy_says(tmp_path, factor):
 def test_what_cannot_be_compared_is_no_pass(tmp_path):
     missing = Link("nothing", ("nothing output.0",), ("none output.0",))
     outcome = compare_linked(one(tmp_path), four(tmp_path), CLOSE, [GRAD, missing])
-    assert (outcome.verdict, status(outcome)["nothing"]) == ("not comparable", "not comparable")
+    assert (outcome.verdict, status(outcome)["nothing"]) == ("inconclusive", "not comparable")
     outcome = compare_linked(one(tmp_path), four(tmp_path), CLOSE, [GRAD, missing], common=True)
-    assert (outcome.verdict, status(outcome)["nothing"]) == ("pass", "not judged")
-    assert compare_linked(one(tmp_path), four(tmp_path), CLOSE, [missing], common=True).verdict == "not comparable"  # fmt: skip
-    assert compare_linked(one(tmp_path), four(tmp_path), CLOSE, [GRAD], steps=[7]).verdict == "not comparable"  # fmt: skip
+    assert (outcome.verdict, status(outcome)["nothing"]) == ("pass", "left out")
+    with pytest.raises(BadInputError, match="1 entries does not fit: no entry names a tensor of"):
+        compare_linked(one(tmp_path), four(tmp_path), CLOSE, [missing], common=True)
+    assert compare_linked(one(tmp_path), four(tmp_path), CLOSE, [GRAD], steps=[7]).verdict == "inconclusive"  # fmt: skip
     stale = compare_linked(
         one(tmp_path), four(tmp_path, stale=[2]), CLOSE, weight_links(one(tmp_path))
     )
@@ -77,7 +79,7 @@ def test_a_choice_that_comes_out_otherwise_ends_the_comparison(tmp_path):
     other = index.copy()
     other[1, 0] = 7
     outcome = compare_linked(reference, chosen(tmp_path, other, 2 * WEIGHT), CLOSE, links)
-    assert (outcome.verdict, set(status(outcome).values())) == ("not comparable", {"not comparable"})  # fmt: skip
+    assert (outcome.verdict, set(status(outcome).values())) == ("inconclusive", {"not comparable"})  # fmt: skip
     assert outcome.flips["not judged"] == ["experts of step 0: 1 of 3 rows chose otherwise"]
     wrong = compare_linked(reference, chosen(tmp_path, index, 2 * WEIGHT), CLOSE, links)
     assert (wrong.verdict, status(wrong)["out"]) == ("diverged", "diverged")

@@ -17,7 +17,7 @@ from telechat_moe.tools.align.loss import statistics as loss_stats
 from telechat_moe.tools.align.loss.read import read
 from telechat_moe.tools.align.loss.verdict import (
     DIVERGED,
-    NOT_JUDGED,
+    INCONCLUSIVE,
     PASS,
     Report,
     Settings,
@@ -173,14 +173,14 @@ def test_nan_and_inf():
     assert both.verdict == verdict(bases, target).verdict
     assert any("left out" in note for note in both.notes)
     lost = verdict([np.where(np.arange(1200) == 5, np.nan, bases[0])], target)
-    assert lost.verdict == NOT_JUDGED
+    assert lost.verdict == INCONCLUSIVE
     assert "no reference" in lost.sentence
 
 
 def test_nothing_finite_is_not_judged():
     none = np.full(1200, np.nan)
     report = verdict([none], none)
-    assert report.verdict == NOT_JUDGED
+    assert report.verdict == INCONCLUSIVE
     assert "no step has a finite loss" in report.sentence
 
 
@@ -211,7 +211,7 @@ def test_a_constant_factor_without_any_noise():
 def test_few_steps_are_not_judged(steps: int):
     bases, target = quiet()
     report = verdict([bases[0][:steps]], target[:steps])
-    assert report.verdict == NOT_JUDGED
+    assert report.verdict == INCONCLUSIVE
     assert "a verdict needs 1,000" in report.sentence
 
 
@@ -222,7 +222,7 @@ def test_curves_of_other_steps_are_not_comparable():
         other.path, other.kind, other.metric, other.steps + 5000, other.loss, other.norm
     )
     report = judge([one], moved)
-    assert report.verdict == NOT_JUDGED
+    assert report.verdict == INCONCLUSIVE
     assert "common steps" in report.sentence
 
 
@@ -234,7 +234,7 @@ def test_losses_below_zero_are_not_judged():
 def test_noise_above_the_margin_is_not_judged():
     rng = np.random.default_rng(21)
     report = verdict(*pairs.make(rng, pairs.Kind(1000, 0.1, 0.9, 0.8, False, False, 2)))
-    assert report.verdict == NOT_JUDGED
+    assert report.verdict == INCONCLUSIVE
     assert "margin" in report.sentence
 
 
@@ -316,7 +316,7 @@ def test_a_failed_gate_never_becomes_a_pass():
     report = verdict(bases, target)
     assert report.gate is not None
     assert report.gate.verdict == "fail"
-    assert report.verdict == NOT_JUDGED
+    assert report.verdict == INCONCLUSIVE
     assert "second base run" in report.sentence
 
 
@@ -353,7 +353,7 @@ def test_a_missing_weight_decay(bases: tuple[str, ...]):
 @pytest.mark.parametrize("base", ["fused", "plain", "mixed", "accumulated"])
 def test_runs_that_compute_the_same_never_diverge(base: str, target: str):
     """They part through rounding alone and stay apart by up to 0.5 %: no single pair can call that a bug."""
-    assert real(base, target).verdict in (PASS, NOT_JUDGED)
+    assert real(base, target).verdict in (PASS, INCONCLUSIVE)
 
 
 def test_enough_base_runs_show_that_the_other_accumulation_is_alike():

@@ -116,7 +116,7 @@ def test_what_is_done_is_not_done_again(passed, given, monkeypatch):
 
 def test_a_wrong_step_ends_the_run(passed, given):
     report = workflow.run(plan(given, target=given / "wrong"))
-    assert [p["verdict"] for p in report["phases"]] == ["pass", "diverged", "not judged"]
+    assert [p["verdict"] for p in report["phases"]] == ["pass", "diverged", "inconclusive"]
     assert "one step diverged" in report["phases"][2]["sentence"]
     assert (
         report["phases"][1]["reports"]["bisect"]["first"]["operator"]
@@ -130,7 +130,7 @@ def test_a_wrong_curve_and_none(passed, given):
     report = workflow.run(plan(given, curve=str(given / "high.csv")))
     assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "diverged"]
     report = workflow.run(plan(given, bases=()))
-    assert (report["verdict"], report["phases"][2]["verdict"]) == ("not judged", "not judged")
+    assert (report["verdict"], report["phases"][2]["verdict"]) == ("inconclusive", "inconclusive")
 
 
 WRONG = """
@@ -292,6 +292,6 @@ def test_the_tiny_recipe_itself(tmp_path):
     if not data.exists():
         pytest.skip("no data: telechat-moe data build --recipe telechat3_moe/pretrain_tiny.yaml")
     report = workflow.run(workflow.PhasesPlan(RECIPE, tmp_path, recipe))
-    assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "not judged"], report[
+    assert [p["verdict"] for p in report["phases"]] == ["pass", "pass", "inconclusive"], report[
         "sentence"
     ]

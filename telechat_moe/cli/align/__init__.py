@@ -33,6 +33,6 @@ VERB = Verb(
     help="name the operator that diverged between two platforms or layouts",
     description="Compare runs operator by operator, on any platform and layout.",
     examples=EXAMPLES,
-    exits={0: "pass", 1: "diverged", 4: "not comparable"},
+    exits={0: "pass", 1: "diverged", 4: "inconclusive"},
     subverbs=[module.VERB for module in MODULES],
 )

@@ -4,7 +4,14 @@ import argparse
 from pathlib import Path
 
 from telechat_moe.cli.arguments import add_runs
-from telechat_moe.cli.output import VERDICT_CODES, show_counts, show_table, write_json, write_text
+from telechat_moe.cli.output import (
+    VERDICT_CODES,
+    show_counts,
+    show_coverage,
+    show_table,
+    write_json,
+    write_text,
+)
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -13,6 +20,9 @@ Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE
 numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
 what all uses sent, collectives what the ranks of the group gave. Differences that a call inherits from its inputs do
 not count.
+
+A pass needs 95 % of the calls and of the bytes of each phase (forward, backward, optimizer) judged; with less the
+verdict is inconclusive, unless something is wrong. What to dump to have the rest judged is listed.
 
 Where the runs have different layouts or come from different frameworks, their calls are not the same. Then each call
 of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
@@ -91,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         show_table(["the first", "wrong call"], rows)
         print()
     show_counts(dict(sorted(outcome.judged.items())), dict(sorted(outcome.unknown.items())))
+    show_coverage(report)
     print(f"\n{outcome.verdict}: {report['sentence']}")
     return code
 
@@ -101,10 +112,11 @@ VERB = Verb(
     description="Name the first call of TARGET that is wrong, and what kind of fault it looks like.",
     notes=NOTES,
     examples=EXAMPLES,
-    exits={0: "pass", 1: "diverged", 4: "not comparable"},
-    json_keys="verdict (pass | diverged | not comparable), reason, ranks, first and findings (step, rank, phase, "
+    exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
+    json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
     "layer, operator, tensor, family, evidence, observed_over_bound, reason, element, wrong_elements, "
-    "elements, source), judged (tensors by answer), not_judged (reasons, with their number), runs, "
+    "elements, source), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
+    "phase: calls, judged_calls, bytes, judged_bytes), to_dump (reason, calls, bytes, dump: what to dump), runs, "
     "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field)",
     arguments=_arguments,

@@ -31,12 +31,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.compare import checkpoints
+    from telechat_moe.tools.align.judge.coverage import answer
 
     report: Any = checkpoints.compare_checkpoints(
         Path(args.a), Path(args.b), args.group, partial(tracked, what="comparing")
     )
     beyond: list[str] = report.beyond(args.ulp, args.rtol)
-    verdict = "diverged" if beyond else "not comparable" if report.problems else "pass"
+    lacking = f"{len(report.problems)} tensors were not compared" if report.problems else ""
+    verdict, _ = answer(bool(beyond), problem=lacking)
     code = VERDICT_CODES[verdict]
     if write_json(args.json, _plain(report, verdict, beyond)):
         return code
@@ -113,9 +115,9 @@ VERB = Verb(
     exits={
         0: "pass",
         1: "diverged",
-        4: "not comparable (a tensor is missing in one, or of another shape or type, and all others pass)",
+        4: "inconclusive (a tensor is missing in one, or of another shape or type, and all others pass)",
     },
-    json_keys="verdict (pass | diverged | not comparable), a, b (path, step, layout), tensors (name: bitwise, "
+    json_keys="verdict (pass | diverged | inconclusive), a, b (path, step, layout), tensors (name: bitwise, "
     "dtype, elements, different, max_abs, relative_l2, ulp_histogram, first), beyond (names), "
     "not_comparable (name: why).",
     arguments=_arguments,

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from telechat_moe.cli.arguments import add_runs
-from telechat_moe.cli.output import VERDICT_CODES, show_left, show_table, write_json, write_text
+from telechat_moe.cli.output import (
+    VERDICT_CODES,
+    show_coverage,
+    show_left,
+    show_table,
+    write_json,
+    write_text,
+)
 from telechat_moe.cli.progress import bar
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
@@ -167,6 +174,7 @@ def _show(outcome: Any, most: int) -> None:
         for sentence in sentences[:5]:
             print(sentence)
         show_left(len(sentences) - 5, "--json FILE")
+    show_coverage(outcome.coverage.as_json())
     for note in outcome.notes:
         print(f"note: {note}")
     passed, judged = outcome.counts["pass"], outcome.counts["pass"] + outcome.counts["diverged"]
@@ -212,10 +220,10 @@ VERB = Verb(
     exits={
         0: "pass",
         1: "diverged",
-        4: "not comparable: nothing could be judged, or tensors lack a counterpart",
+        4: "inconclusive: too little could be judged, or tensors lack a counterpart",
     },
     json_keys="verdict, reason, profile, tensors (by status), basis (what judged ones were judged by), not_judged "
-    "(reasons, with their number), flips (legal, illegal, not judged), notes, bytes (of values read), "
+    "(reasons, with their number), coverage and to_dump (as of bisect, by tensors), flips (legal, illegal, not judged), notes, bytes (of values read), "
     "rows (step, rank, key, place, phase, dtype, shape, status, basis, metric, observed, limit, "
     "observed_over_limit, element, elements, checks, reason, note)",
     arguments=_arguments,

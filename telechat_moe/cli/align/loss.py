@@ -94,9 +94,9 @@ VERB = Verb(
     exits={
         0: "pass",
         1: "diverged",
-        4: "not judged (not enough steps, too much noise, no common steps)",
+        4: "inconclusive (not enough steps, too much noise, no common steps)",
     },
-    json_keys="verdict (pass | diverged | not judged), sentence, reasons, findings (kind, first, last, size, low, "
+    json_keys="verdict (pass | diverged | inconclusive), sentence, reasons, findings (kind, first, last, size, low, "
     "high, p, text), gate (verdict, steps, first, average, norm, norm_ok, positive), bias (mean, error, "
     "low, high, margin, statistic, limit, p, effective_steps), power (seen_95, margin), noise (spread, "
     "correlation_time, inflation, wander), spikes (step, base, target, where), steps (compared, first, "

@@ -91,11 +91,15 @@ def _one_rank(dump: Any, step: int) -> Any:
 
 
 def _report(args: argparse.Namespace, steps: list[int], outcomes: list[tuple[int, Any]]) -> int:
+    from telechat_moe.tools.align.judge.coverage import answer
+
     problems = [(step, o) for step, o in outcomes if o.problem is not None]
     differ = [
         o for _, o in problems if o.copies == "differ" and o.how in ("dump", "said", "inferred")
     ]
-    verdict = "diverged" if differ else "not comparable" if problems else "pass"
+    verdict, _ = answer(
+        bool(differ), problem=f"{len(problems)} tensors not merged" if problems else ""
+    )
     code = VERDICT_CODES[verdict]
     report: dict[str, Any] = {
         "verdict": verdict,
@@ -132,7 +136,7 @@ VERB = Verb(
         1: "copies differ that the layout calls copies",
         4: "some tensors were not merged",
     },
-    json_keys="verdict (pass | diverged | not comparable), out, steps, tensors, merged, copies (bitwise | within "
+    json_keys="verdict (pass | diverged | inconclusive), out, steps, tensors, merged, copies (bitwise | within "
     "bound | differ: tensors), how (dump | said | inferred | copies | one rank: tensors), problems (step,"
     " key, place, ranks, how, copies, problem).",
     arguments=_arguments,

@@ -81,7 +81,11 @@ VERB = Verb(
     notes=NOTES,
     examples="telechat-moe align phases mine.yaml --out phases --reference golden --base gpu1.jsonl --base "
     "gpu2.jsonl",
-    exits={0: "pass", 1: "diverged", 4: "a phase could not be judged"},
+    exits={
+        0: "pass",
+        1: "diverged",
+        4: "inconclusive: a phase was not judged, or too little of it",
+    },
     json_keys="verdict, recipe, sentence, phases (title, verdict, sentence, wall_s, operators, reports by verb, "
     "not_judged)",
     recipe=True,

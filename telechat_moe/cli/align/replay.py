@@ -4,7 +4,14 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from telechat_moe.cli.output import VERDICT_CODES, show_counts, show_left, show_table, write_json
+from telechat_moe.cli.output import (
+    VERDICT_CODES,
+    show_counts,
+    show_coverage,
+    show_left,
+    show_table,
+    write_json,
+)
 from telechat_moe.cli.verb import Verb
 
 NOTES = """\
@@ -21,14 +28,19 @@ def run(args: argparse.Namespace) -> int:
     """Replay, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import collectives, replay
+    from telechat_moe.tools.align.judge.coverage import Coverage, answer
     from telechat_moe.tools.align.judge.verdict import Verdict
 
     dump = summary.read(Path(args.dump))
     found: list[tuple[int, int, Verdict]] = []
+    coverage = Coverage()
     for step in dump.steps:
         ranks = dump.at(step)
-        found += [(step, r.rank, v) for r in ranks for each in replay.replay(r) for v in each]
-        found += [(step, x.rank, x.verdict) for x in collectives.judged_collectives(ranks)]
+        judged = [(r.rank, r.calls[v[0].key], v) for r in ranks for v in replay.replay(r)]
+        exchanged = collectives.judged_collectives(ranks)
+        for rank, call, each in [*judged, *((x.rank, x.call, [x.verdict]) for x in exchanged)]:
+            found += [(step, rank, verdict) for verdict in each]
+            coverage.add(call, each)
     counts = Counter(v.status for _, _, v in found)
     unknown = Counter(v.reason for _, _, v in found if v.status == "not judged")
     wrong = [
@@ -44,13 +56,15 @@ def run(args: argparse.Namespace) -> int:
         if v.status == "diverged"
     ]
     passed = [(v.ratio, f"{v.key} {v.place}") for _, _, v in found if v.status == "pass"]
-    verdict = "diverged" if wrong else "pass" if passed else "not comparable"
+    verdict, reason = answer(bool(wrong), coverage)
     code = VERDICT_CODES[verdict]
     closest = sorted(passed, reverse=True)[:5]
     report = {
         "verdict": verdict,
+        "reason": reason,
         "tensors": dict(counts),
         "not_judged": dict(unknown),
+        **coverage.as_json(),
         "wrong": wrong,
         "closest": [{"tensor": name, "observed_over_bound": ratio} for ratio, name in closest],
     }
@@ -62,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         show_left(len(rows) - 20)
         print()
     show_counts(dict(sorted(counts.items())), dict(unknown.most_common(20)))
-    print(f"\n{verdict}: {len(wrong)} of {len(found)} tensors are wrong")
+    show_coverage(report)
+    print(f"\n{verdict}: {reason or f'{len(wrong)} of {len(found)} tensors are wrong'}")
     return code
 
 
@@ -72,8 +87,9 @@ VERB = Verb(
     description="Recompute every operator of a dump from its own inputs, and judge it by a derived bound.",
     notes=NOTES,
     examples="telechat-moe align replay dump",
-    exits={0: "pass", 1: "diverged", 4: "nothing could be judged"},
-    json_keys="verdict, tensors (by answer), not_judged (reasons, with their number), wrong (step, rank, call, "
+    exits={0: "pass", 1: "diverged", 4: "inconclusive: too little could be judged"},
+    json_keys="verdict, reason, tensors (by answer), not_judged (reasons, with their number), coverage and to_dump "
+    "(as of bisect), wrong (step, rank, call, "
     "tensor, observed_over_bound, reason), closest (the largest observed_over_bound that pass)",
     arguments=_arguments,
     run=run,

@@ -22,7 +22,15 @@ from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.compare.without_values import without_values
 from telechat_moe.tools.align.dump import value_files
-from telechat_moe.tools.align.dump.records import Call, Dump, RankDump, Scalar, TensorRecord
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    RankDump,
+    Scalar,
+    TensorRecord,
+    nbytes_of,
+)
+from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.pairing import aligned
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
@@ -32,8 +40,8 @@ CHUNK = 1 << 13
 """Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
 
 _EXTREME = {kind.largest for kind in FLOATS.values()} | {math.inf}
-LACKING = {True: "not judged", False: "not comparable"}
-"""Status of what one run lacks, by whether that is allowed."""
+LACKING = {True: "left out", False: "not comparable"}
+"""Status of what one run lacks, by whether the caller wants it left out."""
 _SCALARS = 1e-6  # relative difference allowed for settings that were stored in a narrower type
 
 
@@ -119,17 +127,16 @@ def outcome_of(
         notes.append(
             f"{profile.name} requires {profile.cases:,} cases; these dumps have {judged:,}"
         )
-    verdict, reason = "pass", ""
-    if counts["diverged"]:
-        verdict = "diverged"
-    elif counts["not comparable"]:
-        verdict = "not comparable"
-        reason = (
-            f"{counts['not comparable']} tensors have no counterpart (--common passes them over)"
-        )
-    elif not counts["pass"]:
-        verdict, reason = "not comparable", "not a single tensor could be judged"
-    return Outcome(verdict, reason, profile.name, rows, flips, notes, nbytes)
+    coverage = Coverage()
+    for row in rows:
+        if row.status != "left out":
+            size = nbytes_of(row.dtype, row.shape) if row.dtype else 0
+            known = row.status in ("pass", "diverged")
+            coverage.count(row.phase or "tensors", size, {} if known else {row.reason: size})
+    lacking = counts["not comparable"]
+    problem = f"{lacking} tensors have no counterpart (--common leaves them out)" if lacking else ""
+    verdict, reason = answer(bool(counts["diverged"]), coverage, problem)
+    return Outcome(verdict, reason, profile.name, rows, flips, notes, nbytes, coverage)
 
 
 def _first_flip(golden: RankDump, target: RankDump) -> int | None:
@@ -171,20 +178,21 @@ class _Rank:
             if progress is not None:
                 progress(i, total)
             other = self.target.calls.get(key)
+            lacking = "not judged" if pinned.active and not common else LACKING[common]
             if other is None:
                 said = "the target does not run this call"
-                status = LACKING[common or pinned.active]
-                yield self._row(call, "", None, status, reason=said)
+                yield self._row(call, "", None, lacking, reason=said)
                 continue
             pinned.enter(i, call)
             found = [self._judge(pair, call, pinned) for pair in self._pairs(call, other)]
             if not pinned.active:
                 found += self._settings(call, other)
             yield from self._replayed(found, call, pinned)
-        status, said = LACKING[common or pinned.active], "the reference does not run this call"
+        lacking = "not judged" if pinned.active and not common else LACKING[common]
+        said = "the reference does not run this call"
         for key, call in self.target.calls.items():
             if key not in self.golden.calls:
-                yield self._row(call, "", None, status, reason=said)
+                yield self._row(call, "", None, lacking, reason=said)
 
     def _pairs(self, call: Call, other: Call) -> Iterator[Pair]:
         third = self.bench.calls.get(call.key) if self.bench else None

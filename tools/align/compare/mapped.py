@@ -12,7 +12,14 @@ from telechat_moe.tools.align.compare.compare import LACKING, chunks, measured, 
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.dump.records import Array, Dump
-from telechat_moe.tools.align.judge.points import STATES, Link, Point, linked, weight_of
+from telechat_moe.tools.align.judge.points import (
+    STATES,
+    Link,
+    Point,
+    check_map,
+    linked,
+    weight_of,
+)
 from telechat_moe.tools.align.numerics import is_float
 
 _FOLLOWS = "an earlier decision differs between the runs; `align bisect --map` judges operators by their own inputs"
@@ -31,6 +38,7 @@ def compare_linked(
 
     The other arguments are those of :func:`compare.compare`; progress counts entries of the map.
     """
+    check_map(links, reference, target)
     both = [s for s in target.steps if s in reference.steps and (steps is None or s in steps)]
     compared = _Map(profile, common)
     rows: list[Row] = []

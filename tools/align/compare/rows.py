@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from telechat_moe.tools.align.compare.measures import Check
+from telechat_moe.tools.align.judge.coverage import Coverage
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Row:
         phase: Phase of the call.
         dtype: Type of the target.
         shape: Shape of the target.
-        status: ``pass``, ``diverged``, ``not comparable`` or ``not judged``.
+        status: ``pass``, ``diverged``, ``not comparable``, ``not judged`` or ``left out`` (by ``--common``).
         basis: What it was judged by: ``values``, ``tokens`` (of those routed alike), ``replay``, ``fingerprint``,
             ``checksum``, ``statistics``, ``setting``, ``decision``.
         checks: Lines of the standard.
@@ -76,7 +77,7 @@ class Row:
         }
 
 
-ORDER = {"diverged": 0, "not comparable": 1, "not judged": 2, "pass": 3}
+ORDER = {"diverged": 0, "not comparable": 1, "not judged": 2, "left out": 3, "pass": 4}
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,14 @@ class Outcome:
     """The outcome of a comparison.
 
     Attributes:
-        verdict: ``pass``, ``diverged`` or ``not comparable``.
-        reason: Why the runs are not comparable.
+        verdict: ``pass``, ``diverged`` or ``inconclusive``, see ``judge/coverage.py``.
+        reason: Why nothing can be concluded.
         profile: Name of the standard.
         rows: One for each tensor, in the order of the run.
         flips: Legal and illegal flips, as sentences, and those that cannot be judged.
         notes: What the standard requires besides.
         nbytes: Bytes of values that were read.
+        coverage: What was judged of each phase.
     """
 
     verdict: str
@@ -100,6 +102,7 @@ class Outcome:
     flips: Mapping[str, list[str]]
     notes: list[str]
     nbytes: int
+    coverage: Coverage
 
     @property
     def counts(self) -> Counter[str]:
@@ -124,6 +127,7 @@ class Outcome:
             "basis": dict(Counter(r.basis for r in self.rows if r.status in ("pass", "diverged"))),
             "not_judged": dict(self.unknown),
             "flips": {name: list(found) for name, found in self.flips.items()},
+            **self.coverage.as_json(),
             "bytes": self.nbytes,
             "rows": [row.as_json() for row in self.sorted()],
         }

@@ -4,6 +4,8 @@ Readers (``msprobe.py``, ``statistic_csv.py``) make these records; all other cod
 Values stay on disk until :meth:`TensorRecord.load`.
 """
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -107,6 +109,11 @@ class TensorRecord:
     requires_grad: bool | None = None
     fingerprint: bytes | None = field(default=None, repr=False)
     read: Callable[[], Array] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor in the program."""
+        return nbytes_of(self.dtype, self.shape)
 
     def load(self) -> Array:
         """Return the values in the file's type (bfloat16 and float8 widened to float32).
@@ -230,6 +237,12 @@ class Dump:
     def at(self, step: int) -> list[RankDump]:
         """Return the ranks of a step, in order."""
         return [self.ranks[key] for key in sorted(self.ranks) if key[0] == step]
+
+
+def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor of a canonical type, such as ``bfloat16`` or ``bool``."""
+    bits = re.search(r"\d+", dtype)
+    return math.prod(shape) * max(1, int(bits[0]) // 8 if bits else 1)
 
 
 def _tensors(place: str, value: Value | Mapping[str, Value]) -> Iterator[tuple[str, TensorRecord]]:

@@ -15,14 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Dump, RankDump, Scalar, TensorLayout
+from telechat_moe.tools.align.dump.records import (
+    Dump,
+    RankDump,
+    Scalar,
+    TensorLayout,
+    nbytes_of,
+)
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
+from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
 from telechat_moe.tools.align.judge.points import (
     Link,
     Point,
     by_weight,
+    check_map,
     choices_of_both,
     linked,
 )
@@ -82,27 +90,28 @@ def across(
     """
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
-        return Outcome("not comparable", reason="the dumps have no step in common")
+        return Outcome("inconclusive", reason="the dumps have no step in common")
+    if links:
+        check_map(links, reference, target)
     outcome = bisect(with_groups(target), target, Known())  # ranks make equal calls
     findings, judged = list(outcome.findings), dict(outcome.judged)
-    points = _Points(outcome, tolerance)
+    points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
     for step in steps:
         a, b = reference.at(step), target.at(step)
         points.type = _narrowest(a, a)
         pairs = linked(a, b, links) if links else by_weight(a, b)
         for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
-            status = "not judged" if finding is None else finding.verdict.status
-            judged[status] = judged.get(status, 0) + 1
-            if finding is not None and status == "diverged":
+            verdict = finding.verdict
+            judged[verdict.status] = judged.get(verdict.status, 0) + 1
+            if verdict.status == "diverged":
                 findings.append(finding)
-    unknown = Counter(outcome.unknown) + points.unknown
+            elif verdict.status == "not judged":
+                unknown[verdict.reason] += 1
     own = {f.verdict.key for f in outcome.findings}
     findings.sort(key=lambda f: (f.step, f.order, f.verdict.key in own, f.rank))
-    if not findings and not judged.get("pass"):
-        said = "not a single tensor could be judged"
-        return replace(outcome, verdict="not comparable", reason=said)
-    verdict = "diverged" if findings else "pass"
-    return replace(outcome, verdict=verdict, findings=findings, judged=judged, unknown=unknown)
+    word, reason = answer(bool(findings), outcome.coverage)
+    found = replace(outcome, verdict=word, reason=reason, findings=findings)
+    return replace(found, judged=judged, unknown=unknown)
 
 
 # ------------------------------------------------------------------ groups
@@ -177,8 +186,7 @@ class _Points:
     """Compares the whole tensors of both runs, step by step, after each operator of the target is judged by itself."""
 
     def __init__(self, outcome: Outcome, tolerance: float | None) -> None:
-        self.tolerance = tolerance
-        self.unknown: Counter[str] = Counter()
+        self.tolerance, self.coverage = tolerance, outcome.coverage
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
         self.flipped = ""  # rows that chose differently: what follows is not comparable as a whole
@@ -187,47 +195,48 @@ class _Points:
         self.drift = 0.0  # how far weights are apart before the step
         self.last: dict[str, Array] = {}  # results of the previous step's updates
 
-    def routes(
-        self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]
-    ) -> Iterator[Finding | None]:
-        """Yield a finding on the scores of each choice; None: they are not judged.
+    def routes(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Finding]:
+        """Yield a finding on the scores of each choice.
 
         If one choice differs although its scores are close, it may cause others to differ whose scores are not close. A
         pipeline does not give the order of layers, so none of them is judged then.
         """
-        kind, found = _narrowest(a, b), list[Finding | None]()
+        kind, found, flipped = _narrowest(a, b), list[tuple[Finding, Point]](), ""
         for name, one, other, chosen, taken in () if self.flipped else choices_of_both(a, b):
             finding = self._compare(name, one, other, step, b, kind)
-            found.append(finding)
-            if finding is not None and finding.verdict.status == "pass":
-                self.flipped = self.flipped or _flipped(name, chosen, taken)
-        for finding in found:
-            follows = finding is not None and finding.verdict.status != "pass" and self.flipped
-            if follows:
-                self.unknown[self.flipped] += 1
-            yield None if follows else finding
+            found.append((finding, other))
+            if finding.verdict.status == "pass":
+                flipped = flipped or _flipped(name, chosen, taken)
+        self.flipped = self.flipped or flipped
+        for finding, other in found:
+            follows = finding.verdict.status == "diverged" and flipped
+            yield self._counted(_open(finding, flipped) if follows else finding, other)
 
     def at(
         self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
-    ) -> Iterator[Finding | None]:
-        """Yield a finding for each point of a step, in order; None: the point is not judged."""
+    ) -> Iterator[Finding]:
+        """Yield a finding for each point of a step, in order."""
         made: dict[str, Array] = {}
         kind = _narrowest(b, b)
         for name, one, other in pairs:
             if name.endswith(" after") and other.values is not None:
                 made[name.removesuffix(" after")] = other.values
-            if self.flipped:
-                self.unknown[self.flipped] += 1
-                yield None
-                continue
             finding = self._compare(name, one, other, step, b, kind)
-            wrong = finding is not None and finding.verdict.status == "diverged"
+            wrong = finding.verdict.status == "diverged"
             said = self._follows(name, other, step) if wrong else ""
-            if finding is not None and said:
+            if said:
                 verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
                 finding = replace(finding, verdict=verdict, family="unknown", evidence="")
-            yield finding
+            yield self._counted(finding, other)
         self.last = made
+
+    def _counted(self, finding: Finding, other: Point) -> Finding:
+        """Count a point in the coverage; return its finding."""
+        verdict = finding.verdict
+        size = nbytes_of(other.dtype or "float32", [verdict.elements])
+        lacking = {verdict.reason: size} if verdict.status == "not judged" else {}
+        self.coverage.count(SHARED, size, lacking)
+        return finding
 
     def _follows(self, name: str, other: Point, step: int) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
@@ -247,8 +256,8 @@ class _Points:
 
     def _compare(
         self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump], kind: str
-    ) -> Finding | None:
-        """Return the finding for a point; None: the point cannot be compared."""
+    ) -> Finding:
+        """Return the finding for a point."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
         call = owner.calls[other.key] if owner is not None else None
         order = list(owner.calls).index(other.key) if owner is not None else 0
@@ -261,9 +270,12 @@ class _Points:
             verdict = Verdict(other.key, other.place, "diverged", math.inf, said)
             return finding(verdict, "missing reduction", "ranks that must hold the same do not")
         x, y = other.values, one.values
-        if x is None or y is None:
-            self.unknown[f"a point is not known: {other.problem or one.problem}"[:160]] += 1
-            return None
+        if x is None or y is None or self.flipped:
+            said = self.flipped
+            if x is None or y is None:
+                said = f"a point is not known: {other.problem or one.problem}"[:160]
+            size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
+            return _open(finding(Verdict(other.key, other.place, "pass", elements=size)), said)
         if x.size != y.size:
             said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
             return finding(Verdict(other.key, other.place, "diverged", math.inf, said))
@@ -301,6 +313,12 @@ class _Points:
             narrow = min(kinds, key=lambda d: FLOATS[d].bits)
             found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
         return found + AMPLIFIED * self.drift
+
+
+def _open(finding: Finding, why: str) -> Finding:
+    """Return a finding as one that nothing can be said about."""
+    verdict = replace(finding.verdict, status="not judged", reason=why)
+    return replace(finding, verdict=verdict, family="unknown", evidence="")
 
 
 def _narrowest(a: Sequence[RankDump], b: Sequence[RankDump]) -> str:

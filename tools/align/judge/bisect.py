@@ -21,6 +21,7 @@ from telechat_moe.tools.align.judge.collectives import (
     judged_collectives,
     kind_of,
 )
+from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import Wrong
 from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
@@ -30,7 +31,7 @@ from telechat_moe.tools.align.judge.fused_calls import Replaced
 from telechat_moe.tools.align.judge.pairing import aligned, content_of, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.step_phase import phase_of
-from telechat_moe.tools.align.judge.verdict import Verdict, worst
+from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 from telechat_moe.tools.align.operators.approx import Array
 
 _STEP = "|"  # separates the number of a step from the key of a call
@@ -95,12 +96,13 @@ class Outcome:
     """The outcome of a comparison.
 
     Attributes:
-        verdict: ``pass``, ``diverged``, or ``not comparable``.
+        verdict: ``pass``, ``diverged``, or ``inconclusive``, see ``coverage.py``.
         findings: Divergent calls, the first ones first.
         judged: How many tensors were judged, by status.
         unknown: Why calls were not judged, with the number of calls for each reason.
         calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
-        reason: Why runs are not comparable.
+        reason: Why nothing can be concluded.
+        coverage: What was judged of each phase.
     """
 
     verdict: str
@@ -109,6 +111,7 @@ class Outcome:
     unknown: Mapping[str, int] = field(default_factory=dict[str, int])
     reason: str = ""
     calls: list[Seen] = field(default_factory=list[Seen], repr=False)
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def ranks(self) -> list[int]:
@@ -129,6 +132,7 @@ class Outcome:
             "findings": [f.as_json() for f in self.findings],
             "judged": dict(self.judged),
             "not_judged": dict(self.unknown),
+            **self.coverage.as_json(),
         }
 
 
@@ -158,11 +162,10 @@ def bisect(
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
-        return Outcome("not comparable", reason="the dumps have no step and rank in common")
+        return Outcome("inconclusive", reason="the dumps have no step and rank in common")
     run = _Comparison(known, first)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
-        which = "target" if place in target.ranks else "reference"
-        run.unknown[f"step {place[0]}, rank {place[1]} is only in the {which}"] += 1
+        run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
     ours: dict[tuple[int, int], RankDump] = {}
     believed: dict[tuple[int, int], RankDump] = {}
@@ -172,7 +175,7 @@ def bisect(
         believed[place] = without_repeats(reference.ranks[place], given)
         if not {*ours[place].calls} & {*believed[place].calls}:
             said = f"step {place[0]}, rank {place[1]}: the dumps have no call in common"
-            return Outcome("not comparable", reason=said)
+            return Outcome("inconclusive", reason=said)
     findings: list[Finding] = []
     for step in sorted({step for step, _ in common}):
         here = {rank: dump for (s, rank), dump in ours.items() if s == step}
@@ -186,11 +189,8 @@ def bisect(
     joined = len({step for step, _ in common}) > 1
     findings = [_own_name(run.with_phase(f, joined), names[f.step, f.rank]) for f in findings]
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
-    if not findings and not run.judged["pass"]:
-        said = "not a single tensor could be judged"
-        return Outcome("not comparable", [], run.judged, run.unknown, said, run.seen)
-    verdict = "diverged" if findings else "pass"
-    return Outcome(verdict, findings, run.judged, run.unknown, calls=run.seen)
+    verdict, reason = answer(bool(findings), run.coverage)
+    return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
 
 
 class _Comparison:
@@ -200,9 +200,19 @@ class _Comparison:
         self.known, self.first = known or Known(), first
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
+        self.coverage = Coverage()
+        self.open: dict[tuple[int, int, str], list[Verdict]] = {}  # of collectives and inputs
         self.seen: list[Seen] = []
         self.theirs: dict[int, DataFlow] = {}
         self.limit: tuple[float, float] = (np.inf, np.inf)  # step and order of the first finding
+
+    def alone(self, dump: Dump, place: tuple[int, int], is_target: bool) -> None:
+        """Count a step and rank that only one run has; its calls are not judged."""
+        said = f"step {place[0]}, rank {place[1]} is only in the {'target' if is_target else 'reference'}"
+        self.unknown[said] += 1
+        for call in dump.ranks[place].calls.values() if is_target else ():
+            if call.kind == "api":
+                self.coverage.add(call, [not_judged(call.key, said)])
 
     def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
         """Return the divergent calls of a rank, in order."""
@@ -211,12 +221,12 @@ class _Comparison:
         wrong: dict[str, list[Verdict]] = {}
         for verdict in (*broken_edges(theirs, ours), *wrong_sums(theirs, ours)):
             if verdict.status == "not judged":
-                self._count(verdict)
+                self._count(verdict, target)
             else:
                 wrong.setdefault(verdict.key, []).append(verdict)
         replaced = Replaced(theirs, ours)
         for verdict in (*replaced.verdicts(), *replaced.otherwise()):
-            self._count(verdict)
+            self._count(verdict, target)
             if verdict.status == "diverged":
                 wrong.setdefault(verdict.key, []).append(verdict)
         begins = _begins(target)
@@ -245,20 +255,28 @@ class _Comparison:
         known = [(_split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
         limit = min([self.limit, *known])
         for i, (key, call) in enumerate(target.calls.items()):
-            if call.kind != "api" or is_exchange(call):
+            step, name = _split(key, target.step)
+            if call.kind != "api":
                 continue
-            if self.first and (_split(key, target.step)[0], i - begins[key]) > limit:
+            others = self.open.get((step, target.rank, name), [])
+            if is_exchange(call):
+                self.coverage.add(call, others)
+                continue
+            if self.first and (step, i - begins[key]) > limit:
                 return
             verdicts = self._verdicts(call, reference, target)
-            for verdict in verdicts:
-                self._count(verdict, False)
             first = worst(verdicts)
-            step, key = _split(first.key, target.step)
-            self.seen.append((step, target.rank, key, first.status, first.ratio))
+            if first.status == "diverged" and first.ratio <= 4 * _also_wrong(key, reference):
+                said = f"{first.place}: beyond its bound in both runs (`align replay` shows it)"
+                verdicts = [not_judged(key, said, v.place) if v is first else v for v in verdicts]
+                first = worst(verdicts)
+            self.judged.update(v.status for v in verdicts)
+            self.coverage.add(call, [*verdicts, *others])
+            self.seen.append((step, target.rank, name, first.status, first.ratio))
             if first.status == "not judged":
                 self.unknown[first.reason] += 1
-            if first.status == "diverged" and first.ratio > 4 * _also_wrong(first.key, reference):
-                wrong.setdefault(first.key, []).append(first)
+            if first.status == "diverged":
+                wrong.setdefault(key, []).append(first)
                 if self.first:
                     return
 
@@ -275,10 +293,13 @@ class _Comparison:
             self.known.verdicts[mark] = replay_call(call, forward, settings)
         return [replace(v, key=call.key) for v in self.known.verdicts[mark]]
 
-    def _count(self, verdict: Verdict, reason: bool = True) -> None:
+    def _count(self, verdict: Verdict, target: RankDump) -> None:
+        """Count a verdict on a collective or an input."""
         self.judged[verdict.status] += 1
-        if reason and verdict.status == "not judged":
+        if verdict.status == "not judged":
             self.unknown[verdict.reason] += 1
+            step, key = _split(verdict.key, target.step)
+            self.open.setdefault((step, target.rank, key), []).append(verdict)
 
     def _limit(self, findings: list[Finding]) -> None:
         self.limit = min([self.limit, *((f.step, f.order) for f in findings)])
@@ -290,7 +311,7 @@ class _Comparison:
         found: list[Finding] = []
         for received in judged_collectives([ours[r] for r in sorted(ours)], believed):
             verdict, rank = received.verdict, received.rank
-            self._count(verdict)
+            self._count(verdict, ours[rank])
             if verdict.status == "diverged":
                 order = list(ours[rank].calls).index(verdict.key)
                 family = explain(received, ours) or of_received(received, ours)

@@ -91,7 +91,8 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
 
 
 def _unknown(place: Place) -> Verdict:
-    return not_judged(place[0], f"{place[1]}: nothing in the dump says where it comes from")
+    said = f"{place[1]}: nothing in the dump says where it comes from"
+    return not_judged(place[0], said, place[1])
 
 
 def _rounded_in_passing(place: Place, reference: DataFlow, target: DataFlow) -> bool:
@@ -226,7 +227,7 @@ def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:
             made = reference.sources_of(came)
             if came in reference.content and not any(source in target.tensors for source in made):
                 said = f"{came[1]}: in the target others sent it back"
-                yield not_judged(key, said) if terms or made else _unknown(came)
+                yield not_judged(key, said, came[1]) if terms or made else _unknown(came)
 
 
 def _narrow_sum(came: Place, terms: list[Place], reference: DataFlow, target: DataFlow) -> bool:

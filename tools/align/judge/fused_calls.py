@@ -78,7 +78,7 @@ class Replaced:
         if expected is None:
             self._unknown |= {s[0] for s in sources}
             said = "is only in the reference, and no formula for its result is known"
-            return not_judged(place[0], f"{sources[-1][0]} {said}")
+            return not_judged(place[0], f"{sources[-1][0]} {said}", place[1])
         found = tensor.load()
         if isinstance(expected, Approx) and expected.value.size == found.size:
             expected = expected.reshape(*found.shape)

@@ -17,7 +17,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.indexing import CHOOSES
@@ -188,6 +188,39 @@ def linked(
             if link.in_any_order and p.values is not None:
                 points[i] = p._replace(values=np.sort(p.values, -1))
         yield link.name, points[0], points[1]
+
+
+def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
+    """Check that a map names tensors of both runs.
+
+    Raises:
+        BadInputError: It names nothing of a run, or its sides are swapped.
+    """
+    runs = [
+        [c for r in dump.ranks.values() for c in r.calls.values()] for dump in (reference, target)
+    ]
+    keys = [{call.key for call in calls} for calls in runs]
+    updates = [{weight_of(call) for call in calls} for calls in runs]
+
+    def names(side: tuple[str, ...], run: int) -> bool:
+        pattern = side[0].rpartition(" ")[0] if side else ""
+        if pattern.startswith("weight "):
+            return pattern.removeprefix("weight ") in updates[run]
+        return any(fnmatch.fnmatchcase(key, pattern) for key in keys[run])
+
+    sides = [[(names(k.reference, i), names(k.target, 1 - i)) for k in links] for i in (0, 1)]
+    right, swapped = (sum(map(all, side)) for side in sides)
+    if right >= swapped and right:
+        return
+    if swapped:
+        said = (
+            "its sides are swapped; exchange the two dumps, or `reference` and `target` in the map"
+        )
+    else:
+        lacks = [d for i, d in enumerate((reference, target)) if not any(s[i] for s in sides[0])]
+        said = f"no entry names a tensor of {' or of '.join(str(d.root) for d in lacks) or 'both runs'}"
+        said += "; expected names such as those of `align inspect --calls`"
+    raise BadInputError(f"the map of {len(links)} entries does not fit: {said}")
 
 
 def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:

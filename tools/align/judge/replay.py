@@ -62,7 +62,7 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     if not any(is_float(r.dtype) and _has_no_value(r.load()) for r in fed):
         return verdicts
     return [
-        not_judged(v.key, f"{v.place}: NaN or infinity in the inputs and in the result: {v.reason}")
+        not_judged(v.key, f"{v.place}: NaN or infinity in the inputs and in the result", v.place)
         if v.status == "diverged" and v.wrong == v.not_finite
         else v
         for v in verdicts
@@ -169,7 +169,7 @@ def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdic
         place = f"output.{i}"
         if i >= len(expected):
             said = f"{place}: the formula gives {len(expected)} outputs"
-            verdicts.append(not_judged(call.key, said))
+            verdicts.append(not_judged(call.key, said, place))
             continue
         values = record.load()
         free = free_choices(formula, arguments, i, values, expected[i])
@@ -239,11 +239,11 @@ def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> lis
             fits = next((pair for pair in left if pair[1].shape == record.shape), None)
             if fits is None:
                 said = f"output.{i}: no input has shape {record.shape}"
-                verdicts.append(not_judged(call.key, said))
+                verdicts.append(not_judged(call.key, said, f"output.{i}"))
                 break
             if fits[0] is None:
                 said = f"output.{i}: no formula for this gradient"
-                verdicts.append(not_judged(call.key, said))
+                verdicts.append(not_judged(call.key, said, f"output.{i}"))
                 continue
             values = record.load()
             verdicts.append(judge(call.key, f"output.{i}", values, fits[0], record.dtype))

@@ -17,7 +17,7 @@ class Verdict:
 
     Attributes:
         key: Key of the call in the dump.
-        place: Position of the tensor in the call, such as ``output.0``; empty for a call that was not judged.
+        place: Position of the tensor in the call, such as ``output.0``; empty: the whole call.
         status: See :data:`Status`.
         ratio: Largest error over its bound; 0 where integers are equal, infinite where they are not.
         reason: One sentence: where the error is largest, or why it was not judged.
@@ -98,7 +98,7 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
         return Verdict(key, place, "pass")
     if np.all(np.isinf(bound) & np.isfinite(value)):
         why = f"{place}: its terms exceed the largest number of its type"
-        return Verdict(key, "", "not judged", reason=why)
+        return not_judged(key, why, place)
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     beyond = ratio > 1
     worst, wrong = float(ratio[at]), int(beyond.sum())
@@ -109,9 +109,9 @@ def _within(key: str, place: str, x: Array, value: Array, bound: Array, dtype: s
     return Verdict(key, place, "diverged" if wrong else "pass", worst, said, at, wrong, x.size, odd)
 
 
-def not_judged(key: str, why: str) -> Verdict:
-    """Return a verdict that nothing can be said, with the reason."""
-    return Verdict(key, "", "not judged", reason=why)
+def not_judged(key: str, why: str, place: str = "") -> Verdict:
+    """Return a verdict that nothing can be said of a tensor, or of the whole call, with the reason."""
+    return Verdict(key, place, "not judged", reason=why)
 
 
 def worst(verdicts: list[Verdict]) -> Verdict:

@@ -1,4 +1,4 @@
 """Verdicts on loss curves.
 
-May import report. Begin with `verdict.py`.
+May import judge (for the word of a verdict) and report. Begin with `verdict.py`.
 """

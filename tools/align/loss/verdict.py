@@ -1,4 +1,4 @@
-"""The verdict on a loss curve: pass, diverged, or not judged, with the power of the test.
+"""The verdict on a loss curve: pass, diverged, or inconclusive, with the power of the test.
 
     report = judge([read("base1/metrics.jsonl"), read("base2/metrics.jsonl")], read("run/metrics.jsonl"))
     print(report.verdict, report.sentence)
@@ -6,7 +6,7 @@
 ``diverged`` needs a finding that noise does not explain: a NaN, a first loss or a single step beyond the noise's own
 tail, a mean difference over the run or a stretch of it. ``pass`` needs proof of the opposite: the mean difference is
 within the margin with 95 % confidence on either side, the published standard is met
-(:mod:`telechat_moe.tools.align.loss.migration_standard`), and there are enough steps. Anything else is ``not judged``.
+(:mod:`telechat_moe.tools.align.loss.migration_standard`), and there are enough steps. Anything else is ``inconclusive``.
 
 With two or more base runs, their differences from each other are noise by definition: errors and margin grow to them.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.loss import migration_standard as gates
 from telechat_moe.tools.align.loss import statistics as stats
 from telechat_moe.tools.align.loss.evidence import (
@@ -32,7 +33,7 @@ from telechat_moe.tools.align.loss.evidence import (
 from telechat_moe.tools.align.loss.read import Curve
 from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
-PASS, DIVERGED, NOT_JUDGED = "pass", "diverged", "not judged"
+PASS, DIVERGED, INCONCLUSIVE = "pass", "diverged", "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Report:
     """The verdict and its evidence; :meth:`plain` is what ``--json`` writes.
 
     Attributes:
-        verdict: pass, diverged or not judged.
+        verdict: pass, diverged or inconclusive.
         sentence: The verdict for a person.
-        reasons: Why it was not judged; empty if it was.
+        reasons: Why it is inconclusive; empty if it is not.
         findings: What noise does not explain, the earliest first.
         gate: The published standard's answer; None if no step can be compared.
         bias: Mean difference, its error, interval and test; None where noise could not be estimated.
@@ -217,7 +218,7 @@ def _report(
             compared.reasons.append(_too_noisy(compared, found))
     if gate is not None:
         compared.reasons += _gate_reasons(gate, compared.settings, noise)
-    verdict = DIVERGED if findings else NOT_JUDGED if compared.reasons else PASS
+    verdict = answer(bool(findings), problem="; ".join(compared.reasons))[0]
     return Report(
         verdict,
         _sentence(verdict, compared, findings, bias, power),
@@ -281,8 +282,8 @@ def _sentence(
         texts = [f.text for f in findings[:3]]
         more = f" (and {len(findings) - 3} more)" if len(findings) > 3 else ""
         return "Diverged: " + "; ".join(texts) + more + "."
-    if verdict == NOT_JUDGED:
-        return "Not judged: " + "; ".join(compared.reasons) + "." + said
+    if verdict == INCONCLUSIVE:
+        return "Inconclusive: " + "; ".join(compared.reasons) + "." + said
     assert bias is not None
     return (
         f"Pass: the mean difference is {bias['mean']:+.3%}, between {bias['low']:+.3%} and {bias['high']:+.3%} (90 %), within "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from telechat_moe.tools.align.judge.coverage import answer
 from telechat_moe.tools.align.judge.verdict import Verdict, judge
 from telechat_moe.tools.align.judge.verdict import worst as worst_of
 from telechat_moe.tools.align.narrowing import is_list, is_sequence
@@ -104,7 +105,7 @@ def _report(rows: list[dict[str, Any]], unknown: dict[str, int]) -> dict[str, An
     if wrong:
         first = wrong[0]
         said = f"{first['operator']} ({first['face']}, {first['shapes']}): {first['reason']}"
-    verdict = "diverged" if wrong else "pass" if rows else "not judged"
+    verdict, _ = answer(bool(wrong), problem="" if rows else "nothing was judged")
     return {"verdict": verdict, "sentence": said, "operators": rows, "not_judged": unknown}
 
 

@@ -1,7 +1,7 @@
 """Run three phases before a production run: operators alone, one step, the loss curve. One verdict; resumable.
 
 Each phase writes its report into the folder and is repeated only if something that it depends on has changed. A phase
-that diverged ends the run, because later phases would only show the consequences; they are "not judged" then.
+that diverged ends the run, because later phases would only show the consequences; they are inconclusive then.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.files import write_atomic
-from telechat_moe.tools.align.report.combined import VERDICTS
+from telechat_moe.tools.align.judge.coverage import VERDICTS
 
 TITLES = ("operators alone", "one step", "loss curve")
 Phase = dict[str, Any]
@@ -85,7 +85,7 @@ def run(plan: PhasesPlan) -> dict[str, Any]:
 
 
 def _unjudged(why: str) -> Phase:
-    return {"verdict": "not judged", "sentence": why, "not_judged": {why: 1}}
+    return {"verdict": "inconclusive", "sentence": why, "not_judged": {why: 1}}
 
 
 def _kept(plan: PhasesPlan, number: int, work: Callable[[PhasesPlan], Phase]) -> Phase:

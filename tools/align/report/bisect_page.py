@@ -9,8 +9,10 @@ import numpy as np
 from telechat_moe import html
 from telechat_moe.html import Html, code
 from telechat_moe.tools.align.judge.bisect import Outcome
+from telechat_moe.tools.align.judge.coverage import ENOUGH
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
+from telechat_moe.units import size_text
 
 NEIGHBOURS = 8
 _CELLS, _SIDE = 48, 12  # of the residual's picture
@@ -66,7 +68,7 @@ def body(report: Mapping[str, Any]) -> str:
         if report.get("neighbours"):
             parts += ["<h2>Before and after, in the order of the run</h2>", _neighbours(report)]
         parts += ["<h2>All wrong calls</h2>", _findings(report["findings"])]
-    judged = counts(report.get("judged") or {}, report.get("not_judged") or {})
+    judged = counts(report, report.get("judged") or {})
     return "".join([*parts, "<h2>What was judged</h2>", judged])
 
 
@@ -74,6 +76,8 @@ def sentence(outcome: Outcome) -> str:
     """Return one sentence on the outcome of the comparison."""
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
     if not outcome.findings:
+        if outcome.reason and judged:
+            return f"Nothing that was judged is wrong, but too little was. {outcome.reason[0].upper()}{outcome.reason[1:]}."
         return outcome.reason or (
             f"{judged} tensors are what their operators must give, within the derived bounds; {unknown} were not judged."
         )
@@ -91,6 +95,8 @@ def junit(outcome: Outcome, target: str) -> str:
     for step, rank in places:
         wrong, name = first.get((step, rank)), f"step {step} rank {rank}"
         said = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
+        if not wrong and outcome.verdict == "inconclusive":
+            said = {"skipped": outcome.reason}
         cases.append(JunitCase(target, name, **said))
     return suite("align", cases)
 
@@ -324,8 +330,35 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
     return said + html.table(titles, rows, most=50)
 
 
-def counts(judged: Mapping[str, int], unknown: Mapping[str, int]) -> str:
-    """Return the table of how many tensors were judged, and why others were not."""
+def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:
+    """Return what was judged of each phase, how many tensors with which answer, why others were not, what to dump."""
+    unknown: Mapping[str, int] = report.get("not_judged") or {}
     reasons = sorted(unknown.items(), key=lambda item: -item[1])
     rows = [*judged.items(), *((f"not judged: {why}", count) for why, count in reasons)]
-    return html.table(["tensors", "number "], rows)
+    found = html.table(["tensors", "number "], rows) if rows else ""
+    if not report.get("coverage"):
+        return found
+    shares = [
+        [name, *_share(s, "calls"), *_share(s, "bytes")] for name, s in report["coverage"].items()
+    ]
+    titles = ["judged", "calls ", "", "bytes ", ""]
+    parts = [html.table(titles, shares), found]
+    lacking = [
+        [o["reason"], o["calls"], size_text(o["bytes"]), o["dump"] or None]
+        for o in report["to_dump"]
+    ]
+    if lacking:
+        parts.append("<h3>What to dump to have the rest judged</h3>")
+        parts.append(html.table(["not judged", "calls ", "values ", "dump"], lacking, most=12))
+    return "".join(parts)
+
+
+def _share(share: Mapping[str, int], unit: str) -> list[object]:
+    judged, total = share[f"judged_{unit}"], share[unit]
+    part = judged / total if total else 1.0
+    said = (
+        f"{judged:,} of {total:,}"
+        if unit == "calls"
+        else f"{size_text(judged)} of {size_text(total)}"
+    )
+    return [f"{said}, {part:.0%}", html.bar(part, "pass" if part >= ENOUGH else "not")]

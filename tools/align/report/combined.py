@@ -15,12 +15,10 @@ from typing import Any, cast
 from telechat_moe import html
 from telechat_moe.errors import BadInputError
 from telechat_moe.html import Html
+from telechat_moe.tools.align.judge.coverage import VERDICTS, worst_of
 from telechat_moe.tools.align.narrowing import is_object
 from telechat_moe.tools.align.report import bisect_page
 from telechat_moe.tools.align.report.junit import JunitCase, suite
-
-VERDICTS = ("diverged", "not comparable", "not judged", "pass")
-"""The verdicts of a report, worst first; the last two mean that nothing judged is wrong."""
 
 _KEYS = {
     "phases": ("phases", "recipe"),
@@ -100,8 +98,7 @@ def _broken(one: Document, error: Exception) -> BadInputError:
 
 def verdict(documents: Sequence[Document]) -> str:
     """Return the worst verdict; without any report, that nothing was judged."""
-    found = [d.verdict for d in documents]
-    return next((v for v in VERDICTS if v in found), "not judged")
+    return worst_of(d.verdict for d in documents)
 
 
 def page(documents: Sequence[Document]) -> str:
@@ -154,6 +151,8 @@ def summary(one: Document) -> str:
         count, wrong = sum(data["tensors"].values()), len(data["wrong"])
         if wrong:
             return f"{wrong} of {count:,} tensors are not what their operators must give."
+        if data.get("reason"):
+            return data["reason"]
         unknown = data["tensors"].get("not judged", 0)
         said = f"{count - unknown:,} tensors are what their operators must give"
         return f"{said}; {unknown:,} were not judged." if unknown else f"{said}, all of them."
@@ -234,7 +233,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _cell(value: Any) -> Any:
     if isinstance(value, list):
         return Html(", ".join(html.html(_cell(one)) for one in cast("list[Any]", value)))
-    if value in VERDICTS:
+    if value in (*VERDICTS, "not comparable", "not judged"):
         return html.verdict(value)
     named = isinstance(value, str) and "." in value and " " not in value
     return html.code(value) if named else value
@@ -254,11 +253,7 @@ def _replay(data: Mapping[str, Any]) -> str:
     if data["closest"]:
         parts.append("<h3>Closest to their bound, and within it</h3>")
         parts.append(_listed(data["closest"], {"tensor": "tensor"} | ratio))
-    return "".join([*parts, _counted(data["tensors"], data["not_judged"])])
-
-
-def _counted(counts: Mapping[str, int], unknown: Mapping[str, int]) -> str:
-    return "<h3>What was judged</h3>" + bisect_page.counts(counts, unknown)
+    return "".join([*parts, "<h3>What was judged</h3>", bisect_page.counts(data, data["tensors"])])
 
 
 def _compare(data: Mapping[str, Any]) -> str:
@@ -271,7 +266,8 @@ def _compare(data: Mapping[str, Any]) -> str:
     if said:
         title = f"{len(said)} decisions differ"
         parts.append(html.details(title, html.items(said[:_ROWS])))
-    return "".join([*parts, _counted({**data["tensors"], **flips}, data["not_judged"])])
+    counts = bisect_page.counts(data, {**data["tensors"], **flips})
+    return "".join([*parts, "<h3>What was judged</h3>", counts])
 
 
 def _merge(data: Mapping[str, Any]) -> str:
@@ -281,7 +277,7 @@ def _merge(data: Mapping[str, Any]) -> str:
         parts = ["<h3>Not merged</h3>", _listed(data["problems"], columns | {"problem": "why"})]
     found = {f"layout from: {name}": n for name, n in data["how"].items()}
     found |= {f"copies: {name}": n for name, n in data["copies"].items()}
-    return "".join([*parts, "<h3>Where layouts came from</h3>", bisect_page.counts(found, {})])
+    return "".join([*parts, "<h3>Where layouts came from</h3>", bisect_page.counts({}, found)])
 
 
 def _ckpt(data: Mapping[str, Any]) -> str:
@@ -339,7 +335,7 @@ def _phases(data: Mapping[str, Any]) -> str:
             inner = document(name, found)
             parts.append(f"<h3>{escape(name)}: {html.verdict(inner.verdict)}</h3>{body(inner)}")
         if part.get("not_judged"):
-            parts.append(bisect_page.counts({}, part["not_judged"]))
+            parts.append(bisect_page.counts(part, {}))
     return "".join(parts)
 
 

@@ -1,0 +1,144 @@
+"""The verdict of every verb, and the coverage that it rests on: how many calls and bytes were judged, phase by phase.
+
+There are three verdicts: ``pass``, ``diverged`` and ``inconclusive``. What was not judged is never a pass: a pass needs
+:data:`ENOUGH` of the calls and of the bytes in each phase of the step that the dumps hold.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from telechat_moe.tools.align.dump.records import Call, Phase
+from telechat_moe.tools.align.judge.verdict import Verdict
+
+VERDICTS = ("diverged", "inconclusive", "pass")
+"""The verdicts, worst first."""
+
+ENOUGH = 0.95
+"""Share of calls and of bytes, in each phase, that must be judged for a pass."""
+
+SHARED = "shared tensors"
+"""In place of a phase: the tensors that two runs of other layouts or frameworks must both have."""
+
+_ADVICE = {
+    r"no formula for": "values of this call in both runs (msprobe: task `tensor`), to judge it by the other run",
+    r"values of this tensor were not dumped|no values": "values: msprobe's task `tensor` instead of `statistics`",
+    r"statistics|checksum|fingerprint": "values: msprobe's task `tensor` instead of `statistics`",
+    r"argument '(weight|gamma|bias|other|mat2)'": "weights: msprobe's level `L1` or `mix`, which records all arguments",
+    r"argument '\w+' is not in the dump": "all arguments of this call: msprobe's level `L1` or `mix`",
+    r"forward call is not in the dump": "the forward pass of the same step, with the backward pass",
+    r"where it comes from|only in the reference": "the calls between: no `list` or `scope` in msprobe's configuration",
+    r"rank \d+ of its group|what rank \d+ sent": "every rank of the group",
+    r"step \d+, rank \d+ is only": "the same steps and ranks in both runs",
+    r"no output was dumped|no gradient of": "inputs and outputs of this call, forward and backward",
+    r"a point is not known|not known in the": "this tensor in both runs, with its layout",
+}
+
+
+@dataclass
+class Share:
+    """What was judged of a phase: calls (of `compare`: tensors), and bytes of their tensors."""
+
+    calls: int = 0
+    judged_calls: int = 0
+    bytes: int = 0
+    judged_bytes: int = 0
+
+    @property
+    def least(self) -> float:
+        """The smaller of the shares of calls and of bytes that were judged."""
+        shares = [self.judged_calls / self.calls] if self.calls else []
+        shares += [self.judged_bytes / self.bytes] if self.bytes else []
+        return min(shares, default=0.0)
+
+
+@dataclass
+class Coverage:
+    """What was judged, by phase, and why the rest was not.
+
+    Attributes:
+        shares: By phase, or :data:`SHARED`.
+        reasons: For each reason the number of calls and the bytes that were not judged.
+    """
+
+    shares: dict[str, Share] = field(default_factory=dict[str, Share])
+    reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+
+    def count(self, phase: str, nbytes: int, lacking: Mapping[str, int]) -> None:
+        """Count a call or tensor of some bytes; ``lacking`` has the bytes not judged, by reason."""
+        share = self.shares.setdefault(phase, Share())
+        share.calls += 1
+        share.bytes += nbytes
+        share.judged_calls += not lacking
+        share.judged_bytes += max(0, nbytes - sum(lacking.values()))
+        for reason, size in lacking.items():
+            known = self.reasons.setdefault(reason, [0, 0])
+            known[0] += 1
+            known[1] += size
+
+    def add(self, call: Call, verdicts: Iterable[Verdict]) -> None:
+        """Count a call: its outputs, and inputs that could not be judged."""
+        sizes = {place: t.nbytes for place, t in call.tensors()}
+        made = {place for place, _ in call.made()}
+        unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
+        total = sum(sizes[place] for place in {*made, *(unknown.keys() & sizes.keys())})
+        whole = next((why for place, why in unknown.items() if place not in sizes), None)
+        lacking = dict[str, int]()
+        for place, why in ({"": whole} if whole is not None else unknown).items():
+            lacking[why] = lacking.get(why, 0) + (sizes[place] if place else total)
+        phase = Phase.BACKWARD if call.stage is Phase.REDUCTION else call.stage
+        self.count(phase.value, total, lacking)
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough of each phase was judged for a pass."""
+        return bool(self.shares) and all(s.least >= ENOUGH for s in self.shares.values())
+
+    def lacks(self) -> str:
+        """Return in words which phases were judged too little for a pass; empty: none."""
+        if not any(s.judged_calls for s in self.shares.values()):
+            return "not a single tensor could be judged"
+        few = [f"{_said(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
+        return f"{'; '.join(few)}; a pass needs {ENOUGH:.0%} of both" if few else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return ``coverage`` and ``to_dump`` of a report, as plain JSON types."""
+        worst = sorted(self.reasons.items(), key=lambda item: -item[1][1])
+        return {
+            "coverage": {name: vars(share) for name, share in self.shares.items()},
+            "to_dump": [
+                {"reason": why, "calls": calls, "bytes": size, "dump": advice(why)}
+                for why, (calls, size) in worst
+            ],
+        }
+
+
+def _said(name: str, share: Share) -> str:
+    size = share.judged_bytes / share.bytes if share.bytes else 0.0
+    unit = "tensors" if name == SHARED else "calls"
+    return f"{name}: {share.judged_calls:,} of {share.calls:,} {unit} and {size:.0%} of the bytes were judged"
+
+
+def advice(reason: str) -> str:
+    """Return what to dump so that something is judged that was not for this reason; empty: nothing helps."""
+    return next((said for pattern, said in _ADVICE.items() if re.search(pattern, reason)), "")
+
+
+def answer(wrong: bool, coverage: Coverage | None = None, problem: str = "") -> tuple[str, str]:
+    """Return the verdict and, of one that is inconclusive, the reason.
+
+    Args:
+        wrong: Whether anything diverged.
+        coverage: What was judged; None: there is nothing to be left out.
+        problem: Why nothing can be concluded although nothing diverged, whatever the coverage.
+    """
+    if wrong:
+        return "diverged", ""
+    said = problem or (coverage.lacks() if coverage is not None else "")
+    return ("inconclusive", said) if said else ("pass", "")
+
+
+def worst_of(verdicts: Iterable[str]) -> str:
+    """Return the worst verdict; without any, nothing was judged."""
+    return min(verdicts, key=VERDICTS.index, default="inconclusive")
