@@ -3,9 +3,15 @@
 ``registry.py`` finds the formula of a dumped call by its name; importing this package fills it.
 """
 
-from telechat_moe.tools.align.operators import fused, indexing, ms_custom, ms_primitives, optimizers
+from telechat_moe.tools.align.operators import (
+    flash_attention,
+    indexing,
+    ms_custom,
+    ms_primitives,
+    vendor,
+)
 from telechat_moe.tools.align.operators.registry import Arguments, Formula, find
 
-_FILLING = (fused, indexing, ms_custom, ms_primitives, optimizers)  # these import all others
+_FILLING = (flash_attention, indexing, ms_custom, ms_primitives, vendor)  # these import all others
 
 __all__ = ["Arguments", "Formula", "find"]

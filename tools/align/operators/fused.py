@@ -36,11 +36,16 @@ def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: st
     stores=True,
 )
 def _cross_entropy(a: Arguments) -> Any:
+    return log_probabilities_and_loss(a)[1]
+
+
+def log_probabilities_and_loss(a: Arguments) -> tuple[Approx, Approx]:
+    """Return the logarithms of the probabilities, and their cross entropy with the labels."""
     x = floating(a.input)
     if a.label_smoothing or plain(a.target).dtype.kind == "f":
         raise NotJudgedError("cross entropy with smoothed or soft labels")
     log_p = log_softmax(x, 1 if len(x.shape) > 1 else 0)
-    return _picked(log_p, a.target, int(a.ignore_index), a.weight, a.reduction)
+    return log_p, _picked(log_p, a.target, int(a.ignore_index), a.weight, a.reduction)
 
 
 @op("nll_loss", "input target weight=None | ignore_index=-100 reduction='mean'", stores=True)
@@ -80,10 +85,10 @@ def _attention(a: Arguments) -> Any:
             if isinstance(mask, Approx)
             else where(plain(mask).astype(bool), score, -np.inf)
         )
-    return _weighted(score, v)
+    return weighted(score, v)
 
 
-def _weighted(score: Approx, v: Approx) -> Approx:
+def weighted(score: Approx, v: Approx) -> Approx:
     """Return ``softmax(score) v``; its gradient uses row sums of scores, or of the output like FlashAttention."""
     p = softmax(score, -1)
     result = p.matmul(v)
@@ -117,15 +122,19 @@ def _swiglu(a: Arguments) -> Any:
 )
 def _rotary(a: Arguments) -> Any:
     """Compute ``x cos + rotate(x) sin``, with halves or pairs."""
-    x = floating(a.input)
-    n = x.shape[-1]
     pairs = a.mode in ("interleave", 1) or a.rotary_mode == "interleave"
+    return rotate(floating(a.input), a.cos, a.sin, pairs)
+
+
+def rotate(x: Approx, cos: Any, sin: Any, pairs: bool) -> Approx:
+    """Turn neighbours (``pairs``), or the elements of both halves, by angles: ``x cos + y sin``, where y holds the other of each pair."""
+    n = x.shape[-1]
     even = np.arange(0, n, 2) if pairs else np.arange(n // 2)
     odd = even + 1 if pairs else even + n // 2
     order, sign = np.empty(n, np.int64), np.empty(n)
     order[even], order[odd], sign[even], sign[odd] = odd, even, -1.0, 1.0
     rotated = x.moved(lambda v: v[..., order]).times(sign)
-    return x * a.cos + rotated * a.sin
+    return x * cos + rotated * sin
 
 
 @op(

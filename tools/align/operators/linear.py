@@ -92,33 +92,74 @@ def _einsum(a: Arguments) -> Any:
     return z.transpose(*(order.index(c) for c in result)) if order else z.reshape()
 
 
-@op(
-    "grouped_matmul GroupedMatmul grouped_mm _grouped_mm",
-    "input weight *rest | group_list=None offs=None",
-)
+_QUANTIZED = "scale=None offset=None antiquant_scale=None antiquant_offset=None"
+_GROUPS = "split_item=0 group_type=None group_list_type=None"
+
+
 def _grouped_matmul(a: Arguments) -> Any:
-    """Multiply the rows of group e by matrix e; ``group_list`` holds the ends of the groups, or their sizes."""
-    x, w = floating(_only(a.input)), floating(_only(a.weight))
-    given: Any = a.group_list if a.group_list is not None else a.offs
-    if given is None:
-        lists: list[Any] = [r for r in a.rest if isinstance(r, np.ndarray) and r.ndim == 1]
-        if len(lists) != 1:
-            raise NotJudgedError("grouped matmul without a list of groups in the dump")
-        given = lists[0]
-    ends = np.asarray(plain(given)).astype(np.int64)
-    rows = x.shape[0]
-    if len(ends) != w.shape[0]:
-        raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {w.shape[0]} matrices")
-    if np.any(np.diff(ends) < 0) or ends[-1] > rows or (ends.sum() == rows and ends[-1] != rows):
-        ends = ends.cumsum()
-    parts = [x[b:e].matmul(w[i]) for i, (b, e) in enumerate(pairwise([0, *ends.tolist()]))]
-    if ends[-1] < rows:
-        parts.append(x[ends[-1] :].matmul(w[0]).times(np.zeros(())))  # padding rows
-    return concatenate(parts, 0)
+    """Multiply the rows of group e by matrix e, add bias e; or, with group type 2, the columns of group e by its rows.
+
+    Source: Ascend/op-plugin, npu_grouped_matmul.
+    """
+    given = a.__dict__
+    if any(
+        given.get(name) is not None
+        for name in (*_QUANTIZED.replace("=None", "").split(), "per_token_scale")
+    ):
+        raise NotJudgedError("quantized grouped matmul")
+    if given.get("act_type") or given.get("transpose_a"):
+        raise NotJudgedError("grouped matmul with an activation, or with a transposed input")
+    x, w = ([floating(v) for v in (v if is_list(v) else [v])] for v in (a.input, a.weight))
+    bias = None if a.bias is None else a.bias if is_list(a.bias) else [a.bias]
+    if given.get("transpose_b"):
+        w = [v.swap(-1, -2) for v in w]
+    groups = a.group_list if given.get("offs") is None else a.offs
+    if len(x) == 1 and groups is None and len(w[0].shape) == 3:
+        raise NotJudgedError("grouped matmul without a list of groups in the dump")
+    if len(x) == 1 and groups is not None:
+        inner = a.group_type == 2
+        ends = _ends(groups, x[0].shape[1 if inner else 0], given.get("group_list_type"))
+        if inner:
+            pairs = [(x[0][:, b:e], w[0][b:e]) for b, e in pairwise([0, *ends])]
+            return concatenate([(y.matmul(z)).reshape(1, y.shape[0], -1) for y, z in pairs], 0)
+        if len(w) == 1:
+            w = [w[0][i] for i in range(w[0].shape[0])]
+        if len(ends) != len(w):
+            raise NotJudgedError(f"grouped matmul: {len(ends)} groups, {len(w)} matrices")
+        if bias is not None and len(bias) == 1 and len(w) > 1:
+            bias = [bias[0][i] for i in range(len(w))]
+        whole, x = x[0], [x[0][b:e] for b, e in pairwise([0, *ends])]
+        if ends[-1] < whole.shape[0]:  # padding rows
+            x, w = [*x, whole[ends[-1] :].times(np.zeros(()))], [*w, w[0]]
+    parts = [product(y, z) for y, z in zip(x, w, strict=True)]
+    if bias is not None:
+        parts = [y + b for y, b in zip(parts, bias, strict=True)]
+    many = len(parts) > 1 and len(a.made or ()) == len(parts)
+    return parts if many or len({y.shape[-1] for y in parts}) > 1 else concatenate(parts, 0)
 
 
-def _only(x: Any) -> Any:
-    tensors: list[Any] = x if is_list(x) else [x]
-    if len(tensors) != 1:
-        raise NotJudgedError(f"grouped matmul over a list of {len(tensors)} tensors")
-    return tensors[0]
+def _ends(groups: Any, count: int, kind: Any) -> list[int]:
+    """Return where groups end, from their ends (kind 0), sizes (1) or pairs of number and size (2)."""
+    given = plain(groups).astype(np.int64)
+    if given.ndim == 2:
+        return given[np.argsort(given[:, 0], kind="stable"), 1].cumsum().tolist()
+    one = given.sum() == count and given[-1] != count
+    if kind == 1 or (kind is None and (np.any(np.diff(given) < 0) or given[-1] > count or one)):
+        given = given.cumsum()
+    return given.tolist()
+
+
+for _names, _signature in {
+    "grouped_mm _grouped_mm": "input weight offs=None | bias=None out_dtype=None group_list=None group_type=None",
+    "npu_grouped_matmul": f"input weight | bias=None {_QUANTIZED} per_token_scale=None group_list=None {_GROUPS} "
+    "activation_input=None activation_quant_scale=None activation_quant_offset=None act_type=0 output_dtype=None "
+    "tuning_config=None",
+    "grouped_matmul GroupedMatmul grouped_matmul_v2 GroupedMatmulV2": f"input weight bias=None {_QUANTIZED} "
+    "group_list=None split_item=0 group_type=None transpose_a=False transpose_b=False | group_list_type=None",
+    "grouped_matmul_v4 GroupedMatmulV4 grouped_matmul_v5 GroupedMatmulV5": f"input weight bias=None {_QUANTIZED} "
+    "per_token_scale=None group_list=None activation_input=None activation_quant_scale=None "
+    f"activation_quant_offset=None {_GROUPS} act_type=0 output_dtype=None tuning_config=None",
+    "gmm npu_gmm Gmm gmm_v2 npu_gmm_v2 GmmV2": "input weight bias=None group_list=None group_type=0 "
+    "group_list_type=None",
+}.items():
+    op(_names, _signature)(_grouped_matmul)

@@ -31,7 +31,7 @@ def _plain_update(a: Arguments) -> None:
     "amsgrad=False maximize=False",
     stores=True,
 )
-def _adamw(a: Arguments) -> Any:
+def adamw(a: Arguments) -> Any:
     """Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2; ``step`` counts from 1."""
     _plain_update(a)
     w, g = floating(a.weight), floating(a.grad)

@@ -33,6 +33,23 @@ SAME_NAME = {
     "indices": "index",
     "tensors": "input",
     "exponent": "other",
+    "r1": "cos",
+    "r2": "sin",
+    "pre_tockens": "pre_tokens",
+    "next_tockens": "next_tokens",
+    "real_shift": "pse",
+    "attn_mask": "atten_mask",
+    "scalar_value": "scale",
+    "scale_value": "scale",
+    "x1": "skip1",
+    "x2": "skip2",
+    "expanded_x": "rows",
+    "expanded_permuted_rows": "rows",
+    "expanded_row_idx": "row",
+    "expanded_src_to_dst_row": "row",
+    "expanded_expert_idx": "expert",
+    "expert_for_source_row": "expert",
+    "export_for_source_row": "expert",
 }
 """Alternative names of arguments."""
 

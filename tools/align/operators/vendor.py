@@ -1,0 +1,297 @@
+"""Fused operators of Ascend (torch_npu, MindSpore) and NVIDIA (Transformer Engine, apex), by their documentation.
+
+Sources: Ascend/op-plugin, docs/zh/custom_APIs; mindspore.ops; NVIDIA/TransformerEngine; NVIDIA/apex.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
+from telechat_moe.tools.align.operators.fused import log_probabilities_and_loss, rotate
+from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.optimizers import adamw
+from telechat_moe.tools.align.operators.reductions import softmax
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+
+# ------------------------------------------------------------------ norms, softmax and positions
+
+
+@op("scaled_upper_triang_masked_softmax", "input scale=1.0", stores=True)
+def _causal_softmax(a: Arguments) -> Any:
+    """Megatron's and apex's ``softmax(scale x)`` below the diagonal."""
+    x = floating(a.input) * float(plain(a.scale))
+    return softmax(
+        where(np.broadcast_to(np.tri(*x.shape[-2:], dtype=bool), x.shape), x, -np.inf), -1
+    )
+
+
+@op("scaled_masked_softmax scaled_softmax", "input mask=None scale=1.0", stores=True)
+def _masked_softmax(a: Arguments) -> Any:
+    """Megatron's and apex's ``softmax(scale x)``, -10,000 where the mask is true."""
+    mask, scale = (a.mask, a.scale) if np.ndim(plain(a.mask)) else (None, a.mask)
+    x = floating(a.input) * float(plain(a.scale if scale is None else scale))
+    return softmax(x if mask is None else where(plain(mask).astype(bool), x.constant(-1e4), x), -1)
+
+
+@op("npu_add_rms_norm AddRmsNorm add_rms_norm", "x1 x2 gamma epsilon=1e-06", stores=True)
+def _add_rms_norm(a: Arguments) -> Any:
+    """Return the norm of ``x1 + x2``, the reciprocal root, and the sum."""
+    total = floating(a.x1) + a.x2
+    dims = tuple(range(-len(floating(a.gamma).shape), 0))
+    inverse = ((total * total).mean(dims, True) + float(plain(a.epsilon))).rsqrt()
+    return [total * inverse * a.gamma, inverse, total]
+
+
+@op(
+    "npu_apply_rotary_pos_emb apply_rotary_pos_emb",
+    "query key cos sin position_ids=None unsqueeze_dim=1 | layout='BSND' rotary_mode='half'",
+)
+def _rotary_pair(a: Arguments) -> Any:
+    """Rotate queries and keys; transformers gives cosines without the dimension of heads."""
+    if a.rotary_mode not in ("half", "interleave"):
+        raise NotJudgedError(f"rotary positions with mode {a.rotary_mode!r}")
+    cos, sin = floating(a.cos), floating(a.sin)
+    if len(cos.shape) == len(floating(a.query).shape) - 1:
+        at = int(a.unsqueeze_dim)
+        cos, sin = (x.moved(lambda v: np.expand_dims(v, at)) for x in (cos, sin))
+    pairs = a.rotary_mode == "interleave"
+    return [rotate(floating(x), cos, sin, pairs) for x in (a.query, a.key)]
+
+
+@op(
+    "fused_apply_rotary_pos_emb FusedRoPEFunc",
+    "input freqs tensor_format='sbhd' interleaved=False | cu_seqlens=None",
+)
+def _rotary_of_angles(a: Arguments) -> Any:
+    """Transformer Engine's and apex's: angles ``[S, 1, 1, R]`` for the first R elements of ``[S, B, N, D]``."""
+    if a.tensor_format != "sbhd" or a.cu_seqlens is not None:
+        raise NotJudgedError(f"fused rotary positions with format {a.tensor_format!r}")
+    x, angle = floating(a.input), floating(a.freqs)
+    cos, sin, n = angle.cos(), angle.sin(), angle.shape[-1]
+    turned = rotate(x[..., :n], cos, sin, bool(a.interleaved))
+    return turned if n == x.shape[-1] else concatenate([turned, x[..., n:]], -1)
+
+
+# ------------------------------------------------------------------ experts
+
+
+def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
+    """Return the program's choice where the errors of the scores allow it, else the best.
+
+    Args:
+        score: ``[T, E]``.
+        best: Indices of the highest ``[T, K]``.
+        made: Record of the program's indices, or None.
+    """
+    found = None if made is None else made.load().astype(np.int64)
+    if (
+        found is None
+        or found.shape != best.shape
+        or found.min() < 0
+        or found.max() >= score.shape[1]
+    ):
+        return best
+    # Kernels sort scores that they rounded to float32.
+    value, slack = score.value, score.bound("float32")
+    kth, around = (np.take_along_axis(x, best[:, -1:], 1) for x in (value, slack))
+    picked, loose = (np.take_along_axis(x, found, 1) for x in (value, slack))
+    once = np.array([len(set(row)) == len(row) for row in found.tolist()])
+    legal = (picked + loose >= kth - around).all(1) & once
+    return np.where(legal[:, None], found, best)
+
+
+def _highest(x: Array, count: int) -> Array:
+    return np.argsort(-x, 1, kind="stable")[:, :count]
+
+
+@op(
+    "npu_moe_gating_top_k moe_gating_top_k MoeGatingTopK",
+    "x k | bias=None input_ids=None tid2eid=None k_group=1 group_count=1 group_select_mode=0 renorm=0 norm_type=0 "
+    "out_flag=False routed_scaling_factor=1.0 eps=1e-20",
+    stores=True,
+)
+def _gating(a: Arguments) -> Any:
+    """Return the weights and indices of the chosen experts, and the scores."""
+    if a.tid2eid is not None or a.renorm:
+        raise NotJudgedError("gating by a table of tokens, or renormalized")
+    x = floating(a.x)
+    score = x.sigmoid() if int(a.norm_type) == 1 else softmax(x, 1)
+    biased = score.stop() if a.bias is None else score.stop() + a.bias
+    (T, E), G = score.shape, int(a.group_count)
+    open_ = np.ones((T, E), bool)
+    if G > 1:
+        inside = np.sort(biased.value.reshape(T, G, -1), -1)
+        most = inside[..., -2:].sum(-1) if int(a.group_select_mode) == 1 else inside[..., -1]
+        groups = np.zeros((T, G), bool)
+        np.put_along_axis(groups, _highest(most, int(a.k_group)), True, 1)
+        open_ = np.repeat(groups, E // G, 1)
+    biased = where(open_, biased, -np.inf)
+    best = _highest(biased.value, int(a.k))
+    index = _legal_choice(biased, best, a.made[1] if a.made and len(a.made) > 1 else None)
+    weight = score.moved(lambda v: np.take_along_axis(v, index, 1), True)
+    if int(a.norm_type) == 1:
+        weight = weight / (weight.sum(1, True) + float(a.eps))
+    return [weight * float(a.routed_scaling_factor), index, score]
+
+
+@op(
+    "npu_moe_gating_top_k_softmax moe_gating_top_k_softmax MoeGatingTopKSoftmax",
+    "x finished=None k=1",
+    stores=True,
+)
+def _gating_softmax(a: Arguments) -> Any:
+    """Return the highest probabilities, their experts, and the number of each pair, counted token by token."""
+    if a.finished is not None or len(floating(a.x).shape) != 2:
+        raise NotJudgedError("gating of finished rows, or of three dimensions")
+    score, k = softmax(floating(a.x), 1), int(a.k)
+    index = _legal_choice(score.stop(), _highest(score.value, k), a.made[1] if a.made else None)
+    pair = np.arange(index.size).reshape(k, -1).T
+    return [score.moved(lambda v: np.take_along_axis(v, index, 1), True), index, pair]
+
+
+@op(
+    "npu_moe_init_routing moe_init_routing MoeInitRouting",
+    "x row_idx expert_idx active_num",
+    exact=True,
+)
+def _init_routing(a: Arguments) -> Any:
+    """Return the tokens sorted by expert, the new row of each pair, and the sorted experts."""
+    x, row, expert = floating(a.x), integers(a.row_idx).reshape(-1), integers(a.expert_idx)
+    order = np.argsort(expert.reshape(-1), kind="stable")
+    pair = row[order]
+    went = np.empty_like(pair)
+    went[pair] = np.arange(len(pair))
+    tokens, kept = x.shape[0], min(int(plain(a.active_num)), x.shape[0]) * expert.shape[-1]
+    return [x[pair[:kept] % tokens], went, expert.reshape(-1)[order]]
+
+
+_ROUTING = "x expert_idx active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad_mode=0"
+
+
+@op(
+    "moe_init_routing_v2 MoeInitRoutingV2",
+    f"{_ROUTING} expert_tokens_num_type=0 expert_tokens_num_flag=False",
+    exact=True,
+)
+def _mindspore_routing(a: Arguments) -> Any:
+    """``mindspore.ops.moe_init_routing_v2``: its flag 1 asks for running sums, 2 for counts."""
+    flag = int(a.expert_tokens_num_type)
+    more: dict[str, Any] = {"row_idx_type": 0, "quant_mode": -1, "active_expert_range": []}
+    return _routing(Arguments({**a.__dict__, **more, "expert_tokens_num_type": int(flag != 1)}))
+
+
+@op(
+    "npu_moe_init_routing_v2",
+    "x expert_idx | scale=None offset=None active_num=-1 expert_capacity=-1 expert_num=-1 drop_pad_mode=0 "
+    "expert_tokens_num_type=0 expert_tokens_num_flag=False quant_mode=-1 active_expert_range=[] row_idx_type=0",
+    exact=True,
+)
+def _routing(a: Arguments) -> Any:
+    """Return the tokens sorted by expert, the row of each pair or the pair of each row, and the experts' tokens."""
+    if int(a.quant_mode) != -1 or list(a.active_expert_range or ()) not in (
+        [],
+        [0, int(a.expert_num)],
+    ):
+        raise NotJudgedError("quantized routing, or to some of the experts")
+    x, expert = floating(a.x), integers(a.expert_idx)
+    K, flat, E = expert.shape[1], expert.reshape(-1), int(a.expert_num)
+    pair = np.argsort(flat, kind="stable")
+    if int(a.drop_pad_mode):
+        return _with_capacity(x, flat, pair, K, E, int(a.expert_capacity))
+    kept = int(plain(a.active_num)) if int(plain(a.active_num)) > 0 else len(flat)
+    went = pair if int(a.row_idx_type) == 1 else np.argsort(pair, kind="stable")
+    count = np.bincount(flat, minlength=max(E, 0))
+    return [x[pair[:kept] // K], went, count if int(a.expert_tokens_num_type) else count.cumsum()]
+
+
+def _with_capacity(x: Approx, flat: Array, pair: Array, K: int, E: int, capacity: int) -> list[Any]:
+    """Return ``[E, capacity, H]`` with zeros where an expert has fewer tokens; -1 for pairs that are dropped."""
+    expert = flat[pair]
+    number = np.arange(len(pair)) - np.searchsorted(expert, expert)  # among those of its expert
+    fits = number < capacity
+    went = np.full(len(flat), -1)
+    went[pair[fits]] = (expert * capacity + number)[fits]
+    source = np.full(E * capacity, -1)
+    source[went[went >= 0]] = np.flatnonzero(went >= 0)
+    rows = x[np.maximum(source, 0) // K].times((source >= 0).astype(np.float64)[:, None])
+    return [rows.reshape(E, capacity, -1), went]
+
+
+@op(
+    "npu_moe_finalize_routing moe_finalize_routing MoeFinalizeRouting",
+    "rows skip1=None skip2=None bias=None scales=None row=None expert=None drop_pad_mode=0 k=1",
+)
+def _finalize(a: Arguments) -> Any:
+    """Return ``skip1 + skip2 + sum over k of scale (row + bias)`` for each token."""
+    rows, at = floating(a.rows), integers(a.row).reshape(-1)
+    K = int(a.k) if a.scales is None else floating(a.scales).shape[1]
+    at = at.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else at.reshape(-1, K)
+    flat = rows.reshape(-1, rows.shape[-1])
+    part = flat[np.maximum(at, 0).reshape(-1)].times(
+        (at.reshape(-1) >= 0).astype(np.float64)[:, None]
+    )
+    part = part.reshape(*at.shape, -1)
+    if a.bias is not None:
+        part = part + floating(a.bias)[integers(a.expert)]
+    if a.scales is not None:
+        part = part * floating(a.scales).reshape(*at.shape, 1)
+    total = part.sum(1)
+    for skip in (a.skip1, a.skip2):
+        total = total if skip is None else total + skip
+    return total
+
+
+@op(
+    "npu_moe_compute_expert_tokens moe_compute_expert_tokens MoeComputeExpertTokens",
+    "experts num_expert",
+    exact=True,
+)
+def _expert_tokens(a: Arguments) -> Any:
+    """Return how many rows belong to the experts up to each one."""
+    return np.bincount(integers(a.experts), minlength=int(plain(a.num_expert))).cumsum()
+
+
+# ------------------------------------------------------------------ loss and update
+
+
+@op(
+    "npu_cross_entropy_loss CrossEntropyLoss",
+    "input target weight=None reduction='mean' ignore_index=-100 label_smoothing=0.0 lse_square_scale_for_zloss=0.0 "
+    "return_zloss=False",
+    stores=True,
+)
+def _cross_entropy(a: Arguments) -> Any:
+    """Return the loss and the logarithms of the probabilities."""
+    if a.lse_square_scale_for_zloss:
+        raise NotJudgedError("cross entropy with a z-loss")
+    log_p, loss = log_probabilities_and_loss(a)
+    return [loss, log_p]
+
+
+@op(
+    "npu_apply_adam_w",
+    "beta1_power beta2_power lr weight_decay beta1 beta2 epsilon grad max_grad_norm=None amsgrad=None maximize=None | "
+    "out=None",
+    stores=True,
+)
+def _apply_adam_w(a: Arguments) -> Any:
+    """Update ``out`` (weight, first and second moment); ``beta_power`` are the powers before this step."""
+    weight, first, second = a.out
+    step = 1 + round(np.log(float(plain(a.beta1_power))) / np.log(float(plain(a.beta1))))
+    given = {
+        "weight": weight,
+        "grad": a.grad,
+        "exp_avg": first,
+        "exp_avg_sq": second,
+        "step": step,
+        "lr": a.lr,
+    }
+    more = {
+        "betas": (a.beta1, a.beta2),
+        "eps": a.epsilon,
+        "weight_decay": a.weight_decay,
+        "decoupled": True,
+    }
+    return adamw(Arguments({**given, **more, "amsgrad": a.amsgrad, "maximize": a.maximize}))
