@@ -37,8 +37,8 @@ HEAD = """# What was verified, and how
 One row a claim of README and these pages, written by `python -m benchmarks.claims --page` from `benchmarks/claims/claims.yaml`.
 `make claims` runs the quick commands again (marked *) and compares what they print with what the pages print.
 
-* **verified**: the command was run, with this result. The commit of a slow command is the one that wrote the number down.
-* **unverified**: nothing here can check it.
+* **verified**: the command was run on this machine with the code of this commit, and gave what the page says.
+* **unverified**: nothing here can check it, or it has not been measured since this commit.
 * **compiled only**: compiled for Ascend, never run there.
 * **unsupported**: refused.
 
