@@ -158,6 +158,14 @@ def any_value(why: str) -> dict[str, object]:
     return {"takes": Takes(why=why)}
 
 
+def acts(setting: str = "", *values: object) -> dict[str, object]:
+    """Return field metadata: the setting (`settings.yaml`) in which a key acts, and values that show it.
+
+    Without it the annotation tells the values, and the key acts in a plain recipe. `tests/recipe/test_keys.py` tries them.
+    """
+    return {"acts": (setting, values)}
+
+
 def add_metadata(default: Any, metadata: dict[str, Any]) -> Any:
     """Return the field of a class attribute, MISSING if there is none, with further metadata."""
     if not isinstance(default, Field):

@@ -6,6 +6,7 @@ key that a use does not read may be written with a neutral value, one that asks 
 the table names.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
@@ -29,21 +30,15 @@ USES: dict[Use, str] = {
     "dryrun": "`telechat-moe dryrun`",
     "mindformers": f"the model of `{OUR_TRAINER}`",
 }
-_GRAPH = (
-    *(
-        "model.",
-        "optimizer.",
-        "parallel.",
-        "parallel_config.",
-        "recompute_config.",
-        "runner_wrapper.",
-        "swap_config.",
-    ),
-    *("telechat_moe.moe_", "telechat_moe.sharding."),
+_GRAPH = re.compile(
+    r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
+    r"(model|optimizer|parallel|parallel_config|recompute_config|runner_wrapper|swap_config)\."
+    r"|telechat_moe\.(moe_capacity_tokens|operators|sharding|weight_decay_exclude)"
+    r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth)"
+    r"|runner_config\.(batch_size|gradient_accumulation_steps)"
+    r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
 )
 """Beginnings of keys that decide a rank's graph; the others belong to the run."""
-_RUN = ("parallel.strategy_ckpt_", "parallel.dump_", "parallel.parameter_broadcast")
-"""Those among them that do not."""
 _IN_PLUGIN = ("model.", "recompute_config.", "swap_config.")
 """Sections that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
 
@@ -126,6 +121,11 @@ def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iter
             yield from _written(place, item, text, theirs)
 
 
+def decides(use: Use, key: str) -> bool:
+    """Return whether a key decides what our trainer, or the graph that is compiled for a `dryrun`, does."""
+    return use == "train" or _GRAPH.match(key) is not None
+
+
 def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     """Yield the written keys whose value asks for something that a use will not do, and why."""
     use = use_of(recipe) if use == "written" else use
@@ -140,7 +140,7 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
             recipe.model.model_config, ModelConfig
         ):
             return key.endswith(".model_type")  # says it all
-        return use == "train" or (key.startswith(_GRAPH) and not key.startswith(_RUN))
+        return decides(use, key)
 
     for one in written(recipe):
         if one.key == "model.model_config.model_type" and use != "mindformers":

@@ -72,7 +72,7 @@ def build_step(
     """Return the step of one rank, placed.
 
     Args:
-        target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: its primitives.
+        target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: the recipe's.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph, and shape-only stubs replace other stages' cells;
             default: for Ascend where there are several. CPU cannot run such a graph.
@@ -84,8 +84,9 @@ def build_step(
     micro = micro_batches(recipe)
     if shared_graph is None:
         shared_graph = target == "Ascend" and micro > 1
-    backends = select.using("plain") if target == "CPU" else select.using(target="Ascend")
-    with backends:
+    chosen = recipe.telechat_moe.operators
+    backends = ("plain", {}) if target == "CPU" else (chosen.default, chosen.backends())
+    with select.using(*backends, target):
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
         make = optimizer or partial(from_recipe, recipe)
         params = [p for p in model.trainable_params() if placement.is_here(p)]

@@ -1,128 +1,76 @@
-"""Every key of the schema is read, or refused with its name: a setting without effect is never taken.
+"""Every key of the schema acts, or is refused with its name, in each use: a setting without effect is never taken.
 
-For each key values are tried that ask for something else than its default. Where our trainer reads the key, they change
-what a run does (`key_effects`) or are refused; where it does not, they are refused, or the schema says why any value
-is neutral, and they change nothing.
+For each key values are tried that ask for something else than the recipe says, in the setting that the key's field
+names (`acts`; else in a plain recipe). Where a use reads the key, they change what it makes of the recipe
+(`key_effects`) or are refused; where it does not, they are refused, or the schema says why any value is neutral, and
+they change nothing.
 """
 
-import copy
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import pytest
-import yaml
 
 pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
 pytestmark = pytest.mark.mindspore
 
 import key_effects
 import mini_recipe as mini
-from key_settings import BESIDE, ELSEWHERE, REFUSED, RULED, SETTINGS
+import numpy as np
+from key_values import KEYS, SETTINGS, Key, in_setting, judge, shut, tried, value_of, with_value
+from tokenizers import Tokenizer, models
 
-from telechat_moe.recipe import RecipeError, load, loads
-from telechat_moe.recipe.check import options_of, section_keys, split_annotation
-from telechat_moe.recipe.docs import sections
-
-KEYS = [
-    (path, cls, field) for path, cls in sections() for field in section_keys(cls).fields.values()
-]
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.ops.select import OPERATORS
+from telechat_moe.recipe import load
+from telechat_moe.recipe.uses import Use, decides
+from telechat_moe.recipe.weights import weights
+from telechat_moe.train import preflight
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a tiny recipe as plain data, its data set in place; aliases are one object."""
     folder = mini.write_data(tmp_path_factory.mktemp("keys"))
-    (folder / "tokenizer.json").touch()
+    (folder / "other").mkdir()
+    mini.write_data(folder / "other", seed=1)
+    for place in (folder, folder / "other"):
+        Tokenizer(models.WordLevel({"<|endoftext|>": 0})).save(str(place / "tokenizer.json"))
     values = {
         **mini.OVERRIDES,
         "train_dataset.data_loader.config.data_path": f"['1', '{folder}/train']",
         "telechat_moe.evaluation.data_path": f"['1', '{folder}/valid']",
         "telechat_moe.evaluation.interval": 4,
         "telechat_moe.sample": "{}",
+        "telechat_moe.saving": "{background: False}",
         "model.model_config.num_nextn_predict_layers": 1,
+        "model.model_config.max_position_embeddings": 32,
         "output_dir": str(folder / "out"),
+        **dict.fromkeys(REPEATED, "null"),
+        "callbacks.1": "{type: TopkBiasBalanceCallback}",
     }
     sets = [f"{key}={value}" for key, value in values.items()]
-    given = load("telechat3_moe/pretrain_tiny.yaml", sets).given
-    given["train_dataset_task"]["dataset_config"] = given["train_dataset"]
-    return given
+    recipe = load("telechat3_moe/pretrain_tiny.yaml", sets)
+    model = {w.name: np.ones(w.shape, np.float32) for w in weights(recipe.model_config)}
+    with preflight.open_loader(recipe) as loader:
+        state = {"version": 1, "model_config": asdict(recipe.model_config), "data": loader.state()}
+    checkpoint.save(folder / "run", 1, {"model": model}, state)
+    (folder / "config.json").write_text('{"rope_interleave": false}')
+    recipe.given["train_dataset_task"]["dataset_config"] = recipe.given["train_dataset"]
+    return recipe.given
 
 
-def with_value(given: dict[str, Any], key: str, value: object) -> dict[str, Any]:
-    """Return plain data with a dotted key put in; ``list[]`` appends an item, ``list[TYPE]`` takes that of the type."""
-    made = copy.deepcopy(given)
-    *above, last = key.split(".")
-    place: Any = made
-    for part in above:
-        name, bracket, kind = part.partition("[")
-        if not bracket and isinstance(place, list):
-            place = place[int(name)]
-            continue
-        if not bracket:
-            if not isinstance(place.get(name), dict | list):
-                place[name] = {}
-            place = place[name]
-            continue
-        items = place.setdefault(name, [])
-        found = [item for item in items if kind == "]" or item.get("type") == kind[:-1]]
-        if not found:
-            found = [{"type": kind[:-1]} if kind != "]" else {}]
-            items.append(found[0])
-        place = found[0]
-    place[int(last) if isinstance(place, list) else last] = value
-    return made
+REPEATED = [
+    f"model.model_config.{key}"
+    for key in ("batch_size", "num_key_value_heads", "moe_shared_expert_intermediate_size")
+]
+"""Keys that repeat others, which could not change alone."""
 
 
-def judge(given: dict[str, Any], use: Literal["train", "dryrun"] = "train") -> Any:
-    """Return the recipe, or the problems."""
-    try:
-        return loads(yaml.safe_dump(given), use=use)
-    except RecipeError as error:
-        return error.problems
-
-
-def tried(field: dataclasses.Field[Any]) -> list[Any]:
-    """Return values of a field other than its default, by its annotation."""
-    found: list[Any] = []
-    for option in options_of(field.type):
-        kind, limits = split_annotation(option)
-        now = field.default if isinstance(field.default, int | float) else 0
-        origin = get_origin(kind)
-        some: list[Any] = []
-        if origin is Literal:
-            some = list(get_args(kind))
-        elif kind is bool:
-            some = [True, False]
-        elif kind in (int, float):
-            some = [kind(x) for x in (now + 1, 7, now / 2, 0.25) if kind(x) == x]
-        elif kind is str:
-            some = ["3GB", "other"]
-        elif origin is list:
-            inner = dataclasses.field()
-            inner.type = get_args(kind)[0]
-            some = [[x] * 2 for x in tried(inner)[:1]] or []
-        elif origin is dict or kind is object:
-            some = [{"a": 1}]
-        takes = field.metadata.get("takes")
-        fits = [x for x in some if origin is list or all(limit.allows(x) for limit in limits)]
-        neutral = (field.default,) if takes is None else takes.neutral(field)
-        found += [
-            x for x in fits if not any(x is n or (x == n and type(x) is type(n)) for n in neutral)
-        ]
-    return found[:2]
-
-
-def place_of(path: str, cls: type, name: str) -> str:
-    """Return the dotted key of a field, as `with_value` takes it."""
-    if path == "callbacks[]":
-        path = f"callbacks[{cls.__name__}]"
-    return f"{path}.{name}".lstrip(".")
-
-
-def refuses(problems: list[Any], key: str) -> bool:
-    """Tell whether problems name a key, its section, or what decides that this is read."""
+def refuses(problems: list[Any], key: str, value: object = None) -> bool:
+    """Tell whether problems name a key or its value, its section, or what decides that this is read."""
     section, _, last = key.rpartition(".")
     for p in problems:
         if "[" in key:  # an item of a list, whose index is not known here
@@ -131,87 +79,112 @@ def refuses(problems: list[Any], key: str) -> bool:
             named = named or (bool(p.key) and head.startswith(p.key))
         else:
             near = (key, section, f"{section}.type", f"{section}.model_type")
-            named = p.key in near or f"{key}.".startswith(f"{p.key}.")
-            named = named or p.key.startswith(f"{key}.") or key in p.found or last in p.found
+            named = isinstance(value, str) and value in p.found
+            named = named or p.key in near or f"{key}.".startswith(f"{p.key}.")
+            named = named or p.key.startswith(f"{key}.") or last in f"{p.found} {p.expected}"
         if named:
             return True
     return False
 
 
 def test_every_key_is_tried() -> None:
-    """A section or key that is added is walked, and the settings name no key that is gone."""
-    known = {f"{cls.__name__}.{field.name}" for _, cls, field in KEYS}
-    assert len(known) == len(KEYS) > 780
-    assert not (SETTINGS.keys() | ELSEWHERE.keys()) - known
-    tests = Path(__file__).parents[1]
-    assert all((tests / file).exists() for file in ELSEWHERE.values())
+    """A section or key that is added is walked, and the keys name no setting that is gone."""
+    assert len({str(key) for key in KEYS}) == len(KEYS) > 780
+    assert {key.acts[0] for key in KEYS} - {""} <= SETTINGS.keys()
 
 
-def is_section(field: dataclasses.Field[Any]) -> bool:
-    """Tell whether a field holds a section, or sections in a list."""
-
-    def holds(kind: Any) -> bool:
-        base_, _ = split_annotation(kind)
-        inner = get_args(base_) if get_origin(base_) is list else ()
-        return dataclasses.is_dataclass(base_) or any(
-            holds(o) for i in inner for o in options_of(i)
-        )
-
-    return any(holds(o) for o in options_of(field.type))
-
-
-def _place(path: str) -> Any:
-    """Return the parameter of a section; the model's, of which each value is another model to build, is slow."""
-    return pytest.param(path, marks=[pytest.mark.slow] if path == "model.model_config" else [])
+Effect = Callable[[Any], str]
+NEUTRAL = {
+    "ModelConfig.fp32_residual_connection": "compute_dtype of the plain recipe is float32",
+    "GptDatasetConfig.eod": "nothing in the plain recipe asks where documents end",
+    **{
+        f"Operators.{x}": "auto is plain"
+        for x, backends in OPERATORS.items()
+        if "ascend" not in backends
+    },
+}
+"""Keys whose other value asks for what the plain recipe does anyway."""
 
 
-@pytest.mark.parametrize("path", map(_place, sorted({path for path, _, _ in KEYS})))
-def test_a_value_acts_or_is_refused(path: str, base: dict[str, Any], monkeypatch) -> None:
-    effects: dict[str, str] = {}
+def faults(
+    key: Key, base: dict[str, Any], use: Use, effect: Effect, acted: set[Key]
+) -> Iterator[str]:
+    """Yield what is wrong with how a use takes a key; add it to those that act."""
+    setting, values = key.acts
+    names = {"", setting} if reads(key, use) else {""}
+    for name in {setting} if key.section_is_absent(base) else names:
+        given = in_setting(base, name)
+        before = judge(given, use)
+        if isinstance(before, list) and not refuses(before, key.place):
+            if not name:
+                yield f": {before[0]}"
+            continue  # another use takes it
+        idle: list[str] = []
+        chosen = values if name == setting else ()
+        some = tried(key.field, value_of(given, key))
+        for value in chosen or some[: None if reads(key, use) else 1]:
+            found = judge(with_value(given, key, value), use)
+            told = f" in {name!r}={value!r}"
+            if isinstance(found, list):
+                if not refuses(found, key.place, value) and not isinstance(before, list):
+                    yield f"{told}: refused as {found[0]}"
+            elif isinstance(before, list) or effect(found) != effect(before):
+                if not reads(key, use):
+                    yield f"{told}: acts, which the schema denies"
+                acted.add(key)
+                idle.clear()
+                if not chosen:  # of values that were made up one is enough
+                    break
+            elif not is_neutral(key, value, use):
+                idle.append(f"{told}: taken without effect")
+        yield from idle if name or str(key) not in NEUTRAL else ()
 
-    def effect(recipe: Any) -> str:
-        key = repr(recipe)
-        if key not in effects:
-            effects[key] = key_effects.fingerprint(recipe, monkeypatch)
-        return effects[key]
 
+def reads(key: Key, use: Use) -> bool:
+    """Tell whether a use reads a key."""
+    return "takes" not in key.field.metadata and not shut(key) and decides(use, key.place)
+
+
+def is_neutral(key: Key, value: object, use: Use) -> bool:
+    """Tell whether a value asks for nothing of a use."""
+    takes = key.field.metadata.get("takes")
+    return not decides(use, key.place) or (takes is not None and takes.allows(value, key.field))
+
+
+USES: dict[Use, Effect] = {"train": key_effects.trained, "dryrun": key_effects.compiled}
+
+
+SLOW = ("model.model_config", "parallel_config", "telechat_moe.operators")
+"""Sections of which each value is another model to build."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path in SLOW else [])
+        for path in sorted({key.path for key in KEYS})
+    ],
+)
+def test_a_value_acts_or_is_refused(
+    path: str, base: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(base["output_dir"]).parent)
+    monkeypatch.setitem(preflight._DEVICE_FILES, "Ascend", "null")  # as if this machine had one
+    key_effects.patch(monkeypatch)
     wrong: list[str] = []
-    for cls, field in [(c, f) for p, c, f in KEYS if p == path]:
-        name = f"{cls.__name__}.{field.name}"
-        if name not in ELSEWHERE and not is_section(field):
-            found = faults(field, place_of(path, cls, field.name), base, cls, effect)
-            wrong += [f"{name}{fault}" for fault in found]
+    keys = [k for k in KEYS if k.path == path and tried(k.field, k.field.default)]
+    acted: set[Key] = set()
+    for use, effect in USES.items():
+        known: dict[str, str] = {}
+
+        def once(recipe: Any, effect: Effect = effect, known: dict[str, str] = known) -> str:
+            text = repr(recipe)
+            if text not in known:
+                known[text] = effect(recipe)
+            return known[text]
+
+        wrong += [
+            f"{use}: {key}{fault}" for key in keys for fault in faults(key, base, use, once, acted)
+        ]
+    wrong += [f"{key}: acts nowhere" for key in keys if reads(key, "train") and key not in acted]
     assert not wrong, "\n".join(wrong)
-
-
-def faults(field: Any, key: str, base: dict[str, Any], cls: type, effect: Any) -> Iterator[str]:
-    """Yield what is wrong with how a key is taken."""
-    values, setting = SETTINGS.get(
-        f"{cls.__name__}.{field.name}", (None, BESIDE.get(cls.__name__, {}))
-    )
-    given = base
-    for other, value in setting.items():
-        given = with_value(given, other, value)
-    before = judge(given)
-    if isinstance(before, list) is not (cls.__name__ in REFUSED):
-        yield f": in {setting} {before}"
-        return
-    values = tried(field) if values is None else values
-    words = [split_annotation(option)[0] for option in options_of(field.type)]
-    if not values and not any(get_origin(w) is Literal and len(get_args(w)) == 1 for w in words):
-        yield ": no value to try"
-    takes, name = field.metadata.get("takes"), f"{cls.__name__}.{field.name}"
-    judged = [(value, judge(with_value(given, key, value))) for value in values]
-    refused = all(isinstance(found, list) for _, found in judged)
-    if takes is None and refused and cls.__name__ not in REFUSED and name not in RULED:
-        yield f": refused with each of {values}, so that nothing shows what it does"
-    for value, found in judged:
-        if isinstance(found, list):
-            if not refuses(found, key):
-                yield f"={value!r}: refused as {found[0]}"
-        elif takes is None and effect(found) == effect(before):
-            yield f"={value!r}: taken without effect"
-        elif takes is not None and not takes.why:
-            yield f"={value!r}: taken, although nothing reads it"
-        elif takes is not None and effect(found) != effect(before):
-            yield f"={value!r}: read by our code, which the schema denies"

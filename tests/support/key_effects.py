@@ -8,28 +8,27 @@ import argparse
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, communication, ops
 
 from telechat_moe.cli.data import _settings
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import TelechatMoeError
-from telechat_moe.model import CausalLM, initialize
-from telechat_moe.ops import select
+from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding import recipe as sharded
-from telechat_moe.sharding.recompute import recompute
-from telechat_moe.train import checkpoints, guard, sample, schedule
+from telechat_moe.train import checkpoints, guard, rank_graph, sample, schedule
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.loop import Loop
 from telechat_moe.train.monitor import SilentMonitor
-from telechat_moe.train.rank_graph import example_batch
 from telechat_moe.train.ranks import Ranks
+from telechat_moe.train.start import start_of
 from telechat_moe.train.step import StepOutput
 
 SPIKES = {6: (9.0, 40.0), 7: (9.0, 40.0), 9: (float("nan"), 1.0), 10: (float("nan"), 1.0)}
@@ -113,17 +112,10 @@ def _hash(arrays: Any) -> str:
     return digest.hexdigest()
 
 
-def run(recipe: Recipe, patch: Any) -> list[Any]:
+def run(recipe: Recipe) -> list[Any]:
     """Return everything that the loop over the steps of a recipe asks of its engine."""
     said: list[Any] = []
     FakeSaver.said = said
-    patch.setattr(checkpoints, "Saver", FakeSaver)
-    patch.setattr(sample, "load_tokenizer", str)
-    patch.setattr(
-        sample, "continue_prompts", lambda *a, **k: said.append(("sample", a[2:], k)) or list(a[2])
-    )
-    choose = lambda self, step: said.append(("back to", step)) or ""  # noqa: E731
-    patch.setattr(checkpoints.RunCheckpoints, "_choose_before", choose)
     engine: Any = Recorder(recipe, said)
     mesh = sharded.mesh_of(recipe)
     epoch = recipe.train_steps // recipe.runner_config.epochs * recipe.global_batch
@@ -133,6 +125,7 @@ def run(recipe: Recipe, patch: Any) -> list[Any]:
             kept = checkpoints.RunCheckpoints(
                 recipe, engine, loader, guard.of_recipe(recipe), Ranks()
             )
+            said.append(repr(start_of(recipe)))
             said.append(("data", _settings(argparse.Namespace(**dict.fromkeys(DATA)), recipe)))
             Loop(kept, schedule.from_recipe(recipe), SilentMonitor()).run()
             sample.sample_text(recipe, engine)
@@ -162,29 +155,36 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor) and not isinstance(value, Parameter):
         return _hash([value])
     if isinstance(value, ops.Primitive):
+        inside = getattr(
+            value.attrs.get("fn"), "__self__", None
+        )  # the cell whose method a Morph is
+        if inside is not None and id(inside) not in _OPEN:
+            _OPEN.add(id(inside))
+            described = describe(inside)
+            _OPEN.remove(id(inside))
+            return f"{value.name} {described}"
         return f"{value.name} {sorted((k, str(v)) for k, v in value.attrs.items())}"
     if isinstance(value, tuple | list):
         return str([_plain(v) for v in value])
     return ""
 
 
+_OPEN: set[int] = set()
+"""Cells that are being described."""
+
+
 @functools.cache
 def _built(key: str) -> str:
     recipe = _BUILDING[key]
+    target = recipe.context.device_target
+    if recipe.devices > 1 or target != "CPU":
+        return _placed(recipe, target)
     engine = OneProcess(recipe)
     initialize(engine.model, recipe.seed)
     parts = describe(engine.train_step)
     scalars = [float(x) for step in (1, 5) for x in engine.optimizer.scalars(step, 1e-3)]
     decayed, depth = engine.optimizer.decayed, ms.get_context("max_call_depth")
     text = repr((parts, scalars, decayed, engine.operators, depth))
-    if recipe.devices > 1 or recipe.recompute_config.recompute:
-        with select.using("plain"):
-            own = recipe.telechat_moe
-            model = CausalLM(recipe.model_config, own.moe_block_rows, own.moe_capacity_tokens)
-        whole, comm = recipe.recompute_config.recompute, recipe.recompute_config.mp_comm_recompute
-        layers, modules = sharded.recomputed_layers(recipe), set(own.sharding.recompute)
-        recompute(model, layers, whole is True, modules, comm)
-        text += repr(describe(model))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -205,24 +205,53 @@ def built(recipe: Recipe) -> str:
         return str(error)
 
 
-def layout(recipe: Recipe) -> list[Any]:
-    """Return the numbers of a sharded graph."""
-    functions = (
-        sharded.mesh_of,
-        sharded.micro_batches,
-        sharded.layer_stages,
-        sharded.even_exchange,
+def trained(recipe: Recipe) -> str:
+    """Return what training makes of a recipe, as text."""
+    functions = (sharded.layer_stages, sharded.parallel_context, sharded.micro_batches)
+    said = [run(recipe), built(recipe), [repr(function(recipe)) for function in functions]]
+    return json.dumps(said, default=str)
+
+
+def compiled(recipe: Recipe) -> str:
+    """Return what is handed to the compiler for the first and the last rank, as text; see `compile_recipe`."""
+    settings, depth = sharded.parallel_context(recipe), recipe.context.max_call_depth
+    batch = rank_graph.example_batch(recipe, settings.get("full_batch", False))
+    return repr(
+        [settings, depth, [(x.shape, str(x.dtype)) for x in batch], _placed(recipe, "Ascend")]
     )
-    functions += (sharded.shard_threshold, sharded.parallel_context)
-    found = [repr(function(recipe)) for function in functions]
-    found += [repr(sharded.dispatcher(recipe, target)) for target in ("CPU", "Ascend")]
-    return [
-        *found,
-        [x.shape for x in example_batch(recipe, True)],
-        sorted(sharded.recomputed_layers(recipe)),
-    ]
 
 
-def fingerprint(recipe: Recipe, patch: Any) -> str:
-    """Return everything above as text."""
-    return json.dumps([run(recipe, patch), built(recipe), layout(recipe)], default=str)
+def _placed(recipe: Recipe, target: str) -> str:
+    """Return the steps of the first and the last rank."""
+    own, data = recipe.telechat_moe, recipe.train_dataset.data_loader.config
+    parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
+    parts += [own.operators, own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude]
+    parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
+    functions = (sharded.mesh_of, sharded.micro_batches, sharded.layer_stages)
+    functions += (sharded.shard_threshold, sharded.recomputed_layers)
+    key = repr((target, parts, [function(recipe) for function in functions]))
+    if key not in _PLACED:
+        try:
+            ranks = {0, recipe.devices - 1}
+            steps = [describe(rank_graph.build_step(recipe, r, target=target)) for r in ranks]
+            _PLACED[key] = re.sub(r" at 0x\w+", "", repr(steps))
+        except TelechatMoeError as error:
+            _PLACED[key] = str(error)
+    return _PLACED[key]
+
+
+_PLACED: dict[str, str] = {}
+
+
+def patch(patch: Any) -> None:
+    """Replace what a run needs beside a recipe by what records it."""
+    patch.setattr(checkpoints, "Saver", FakeSaver)
+    patch.setattr(sample, "load_tokenizer", str)
+    patch.setattr(
+        sample,
+        "continue_prompts",
+        lambda *a, **k: FakeSaver.said.append(("sample", a[2:], k)) or list(a[2]),
+    )
+    choose = lambda self, step: FakeSaver.said.append(("back to", step)) or ""  # noqa: E731
+    patch.setattr(checkpoints.RunCheckpoints, "_choose_before", choose)
+    patch.setattr(communication, "create_group", lambda *_: None)

@@ -94,7 +94,10 @@ def columns(r: Recipe) -> Iterator[Broken]:
             found = getattr(data, key)
             if found is not None and found != expected:
                 why = f"{expected}, what the data set gives with "
-                why += f"create_attention_mask {config.create_attention_mask}"
+                mask = f"create_attention_mask {config.create_attention_mask}"
+                why += (
+                    "create_compressed_eod_mask True" if config.create_compressed_eod_mask else mask
+                )
                 yield DATA + key, str(found), why
     elif (
         data.input_columns is not None

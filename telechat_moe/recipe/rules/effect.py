@@ -68,11 +68,14 @@ def recomputed(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def expert_layout(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """How experts are spread and reached matters where they are spread."""
+    """How experts and activations are split matters where there are several devices."""
     p, own = r.parallel_config, r.telechat_moe.sharding
     if own.dispatcher != "auto" and r.devices == 1:
         found = f"{own.dispatcher} on one device, where every expert is at hand"
         yield f"{OWN}sharding.dispatcher", found, "auto, or more devices"
+    if p.use_seq_parallel and r.devices == 1:
+        found = "True on one device, where it has no effect"
+        yield "parallel_config.use_seq_parallel", found, "False, or model_parallel > 1"
     if own.expert_tensor_parallel and (r.devices == 1 or p.model_parallel == 1):
         found = "True with model_parallel 1, where it has no effect"
         yield f"{OWN}sharding.expert_tensor_parallel", found, "False, or model_parallel > 1"
@@ -116,6 +119,14 @@ def guard_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if (guard.norm_factor, guard.loss_factor, guard.sigma) == (None, None, None):
         expected = "norm_factor, loss_factor or sigma, or no such section"
         yield at, "without any limit, where it has no effect", expected
+
+
+def chunks(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The order of a pipeline matters where there is one."""
+    interleave = getattr(r.parallel.pipeline_config, "pipeline_interleave", False)
+    if interleave and r.parallel_config.pipeline_stage == 1:
+        found = "True without pipeline stages, where it has no effect"
+        yield "parallel.pipeline_config.pipeline_interleave", found, "False, or pipeline_stage > 1"
 
 
 def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -197,12 +208,15 @@ def residual_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 def dropped_tokens(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Without a capacity nothing is dropped."""
-    m = r.model.model_config
-    if m.moe_token_drop_policy and m.moe_expert_capacity_factor is None:
-        found = (
-            f"{m.moe_token_drop_policy} without moe_expert_capacity_factor, where it has no effect"
-        )
-        yield "model.model_config.moe_token_drop_policy", found, "False, or a capacity factor"
+    m, tokens = r.model.model_config, r.telechat_moe.moe_capacity_tokens
+    without = "without moe_expert_capacity_factor, where it has no effect"
+    if m.moe_expert_capacity_factor is None:
+        if m.moe_token_drop_policy:
+            key, found = "model.model_config.moe_token_drop_policy", m.moe_token_drop_policy
+            yield key, f"{found} {without}", "False, or a capacity factor"
+        if tokens is not None:
+            key = f"{OWN}moe_capacity_tokens"
+            yield key, f"{tokens} {without}", "remove it, or a capacity factor"
 
 
 def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
@@ -220,10 +234,14 @@ def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """The graphs of several processes are made of plain operators."""
-    if r.devices == 1:
+    """The graphs of several processes are made of plain operators, those for Ascend of its own or plain ones."""
+    if r.devices == 1 and not compiled:
         return
+    many = f"on {r.devices} processes, which run plain operators"
     for key, value in _changed(f"{OWN}operators", r.telechat_moe.operators):
         if value in ("fused", "True"):
-            expected = "plain or auto, or one device"
-            yield key, f"{value} on {r.devices} processes, which run plain operators", expected
+            yield (
+                key,
+                f"{value} {'in a graph for Ascend' if compiled else many}",
+                "remove it" if value == "True" else "plain or auto",
+            )

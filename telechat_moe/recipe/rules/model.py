@@ -94,7 +94,7 @@ def capacity(m: AnyModel) -> Iterator[Broken]:
     if factor is None:
         return
     if not policy:
-        found = f"capacity factor {factor:g} with moe_token_drop_policy {policy}"
+        found = f"moe_expert_capacity_factor {factor:g} with moe_token_drop_policy {policy}"
         yield AT + "moe_token_drop_policy", found, "probs or position, or no capacity factor"
 
 

@@ -133,7 +133,7 @@ def _decay_start(at: str, s: LrSchedule, warmup: int, total: int) -> Iterator[Br
         return
     start, ratio = s.decay_start_steps, s.decay_start_ratio
     if (start is None) == (ratio is None):
-        found = "neither or both of decay_start_steps and decay_start_ratio"
+        found = f"neither or both of decay_start_steps and decay_start_ratio with {s.type}"
         yield at + "decay_start_steps", found, "exactly one of the two"
     elif start is not None and (start < warmup or (total > 0 and start > total)):
         expected = f"from {warmup} (end of warm-up) to {total} (end)"

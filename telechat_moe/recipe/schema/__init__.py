@@ -10,7 +10,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from telechat_moe.recipe.fields import Count, Positive, Text
+from telechat_moe.recipe.fields import ONLY_DEFAULT, Count, Positive, Text
 from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema.callbacks import Callback, CheckpointMonitor, MonitorConfig
 from telechat_moe.recipe.schema.model import ModelConfig, OtherModelConfig
@@ -44,7 +44,7 @@ class Model:
     model_config: ModelConfig | OtherModelConfig
     """Its dimensions and settings; which keys are known depends on `model_type`."""
 
-    arch: dict[str, object] | None = None
+    arch: dict[str, object] | None = field(default=None, metadata=ONLY_DEFAULT)
     """Network class of old recipes (`use_legacy: True`)."""
 
 

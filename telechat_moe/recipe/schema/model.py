@@ -19,6 +19,7 @@ from telechat_moe.recipe.fields import (
     Range,
     Share,
     Text,
+    acts,
     any_value,
     instead_of,
     names,
@@ -139,10 +140,10 @@ class ModelConfig(MindFormersModelKeys):
     kv_lora_rank: Positive = field(default=512, metadata=WRITTEN)
     """Width of the key/value latent."""
 
-    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN)
+    qk_nope_head_dim: Positive = field(default=128, metadata=WRITTEN | acts("v3"))
     """Width of a query/key head without position."""
 
-    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN)
+    qk_rope_head_dim: Positive = field(default=64, metadata=WRITTEN | acts("v3"))
     """Width of the rotated part of a query/key head; the key part is shared by all heads. Even."""
 
     v_head_dim: Positive = field(default=128, metadata=WRITTEN)
@@ -175,10 +176,12 @@ class ModelConfig(MindFormersModelKeys):
     initializer_range: Above0 = field(default=0.02, metadata=instead_of("init_method_std"))
     """Standard deviation of the normal initialisation of weights."""
 
-    fp32_residual_connection: bool = False
+    fp32_residual_connection: bool = field(default=False, metadata=acts("bfloat16"))
     """Keep the residual stream in float32 although layers compute in `compute_dtype`."""
 
-    params_dtype: Dtype = field(default="float32", metadata=instead_of("param_init_type"))
+    params_dtype: Dtype = field(
+        default="float32", metadata=instead_of("param_init_type") | acts("ascend")
+    )
     """Type in which parameters are stored and updated."""
 
     compute_dtype: Dtype = "bfloat16"
@@ -187,7 +190,7 @@ class ModelConfig(MindFormersModelKeys):
     layernorm_compute_dtype: Dtype = "float32"
     """Type in which RMSNorm computes."""
 
-    softmax_compute_dtype: Dtype = "float32"
+    softmax_compute_dtype: Dtype = field(default="float32", metadata=acts("plain"))
     """Type of the attention softmax."""
 
     rotary_dtype: Dtype = "float32"
@@ -220,10 +223,10 @@ class ModelConfig(MindFormersModelKeys):
     """Inner width of all shared experts together. None: `n_shared_experts` x
     `moe_intermediate_size`."""
 
-    n_group: Count = field(default=0, metadata=written("moe_router_num_groups"))
+    n_group: Count = field(default=0, metadata=written("moe_router_num_groups") | acts("groups", 2))
     """Groups of experts for group-limited routing. 0: no groups."""
 
-    topk_group: Count = field(default=0, metadata=written("moe_router_group_topk"))
+    topk_group: Count = field(default=0, metadata=written("moe_router_group_topk") | acts("groups"))
     """Groups that a token may choose from. 0 with `n_group` 0, else 1 to `n_group`."""
 
     norm_topk_prob: bool = True
@@ -263,12 +266,14 @@ class ModelConfig(MindFormersModelKeys):
     moe_z_loss_coeff: NonNegative | None = field(default=None, metadata=instead_of("z_loss_factor"))
     """Factor of the router's z-loss. None or 0: none."""
 
-    moe_token_drop_policy: Literal[False, "probs", "position"] = False
+    moe_token_drop_policy: Literal[False, "probs", "position"] = field(
+        default=False, metadata=acts("capacity")
+    )
     """What is dropped when an expert is over its capacity: the least probable tokens (`probs`) or
     the last ones (`position`). False, or no capacity factor: dropless."""
 
     moe_expert_capacity_factor: Above0 | None = field(
-        default=None, metadata=instead_of("capacity_factor")
+        default=None, metadata=instead_of("capacity_factor") | acts("capacity")
     )
     """Tokens that an expert takes, as a multiple of the mean load. None: dropless."""
 
@@ -292,13 +297,13 @@ class ModelConfig(MindFormersModelKeys):
     )
     """Dropout on attention weights. 0: none."""
 
-    offset: int | list[int] | list[list[int]] = 0
+    offset: int | list[int] | list[list[int]] = field(default=0, metadata=acts("stages", [1, -1]))
     """Layers that a pipeline chunk has more (or less) than the integer mean: one number 0, a list
     per stage, or with interleaving a list of lists [chunk][stage]. Sums to the remainder of
     layers / (`pipeline_stage` x `pp_interleave_num`)."""
 
     pp_interleave_num: Positive = field(
-        default=1, metadata=names("virtual_pipeline_model_parallel_size")
+        default=1, metadata=names("virtual_pipeline_model_parallel_size") | acts("chunks")
     )
     """Chunks per pipeline stage (VPP). More than 1 needs
     `parallel.pipeline_config.pipeline_interleave`."""

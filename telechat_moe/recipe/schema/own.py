@@ -3,7 +3,16 @@
 from dataclasses import field, fields
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Above0, Count, Length, NonNegative, Positive, Range, Text
+from telechat_moe.recipe.fields import (
+    Above0,
+    Count,
+    Length,
+    NonNegative,
+    Positive,
+    Range,
+    Text,
+    acts,
+)
 from telechat_moe.recipe.schema.table import section
 
 
@@ -17,7 +26,7 @@ class Evaluation:
     batches: Positive = 8
     """Global batches per evaluation; the same samples in every layout."""
 
-    data_path: list[Text] | None = None
+    data_path: list[Text] | None = field(default=None, metadata=acts("", ["1", "other/train"]))
     """Like `train_dataset.data_loader.config.data_path`. None: the training prefix with its last
     word `train` replaced by `valid`."""
 
@@ -113,13 +122,15 @@ Recomputed = Literal["mla_up", "norms", "swiglu", "permute", "moe"]
 class Sharding:
     """`telechat_moe.sharding`: how the model is split, beyond the degrees of `parallel_config`."""
 
-    dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = "auto"
+    dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = field(
+        default="auto", metadata=acts("experts")
+    )
     """How tokens reach their experts. `alltoallv`: exactly the rows that were routed (Ascend).
     `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst case.
     `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` on Ascend without a
     capacity, else `alltoall`."""
 
-    expert_tensor_parallel: bool = False
+    expert_tensor_parallel: bool = field(default=False, metadata=acts("halves"))
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
@@ -174,10 +185,10 @@ class LossGuard:
     """Limit of both, in standard deviations above the median (1.4826 times the median absolute
     deviation). None: no such limit."""
 
-    rollback_steps: Count = 0
+    rollback_steps: Count = field(default=0, metadata=acts("rollback"))
     """The checkpoint to go back to is at least so many steps older than the step before the spike."""
 
-    max_rollbacks: Count = 3
+    max_rollbacks: Count = field(default=3, metadata=acts("rollback", 0))
     """Times that a run goes back; at the next spike it stops."""
 
 
@@ -197,11 +208,11 @@ class TelechatMoe:
     saving: Saving = field(default_factory=Saving)
     """How checkpoints are written."""
 
-    resume_data: Literal["same", "new"] = "same"
+    resume_data: Literal["same", "new"] = field(default="same", metadata=acts("other_data"))
     """Data of a run that resumes. `same`: they go on where the checkpoint stopped; other data are refused. `new`: data
     other than the checkpoint's begin at their first sample, while step, moments and learning rate go on."""
 
-    max_skipped_steps: Count = 10
+    max_skipped_steps: Count = field(default=10, metadata=acts("", 0, 1))
     """Steps in a row with NaN, Inf or a spike that are skipped before training stops. 0: stop at the
     first."""
 
@@ -211,10 +222,10 @@ class TelechatMoe:
     weight_decay_exclude: list[Text] = field(default_factory=lambda: [r".*norm.*", r".*bias"])
     """Regular expressions for names of parameters without weight decay."""
 
-    moe_block_rows: Positive | None = None
+    moe_block_rows: Positive | None = field(default=None, metadata=acts("plain", 8))
     """Rows per block of the dropless experts on plain operators. None: chosen from the batch."""
 
-    moe_capacity_tokens: Positive | None = None
+    moe_capacity_tokens: Positive | None = field(default=None, metadata=acts("capacity", 16))
     """Tokens that share an expert's capacity. None: those of a device in one micro-batch, so that
     drops depend on the layout; a number that divides them makes drops the same everywhere."""
 

@@ -3,7 +3,7 @@
 from dataclasses import field
 from typing import Annotated, Literal
 
-from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text, only
+from telechat_moe.recipe.fields import Count, Length, Positive, Range, Text, acts, only
 from telechat_moe.recipe.schema.table import section
 
 
@@ -60,7 +60,7 @@ class PipelineConfig:
 
     pipeline_scheduler: Literal[
         "1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"
-    ] = "1f1b"
+    ] = field(default="1f1b", metadata=acts("chunks"))
     """Order of forward and backward. `seqsmartvpp` needs an even number of stages,
     `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`."""
 

@@ -1,0 +1,168 @@
+"""Every key of the schema, values to try for it, and recipes with such a value."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import yaml
+
+from telechat_moe.recipe import RecipeError, loads, schema
+from telechat_moe.recipe.check import options_of, section_keys, split_annotation
+from telechat_moe.recipe.docs import sections
+from telechat_moe.recipe.uses import Use
+from telechat_moe.train import preflight
+
+SETTINGS: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(schema.__file__).parent / "settings.yaml").read_text(encoding="utf-8")
+)
+
+
+class Key(NamedTuple):
+    """A key of the schema."""
+
+    path: str
+    section: type
+    field: dataclasses.Field[Any]
+
+    def __str__(self) -> str:
+        return f"{self.section.__name__}.{self.field.name}"
+
+    @property
+    def place(self) -> str:
+        """The dotted key; ``list[]`` stands for an item, in `callbacks` for that of the section's type."""
+        return f"{self.path}.{self.field.name}".lstrip(".")
+
+    @property
+    def acts(self) -> tuple[str, tuple[object, ...]]:
+        """The setting in which it acts, empty: the plain recipe; and values that show it, none: any."""
+        setting, values = self.field.metadata.get("acts", ("", ()))
+        names = (self.section.__name__, setting, self.path)
+        return next((name for name in names if name in SETTINGS), setting), values
+
+    def section_is_absent(self, given: dict[str, Any]) -> bool:
+        """Tell whether a recipe lacks the section."""
+        at: Any = given
+        for part in self.path.split(".") if self.path else ():
+            at = at.get(part) if isinstance(at, dict) else None
+        return at is None or self.section.__name__ in SETTINGS
+
+
+KEYS = [Key(path, cls, f) for path, cls in sections() for f in section_keys(cls).fields.values()]
+
+
+CLASSES = {key.path: key.section for key in reversed(KEYS)}
+SAME = {f"{at}.seq_length" for at in ("model.model_config", "train_dataset.data_loader.config")}
+"""One setting, which a recipe writes once and repeats by an alias."""
+
+
+def within(given: dict[str, Any], key: str, section: str = "") -> tuple[Any, Any]:
+    """Return the section of a dotted key, made where it is missing, and the name or index in it.
+
+    Args:
+        section: The `type` of a callback.
+    """
+    *above, last = key.split(".")
+    at: Any = given
+    path = ""
+    for part in above:
+        name, bracket, _ = part.partition("[")
+        path = f"{path}.{part}".lstrip(".")
+        if isinstance(at, list):
+            at = at[int(name)]
+            continue
+        if not isinstance(at.get(name), dict | list):
+            at[name] = [] if bracket else required(path)
+        at = at[name]
+        if bracket:
+            found = [item for item in at if item.get("type") == section or path != "callbacks[]"]
+            if not found:
+                at.append(required(path) | ({"type": section} if path == "callbacks[]" else {}))
+            at = (found or at)[-1]
+    return at, int(last) if isinstance(at, list) else last
+
+
+def required(path: str) -> dict[str, Any]:
+    """Return what a section must hold; it is all that a section of a path that is not known holds."""
+    found: dict[str, Any] = {}
+    for name in section_keys(CLASSES[path]).required if path in CLASSES else ():
+        field = section_keys(CLASSES[path]).fields[name]
+        found[name] = (tried(field, None) or [{}])[0]
+    return found
+
+
+def with_value(given: dict[str, Any], key: Key, value: object) -> dict[str, Any]:
+    """Return plain data with the value of a key put in."""
+    made = copy.deepcopy(given)
+    for place in SAME if key.place in SAME else (key.place,):
+        at, last = within(made, place, key.section.__name__)
+        at[last] = value
+    return made
+
+
+def in_setting(given: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return plain data with a setting put in."""
+    made = copy.deepcopy(given)
+    for key, value in SETTINGS[name].items() if name else ():
+        at, last = within(made, key)
+        at[last] = value
+    return made
+
+
+def value_of(given: dict[str, Any], key: Key) -> Any:
+    """Return what is written for a key, else its default."""
+    at, name = within(copy.deepcopy(given), key.place, key.section.__name__)
+    return at[name] if isinstance(at, list) else at.get(name, key.field.default)
+
+
+def shut(key: Key) -> bool:
+    """Tell whether our trainer refuses the section of a key with any content."""
+    above = [
+        k for k in KEYS if key.path.removesuffix("[]") == f"{k.path}.{k.field.name}".lstrip(".")
+    ]
+    return any("takes" in k.field.metadata or shut(k) for k in above)
+
+
+def tried(field: dataclasses.Field[Any], now: Any) -> list[Any]:
+    """Return values of a field other than ``now``, by its annotation."""
+    found: list[Any] = []
+    number = now if isinstance(now, int | float) and not isinstance(now, bool) else 0
+    for option in options_of(field.type):
+        kind, limits = split_annotation(option)
+        origin = get_origin(kind)
+        some: list[Any] = []
+        if origin is Literal:
+            some = list(get_args(kind))
+        elif kind is bool:
+            some = [True, False]
+        elif kind in (int, float):
+            some = [number + 1, number * 2, number / 2, 7, 0.25]
+            some = [kind(x) for x in some if kind(x) == x]
+        elif kind is str:
+            some = ["3GB", "other"]
+        elif origin is list:
+            inner = dataclasses.field()
+            inner.type = get_args(kind)[0]
+            some = [[x] * 2 for x in tried(inner, None)[:1]]
+        elif origin is dict or kind is object:
+            some = [{"a": 1}]
+        found += [x for x in some if origin is list or all(limit.allows(x) for limit in limits)]
+    return [x for x in found if not same(x, now)]
+
+
+def same(a: object, b: object) -> bool:
+    """Tell whether two values are equal, or two names of a data type; a number is no switch."""
+    a, b = (_NAMES.get(x, x) if isinstance(x, str) else x for x in (a, b))
+    return a == b and isinstance(a, bool) == isinstance(b, bool)
+
+
+_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def judge(given: dict[str, Any], use: Use) -> Any:
+    """Return the recipe, or the problems that `check` tells."""
+    try:
+        recipe = loads(yaml.dump(given, Dumper=yaml.CSafeDumper), use=use)
+    except RecipeError as error:
+        return error.problems
+    return (preflight.examine(recipe)[1] if use == "train" else []) or recipe
