@@ -268,7 +268,7 @@ def flipped(seed=0):
 def test_comparison_goes_on_with_the_routing_pinned():
     golden, target, row = flipped()
     out = compare(*after(golden, target), MIXED)
-    assert out.verdict == "pass", [(r.key, r.place, r.reason, r.worst) for r in out.sorted()[:5]]
+    assert out.verdict == "inconclusive", out.sorted()[:5]  # one of few calls is not judged
     (said,) = out.flips["legal"]
     assert re.fullmatch(
         rf"legal flip: token {row} of \S+: [\d,]+->[\d,]+, margin [\d.e-]+, bound [\d.e-]+", said
@@ -352,9 +352,10 @@ def test_right_runs_in_bfloat16_flip_legally_and_wrong_ones_do_not():
     for seed in (1, 2, 3):
         golden, target = run(seed=seed), run(seed=seed, dtype=torch.bfloat16)
         out = compare(golden, target, p)
-        assert out.verdict == "pass", [
+        assert out.counts["diverged"] == 0, [
             (r.key, r.place, r.reason, r.worst) for r in out.sorted()[:3]
         ]
+        assert out.verdict == ("pass" if out.coverage.enough else "inconclusive")
         assert not out.flips["illegal"]
         legal += len(out.flips["legal"])
     assert legal >= 3

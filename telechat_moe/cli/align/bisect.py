@@ -21,6 +21,10 @@ numbers within a bound derived from types and lengths. Inputs must be what the c
 what all uses sent, collectives what the ranks of the group gave. Differences that a call inherits from its inputs do
 not count.
 
+A call that cannot be recomputed (no formula, weights or values not in the dump) is judged by the other run: its inputs
+equal within what their noise allows, row by row, its outputs not. Statistics show faults this way, never that there is
+none.
+
 A pass needs 95 % of the calls and of the bytes of each phase (forward, backward, optimizer) judged; with less the
 verdict is inconclusive, unless something is wrong. What to dump to have the rest judged is listed.
 
@@ -114,9 +118,9 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
-    "layer, operator, tensor, family, evidence, observed_over_bound, reason, element, wrong_elements, "
+    "layer, operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
     "elements, source), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
-    "phase: calls, judged_calls, bytes, judged_bytes), to_dump (reason, calls, bytes, dump: what to dump), runs, "
+    "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
     "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field)",
     arguments=_arguments,

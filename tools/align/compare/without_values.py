@@ -1,7 +1,6 @@
 """Judge tensors whose values a dump lacks by fingerprints, checksums and statistics."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,14 +9,12 @@ from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Row
 from telechat_moe.tools.align.dump import fingerprint
-from telechat_moe.tools.align.dump import statistics as metrics
 from telechat_moe.tools.align.dump.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
-from telechat_moe.tools.align.dump.value_files import chunks
+from telechat_moe.tools.align.judge.distance import checksum, stats_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 _ESTIMATE = 2.0  # an estimated distance is too large only beyond this multiple of the allowed one
-_CHUNK = 1 << 20
 
 
 def without_values(row: Row, golden: TensorRecord, target: TensorRecord, profile: Profile) -> Row:
@@ -29,14 +26,14 @@ def without_values(row: Row, golden: TensorRecord, target: TensorRecord, profile
     prints = _fingerprint(golden), _fingerprint(target)
     if prints[0] is not None and prints[1] is not None:
         return _by_fingerprint(row, prints[0], prints[1], profile, same)
-    crcs = _crc(golden, target), _crc(target, golden)
+    crcs = checksum(golden, target), checksum(target, golden)
     if same and None not in crcs:
         if crcs[0] == crcs[1] and not profile.nan_differs:
             return replace(row, basis="checksum", note="equal CRC-32")
         exact = profile.name == "bitwise" or not is_float(row.dtype)
         if crcs[0] != crcs[1] and exact:
             return replace(row, status="diverged", basis="checksum", reason="other checksum")
-    stats = _stats(golden), _stats(target)
+    stats = stats_of(golden), stats_of(target)
     if stats[0] is not None and stats[1] is not None:
         return _by_statistics(row, stats[0], stats[1], profile)
     said = "the dumps record no common statistic of this tensor that identifies its values"
@@ -47,24 +44,6 @@ def _fingerprint(record: TensorRecord) -> Fingerprint | None:
     if record.fingerprint is not None:
         return Fingerprint.from_bytes(record.fingerprint)
     return None if record.read is None else fingerprint.of(record.load())
-
-
-def _crc(record: TensorRecord, other: TensorRecord) -> str | None:
-    """Return the checksum of a tensor, of the same kind as the other tensor's."""
-    if record.crc is not None or record.read is None or other.crc is None:
-        return record.crc
-    if other.crc.startswith("0x"):
-        return None
-    found = 0
-    for _, (part,) in chunks([record.load()], _CHUNK):
-        found = zlib.crc32(part.data, found)
-    return f"{found:08x}"
-
-
-def _stats(record: TensorRecord) -> Stats | None:
-    if record.stats is not None or record.read is None:
-        return record.stats
-    return metrics.stats(record.load())
 
 
 def _by_fingerprint(

@@ -93,7 +93,7 @@ def across(
         return Outcome("inconclusive", reason="the dumps have no step in common")
     if links:
         check_map(links, reference, target)
-    outcome = bisect(with_groups(target), target, Known())  # ranks make equal calls
+    outcome = bisect(with_groups(target), target, Known(), itself=True)  # ranks make equal calls
     findings, judged = list(outcome.findings), dict(outcome.judged)
     points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
     for step in steps:

@@ -28,6 +28,7 @@ from telechat_moe.tools.align.judge.edges import broken_edges, wrong_sums
 from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
 from telechat_moe.tools.align.judge.fused_calls import Replaced
+from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.pairing import aligned, content_of, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.step_phase import phase_of
@@ -79,6 +80,7 @@ class Finding:
             "evidence": self.evidence,
             "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
             "reason": v.reason,
+            "basis": v.basis,
             "element": list(v.element),
             "wrong_elements": v.wrong,
             "elements": v.elements,
@@ -152,18 +154,23 @@ class Known:
 
 
 def bisect(
-    reference: Dump, target: Dump, known: Known | None = None, first: bool = False
+    reference: Dump,
+    target: Dump,
+    known: Known | None = None,
+    first: bool = False,
+    itself: bool = False,
 ) -> Outcome:
     """Compare a run with a reference of the same layout; see the module.
 
     Args:
         known: Results of earlier comparisons with the same reference; new ones are added.
         first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
+        itself: The reference is the target: calls that cannot be recomputed are not judged by it.
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(known, first)
+    run = _Comparison(known, first, itself)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -190,14 +197,15 @@ def bisect(
     findings = [_own_name(run.with_phase(f, joined), names[f.step, f.rank]) for f in findings]
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
     verdict, reason = answer(bool(findings), run.coverage)
-    return Outcome(verdict, findings, run.judged, run.unknown, reason, run.seen, run.coverage)
+    counts = +run.judged, +run.unknown  # those that are left
+    return Outcome(verdict, findings, *counts, reason, run.seen, run.coverage)
 
 
 class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
-    def __init__(self, known: Known | None, first: bool) -> None:
-        self.known, self.first = known or Known(), first
+    def __init__(self, known: Known | None, first: bool, itself: bool) -> None:
+        self.known, self.first, self.itself = known or Known(), first, itself
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
@@ -254,17 +262,25 @@ class _Comparison:
         places = {key: i for i, key in enumerate(target.calls)}
         known = [(_split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
         limit = min([self.limit, *known])
+        other = None if self.itself else OtherRun(reference, target)
+        kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
         for i, (key, call) in enumerate(target.calls.items()):
             step, name = _split(key, target.step)
-            if call.kind != "api":
+            if call.kind != kind:
                 continue
             others = self.open.get((step, target.rank, name), [])
-            if is_exchange(call):
-                self.coverage.add(call, others)
-                continue
             if self.first and (step, i - begins[key]) > limit:
                 return
-            verdicts = self._verdicts(call, reference, target)
+            if is_exchange(call):
+                verdicts, others = [v for v in others if v.status == "not judged"], []
+                if not verdicts or other is None:
+                    self.coverage.add(call, verdicts)
+                    continue
+                self.judged.subtract(v.status for v in verdicts)  # they are counted below
+                self.unknown.subtract(v.reason for v in verdicts)
+            else:
+                verdicts = self._verdicts(call, reference, target)
+            verdicts = verdicts if other is None else other.judged(call, verdicts)
             first = worst(verdicts)
             if first.status == "diverged" and first.ratio <= 4 * _also_wrong(key, reference):
                 said = f"{first.place}: beyond its bound in both runs (`align replay` shows it)"

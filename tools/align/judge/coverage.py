@@ -60,10 +60,12 @@ class Coverage:
     Attributes:
         shares: By phase, or :data:`SHARED`.
         reasons: For each reason the number of calls and the bytes that were not judged.
+        by_other_run: Tensors that were judged by the other run alone.
     """
 
     shares: dict[str, Share] = field(default_factory=dict[str, Share])
     reasons: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    by_other_run: int = 0
 
     def count(self, phase: str, nbytes: int, lacking: Mapping[str, int]) -> None:
         """Count a call or tensor of some bytes; ``lacking`` has the bytes not judged, by reason."""
@@ -79,6 +81,8 @@ class Coverage:
 
     def add(self, call: Call, verdicts: Iterable[Verdict]) -> None:
         """Count a call: its outputs, and inputs that could not be judged."""
+        verdicts = [*verdicts]
+        self.by_other_run += sum(v.basis == "other run" for v in verdicts)
         sizes = {place: t.nbytes for place, t in call.tensors()}
         made = {place for place, _ in call.made()}
         unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
@@ -107,6 +111,7 @@ class Coverage:
         worst = sorted(self.reasons.items(), key=lambda item: -item[1][1])
         return {
             "coverage": {name: vars(share) for name, share in self.shares.items()},
+            "by_other_run": self.by_other_run,
             "to_dump": [
                 {"reason": why, "calls": calls, "bytes": size, "dump": advice(why)}
                 for why, (calls, size) in worst

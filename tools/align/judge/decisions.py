@@ -157,6 +157,16 @@ def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | 
     return None
 
 
+def explained_by_scores(reference: Call, target: Call, place: str) -> bool:
+    """Return whether both runs' indices at a place are those of the largest, or smallest, of each run's own scores."""
+    records = [dict(call.tensors()).get(place) for call in (reference, target)]
+    if any(r is None or r.read is None for r in records):
+        return False
+    chosen = [np.asarray(r.load()) for r in records if r is not None]
+    choice = _choice((reference, target), (chosen[0], chosen[1]))
+    return choice is not None and bool(_explained(choice.scores[1], choice.chosen[1]).all())
+
+
 def _floats(call: Call) -> list[tuple[str, TensorRecord]]:
     return [(place, r) for place, r in call.given() if is_float(r.dtype) and r.shape]
 

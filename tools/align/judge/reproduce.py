@@ -52,7 +52,7 @@ def write(finding: "Finding", folder: Path) -> Path:
     Raises:
         BadInputError: The folder cannot be made or is not empty, or the dumps lack the call's surroundings.
     """
-    if finding.about is None:
+    if finding.about is None or finding.verdict.basis == "other run":
         said = f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
         raise BadInputError(f"{folder}: {said}")
     tensors: dict[str, Array] = {}

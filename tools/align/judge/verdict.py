@@ -24,6 +24,7 @@ class Verdict:
         element: Index of that element.
         wrong: Number of elements beyond their bound.
         elements: Number of elements compared.
+        basis: What it was judged by: ``replay`` (or data flow), ``other run``.
         not_finite: Number of wrong elements where NaN or infinity is found or expected.
     """
 
@@ -36,6 +37,7 @@ class Verdict:
     wrong: int = 0
     elements: int = 0
     not_finite: int = 0
+    basis: Literal["replay", "other run"] = "replay"
 
 
 def judge(

@@ -75,11 +75,14 @@ def body(report: Mapping[str, Any]) -> str:
 def sentence(outcome: Outcome) -> str:
     """Return one sentence on the outcome of the comparison."""
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
+    by_other = outcome.coverage.by_other_run
+    others = f" {by_other} of them could only be judged by the other run." if by_other else ""
     if not outcome.findings:
         if outcome.reason and judged:
-            return f"Nothing that was judged is wrong, but too little was. {outcome.reason[0].upper()}{outcome.reason[1:]}."
+            said = f"{outcome.reason[0].upper()}{outcome.reason[1:]}"
+            return f"Nothing that was judged is wrong, but too little was. {said}.{others}"
         return outcome.reason or (
-            f"{judged} tensors are what their operators must give, within the derived bounds; {unknown} were not judged."
+            f"{judged} tensors are what their operators must give, within the derived bounds; {unknown} were not judged.{others}"
         )
     first = outcome.findings[0]
     where = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"

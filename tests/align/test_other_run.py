@@ -1,0 +1,211 @@
+"""Calls without a formula are judged by the other run; truth is planted in NumPy programs of vendor operators."""
+
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    Stats,
+    TensorRecord,
+)
+from telechat_moe.tools.align.judge.bisect import bisect
+
+TOKENS, WIDTH, LAYERS = 64, 32, 4
+
+
+def round_bf16(x):
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32).reshape(x.shape)
+
+
+NUMERICS = {
+    "float32": lambda x: np.asarray(x, np.float32),
+    "other sums": lambda x: np.asarray(x * (1 + 2e-7 * np.sin(1e4 * x)), np.float32),
+    "bfloat16": round_bf16,
+}
+
+
+def record(x, dtype):
+    x = np.asarray(x)
+    return TensorRecord(dtype if x.dtype.kind == "f" else x.dtype.name, x.shape, read=lambda: x)
+
+
+def program(numerics="float32", fault=None, kind="api", flip=None):
+    """Return a run: per layer a mixer of tokens and a projection with hidden weights, then a choice and a loss.
+
+    Args:
+        fault: Key of a call and what is done to its result.
+        flip: Which of the two best experts of a token, which nearly tie, comes out as the best.
+    """
+    rng, keep = np.random.default_rng(5), NUMERICS[numerics]
+    dtype = "bfloat16" if numerics == "bfloat16" else "float32"
+    calls = {}
+
+    def run(name, number, inputs, made):
+        key = f"{name}.{number}.forward"
+        values = [keep(y) if np.asarray(y).dtype.kind == "f" else y for y in made]
+        if fault is not None and fault[0] == key:
+            values = [fault[1](values[0]), *values[1:]]
+        given = [record(x, dtype) for x in inputs]
+        outputs = [record(y, dtype) for y in values]
+        calls[key] = Call(
+            key, kind, name, number, Phase.FORWARD, given, {"p": Scalar("int", 3)}, outputs
+        )
+        return values
+
+    def route(x):
+        w, experts = rng.standard_normal((WIDTH, 8)), rng.standard_normal((8, WIDTH, WIDTH)) / 6
+        score = np.asarray(x, np.float64) @ w
+        if flip is not None:
+            score[9, flip], score[9, 1 - flip] = 40 + 2e-5, 40 + 1e-5
+        (score,) = run("NPU.my_scores", 0, [x], [score])
+        best = np.argmax(score, 1, keepdims=True)
+        run("NPU.my_choice", 0, [score], [np.take_along_axis(score, best, 1), best])
+        return run(
+            "NPU.my_experts", 0, [x, best], [np.einsum("ti,tij->tj", x, experts[best[:, 0]])]
+        )[0]
+
+    x = round_bf16(rng.standard_normal((TOKENS, WIDTH)))
+    for layer in range(LAYERS):
+        a, w = rng.standard_normal((WIDTH, WIDTH)) / 6, rng.standard_normal((WIDTH, WIDTH)) / 6
+        score = np.asarray(x, np.float64) @ a @ np.asarray(x, np.float64).T / 6
+        p = np.exp(score - score.max(1, keepdims=True))
+        (y,) = run("NPU.my_mixer", layer, [x], [p / p.sum(1, keepdims=True) @ x])
+        (z,) = run("NPU.my_projection", layer, [y], [np.tanh(np.asarray(y, np.float64) @ w)])
+        (x,) = run("NPU.my_residual", layer, [x, z], [np.asarray(x, np.float64) + z])
+        if layer == 0:
+            x = route(x)
+    w = rng.standard_normal((WIDTH, 8))
+    (score,) = run("NPU.my_router", 0, [x], [np.asarray(x, np.float64) @ w])
+    chosen = np.argsort(-score, 1)[:, :2].astype(np.int64)
+    run("NPU.my_gate", 0, [score], [np.take_along_axis(score, chosen, 1), chosen])
+    return Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", calls)})
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("kind", ["api", "module"])
+def test_legal_noise_passes(numerics, kind):
+    outcome = bisect(program(kind=kind), program(numerics, kind=kind))
+    assert (outcome.verdict, outcome.findings) == ("pass", [])
+    assert outcome.coverage.by_other_run == 3 * LAYERS + 7
+
+
+def one_row(y):
+    y = y.copy()
+    y[17] = y[18]
+    return y
+
+
+def one_element(y):
+    y = y.copy()
+    y[40, 3] += 3 * np.abs(y).max()
+    return y
+
+
+FAULTS = {
+    "one row": one_row,
+    "one element": one_element,
+    "rolled": lambda y: np.roll(y, 1, 0),
+    "ten percent larger": lambda y: y * np.float32(1.1),
+    "two percent larger": lambda y: y * np.float32(1.02),
+    "transposed": lambda y: y.reshape(WIDTH, TOKENS).T.copy(),
+    "zeros": lambda y: y * 0,
+    "not a number": lambda y: np.where(np.arange(WIDTH) == 5, np.float32("nan"), y),
+}
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+@pytest.mark.parametrize("key", ["NPU.my_mixer.2.forward", "NPU.my_projection.1.forward"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named(name, key, numerics):
+    outcome = bisect(program(), program(numerics, (key, FAULTS[name])))
+    assert outcome.verdict == "diverged"
+    first = outcome.findings[0]
+    assert (first.verdict.key, first.verdict.basis) == (key, "other run")
+    if name in ("one row", "one element") and numerics == "float32":
+        assert first.verdict.element == ({"one row": 17, "one element": 40}[name],)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_what_follows_from_a_flipped_token_is_no_fault(numerics):
+    """The mixer spreads the token's difference to others; nothing computes wrong."""
+    outcome = bisect(program(flip=0), program(numerics, flip=1))
+    assert outcome.findings == []
+    assert outcome.verdict == "inconclusive" or outcome.coverage.enough
+
+
+def test_other_choices_from_equal_inputs_are_a_fault_and_from_own_scores_none():
+    calls = {}
+    for word, turn in (("right", 0), ("wrong", 1)):
+        run = program().ranks[0, 0]
+        gate = run.calls["NPU.my_gate.0.forward"]
+        chosen = np.roll(gate.outputs[1].load(), turn, 0)
+        gate = replace(gate, outputs=[gate.outputs[0], record(chosen, "float32")])
+        calls[word] = Dump(Path("run"), {(0, 0): replace(run, calls={**run.calls, gate.key: gate})})
+    outcome = bisect(calls["right"], calls["wrong"])
+    assert [f.verdict.place for f in outcome.findings] == ["output.1"]
+    close = bisect(
+        program(), program("bfloat16")
+    )  # some tokens choose otherwise, by their own scores
+    assert close.verdict == "pass"
+
+
+def without_values(dump, crc=False, stats=True):
+    def less(v):
+        if not isinstance(v, TensorRecord):
+            return v
+        x = v.load().astype(np.float64)
+        known = Stats(x.max(), x.min(), x.mean(), float(np.linalg.norm(x))) if stats else None
+        mark = f"{zlib.crc32(np.ascontiguousarray(v.load())):08x}" if crc else None
+        return replace(v, read=None, stats=known, crc=mark)
+
+    ranks = {}
+    for place, rank in dump.ranks.items():
+        calls = {
+            k: replace(c, inputs=[*map(less, c.inputs)], outputs=[*map(less, c.outputs)])
+            for k, c in rank.calls.items()
+        }
+        ranks[place] = replace(rank, calls=calls)
+    return Dump(dump.root, ranks)
+
+
+@pytest.mark.parametrize("numerics", NUMERICS)
+def test_statistics_show_a_fault_but_no_pass(numerics):
+    key = "NPU.my_projection.1.forward"
+    right, noisy = without_values(program()), without_values(program(numerics))
+    wrong = without_values(program(numerics, (key, lambda y: y * np.float32(1.5))))
+    assert (bisect(right, noisy).verdict, bisect(right, noisy).findings) == ("inconclusive", [])
+    outcome = bisect(right, wrong)
+    assert (outcome.verdict, outcome.findings[0].verdict.key) == ("diverged", key)
+    assert "by its statistics" in outcome.findings[0].verdict.reason
+
+
+def test_equal_checksums_pass_and_others_are_inconclusive():
+    """Other bits after other inputs say nothing; after equal inputs they do where the runs repeat all other bits."""
+    key = "NPU.my_projection.3.forward"
+    known = {"crc": True, "stats": False}
+    right = without_values(program(), **known)
+    assert bisect(right, without_values(program(), **known)).verdict == "pass"
+    noisy = bisect(right, without_values(program("other sums"), **known))
+    assert (noisy.verdict, noisy.findings) == ("inconclusive", [])
+    wrong = bisect(right, without_values(program(fault=(key, one_row)), **known))
+    assert [f.verdict.key for f in wrong.findings] == [key]
+
+
+def test_uninitialised_memory_is_no_fault():
+    runs = []
+    for seed in (0, 1):
+        x = np.random.default_rng(seed).standard_normal((4, 4)).astype(np.float32)
+        call = Call("Torch.empty_like.0.forward", "api", "Torch.empty_like", 0, Phase.FORWARD, [], {}, [record(x, "float32")])  # fmt: skip
+        runs.append(Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", {call.key: call})}))  # fmt: skip
+    outcome = bisect(*runs)
+    assert (outcome.verdict, outcome.findings) == ("inconclusive", [])
+    assert "uninitialised memory" in next(iter(outcome.unknown))

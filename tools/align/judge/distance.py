@@ -1,0 +1,148 @@
+"""How far two runs' tensors are apart, by the best that both dumps have: values, else checksum, else statistics."""
+
+import math
+import zlib
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from telechat_moe.tools.align.dump import statistics
+from telechat_moe.tools.align.dump.records import Stats, TensorRecord
+from telechat_moe.tools.align.dump.value_files import chunks
+from telechat_moe.tools.align.numerics import einsum
+from telechat_moe.tools.align.operators.approx import Array
+
+_CHUNK = 1 << 20
+_FLOOR = 0.25  # of the mean size of rows: smaller rows are measured against this
+_UNEVEN = 16.0  # largest distance of a row or column over the median
+_FEW = 16  # rows from which on the mean of their scales is known
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a tensor is from the reference's, relative to its size.
+
+    Attributes:
+        rows: By row of the last dimension, in L2; one number where only statistics are known.
+        sizes: L2 norms of the reference's rows.
+        scale: Mean over the rows of the part of their difference that is a scale.
+        spread: Standard deviation of that mean; infinite: not known.
+        most: The largest distance of a row or column.
+        peak: Largest difference of an element, relative to the element and its row, over the root mean square of all.
+        exact: Whether the tensors are known to be equal to the last bit.
+        basis: ``values``, ``statistics`` or ``checksum``.
+    """
+
+    rows: Array
+    sizes: Array
+    scale: float = 0.0
+    spread: float = np.inf
+    most: float = 0.0
+    peak: float = 0.0
+    exact: bool = False
+    basis: str = "values"
+
+    @property
+    def whole(self) -> float:
+        """Root mean square of the rows."""
+        return float(np.sqrt(np.mean(np.square(self.rows)))) if self.rows.size else 0.0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some rows or columns differ much more than most, as of tokens that were routed otherwise."""
+        return bool(self.most > 0 and self.most > _UNEVEN * np.median(self.rows))
+
+
+def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
+    """Return how far a tensor is from the reference's; None: the dumps do not show it, or the sizes differ."""
+    if math.prod(golden.shape) != math.prod(target.shape):
+        return None
+    if golden.read is not None and target.read is not None:
+        return _of_values(golden.load(), target.load())
+    crcs = checksum(golden, target), checksum(target, golden)
+    if None not in crcs and crcs[0] == crcs[1] and golden.dtype == target.dtype:
+        return Distance(np.zeros(1), np.zeros(1), exact=True, basis="checksum")
+    found = _of_statistics(stats_of(golden), stats_of(target), math.prod(golden.shape))
+    if found is None and None not in crcs and golden.dtype == target.dtype:
+        return Distance(np.full(1, np.inf), np.zeros(1), most=np.inf, basis="checksum")
+    return found
+
+
+def checksum(record: TensorRecord, other: TensorRecord) -> str | None:
+    """Return the checksum of a tensor, of the same kind as the other tensor's; None: not known."""
+    if record.crc is not None or record.read is None or other.crc is None:
+        return record.crc
+    if other.crc.startswith("0x"):
+        return None
+    found = 0
+    for _, (part,) in chunks([record.load()], _CHUNK):
+        found = zlib.crc32(part.data, found)
+    return f"{found:08x}"
+
+
+def stats_of(record: TensorRecord) -> Stats | None:
+    """Return the statistics of a tensor, computed where the dump has only values."""
+    if record.stats is not None or record.read is None:
+        return record.stats
+    return statistics.stats(record.load())
+
+
+def _of_values(golden: Array, target: Array) -> Distance:
+    wide = golden.shape[-1] if golden.ndim > 1 else 1
+    y, x = (v.astype(np.float64).reshape(-1, wide) for v in (golden, target))
+    odd = ~(np.isfinite(x) & np.isfinite(y))
+    size = np.linalg.norm(np.where(odd, 0.0, y), axis=1)
+    if np.array_equal(x, y, equal_nan=True):
+        return Distance(np.zeros(len(y)), size, exact=golden.dtype == target.dtype)
+    other = (odd & (x != y) & ~(np.isnan(x) & np.isnan(y))).any(1)
+    x, y = np.where(odd, 0.0, x), np.where(odd, 0.0, y)
+    off = x - y
+    mean = float(np.sqrt(np.mean(np.square(size))))
+    if not mean:
+        rows = np.where(np.any(off != 0, 1) | other, np.inf, 0.0)
+        return Distance(rows, size, most=float(rows.max()))
+    least = mean * max(_FLOOR, wide**-0.5)
+    size = np.maximum(size, least)
+    rows = np.where(other, np.inf, np.linalg.norm(off, axis=1) / size)
+    column = np.maximum(np.linalg.norm(y, axis=0), least * (len(y) / wide) ** 0.5)
+    most = max(float(rows.max()), float((np.linalg.norm(off, axis=0) / column).max()))
+    each = np.abs(off) / (np.abs(y) + size[:, None] / wide**0.5)
+    scale = einsum("ij,ij->i", off, y) / np.square(size)
+    spread = float(np.std(scale)) / len(scale) ** 0.5 if len(scale) >= _FEW else np.inf
+    usual = float(np.sqrt(np.mean(np.square(each))))
+    return Distance(
+        rows, size, float(np.mean(scale)), spread, most, float(each.max()) / (usual or 1.0)
+    )
+
+
+def _of_statistics(golden: Stats | None, found: Stats | None, count: int) -> Distance | None:
+    """Return the distance of extremes, norm and mean, each relative to what it can be at most."""
+    if golden is None or found is None:
+        return None
+    ends = [abs(x) for x in (golden.max, golden.min) if x is not None]
+    sizes = {"max": max(ends, default=0.0), "min": max(ends, default=0.0)}
+    if golden.norm is not None:
+        sizes |= {"norm": golden.norm, "mean": golden.norm / max(1, count) ** 0.5}
+    off = [
+        _relative(a, b, size)
+        for name, size in sizes.items()
+        if (a := getattr(golden, name)) is not None and (b := getattr(found, name)) is not None
+    ]
+    if not off:
+        return None
+    return Distance(np.array([max(off)]), np.zeros(1), most=max(off), basis="statistics")
+
+
+def _relative(a: float, b: float, size: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    return abs(a - b) / size if math.isfinite(a - b) and size else math.inf
+
+
+def differing(golden: TensorRecord, target: TensorRecord) -> Distance | None:
+    """Return which rows of integers differ (1, others 0); None: the dumps do not show it, or the sizes differ."""
+    found = distance(golden, target)
+    if found is None:
+        return None
+    rows = (found.rows > 0).astype(np.float64)
+    return replace(found, rows=rows, most=float(rows.max(initial=0.0)))

@@ -1,0 +1,351 @@
+"""Judge calls that cannot be recomputed by the other run: inputs equal within what their noise allows, outputs not.
+
+The relative distance between the runs is measured, row by row, for the inputs and the outputs of a call. The outputs
+of a correct call answer to the distance of its inputs, times a gain, and to its own rounding; the gain is that of its
+peers (calls of the same operator and widths in the same pair of runs), or else of most of its rows. Rows that an
+operator makes small, compared with what it makes of others forward and backward, may gain more. Beyond :data:`BEYOND`
+times that is a fault: of the whole, of a row, of an element, or of the mean scale of all rows. Where some
+rows or columns differ much more than the rest (tokens that were routed otherwise), an operator that may mix them is
+wrong only beyond what those explain. What lies between, and what would hide a tensor that is altogether wrong, is not
+judged.
+
+Dumps without values get the same rule with what they have: statistics can show a fault, never that there is none;
+equal checksums show that tensors are equal.
+"""
+
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.decisions import explained_by_scores
+from telechat_moe.tools.align.judge.distance import Distance, differing, distance
+from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
+from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.operators import find
+from telechat_moe.tools.align.operators.approx import Array
+
+BEYOND = 8.0
+"""By how much outputs may exceed the expected answer to their inputs' distance."""
+
+GAINS = 1.0, 8.0
+"""The smallest and the largest gain that peers or rows can show."""
+
+VAGUE = 0.35
+"""An allowed relative distance from which on a pass would mean nothing: exchanged rows differ by 1.4."""
+
+_BASIS = "other run"
+_OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
+_ROWS = 32  # from which on rows show a gain
+_CANCELS = 256.0  # the largest gain of a row that an operator makes small
+_PEAK = 40.0  # of an element, relative to the root mean square of all; normal noise has 6
+_OMITTED = 0.05  # share of rows that a pass may leave out
+_REPEATS = 10  # calls with equal inputs from which on it is known whether runs repeat their bits
+_ROUNDINGS = 16.0  # of float32 that a kernel may be off, such as exponentials, besides its sums
+_ROWWISE = frozenset(
+    ("linear", "rms_norm", "layer_norm", "swiglu", "silu", "gelu", "sigmoid", "tanh", "add", "mul")
+)  # operators whose rows do not mix
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How a call answers to its inputs.
+
+    Attributes:
+        given: Distances of its inputs; a backward call's include those of its forward call.
+        made: Distance of each output; None: not known.
+        own: Its own rounding, relative.
+        flow: Distances of what it is given and of what it makes, then the same of its forward call.
+        known: Whether all inputs can be compared.
+    """
+
+    given: list[Distance]
+    made: dict[str, Distance | None]
+    own: float
+    flow: list[tuple[list[Distance], list[Distance]]]
+    known: bool
+
+    @property
+    def same(self) -> bool:
+        """Whether all inputs are known to be equal."""
+        return self.known and all(d.exact for d in self.given)
+
+    @property
+    def gain(self) -> float | None:
+        """Distance of the outputs over that of the inputs; None: not known."""
+        found = [d.whole for d in self.made.values() if d is not None and np.isfinite(d.whole)]
+        came = float(np.sqrt(sum(d.whole**2 for d in self.given)))
+        return max(found) / (came + self.own) if found and self.known else None
+
+    @property
+    def most(self) -> float:
+        """The largest distance of a row or column of the inputs."""
+        return float(np.sqrt(sum(d.most**2 for d in self.given)))
+
+    def conditions(self, made: Distance) -> Array:
+        """Return by how much each row of an output is smaller than what the call makes of other rows at most."""
+        count, most, own = len(made.rows), 0.0, np.ones(1)
+        for given, outputs in self.flow:
+            came = np.sqrt(
+                sum((np.square(_of_rows(d.sizes, count)) for d in given), np.zeros(count))
+            )
+            for d in outputs:
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    factor = np.nan_to_num(_of_rows(d.sizes, count) / came, nan=0.0, posinf=0.0)
+                most = max(most, float(factor.max(initial=0.0)))
+                own = factor if d is made else own
+        with np.errstate(divide="ignore"):
+            return np.clip(most / own, 1.0, _CANCELS) if most else np.ones(count)
+
+    def rows(self, count: int) -> Array:
+        """Return the distance of the inputs for each of so many rows of an output."""
+        total = np.zeros(count)
+        for d in self.given:
+            aligned = d.rows if len(d.rows) == count else d.most if d.uneven else d.whole
+            total = total + np.square(aligned)
+        return np.sqrt(total)
+
+
+@dataclass
+class OtherRun:
+    """Judges calls of a rank by those of the trusted run, which have the same keys."""
+
+    reference: RankDump
+    target: RankDump
+    _answers: dict[str, _Answer] = field(default_factory=dict[str, _Answer])
+
+    def judged(self, call: Call, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """Return the verdicts of a call; where one is "not judged", the other run's answer to it."""
+        theirs = self.reference.calls.get(call.key)
+        unknown = {v.place: v.reason for v in verdicts if v.status == "not judged"}
+        if not unknown or theirs is None:
+            return [*verdicts]
+        made = [place for place, _ in call.made()]
+        whole = next((why for place, why in unknown.items() if not place), "")
+        if whole:
+            unknown = dict.fromkeys(made, whole)
+        found = [v for v in verdicts if v.place and v.place not in {*unknown} & {*made}]
+        found += [
+            self._verdict(call, place, why) for place, why in unknown.items() if place in made
+        ]
+        return found or [*verdicts]
+
+    def _verdict(self, call: Call, place: str, why: str) -> Verdict:
+        answer = self._answer(call.key)
+        made = answer.made.get(place)
+        if not answer.known or made is None:
+            return not_judged(call.key, f"{why}; nor by the other run", place)
+        if answer.same and made.exact:
+            return _passed(call, place)
+        if "empty" in call.name.lower():
+            return not_judged(call.key, f"{why}: uninitialised memory", place)
+        if not is_float(dict(call.tensors())[place].dtype):
+            return self._integers(call, place, answer, made, why)
+        if made.basis == "checksum" and not made.exact:
+            if answer.same and self._repeats:
+                said = "has other bits, though the inputs are equal and other calls give equal bits"
+                return _wrong(call, place, made, made.rows, said)
+            said = "other bits: rounding or a fault, a checksum does not tell"
+            return not_judged(call.key, f"{why}; {place}: {said}", place)
+        return self._floats(call, place, answer, made, why)
+
+    def _integers(
+        self, call: Call, place: str, answer: _Answer, made: Distance, why: str
+    ) -> Verdict:
+        if not made.whole and made.basis == "statistics":
+            return not_judged(
+                call.key, f"{why}; statistics agree, and cannot show that values do", place
+            )
+        if not made.whole:
+            return _passed(call, place)
+        if answer.same:
+            return _wrong(call, place, made, made.rows, "differs, though the inputs are equal")
+        if explained_by_scores(self.reference.calls[call.key], call, place):
+            return _passed(call, place)
+        said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
+        return not_judged(call.key, f"{why}; {place}: {said}, from other inputs", place)
+
+    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance, why: str) -> Verdict:
+        came = answer.rows(len(made.rows))
+        for other, t in call.made():  # rows that chose otherwise
+            d = answer.made.get(other)
+            if d is not None and not is_float(t.dtype) and len(d.rows) == len(came):
+                came = np.where(d.rows > 0, np.inf, came)
+        if made.basis == "statistics":
+            came = np.maximum(came, self._usual[call.key])
+        conditions = answer.conditions(made)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            gains = made.rows / (came + answer.own) / conditions
+            gains = np.nan_to_num(gains, nan=0.0, posinf=np.inf)
+        usual, largest = self._gains(call, gains)
+        uneven = any(d.uneven for d in answer.given) or bool(np.isinf(came).any())
+        worst = came if _rowwise(call, place) else np.maximum(came, answer.most)
+        limit = BEYOND * conditions * (largest * worst + answer.own)
+        beyond = (made.rows > limit) & ((limit < VAGUE) | (made.rows > _OTHER))
+        if beyond.any():
+            ratio = np.where(beyond, gains / BEYOND, 0.0)
+            at = int(np.argmax(ratio))
+            said = f"differs by {made.rows[at]:.2g} of its size, its inputs by {came[at]:.2g}"
+            return _wrong(call, place, made, ratio, said)
+        if np.any(gains > BEYOND * usual):
+            said = "differs more than its inputs do, which may follow from them"
+            return not_judged(call.key, f"{why}; {place} {said}", place)
+        odd = None if uneven else _odd(answer, made)
+        if odd is not None:
+            return _wrong(call, place, made, np.full(len(came), odd[0]), odd[1])
+        if made.basis == "statistics":
+            said = "statistics agree, and cannot show that values do"
+            return not_judged(call.key, f"{why}; {said}", place)
+        if np.mean(BEYOND * conditions * (usual * came + answer.own) > VAGUE) > _OMITTED:
+            said = "inputs differ too much to judge it by the other run"
+            return not_judged(call.key, f"{why}; {said}", place)
+        return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
+
+    def _answer(self, key: str) -> _Answer:
+        if key not in self._answers:
+            ours, theirs = self.target.calls[key], self.reference.calls[key]
+            fed = [_distance(*pair) for pair in _fed(ours, theirs, self.target, self.reference)]
+            given = [d for d in fed if d is not None]
+            golden = dict(theirs.tensors())
+            made = {p: _distance(t, golden.get(p)) for p, t in ours.made()}
+            flow = [(given[: len(ours.given())], [d for d in made.values() if d is not None])]
+            forward = _forward_key(ours)
+            if forward != key and forward in self.target.calls and forward in self.reference.calls:
+                flow += self._answer(forward).flow
+            own, known = _own(ours, theirs), len(given) == len(fed)
+            self._answers[key] = _Answer(given, made, own, flow if known else [], known)
+        return self._answers[key]
+
+    def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
+        """Return the gain that a call usually has, and the largest that it may have."""
+        peers = [k for k in self._peers.get(_kind(call), []) if k != call.key]
+        gains = [g for key in peers if (g := self._answer(key).gain) is not None]
+        if len(gains) > 1:
+            usual = float(np.clip(median(gains), *GAINS))
+            return usual, usual
+        rows = rows[np.isfinite(rows)]
+        most = float(np.clip(np.quantile(rows, 0.9), *GAINS)) if len(rows) >= _ROWS else GAINS[1]
+        return GAINS[0], most
+
+    @cached_property
+    def _peers(self) -> dict[Any, list[str]]:
+        found: dict[Any, list[str]] = {}
+        for key, call in self.target.calls.items():
+            if key in self.reference.calls:
+                found.setdefault(_kind(call), []).append(key)
+        return found
+
+    @cached_property
+    def _repeats(self) -> bool:
+        """Whether the runs repeat each other's bits: nine of ten calls with equal inputs have equal outputs."""
+        answers = [self._answer(k) for k in self.target.calls if k in self.reference.calls]
+        found = [all(d and d.exact for d in a.made.values()) for a in answers if a.same and a.made]
+        return len(found) >= _REPEATS and sum(found) >= 0.9 * len(found)
+
+    @cached_property
+    def _usual(self) -> dict[str, float]:
+        """How far outputs before each call are apart, nine of ten closer; infinite after other choices."""
+        before, usual, flipped = list[float](), dict[str, float](), 0.0
+        for key, call in self.target.calls.items():
+            usual[key] = max(flipped, before[int(0.9 * len(before))] if before else 0.0)
+            if key not in self.reference.calls:
+                continue
+            for place, d in self._answer(key).made.items():
+                chosen = not is_float(dict(call.tensors())[place].dtype)
+                if chosen and (d is None or d.whole):
+                    flipped = np.inf
+                elif d is not None and np.isfinite(d.whole):
+                    insort(before, d.whole)
+        return usual
+
+
+def _odd(answer: _Answer, made: Distance) -> tuple[float, str] | None:
+    """Return what noise does not explain although the distance is small: a scale of all rows, or one element."""
+    scale = BEYOND * made.spread + 4 * sum(abs(d.scale) for d in answer.given) + answer.own
+    if abs(made.scale) > scale:
+        said = f"is larger by {made.scale:.2g} on average, with {scale:.2g} allowed"
+        return abs(made.scale) / scale, said
+    peak = max([_PEAK, *(4 * d.peak for d in answer.given)])
+    if made.peak > peak:
+        said = (
+            f"has an element that differs {made.peak:.3g} times as much as most, {peak:.3g} allowed"
+        )
+        return made.peak / peak, said
+    return None
+
+
+def _passed(call: Call, place: str, ratio: float = 0.0) -> Verdict:
+    size = int(np.prod(dict(call.tensors())[place].shape))
+    return Verdict(call.key, place, "pass", ratio, elements=size, basis=_BASIS)
+
+
+def _wrong(call: Call, place: str, made: Distance, ratio: Array, said: str) -> Verdict:
+    """Return the verdict that a tensor is wrong, by the ratio of each of its rows to what is allowed."""
+    record = dict(call.tensors())[place]
+    ratio = np.nan_to_num(ratio, nan=0.0, posinf=np.inf)
+    at, count = int(np.argmax(ratio)), len(ratio)
+    size, wrong = int(np.prod(record.shape)), int((ratio > 1).sum())
+    shape = record.shape[:-1] if len(record.shape) > 1 else record.shape
+    fits = int(np.prod(shape)) == count > 1
+    row = tuple(int(i) for i in np.unravel_index(at, shape)) if fits else ()
+    where = {True: f"row {list(row)}", False: "it"}[fits and wrong < count]
+    text = f"{place} is not what the other run made: {where} {said}; {wrong} of {count} rows beyond"
+    if made.basis == "statistics":
+        text = f"{place} is not what the other run made: by its statistics it {said}; or a call before it moved values"
+    elements = wrong * size // max(1, count)
+    found = Verdict(call.key, place, "diverged", float(ratio[at]), text, row, elements, size)
+    return replace(found, basis=_BASIS)
+
+
+def _of_rows(sizes: Array, count: int) -> Array:
+    """Return sizes by row: where a tensor has other rows, its size for each of them."""
+    return sizes if len(sizes) == count else np.full(count, np.sqrt(np.mean(np.square(sizes))))
+
+
+def _forward_key(call: Call) -> str:
+    back = call.phase is Phase.BACKWARD
+    return call.key.replace(".backward", ".forward") if back else call.key
+
+
+def _kind(call: Call) -> Any:
+    """Return what peers have in common: operator, phase and widths of their tensors."""
+    return call.name, call.phase, tuple((place, t.shape[-1:]) for place, t in call.tensors())
+
+
+def _rowwise(call: Call, place: str) -> bool:
+    formula = find(call.name)
+    gradient = call.phase is Phase.BACKWARD and place != "output.0"
+    return formula is not None and formula.name in _ROWWISE and not gradient
+
+
+def _distance(mine: TensorRecord, other: TensorRecord | None) -> Distance | None:
+    if other is None or is_float(mine.dtype) != is_float(other.dtype):
+        return None
+    return distance(other, mine) if is_float(mine.dtype) else differing(other, mine)
+
+
+def _fed(
+    ours: Call, theirs: Call, target: RankDump, reference: RankDump
+) -> Iterator[tuple[TensorRecord, TensorRecord | None]]:
+    """Yield what goes into a call in both runs; a backward call is also fed what its forward call was."""
+    calls = [(ours, theirs)]
+    if ours.phase is Phase.BACKWARD:
+        key = _forward_key(ours)
+        mine, other = target.calls.get(key), reference.calls.get(key)
+        calls += [(mine, other)] if mine is not None and other is not None else []
+    for mine, other in calls:
+        golden = dict(other.tensors())
+        yield from ((t, golden.get(place)) for place, t in mine.given())
+
+
+def _own(ours: Call, theirs: Call) -> float:
+    """Return how far a call may be off by its own rounding, relative to its result."""
+    records = [t for call in (ours, theirs) for _, t in call.tensors() if is_float(t.dtype)]
+    unit = max((FLOATS[t.dtype].unit for t in records), default=0.0)
+    longest = max((n for t in records for n in t.shape), default=1)
+    return unit + min(unit, FLOATS["float32"].unit) * (_ROUNDINGS + longest**0.5)
