@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from recorded import calls, rank_dump
 
 from telechat_moe.tools.align.dump.records import Phase
-from telechat_moe.tools.align.judge.replay import replay
+from telechat_moe.tools.align.judge.replay import replay, replay_call
 
 pytestmark = pytest.mark.torch
 
@@ -316,3 +316,62 @@ def test_what_is_not_defined_is_not_judged():
     verdicts = [v for each in replay(rank_dump(found)) for v in each]
     assert {v.status for v in verdicts} == {"not judged"}
     assert "dropout" in verdicts[0].reason
+
+
+def without(found, *names):
+    """Return calls whose record lacks settings, as msprobe's of MindSpore's primitives."""
+    return {
+        key: dataclasses.replace(
+            call, kwargs={k: v for k, v in call.kwargs.items() if k not in names}
+        )
+        for key, call in found.items()
+    }
+
+
+def rms(t, gamma, eps):
+    y = t.float() * (t.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+    return y.to(t.dtype) * gamma
+
+
+def primitive_attention(*args, **kwargs):
+    """MindSpore's primitive, whose last output is the result."""
+    y, *others = npu_fusion_attention(*args, **kwargs)
+    return [*others, y]
+
+
+LACKING = {
+    "eps": ("Primitive.norm.RmsNorm", rms, [x(8, 64), x(64)], {"eps": 1e-6}),
+    "axis": ("Primitive.p.Softmax", lambda t, dim: t.softmax(dim), [x(8, 8, 8)], {"dim": -2}),
+    "transposition": ("Primitive.m.MatMul", lambda a, b, transpose_b: a @ b.T, [x(16, 16), x(16, 16)], {"transpose_b": True}),
+    "heads": (
+        "Primitive.a.FlashAttentionScore",
+        primitive_attention,
+        [x(2, 9, 128), x(2, 9, 128), x(2, 9, 128)],
+        {"head_num": 8, "input_layout": "BSH", "scale": 0.25},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_settings_that_the_dump_lacks_are_inferred(name):
+    operator, function, args, kwargs = LACKING[name]
+    found = without(calls(operator, function, *args, **kwargs), *kwargs)
+    verdicts = [v for each in replay(rank_dump(found)) for v in each]
+    assert {v.status for v in verdicts} == {"pass"}
+    for setting in (f"{k} {v}" for k, v in kwargs.items()):
+        assert all(setting in v.reason.split("inferred: ")[1] for v in verdicts), verdicts
+
+
+def test_a_setting_of_the_target_that_differs_from_the_reference_is_found():
+    small = 0.01 * x(8, 64, grad=False)
+    one, other = (
+        without(calls("Primitive.norm.RmsNorm", rms, small, torch.ones(64), eps=eps), "eps")
+        for eps in (1e-6, 1e-5)
+    )
+    (key,) = one
+    (verdict,) = replay_call(other[key], other[key], one[key])
+    assert verdict.status == "diverged"
+    odd = without(calls("Primitive.norm.RmsNorm", rms, small, torch.ones(64), eps=3e-5), "eps")
+    (verdict,) = replay_call(odd[key], odd[key])
+    assert verdict.status == "not judged"
+    assert "no usual value fits: eps" in verdict.reason

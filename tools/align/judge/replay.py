@@ -6,12 +6,14 @@ reference's settings if there is a reference run; integers must match exactly.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import flat, kind_of
+from telechat_moe.tools.align.judge.inferred import inferred, with_settings
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import Arguments, Formula, find
@@ -41,14 +43,30 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         formula = find(forward.name)
         if formula is None:
             raise NotJudgedError(f"no formula for {forward.name}")
+        known = settings if settings is not None else forward
+        found = _inferred(known, formula)
+        if found:
+            settings = with_settings(known, found)
         if call.phase is not Phase.BACKWARD:
-            return _defined(_forward(call, formula, settings), [call])
-        verdicts = _match(call, *_gradients(call, forward, formula, settings))
-        return _defined(verdicts, [call, forward])
+            verdicts = _defined(_forward(call, formula, settings), [call])
+        else:
+            verdicts = _match(call, *_gradients(call, forward, formula, settings))
+            verdicts = _defined(verdicts, [call, forward])
+        said = ", ".join(f"{name} {value}" for name, value in found.items())
+        return [replace(v, reason=f"{v.reason}; inferred: {said}") if said else v for v in verdicts]
     except (NotJudgedError, LookupError) as error:
         return [not_judged(call.key, str(error))]
     except (ValueError, TypeError, AttributeError, FloatingPointError) as error:
         return [not_judged(call.key, f"arguments do not fit {call.name}: {error}")]
+
+
+def _inferred(known: Call, formula: Formula) -> dict[str, Any]:
+    """Return the settings that a forward call's record lacks, from its result."""
+    given = formula.given(len(known.inputs), known.kwargs)
+    if not formula.guesses.keys() - given:
+        return {}
+    arguments, _ = arguments_of(known, formula)
+    return inferred(formula, arguments, given, list(flat(known.outputs)))
 
 
 def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:

@@ -184,8 +184,14 @@ def _flash_attention_score(a: Arguments) -> Any:
 @primitive(
     "FlashAttentionScore",
     "query key value pse=None drop_mask=None padding_mask=None atten_mask=None prefix=None actual_seq_qlen=None "
-    f"actual_seq_kvlen=None | head_num keep_prob=1.0 scale input_layout sparse_mode=0 pse_type=1 {_LIMITS}",
+    f"actual_seq_kvlen=None | keep_prob=1.0 sparse_mode=0 pse_type=1 {_LIMITS}",
     stores=True,
+    input_layout=lambda a: ("BNSD", "BSND") if len(a.query.shape) == 4 else ("BSH", "SBH", "TND"),
+    head_num=lambda a: sorted(
+        {*a.query.shape[1:-1], *(n for n in (8, 16, 32, 64, 128) if not a.query.shape[-1] % n)}
+    ),
+    sparse_mode=lambda a: (0,) if a.atten_mask is None else (0, 2, 3, 4),
+    scale=lambda a: [w**-0.5 for w in (16, 32, 64, 96, 128, 192, 256)] + [1.0],
 )
 def _primitive_attention(a: Arguments) -> Any:
     y, *others = _ascend_attention(a)

@@ -36,14 +36,13 @@ def loose(x: Approx, argument: Any) -> Approx:
 
 @primitive(
     "MatMul BatchMatMul MatMulExt BatchMatMulExt",
-    "input other transpose_a=None transpose_b=None | transpose_x1=False transpose_x2=False",
+    "input other transpose_a=False transpose_b=False | transpose_x1=False transpose_x2=False",
+    transpose_a=lambda a: (False, True),
+    transpose_b=lambda a: (False, True),
 )
 def _matmul(a: Arguments) -> Any:
     """Compute ``x @ y`` after exchanging the last two dimensions of either if asked."""
     x, y = floating(a.input), floating(a.other)
-    unsaid = a.transpose_a is None and a.transpose_b is None
-    if unsaid and x.shape[-2:] == y.shape[-2:] and x.shape[-1] == x.shape[-2]:
-        raise NotJudgedError("the dump does not say whether square matrices are transposed")
     return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
 
 
@@ -184,14 +183,18 @@ def _add_n(a: Arguments) -> Any:
     return concatenate([floating(p).reshape(1, *floating(p).shape) for p in parts], 0).sum(0)
 
 
-@primitive("Softmax SoftmaxExt", "input dim=-1", stores=True)
+def _axes(a: Arguments) -> range:
+    return range(-1, -len(floating(a.input).shape) - 1, -1)
+
+
+@primitive("Softmax SoftmaxExt", "input dim=-1", stores=True, dim=_axes)
 def _softmax(a: Arguments) -> Any:
     x = floating(a.input)
     dim = a.dims(len(x.shape))[0]
     return loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
 
 
-@primitive("LogSoftmax LogSoftmaxExt", "input dim=-1", stores=True)
+@primitive("LogSoftmax LogSoftmaxExt", "input dim=-1", stores=True, dim=_axes)
 def _log_softmax(a: Arguments) -> Any:
     x = floating(a.input)
     # The error of exp is relative, that of its logarithm absolute.

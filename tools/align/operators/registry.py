@@ -6,8 +6,8 @@ integers and booleans, which must be exact.
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,7 @@ class Formula:
         compute: The formula.
         exact: Whether the result consists of the inputs' values (moves, comparisons) and is only rounded to its type.
         stores: Whether programs compute it in several kernels, which round intermediate results to the tensor's type.
+        guesses: Usual values of settings that dumps may lack, by name and from the other arguments.
     """
 
     name: str
@@ -81,6 +82,17 @@ class Formula:
     compute: Callable[["Arguments"], Sequence[Output]]
     exact: bool = False
     stores: bool = False
+    guesses: Mapping[str, Callable[["Arguments"], Sequence[Any]]] = field(
+        default_factory=dict[str, Any]
+    )
+
+    def given(self, positional: int, names: Iterable[str]) -> set[str]:
+        """Return the names of arguments, from the number of the positional ones and the names of the others."""
+        return {*self.signature[:positional], *(self._own(name) for name in names)}
+
+    def _own(self, name: str) -> str:
+        known = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
+        return name if name in known else SAME_NAME.get(name, name)
 
     def bind(self, positional: Sequence[Any], named: dict[str, Any]) -> "Arguments":
         """Return the arguments by name.
@@ -100,9 +112,9 @@ class Formula:
                 raise NotJudgedError(
                     f"{self.name} takes {len(self.signature)} arguments, the dump has {len(positional)}"
                 )
-        known = {name.lstrip("*") for name in self.signature} | set(self.defaults)
+        known = {n.lstrip("*") for n in self.signature} | set(self.defaults) | set(self.guesses)
         for name, value in named.items():
-            own = name if name in known else SAME_NAME.get(name, name)
+            own = self._own(name)
             if own not in known and value is not None:
                 raise NotJudgedError(f"{self.name}: argument {name!r} is not known")
             values[own] = value
@@ -140,10 +152,11 @@ _PRIMITIVES: dict[str, Formula] = {}
 
 
 Computes = Callable[[Arguments], Any]
+Guess = Callable[[Arguments], Sequence[Any]]
 
 
 def op(
-    names: str, signature: str, exact: bool = False, stores: bool = False
+    names: str, signature: str, exact: bool = False, stores: bool = False, **guesses: Guess
 ) -> Callable[[Computes], Computes]:
     """Register a formula, which returns one output or a list of them.
 
@@ -152,10 +165,11 @@ def op(
         signature: Positional arguments, ``|``, arguments given only by name; ``name=value`` for a default.
         exact: See :class:`Formula`.
         stores: See :class:`Formula`.
+        guesses: See :class:`Formula`.
     """
 
     def register(function: Computes) -> Computes:
-        formula = _formula(function, names.split()[0], signature, exact, stores)
+        formula = _formula(function, names.split()[0], signature, exact, stores, guesses)
         _FORMULAS.update((_plain(name), formula) for name in names.split())
         return function
 
@@ -163,13 +177,13 @@ def op(
 
 
 def primitive(
-    names: str, signature: str, exact: bool = False, stores: bool = False
+    names: str, signature: str, exact: bool = False, stores: bool = False, **guesses: Guess
 ) -> Callable[[Computes], Computes]:
     """Register a formula under the exact names of MindSpore primitives; see :func:`op`."""
 
     def register(function: Computes) -> Computes:
         for name in names.split():
-            _PRIMITIVES[name] = _formula(function, name, signature, exact, stores)
+            _PRIMITIVES[name] = _formula(function, name, signature, exact, stores, guesses)
         return function
 
     return register
@@ -186,7 +200,14 @@ def ops(
         register(names, signature, exact)(function)
 
 
-def _formula(function: Computes, name: str, signature: str, exact: bool, stores: bool) -> Formula:
+def _formula(
+    function: Computes,
+    name: str,
+    signature: str,
+    exact: bool,
+    stores: bool,
+    guesses: Mapping[str, Guess],
+) -> Formula:
     positional = signature.partition("|")[0]
     items = [item.partition("=") for item in signature.replace("|", " ").split()]
     defaults = {key: ast.literal_eval(value) for key, equals, value in items if equals}
@@ -196,7 +217,7 @@ def _formula(function: Computes, name: str, signature: str, exact: bool, stores:
         result = function(arguments)
         return result if is_list(result) else [result]
 
-    return Formula(name, order, defaults, compute, exact, stores)
+    return Formula(name, order, defaults, compute, exact, stores, guesses)
 
 
 def find(call_name: str) -> Formula | None:
