@@ -296,7 +296,7 @@ def read(found: Any) -> Problem:
         weights=(tuple(c["weights"][0]), tuple(c["weights"][1])),
         **{name: tuple(c[name]) for name in ("memory", "buffer")},
         most=tuple(map(math.floor, c["highest"])),
-        **{name: c[name] for name in ("send", "held")},
+        **{name: np.array(c[name]).item() for name in ("send", "held")},  # or a list of one
         rest=Rest(
             **{name: c[name] for name in ("base", "start", "exposed")},
             **{name: tuple(c[name]) for name in ("reduce", "update", "hides")},
