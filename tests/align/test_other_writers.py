@@ -185,3 +185,68 @@ def test_a_native_dump_is_read_by_every_verb(tmp_path, capsys):
     for verb in (["replay", path], ["bisect", path, path]):
         assert main(["align", *map(str, verb)]) == 4
     assert "inconclusive" in capsys.readouterr().out
+
+
+def test_stacks_of_older_files_are_read(golden, tmp_path):
+    """Older files have the stack of each call, newer ones the calls of each stack."""
+    root = write(tmp_path / "old")
+    (root / "step0/rank0/stack.json").write_text(
+        json.dumps({KEY: ["File a.py, line 3", "File b.py"]})
+    )
+    assert msprobe.read(root).ranks[0, 0].calls[KEY].stack == ("File a.py, line 3", "File b.py")
+    (root / "step0/rank0/stack.json").write_text(json.dumps({KEY: {"File a.py": 3}}))
+    with pytest.raises(BadInputError, match=r"\[\[keys\], \[lines\]\] or \[lines\] expected"):
+        _ = msprobe.read(root).ranks[0, 0]
+
+
+def test_one_script_in_two_frameworks_needs_no_map(tmp_path, capsys):
+    """MSAdapter's dumps say mindtorch and have torch's names."""
+    says = {
+        name: lambda d, name=name: {**d, "framework": name} for name in ("pytorch", "mindtorch")
+    }
+    pair = [str(write(tmp_path / name, change=change)) for name, change in says.items()]
+    assert main(["align", "bisect", *pair]) == 0
+    assert "pass: " in capsys.readouterr().out
+
+
+def test_statistics_of_real_dumps_name_a_fault(tmp_path):
+    """Real statistics with noise: the outputs of one call, and all that have the same values, are 10 % larger."""
+    import dumps
+
+    root = dumps.unpack("torch_statistics_L1", tmp_path)
+    path = next(root.rglob("dump.json"))
+    content, rng = json.loads(path.read_text()), np.random.default_rng(0)
+    names = ("Max", "Min", "Mean", "Norm")
+
+    def tensors(value):
+        if isinstance(value, dict) and "Norm" in value:
+            yield value
+        for item in (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        ):
+            yield from tensors(item)
+
+    def changed(fault):
+        copy, begun, old, noise = json.loads(json.dumps(content)), False, None, {}
+        for key, entry in copy["data"].items():
+            if key == fault:
+                old = [next(tensors(entry["output"]))[n] for n in names]
+            for tensor in tensors(entry if begun or key != fault else entry["output"]):
+                values = [tensor[n] for n in names]
+                if None in values or "int" in tensor["dtype"] or isinstance(values[0], bool):
+                    continue
+                factor = 1.1 if old == values else 1.0
+                factor *= noise.setdefault(tuple(values), 1 + 1e-6 * rng.standard_normal())
+                tensor |= {n: x * factor for n, x in zip(names, values, strict=True)}
+            begun = begun or key == fault
+        shutil.copytree(path.parent, tmp_path / "changed", dirs_exist_ok=True)
+        (tmp_path / "changed" / "dump.json").write_text(json.dumps(copy))
+        return bisect(msprobe.read(root), msprobe.read(tmp_path / "changed"))
+
+    assert (changed(None).verdict, changed(None).findings) == ("inconclusive", [])
+    able = [k for k, e in content["data"].items() if k.endswith("forward") and any(
+        "float" in t["dtype"] and t["Norm"] for t in tensors(e["output"])
+    )]  # fmt: skip
+    found = [(key, [f.verdict.key for f in changed(key).findings][:1]) for key in able]
+    assert len(able) >= 10
+    assert sum([key] == named for key, named in found) >= 0.9 * len(able), found

@@ -427,17 +427,19 @@ def _parents(path: Path, root: Path) -> dict[str, str | None]:
 
 
 def _stacks(path: Path, root: Path) -> dict[str, tuple[str, ...]]:
+    """Return the call stack of each call; older files have one for each key, others one for all calls that share it."""
     found: dict[str, tuple[str, ...]] = {}
     for key, group in _optional(path, root).items():
         try:
-            keys, lines = group
+            lone = is_list(group) and all(isinstance(line, str) for line in group)
+            keys, lines = ([key], group) if lone else group
             if isinstance(lines, str):
                 lines = [lines]
             if not all(isinstance(x, str) for x in [*keys, *lines]):
                 raise TypeError
         except (TypeError, ValueError):
             raise BadInputError(
-                f"{path}: key {short(key)}: [[keys], [lines]] expected, found {short(group)}"
+                f"{path}: key {short(key)}: [[keys], [lines]] or [lines] expected, found {short(group)}"
             ) from None
         found.update(dict.fromkeys(keys, tuple(lines)))
     return found
