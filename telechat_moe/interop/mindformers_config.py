@@ -51,7 +51,7 @@ def recipe_of(config: Any) -> Recipe:
         config: ``MindFormerConfig`` before training begins: MindFormers changes batch sizes and degrees in it later.
 
     Raises:
-        RecipeError: A key is unknown, a value wrong, or values do not fit together; all are listed.
+        RecipeError: A key is unknown, a value wrong or without effect, or values do not fit together; all are listed.
     """
     given = _plain(config)
     if not (given.get("monitor_config") or {}).get("monitor_on"):
@@ -62,7 +62,7 @@ def recipe_of(config: Any) -> Recipe:
             section = section.get(part) or {}
         for key in keys:
             section.pop(key, None)
-    return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME)
+    return loads(yaml.safe_dump(given, allow_unicode=True), name=NAME, use="mindformers")
 
 
 def _plain(value: Any) -> Any:

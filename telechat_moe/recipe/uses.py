@@ -39,8 +39,11 @@ _GRAPH = re.compile(
     r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
 )
 """Beginnings of keys that decide a rank's graph; the others belong to the run."""
-_IN_PLUGIN = ("model.", "recompute_config.", "swap_config.")
-"""Sections that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
+_IN_PLUGIN = re.compile(
+    r"(model|recompute_config|swap_config)(\.|$)"
+    r"|telechat_moe\.(moe_|operators|sharding|weight_decay_exclude)"
+)
+"""Keys that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
 
 
 def use_of(recipe: Recipe) -> Use:
@@ -122,8 +125,9 @@ def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iter
 
 
 def decides(use: Use, key: str) -> bool:
-    """Return whether a key decides what our trainer, or the graph that is compiled for a `dryrun`, does."""
-    return use == "train" or _GRAPH.match(key) is not None
+    """Return whether a key decides what our code does: the trainer, the compiled graph, our model in MindFormers."""
+    pattern = {"dryrun": _GRAPH, "mindformers": _IN_PLUGIN}.get(use)
+    return pattern is None or pattern.match(key) is not None
 
 
 def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
@@ -132,10 +136,12 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
     if use == "mindformers":
         yield from _never_read(recipe)
+    if plugin:
+        yield from _only_ours(recipe)
 
     def judged(key: str) -> bool:
         if use == "mindformers":
-            return plugin and key.startswith(_IN_PLUGIN)
+            return plugin and decides(use, key)
         if key.startswith("model.model_config.") and not isinstance(
             recipe.model.model_config, ModelConfig
         ):
@@ -152,10 +158,29 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
         elif use == "mindformers" and not plugin and _is_ours(one):
             found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
             yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
-    if use != "mindformers":
-        for found in without_effect(recipe, compiled=use == "dryrun"):
-            if judged(found[0]):
-                yield found
+    for found in without_effect(recipe, compiled=use == "dryrun"):
+        if judged(found[0]):
+            yield found
+
+
+def _only_ours(recipe: Recipe) -> Iterator[Broken]:
+    """Yield what `telechat-moe train` does besides the steps, and MindFormers' trainer does not."""
+    own, layers = recipe.telechat_moe, recipe.model.model_config.num_nextn_predict_layers or 0
+    if layers > 1:
+        key = "model.model_config.num_nextn_predict_layers"
+        yield key, f"{layers}, which MindFormers' monitors do not know", "0 or 1"
+    asked = {
+        "evaluation.interval": own.evaluation.interval or None,
+        "saving.max_failed": own.saving.max_failed or None,
+        "sample": own.sample and "a section",
+        "loss_guard": own.loss_guard and "a section",
+        "resume_data": own.resume_data if own.resume_data != "same" else None,
+        "max_skipped_steps": own.max_skipped_steps if own.max_skipped_steps != 10 else None,
+    }
+    for key, value in asked.items():
+        if value is not None:
+            found = f"{value}, which `telechat-moe train` does and MindFormers' trainer does not"
+            yield f"telechat_moe.{key}", found, "0" if key == "evaluation.interval" else "remove it"
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:
@@ -173,8 +198,8 @@ def _never_read(recipe: Recipe) -> Iterator[Broken]:
 
 def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:
     """Yield what is known of MindFormers' reading of each key of the file, the sections of our plug-in's model left out."""
-    ours = _IN_PLUGIN if recipe.trainer.type == OUR_TRAINER else ()
-    given = {key: value for key, value in recipe.given.items() if f"{key}." not in ours}
+    ours = recipe.trainer.type == OUR_TRAINER
+    given = {k: v for k, v in recipe.given.items() if not (ours and _IN_PLUGIN.match(k))}
     for found in judge(given, recipe.model.model_config.model_type):
         entry = locate(recipe.tree, found.key) if recipe.tree else None
         origin = entry.node.origin if entry else ""  # a file or --set, else who filled it in

@@ -19,6 +19,8 @@ needs_mindformers = [
     ),
 ]
 TINY = "telechat3_moe/pretrain_tiny.yaml"
+WITHOUT = ["telechat_moe={}"]
+"""Without what MindFormers' trainer does not do."""
 ACCUMULATE = [
     "runner_config.gradient_accumulation_steps=2",
     "callbacks.1.gradient_accumulation_steps=2",
@@ -87,7 +89,7 @@ class TestConfigurationRoundTrip:
         from mindformers import MindFormerConfig
         from mindformers.core.parallel_config import build_parallel_config
 
-        given = load(name).given
+        given = load(name, WITHOUT).given
         path = tmp_path / "recipe.yaml"
         path.write_text(yaml.safe_dump(given))
         read = MindFormerConfig(str(path))
@@ -106,7 +108,7 @@ class TestConfigurationRoundTrip:
         from mindformers import MindFormerConfig
 
         path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(load(TINY).given))
+        path.write_text(yaml.safe_dump(load(TINY, WITHOUT).given))
         read = MindFormerConfig(str(path))
         read.model.model_config["num_expert_per_tok"] = 4
         read.optimizer.weight_decay = 0.2
@@ -116,6 +118,9 @@ class TestConfigurationRoundTrip:
             config.recipe_of(read)
         del read.model.model_config["num_expert_per_tok"]
         assert config.recipe_of(read).optimizer.weight_decay == 0.2
+        read.telechat_moe["evaluation"] = {"interval": 4}
+        with pytest.raises(TelechatMoeError, match=r"evaluation.interval: 4, which"):
+            config.recipe_of(read)
 
 
 @pytest.mark.mindspore

@@ -6,6 +6,7 @@ names (`acts`; else in a plain recipe). Where a use reads the key, they change w
 they change nothing.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -187,4 +188,52 @@ def test_a_value_acts_or_is_refused(
             f"{use}: {key}{fault}" for key in keys for fault in faults(key, base, use, once, acted)
         ]
     wrong += [f"{key}: acts nowhere" for key in keys if reads(key, "train") and key not in acted]
+    assert not wrong, "\n".join(wrong)
+
+
+LEFT = {
+    **dict.fromkeys(
+        ("Corpus.paths", "Corpus.valid_fraction", "Corpus.tokenizer"), "of `data build`"
+    ),
+    **dict.fromkeys(("Evaluation.batches", "Evaluation.data_path"), "evaluation is off"),
+    "Saving.background": "MindFormers goes by async_save alone, as docs/checkpoints.md says",
+}
+"""Keys of our own section that ask for nothing in MindFormers."""
+
+
+@pytest.mark.slow
+@pytest.mark.mindformers
+def test_through_mindformers(base: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What MindFormers leaves to our model acts on it or is refused; all else reaches MindFormers, or is refused."""
+    pytest.importorskip("mindformers", reason="mindformers is not installed")
+    folder = Path(base["output_dir"]).parent
+    monkeypatch.chdir(folder)
+    key_effects.patch(monkeypatch)
+    given = copy.deepcopy(base)
+    given["telechat_moe"] |= {"evaluation": {"interval": 0}, "sample": None}
+    given["context"]["device_target"] = "Ascend"
+    before, wrong = key_effects.received(given, folder), list[str]()
+    for key in KEYS:
+        if decides("mindformers", key.place):
+            wrong += [
+                f"{key}{fault}"
+                for fault in faults(key, given, "mindformers", key_effects.in_mindformers, set())
+            ]
+            continue
+        place = in_setting(given, key.acts[0] if key.section_is_absent(given) else "")
+        plain = before if place == given else key_effects.received(place, folder)
+        values = tried(key.field, value_of(place, key))[:2]
+        taken: list[object] = []
+        for value in values:
+            made = with_value(place, key, value)
+            found = judge(made, "mindformers")
+            if not isinstance(found, list):
+                taken.append(value)
+                if key_effects.received(made, folder) != plain:
+                    break
+            elif not refuses(found, key.place, value):
+                wrong.append(f"{key}={value!r}: refused as {found[0]}")
+        else:
+            if taken and str(key) not in LEFT:
+                wrong.append(f"{key}={taken}: does not reach MindFormers")
     assert not wrong, "\n".join(wrong)

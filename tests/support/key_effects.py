@@ -15,11 +15,13 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
+import yaml
 from mindspore import Parameter, Tensor, communication, ops
 
 from telechat_moe.cli.data import _settings
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import TelechatMoeError
+from telechat_moe.interop.mindformers_config import check_decay
 from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding import recipe as sharded
@@ -141,7 +143,7 @@ def describe(cell: Any) -> list[Any]:
     """Return names, settings and parameters of a built cell and of all below it."""
     found: list[Any] = []
     for name, one in cell.cells_and_names():
-        values = {k: _plain(v) for k, v in vars(one).items() if k != "_create_time"}
+        values = {k: _plain(v) for k, v in list(vars(one).items()) if k != "_create_time"}
         flags = one.get_flags() if hasattr(one, "get_flags") else {}
         found.append((name, type(one).__name__, {k: v for k, v in values.items() if v}, flags))
     for p in cell.get_parameters():
@@ -255,3 +257,31 @@ def patch(patch: Any) -> None:
     choose = lambda self, step: FakeSaver.said.append(("back to", step)) or ""  # noqa: E731
     patch.setattr(checkpoints.RunCheckpoints, "_choose_before", choose)
     patch.setattr(communication, "create_group", lambda *_: None)
+
+
+def received(given: dict[str, Any], folder: Path) -> str:
+    """Return the configuration that MindFormers makes of a recipe, the settings of our model left out."""
+    from mindformers import MindFormerConfig
+
+    path = folder / "given.yaml"
+    given = {k: v for k, v in given.items() if k != "telechat_moe"}  # MindFormers drops it
+    path.write_text(yaml.dump(given, Dumper=yaml.CSafeDumper))
+    try:
+        return repr(MindFormerConfig(str(path)))
+    except (KeyError, TypeError, ValueError) as error:  # it reads the key, and refuses the value
+        return str(error)
+
+
+def in_mindformers(recipe: Recipe) -> str:
+    """Return our model in MindFormers' trainer, as text."""
+    from telechat_moe.interop import mindformers_model as plugin
+
+    split = plugin.is_split(recipe)
+    try:
+        model = plugin.TelechatMoeForCausalLM(plugin.TelechatMoeConfig(recipe=recipe))
+        check_decay(recipe, {p.name: len(p.shape) for p in model.trainable_params()})
+        if not split:
+            model.initialize(recipe.seed)
+    except TelechatMoeError as error:
+        return str(error)
+    return re.sub(r" at 0x\w+", "", repr([model.transformer_config, describe(model)]))

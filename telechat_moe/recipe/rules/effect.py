@@ -187,8 +187,9 @@ def block_rows(r: Recipe, compiled: bool) -> Iterator[Broken]:
 def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Fused attention, ours and Ascend's, has its softmax in float32."""
     m, backends = r.model.model_config, r.telechat_moe.operators
+    ascend = compiled or r.context.device_target != "CPU"
     plain = (backends.attention or backends.default) == "plain" or r.devices > 1
-    if m.softmax_compute_dtype not in ("float32", "fp32", None) and (compiled or not plain):
+    if m.softmax_compute_dtype not in ("float32", "fp32", None) and (ascend or not plain):
         found = f"{m.softmax_compute_dtype} with fused attention, whose softmax is in float32"
         yield (
             "model.model_config.softmax_compute_dtype",
@@ -235,13 +236,14 @@ def balance(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 def operators(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """The graphs of several processes are made of plain operators, those for Ascend of its own or plain ones."""
-    if r.devices == 1 and not compiled:
+    ascend = compiled or r.context.device_target != "CPU"
+    if r.devices == 1 and not ascend:
         return
     many = f"on {r.devices} processes, which run plain operators"
     for key, value in _changed(f"{OWN}operators", r.telechat_moe.operators):
         if value in ("fused", "True"):
             yield (
                 key,
-                f"{value} {'in a graph for Ascend' if compiled else many}",
+                f"{value} {'in a graph for Ascend' if ascend else many}",
                 "remove it" if value == "True" else "plain or auto",
             )
