@@ -100,3 +100,14 @@ def test_long_sums(kind, order):
 def test_rounding_of_programs_is_that_of_the_tool(dtype):
     x = np.random.default_rng(0).standard_normal(10_000).astype(np.float32) * 100
     assert np.array_equal(narrow(x, dtype), round_to(x, dtype).astype(np.float32))
+
+
+def test_terms_that_are_equal_once_stored_round_alike():
+    """Losses of about log 16 are one number in float16; added up in it one by one, all sums are rounded one way."""
+    terms = np.log(16) + 1e-7 * np.random.default_rng(0).standard_normal(512)
+    total = np.float64(0)
+    for term in round_to(terms, "float16"):
+        total = round_to(total + term, "float16")
+    allowed = Approx(terms, "float16", "float16").sum()
+    assert abs(total - allowed.value) <= allowed.bound("float16")
+    assert abs(total * 1.5 - allowed.value) > allowed.bound("float16")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.numerics import FLOATS, Array, spacing
+from telechat_moe.tools.align.numerics import FLOATS, Array, round_to, spacing
 from telechat_moe.tools.align.operators.rounding_errors import (
     ROUNDING,
     Axes,
@@ -324,7 +324,8 @@ class Approx:
         squares = np.square(self.value).sum(axis, keepdims=True)
         count = self.value.size // max(value.size, 1)
         shape, kind = self.shape, FLOATS[self.accumulated]
-        same, walk = alike(self.value, axis), walk_along(self.value, axis)
+        terms = round_to(self.value, self.stored)  # what is nearly equal is equal once it is stored
+        same, walk = alike(terms, axis), walk_along(self.value, axis)
         own = sum_errors(value, squares, count, kind, same, walk)
         missed = lost(self.value, value, squares, axis, kind.unit)
         own = np.hypot(own[0], np.minimum(missed, own[1])), own[1]
