@@ -469,6 +469,8 @@ def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ran
     if finding.family != "unknown":
         return finding
     family, evidence = family_of(wrong)
+    if finding.verdict.basis == "other run" and not evidence:
+        evidence = "no formula says what it should be"
     return replace(finding, family=family, evidence=evidence, residual=residual(wrong))
 
 

@@ -22,9 +22,9 @@ SHARED = "shared tensors"
 """In place of a phase: the tensors that two runs of other layouts or frameworks must both have."""
 
 _ADVICE = {
+    r"were not dumped|no values|statistics|checksum": "values: msprobe's task `tensor` instead of `statistics`",
+    r"inputs differ too much|may follow from them": "the same step with the same routing, or with weights and all arguments",
     r"no formula for": "values of this call in both runs (msprobe: task `tensor`), to judge it by the other run",
-    r"values of this tensor were not dumped|no values": "values: msprobe's task `tensor` instead of `statistics`",
-    r"statistics|checksum|fingerprint": "values: msprobe's task `tensor` instead of `statistics`",
     r"argument '(weight|gamma|bias|other|mat2)'": "weights: msprobe's level `L1` or `mix`, which records all arguments",
     r"argument '\w+' is not in the dump": "all arguments of this call: msprobe's level `L1` or `mix`",
     r"forward call is not in the dump": "the forward pass of the same step, with the backward pass",
@@ -102,7 +102,11 @@ class Coverage:
     def lacks(self) -> str:
         """Return in words which phases were judged too little for a pass; empty: none."""
         if not any(s.judged_calls for s in self.shares.values()):
-            return "not a single tensor could be judged"
+            agree = sum(
+                calls for why, (calls, _) in self.reasons.items() if "statistics agree" in why
+            )
+            said = f"; statistics of {agree:,} agree, which does not show that values do"
+            return "not a single tensor could be judged" + (said if agree else "")
         few = [f"{_said(name, s)}" for name, s in self.shares.items() if s.least < ENOUGH]
         return f"{'; '.join(few)}; a pass needs {ENOUGH:.0%} of both" if few else ""
 
