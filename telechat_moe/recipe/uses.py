@@ -21,13 +21,14 @@ from telechat_moe.recipe.schema.table import is_made
 from telechat_moe.recipe.tree import locate
 from telechat_moe.versions import MINDFORMERS
 
-Use = Literal["train", "dryrun", "mindformers", "written"]
+Use = Literal["train", "dryrun", "mindformers", "plan", "written"]
 """What a recipe is for; `written`: what its trainer and its device say."""
 
 OUR_TRAINER = "TelechatMoeTrainer"
 USES: dict[Use, str] = {
     "train": "`telechat-moe train`",
     "dryrun": "`telechat-moe dryrun`",
+    "plan": "`telechat-moe plan`",
     "mindformers": f"the model of `{OUR_TRAINER}`",
 }
 _GRAPH = re.compile(
@@ -126,7 +127,9 @@ def _written(at: str, section: Any, given: dict[str, Any], theirs: bool) -> Iter
 
 def decides(use: Use, key: str) -> bool:
     """Return whether a key decides what our code does: the trainer, the compiled graph, our model in MindFormers."""
-    pattern = {"dryrun": _GRAPH, "mindformers": _IN_PLUGIN}.get(use)
+    if use == "plan" and key.endswith(".optimizer_level"):
+        return False  # it prices every level, of which our graph has one
+    pattern = {"dryrun": _GRAPH, "plan": _GRAPH, "mindformers": _IN_PLUGIN}.get(use)
     return pattern is None or pattern.match(key) is not None
 
 
@@ -158,7 +161,7 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
         elif use == "mindformers" and not plugin and _is_ours(one):
             found = f"{_text(one.value)}, a setting of this package, which MindFormers drops"
             yield one.key, found, f"trainer.type {OUR_TRAINER}, or remove it"
-    for found in without_effect(recipe, compiled=use == "dryrun"):
+    for found in without_effect(recipe, compiled=use in ("dryrun", "plan")):
         if judged(found[0]):
             yield found
 

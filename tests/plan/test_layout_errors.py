@@ -15,6 +15,12 @@ NOWHERE = "/no/such/folder/out.yaml"
     ("recipe", "options", "code", "said"),
     [
         (TINY, "--devices 0", 2, "--devices 0"),
+        (
+            TINY,
+            "--devices 4 --set model.model_config.attention_dropout=0.1",
+            3,
+            "dropout: 0.1, a set",
+        ),
         (TINY, "--devices 4 --top 0", 2, "--top 0"),
         (TINY, "--devices 4 --pick 0", 2, "--pick 0"),
         (TINY, "--devices 4 --pick 999 --out out.yaml", 2, "layouts were found"),

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models
 
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.ops.select import OPERATORS
-from telechat_moe.recipe import load
+from telechat_moe.recipe import Recipe, load
 from telechat_moe.recipe.uses import Use, decides
 from telechat_moe.recipe.weights import weights
 from telechat_moe.train import preflight
@@ -108,9 +108,9 @@ NEUTRAL = {
 
 
 def faults(
-    key: Key, base: dict[str, Any], use: Use, effect: Effect, acted: set[Key]
+    key: Key, base: dict[str, Any], use: Use, effect: Effect, acted: dict[Key, Any]
 ) -> Iterator[str]:
-    """Yield what is wrong with how a use takes a key; add it to those that act."""
+    """Yield what is wrong with how a use takes a key; add recipes that it makes different to those that act."""
     setting, values = key.acts
     names = {"", setting} if reads(key, use) else {""}
     for name in {setting} if key.section_is_absent(base) else names:
@@ -132,7 +132,7 @@ def faults(
             elif isinstance(before, list) or effect(found) != effect(before):
                 if not reads(key, use):
                     yield f"{told}: acts, which the schema denies"
-                acted.add(key)
+                acted[key] = before, found
                 idle.clear()
                 if not chosen:  # of values that were made up one is enough
                     break
@@ -174,7 +174,7 @@ def test_a_value_acts_or_is_refused(
     key_effects.patch(monkeypatch)
     wrong: list[str] = []
     keys = [k for k in KEYS if k.path == path and tried(k.field, k.field.default)]
-    acted: set[Key] = set()
+    acted: dict[Key, Any] = {}
     for use, effect in USES.items():
         known: dict[str, str] = {}
 
@@ -189,6 +189,24 @@ def test_a_value_acts_or_is_refused(
         ]
     wrong += [f"{key}: acts nowhere" for key in keys if reads(key, "train") and key not in acted]
     assert not wrong, "\n".join(wrong)
+
+
+ONLY_COMPILING = ("Context.max_call_depth",)
+"""Keys of which the compiler reads the value and the graph holds nothing."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", [key for key in KEYS if reads(key, "dryrun")], ids=str)
+def test_the_compiled_graph_is_another(key: Key, base: dict[str, Any]) -> None:
+    acted: dict[Key, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(base["output_dir"]).parent)
+        key_effects.patch(patch)
+        list(faults(key, base, "dryrun", key_effects.compiled, acted))
+    if key in acted and isinstance(acted[key][0], Recipe) and str(key) not in ONLY_COMPILING:
+        before, found = acted[key]
+        graph, last = key_effects.graph, min(before.devices, found.devices) - 1
+        assert any(graph(before, rank) != graph(found, rank) for rank in {0, last})
 
 
 LEFT = {
@@ -217,7 +235,7 @@ def test_through_mindformers(base: dict[str, Any], monkeypatch: pytest.MonkeyPat
         if decides("mindformers", key.place):
             wrong += [
                 f"{key}{fault}"
-                for fault in faults(key, given, "mindformers", key_effects.in_mindformers, set())
+                for fault in faults(key, given, "mindformers", key_effects.in_mindformers, {})
             ]
             continue
         place = in_setting(given, key.acts[0] if key.section_is_absent(given) else "")

@@ -17,6 +17,7 @@ import mindspore as ms
 import numpy as np
 import yaml
 from mindspore import Parameter, Tensor, communication, ops
+from mindspore.train.mind_ir_pb2 import ModelProto
 
 from telechat_moe.cli.data import _settings
 from telechat_moe.data import Loader, open_recipe
@@ -243,6 +244,23 @@ def _placed(recipe: Recipe, target: str) -> str:
 
 
 _PLACED: dict[str, str] = {}
+
+
+def graph(recipe: Recipe, rank: int) -> str:
+    """Return a hash of the compiled graph of a rank."""
+    key = f"{rank} {recipe!r}"
+    if key not in _GRAPHS:
+        (graph,) = rank_graph.compile_recipe(recipe, [rank])
+        model = ModelProto.FromString(_ONCE.sub(lambda m: b"0" * len(m[0]), graph.mindir))
+        parts = sorted(p.SerializeToString() for p in model.primitives)  # written in any order
+        del model.primitives[:]
+        _GRAPHS[key] = hashlib.sha256(b"".join([*parts, model.SerializeToString()])).hexdigest()
+    return _GRAPHS[key]
+
+
+_GRAPHS: dict[str, str] = {}
+_ONCE = re.compile(rb"0x[0-9a-f]{6,16}|export\.mindir\.[0-9.]+")
+"""Names in a graph that hold for one process."""
 
 
 def patch(patch: Any) -> None:

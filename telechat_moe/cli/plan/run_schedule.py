@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.recipe.arithmetic import parameters
     from telechat_moe.tools.plan.schedules.check import check
 
-    recipe = load(args.recipe, args.overrides)
+    recipe = load(args.recipe, args.overrides, use="plan")
     spec = Spec.of(recipe)
     units = chunks.even(1, spec.config)
     _check_arguments(args, parameters(recipe.model_config).total, units)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.tools.plan.report import step as report
     from telechat_moe.tools.plan.report import timeline
 
-    recipe = load(args.recipe, args.overrides)
+    recipe = load(args.recipe, args.overrides, use="plan")
     packed: Any = None
     if args.documents:
         from telechat_moe.tools.plan.cost import documents

@@ -5,7 +5,6 @@ from typing import Any
 
 from telechat_moe.errors import UsageError
 from telechat_moe.recipe.load import load
-from telechat_moe.recipe.schema.model import ModelConfig
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.documents import pack, read_lengths
@@ -73,9 +72,7 @@ def find(
         UsageError: A setting that does not exist, or no layout satisfies the settings, however much memory there is.
         RecipeError: The recipe has problems.
     """
-    loaded = load(recipe, overrides)
-    if not isinstance(loaded.model.model_config, ModelConfig):
-        raise UsageError(f"{recipe}: the planner knows the models that this package trains only")
+    loaded = load(recipe, overrides, use="plan")
     base = Layout.from_recipe(loaded)
     batch = base.global_batch if global_batch is None else global_batch
     if batch < 1:
