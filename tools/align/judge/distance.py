@@ -12,6 +12,9 @@ from telechat_moe.tools.align.dump.value_files import chunks
 from telechat_moe.tools.align.numerics import einsum
 from telechat_moe.tools.align.operators.approx import Array
 
+VAGUE = 0.35
+"""A relative distance that may not be allowed, or a pass would mean nothing: exchanged rows differ by 1.4."""
+
 _CHUNK = 1 << 20
 _FLOOR = 0.25  # of the mean size of rows: smaller rows are measured against this
 _UNEVEN = 16.0  # largest distance of a row or column over the median

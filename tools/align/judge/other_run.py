@@ -24,7 +24,7 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.decisions import explained_by_scores
-from telechat_moe.tools.align.judge.distance import Distance, differing, distance
+from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
@@ -35,9 +35,6 @@ BEYOND = 8.0
 
 GAINS = 1.0, 8.0
 """The smallest and the largest gain that peers or rows can show."""
-
-VAGUE = 0.35
-"""An allowed relative distance from which on a pass would mean nothing: exchanged rows differ by 1.4."""
 
 _BASIS = "other run"
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise

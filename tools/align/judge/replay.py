@@ -44,7 +44,7 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         if formula is None:
             raise NotJudgedError(f"no formula for {forward.name}")
         known = settings if settings is not None else forward
-        found = _inferred(known, formula)
+        found = _inferred(known if all(t.read for _, t in known.tensors()) else forward, formula)
         if found:
             settings = with_settings(known, found)
         if call.phase is not Phase.BACKWARD:
