@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -19,6 +20,7 @@ import yaml
 from mindspore import Parameter, Tensor, communication, ops
 from mindspore.train.mind_ir_pb2 import ModelProto
 
+from telechat_moe import processes
 from telechat_moe.cli.data import _settings
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import TelechatMoeError
@@ -250,7 +252,9 @@ def graph(recipe: Recipe, rank: int) -> str:
     """Return a hash of the compiled graph of a rank."""
     key = f"{rank} {recipe!r}"
     if key not in _GRAPHS:
-        (graph,) = rank_graph.compile_recipe(recipe, [rank])
+        # Not in a fork of this process: describing cells starts MindSpore's threads.
+        with mock.patch.object(processes, "has_computed", return_value=True):
+            (graph,) = rank_graph.compile_recipe(recipe, [rank])
         model = ModelProto.FromString(_ONCE.sub(lambda m: b"0" * len(m[0]), graph.mindir))
         parts = sorted(p.SerializeToString() for p in model.primitives)  # written in any order
         del model.primitives[:]
