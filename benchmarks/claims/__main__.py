@@ -1,6 +1,6 @@
 """Run the commands behind the pages' numbers and compare: `make claims`.
 
-    python -m benchmarks.claims                 the quick ones: a few minutes
+    python -m benchmarks.claims                 the quick ones: a quarter of an hour
     python -m benchmarks.claims ID...           these, also slow ones
     python -m benchmarks.claims --page          write docs/verification.md
     python -m benchmarks.claims --uncovered     list figures of the pages that no claim covers
