@@ -133,7 +133,8 @@ def _of_statistics(golden: Stats | None, found: Stats | None, count: int) -> Dis
     ]
     if not off:
         return None
-    return Distance(np.array([max(off)]), np.zeros(1), most=max(off), basis="statistics")
+    norm = np.array([golden.norm or 0.0])
+    return Distance(np.array([max(off)]), norm, most=max(off), basis="statistics")
 
 
 def _relative(a: float, b: float, size: float) -> float:
