@@ -77,7 +77,7 @@ def read_map(path: Path) -> list[Link]:
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return [
+        links = [
             Link(
                 str(entry["name"]),
                 _names(entry["reference"]),
@@ -89,6 +89,9 @@ def read_map(path: Path) -> list[Link]:
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInputError(f"{path}: no map of tensors: {error}") from None
+    if not links:
+        raise BadInputError(f"{path}: the map is empty; `align map RECIPE` writes one")
+    return links
 
 
 def _names(entry: Any) -> tuple[str, ...]:
