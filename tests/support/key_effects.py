@@ -8,11 +8,12 @@ import argparse
 import functools
 import hashlib
 import json
+import multiprocessing
 import re
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -20,7 +21,6 @@ import yaml
 from mindspore import Parameter, Tensor, communication, ops
 from mindspore.train.mind_ir_pb2 import ModelProto
 
-from telechat_moe import processes
 from telechat_moe.cli.data import _settings
 from telechat_moe.data import Loader, open_recipe
 from telechat_moe.errors import TelechatMoeError
@@ -252,14 +252,18 @@ def graph(recipe: Recipe, rank: int) -> str:
     """Return a hash of the compiled graph of a rank."""
     key = f"{rank} {recipe!r}"
     if key not in _GRAPHS:
-        # Not in a fork of this process: describing cells starts MindSpore's threads.
-        with mock.patch.object(processes, "has_computed", return_value=True):
-            (graph,) = rank_graph.compile_recipe(recipe, [rank])
+        (graph,) = _compiler().submit(rank_graph.compile_recipe, recipe, [rank]).result()
         model = ModelProto.FromString(_ONCE.sub(lambda m: b"0" * len(m[0]), graph.mindir))
         parts = sorted(p.SerializeToString() for p in model.primitives)  # written in any order
         del model.primitives[:]
         _GRAPHS[key] = hashlib.sha256(b"".join([*parts, model.SerializeToString()])).hexdigest()
     return _GRAPHS[key]
+
+
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    """Return a process to compile in: describing cells starts MindSpore's threads here, which a fork does not survive."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 _GRAPHS: dict[str, str] = {}

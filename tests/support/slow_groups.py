@@ -24,6 +24,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
 """One of these runs with every commit."""
 
 BY_HAND: dict[str, tuple[str, ...]] = {
+    "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "sharding": ("tests/sharding",),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),
