@@ -21,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -406,7 +407,8 @@ def in_children(
     if has_computed():
         raise RuntimeError("MindSpore has computed in this process: fork its compiler from another")
     os.environ.setdefault("GLOG_v", "3")
-    import mindspore  # noqa: F401  (once, in the parent)
+    if len(works) > 1:  # once, in the parent; else not here, where it would stay beside the child's
+        import mindspore  # noqa: F401
 
     at_once = at_once or len(os.sched_getaffinity(0))
     waiting = list(enumerate(works))[::-1]
@@ -457,11 +459,19 @@ def _run_child(work: Callable[[], Any], folder: Path) -> None:
     try:
         answer = (True, work())
     except BaseException as error:
-        answer = (False, f"{type(error).__name__}: {_first_lines(str(error))}")
+        answer = (False, f"{type(error).__name__}: {_first_lines(str(error))}{_place(error)}")
     partial = folder / "partial"
     partial.write_bytes(pickle.dumps(answer))
     partial.replace(folder / "result")
     os._exit(0)
+
+
+def _place(error: BaseException) -> str:
+    """Say where an error was raised whose text, such as `list index out of range`, was not written for a reader."""
+    if not isinstance(error, AttributeError | LookupError | TypeError):
+        return ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f" ({last.filename.rpartition('/site-packages/')[2]}:{last.lineno}: {last.line})"
 
 
 def reasons(text: str) -> list[str]:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore.train import mind_ir_pb2 as pb
 
 COLLECTIVES = (
     "AllReduce",
@@ -65,7 +64,10 @@ class Model:
     """
 
     def __init__(self, data: bytes) -> None:
-        self.proto = pb.ModelProto()
+        # Here: with MindSpore come 400 MB that a process does not need while its child compiles.
+        from mindspore.train.mind_ir_pb2 import ModelProto
+
+        self.proto = ModelProto()
         self.proto.ParseFromString(data)
         self.primitives = {p.name: p for p in self.proto.primitives}
 
@@ -94,15 +96,14 @@ def kinds(data: bytes) -> Counter[str]:
 
 def value_of(attribute: Any) -> Any:
     """Return the Python value of an attribute."""
-    kinds = pb.AttributeProto
-    if attribute.type == kinds.STRING:
+    if attribute.type == attribute.STRING:
         text = attribute.s
         return text.decode() if isinstance(text, bytes) else text
-    if attribute.type in (kinds.TUPLE, kinds.LIST):
+    if attribute.type in (attribute.TUPLE, attribute.LIST):
         return tuple(value_of(item) for item in attribute.values)
-    if attribute.type in (kinds.FLOAT, kinds.DOUBLE):
-        return attribute.f if attribute.type == kinds.FLOAT else attribute.d
-    if attribute.type == kinds.BOOL:
+    if attribute.type in (attribute.FLOAT, attribute.DOUBLE):
+        return attribute.f if attribute.type == attribute.FLOAT else attribute.d
+    if attribute.type == attribute.BOOL:
         return bool(attribute.i)
     if attribute.ints and not attribute.i:
         return attribute.ints[0] if len(attribute.ints) == 1 else tuple(attribute.ints)
@@ -208,7 +209,7 @@ class Editor:
         """Add a tuple of tensors of one shape."""
         node = self._add(self.name("tuple"), self.primitive("MakeTuple"), parts, scope)
         attribute = node.attribute.add()
-        attribute.name, attribute.type = "shape", pb.AttributeProto.TUPLE
+        attribute.name, attribute.type = "shape", attribute.TUPLE
         attribute.seq_info.is_dyn_len = False
         for _ in parts:
             _add_tensor(attribute.values.add(), shape, element)
@@ -216,7 +217,7 @@ class Editor:
 
 
 def _add_tensor(attribute: Any, shape: Sequence[int], element: int) -> Any:
-    attribute.type = pb.AttributeProto.TENSORS
+    attribute.type = attribute.TENSORS
     tensor = attribute.tensors.add()
     tensor.dims.extend(shape)
     tensor.data_type = element
@@ -226,12 +227,12 @@ def _add_tensor(attribute: Any, shape: Sequence[int], element: int) -> Any:
 def _set_value(attribute: Any, name: str, value: str | int | Sequence[int]) -> None:
     attribute.name = name
     if isinstance(value, str):
-        attribute.type, attribute.s = pb.AttributeProto.STRING, value.encode()
+        attribute.type, attribute.s = attribute.STRING, value.encode()
     elif isinstance(value, int):
-        attribute.type, attribute.i = pb.AttributeProto.INT64, value
+        attribute.type, attribute.i = attribute.INT64, value
     else:
-        attribute.type = pb.AttributeProto.TUPLE
+        attribute.type = attribute.TUPLE
         for item in value:
             part = attribute.values.add()
-            part.type = pb.AttributeProto.INT64
+            part.type = attribute.INT64
             part.ints.append(item)

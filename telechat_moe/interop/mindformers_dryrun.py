@@ -23,8 +23,8 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
-from telechat_moe.processes import in_clean_process
-from telechat_moe.recipe import Recipe, find, loads, sections
+from telechat_moe.processes import CompileError, in_clean_process
+from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.versions import MINDFORMERS, require_mindformers
@@ -72,7 +72,27 @@ def compile_mindformers(
         raise BadInputError(
             f"{name}: no rank {wrong[0]}: its layout has {devices} devices, expected 0 to {devices - 1}"
         )
-    return compile_ranks(lambda rank: _build(given, rank, ours), ranks, devices, {}, done=done)
+    try:
+        return compile_ranks(lambda rank: _build(given, rank, ours), ranks, devices, {}, done=done)
+    except CompileError as error:
+        said = "" if isinstance(path_or_recipe, Recipe) else _checked(path_or_recipe, overrides)
+        raise CompileError(f"{error}{said}") from None
+
+
+def _checked(name: str | os.PathLike[str], overrides: Sequence[str]) -> str:
+    """Return what `check` says of a recipe that MindFormers refused, often in words that are not the recipe's."""
+    try:
+        load(_file(name), overrides)
+    except RecipeError as found:
+        lines = [f"\n  {problem}" for problem in found.problems]
+        return "".join(["\n`telechat-moe check` says of this recipe:", *lines])
+    return ""
+
+
+def _file(name: str | os.PathLike[str]) -> Path:
+    """Return the file of a recipe that comes with MindFormers or with this package, or lies anywhere."""
+    official = folder() / "configs" / name
+    return official if official.is_file() else find(name)
 
 
 def sections_of(
@@ -82,9 +102,7 @@ def sections_of(
     if isinstance(path_or_recipe, Recipe):
         name, text = str(path_or_recipe.source), yaml.safe_dump(path_or_recipe.given)
     else:
-        official = folder() / "configs" / path_or_recipe
-        path = official if official.is_file() else find(path_or_recipe)
-        name = os.fspath(path_or_recipe)
+        name, path = os.fspath(path_or_recipe), _file(path_or_recipe)
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
@@ -101,6 +119,8 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
+    if not given.get("model") and not given.get("pretrained_model_dir"):
+        raise BadInputError(f"{name}: has no section `model`; expected a recipe of MindFormers")
     run = given.get("run_mode", "train")
     if run not in ("train", "finetune"):
         raise BadInputError(
@@ -193,12 +213,15 @@ def _exchange(name: str, given: Mapping[str, Any], mesh: Mesh) -> Expected:
 
 
 def sample_length(name: str, given: Mapping[str, Any]) -> int:
-    """Return the tokens of a sample: the data set's, else the model's."""
+    """Return the tokens of a sample: the data set's (the last handler's that says it), else the model's."""
     both = [f"{section}.seq_length" for section in ("train_dataset.data_loader.config", MODEL)]
-    for key in both:
+    handlers = _section(name, given, "train_dataset.data_loader").get("handler")
+    lengths = [h.get("seq_length") for h in handlers or () if isinstance(h, Mapping)]
+    said = {"handler": {"seq_length": next((n for n in reversed(lengths) if n is not None), None)}}
+    for written, key in ((given, both[0]), (said, "handler.seq_length"), (given, both[1])):
         section, _, last = key.rpartition(".")
-        if _section(name, given, section).get(last) is not None:
-            return _integer(name, given, key)
+        if _section(name, written, section).get(last) is not None:
+            return _integer(name, written, key)
     raise BadInputError(
         f"{name}: neither {both[0]} nor {both[1]} is written, so nothing says how long a sample is; write one "
         f"(--set {both[1]}=4096)"
@@ -312,12 +335,10 @@ def _batch(config: Any, length: int) -> tuple[Any, ...]:
     import mindspore as ms
     import numpy as np
 
-    loader = config.train_dataset.data_loader.config or {}
+    loader = config.train_dataset.data_loader
+    ends = (loader.config or {}).get("eod_pad_length") or loader.compressed_eod_mask_length or 128
     rows = config.runner_config.batch_size
-    below = {
-        "attention_mask": (1, length, length),
-        "actual_seq_len": (loader.get("eod_pad_length") or 128,),
-    }
+    below = {"attention_mask": (1, length, length), "actual_seq_len": (ends,)}
     return tuple(
         ms.Tensor(np.zeros((rows, *below.get(column, (length,))), np.int32))
         for column in config.train_dataset.input_columns

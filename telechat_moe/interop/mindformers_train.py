@@ -38,11 +38,11 @@ def train(
     require_mindformers()
     if problems := preflight.machine(recipe):
         raise RecipeError(problems)
+    os.environ["LOCAL_DEFAULT_PATH"] = str(Path(recipe.output_dir).absolute())  # import logs there
+    os.environ["REGISTER_PATH"] = str(PLUGIN)
     from mindformers import MindFormerConfig, Trainer
     from mindformers.core.context import build_context
-    from mindformers.utils.file_utils import set_output_path
 
-    os.environ["REGISTER_PATH"] = str(PLUGIN)
     settings: dict[str, Any] = {}
     if recipe.devices == 1 and "use_legacy_format" not in recipe.given:
         settings["use_legacy_format"] = False  # the old one cannot be resumed in one process
@@ -54,7 +54,6 @@ def train(
             return
         settings |= resume_settings(saved, recipe)
     config = MindFormerConfig(str(write_resolved(recipe, settings)))
-    set_output_path(config.output_dir)
     build_context(config)
     Trainer(config).train()
 

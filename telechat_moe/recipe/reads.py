@@ -1,4 +1,4 @@
-"""Which keys MindFormers 1.9.0 reads, by the table that `telechat_moe.interop.mindformers_reads` makes by observation."""
+"""Which keys MindFormers 1.9.0 reads, by the table that `benchmarks.dryrun_mindformers.reads` makes by observation."""
 
 import functools
 import json

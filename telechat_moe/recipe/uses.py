@@ -40,6 +40,10 @@ _GRAPH = re.compile(
     r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
 )
 """Beginnings of keys that decide a rank's graph; the others belong to the run."""
+_DROPPED = {
+    "runner_config.stop_step": "0, and an item {{type: TrainCallBack, stop_step: {}}} of callbacks"
+}
+"""Keys that MindFormers reads and then makes nothing of, and what to write instead."""
 _IN_PLUGIN = re.compile(
     r"(model|recompute_config|swap_config)(\.|$)"
     r"|telechat_moe\.(moe_|operators|sharding|weight_decay_exclude)"
@@ -187,16 +191,18 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
 
 
 def _never_read(recipe: Recipe) -> Iterator[Broken]:
-    """Yield the keys that MindFormers never reads, but for defaults, which ask for nothing, and those we need written."""
+    """Yield the keys that MindFormers never reads or drops, but for defaults, which ask for nothing, and those we need written."""
     known = {one.key: one for one in written(recipe) if not is_required(one.field)}
     for found in judged_by_mindformers(recipe):
-        one = known.get(found.key)
-        if found.verdict == "never" and one and not Takes().allows(one.value, one.field):
-            yield (
-                found.key,
-                f"{_text(one.value)}, never read by MindFormers {MINDFORMERS} in training",
-                "remove it",
-            )
+        one, instead = known.get(found.key), _DROPPED.get(found.key)
+        if one is None or Takes().allows(one.value, one.field):
+            continue
+        if instead:
+            said = f"{one.value}, read by MindFormers {MINDFORMERS} and then dropped"
+            yield found.key, said, instead.format(one.value)
+        elif found.verdict == "never":
+            said = f"{_text(one.value)}, never read by MindFormers {MINDFORMERS} in training"
+            yield found.key, said, "remove it"
 
 
 def judged_by_mindformers(recipe: Recipe) -> Iterator[Judged]:

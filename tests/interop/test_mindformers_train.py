@@ -46,6 +46,7 @@ def ours(one: tuple[Path, runs.Curve]) -> tuple[Path, runs.Curve]:
 
 def test_one_process(one: tuple[Path, runs.Curve], ours: tuple[Path, runs.Curve]) -> None:
     assert_equal_curves(one[1], ours[1])
+    assert not (one[0].parent / "output").exists()  # where MindFormers writes when not told
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def assert_same_tensors(a, b) -> None:
 
 
 def half_way(one: tuple[Path, runs.Curve]) -> Path:
-    return one[0].parent / f"output/checkpoint/iteration_{runs.STEPS // 2:08d}"
+    return one[0].parent / f"trained/checkpoint/iteration_{runs.STEPS // 2:08d}"
 
 
 def assert_goes_on(after: runs.Curve, whole: runs.Curve) -> None:
@@ -137,7 +138,7 @@ def test_two_processes_resume_and_move(tmp_path: Path) -> None:
     """Their old format: one whole file a process; on in their trainer, and in ours."""
     recipe = runs.write_recipe(tmp_path, processes=2)
     whole = runs.mean(runs.through_mindformers(recipe, 2))
-    root = tmp_path / "output/checkpoint"
+    root = tmp_path / "trained/checkpoint"
     for path in root.glob(f"rank_*/*_{runs.STEPS}.safetensors"):
         path.unlink()
     sets = ["--recipe", str(recipe), "--set", f"output_dir={tmp_path}/ours"]

@@ -50,7 +50,7 @@ def write_recipe(folder: Path, processes: int = 1, **changes: object) -> Path:
         "train_dataset.data_loader.config.data_path": f"['1', '{data}/train']",
         "lr_schedule.warmup_steps": 5,
         "callbacks.2.save_checkpoint_steps": 25,
-        "output_dir": str(folder / "output"),
+        "output_dir": str(folder / "trained"),
         **(DATA_PARALLEL if processes > 1 else {}),
         **{key.replace("__", "."): value for key, value in changes.items()},
     }

@@ -1,6 +1,6 @@
 """Observe which keys of a recipe MindFormers reads while it builds its trainer.
 
-    python -m telechat_moe.interop.mindformers_reads > telechat_moe/recipe/schema/mindformers_reads.json
+    python -m benchmarks.dryrun_mindformers.reads > telechat_moe/recipe/schema/mindformers_reads.json
 
 writes what ``telechat-moe check --for mindformers`` judges by (:mod:`telechat_moe.recipe.reads`): observed once per
 version and model type, because one observation takes half a minute and needs MindFormers.
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,19 +34,10 @@ from telechat_moe.versions import MINDFORMERS
 
 MODEL = "model.model_config"
 # Functions that copy a whole section; what they ask for is not thereby read.
-_COPIES = frozenset(
-    (
-        *(
-            "__deepcopy__",
-            "_deepcopy_dict",
-            "deepcopy",
-            "to_dict",
-            "to_diff_dict",
-            "_to_dict_helper",
-        ),
-        *("_merge_a_into_b", "_dict2config", "_asdict_inner", "asdict", "convert", "wrapper"),
-        *("config2dict", "_reset_config_for_save", "pprint", "__eq__", "dict_ms_dtype_to_str"),
-    )
+_COPIES = (
+    *("__deepcopy__", "_deepcopy_dict", "deepcopy", "to_dict", "to_diff_dict", "_to_dict_helper"),
+    *("_merge_a_into_b", "_dict2config", "_asdict_inner", "asdict", "convert", "wrapper", "pprint"),
+    *("config2dict", "_reset_config_for_save", "__eq__", "dict_ms_dtype_to_str"),
 )
 
 
@@ -54,12 +45,11 @@ class Observation(NamedTuple):
     """What was seen while MindFormers built its trainer.
 
     Attributes:
-        reads: The first reader of each key, a file and line of MindFormers; keys are dotted, with the type of a
-            callback in the place of its index.
+        reads: Keys that are read, dotted, with the type of a callback in the place of its index.
         sources: Keys of the model section by the attribute of ``TransformerConfig`` that they set.
     """
 
-    reads: dict[str, str]
+    reads: set[str]
     sources: dict[str, set[str]]
 
 
@@ -67,35 +57,47 @@ class _BuiltError(Exception):
     """The trainer is built and would train now."""
 
 
+def before(owner: Any, name: str, action: Callable[..., object]) -> None:
+    """Let a function of a class or an object call another with the same arguments first."""
+    real = getattr(owner, name)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return real(*args, **kwargs)
+
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    setattr(owner, name, staticmethod(both) if static else both)
+
+
 class Recorder:
     """Notes who reads which key; changes classes of MindFormers, so it belongs into a child process."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.reads: dict[str, str] = {}
+        self.reads: set[str] = set()
         self.sources: dict[str, set[str]] = {}
         self.of_type: dict[str, str] = {}
 
     def note(self, section: str, key: object, thing: object) -> None:
-        """Note that the caller's caller reads a key of a thing, unless it only copies or makes it."""
-        frame = sys._getframe(2)
-        while frame and frame.f_code.co_name in ("get_value", "__getattr__"):
+        """Note that MindFormers reads a key of a thing, unless it only copies or makes it."""
+        frame = sys._getframe(1)
+        between = "get_value", "__getattr__"
+        while frame and (frame.f_code.co_filename == __file__ or frame.f_code.co_name in between):
             frame = frame.f_back
-        if not frame or frame.f_code.co_name in _COPIES or frame.f_code.co_filename == __file__:
+        if not frame or frame.f_code.co_name in _COPIES:
             return
-        if frame.f_code.co_name != "__post_init__" and frame.f_locals.get("self") is thing:
-            return
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(self.root):
-            place = f"{path.relative_to(self.root)}:{frame.f_lineno}"
-            self.reads.setdefault(f"{section}.{key}".lstrip("."), place)
+        made = frame.f_locals.get("self") is thing and frame.f_code.co_name != "__post_init__"
+        if not made and Path(frame.f_code.co_filename).is_relative_to(self.root):
+            self.reads.add(f"{section}.{key}".lstrip("."))
 
     def tag(self, value: Any, path: str) -> Any:
         """Tell a configuration object, and all in it, its own path."""
         from mindformers.tools.register.config import DictConfig, MindFormerConfig
 
         if isinstance(value, list):
-            kinds = [item.get("type", "*") if isinstance(item, dict) else "*" for item in value]
+            kinds = [
+                dict.get(item, "type", "*") if isinstance(item, dict) else "*" for item in value
+            ]
             return [
                 self.tag(item, f"{path}.{kind}") for item, kind in zip(value, kinds, strict=True)
             ]
@@ -127,25 +129,17 @@ class Recorder:
 
         MindFormerConfig.__init__ = make
 
-        def noting(name: str) -> Callable[..., Any]:
-            real = getattr(dict, name)
-
-            def read(config: Any, key: object, *others: Any) -> Any:
-                if "path" in vars(config):
-                    self.note(vars(config)["path"], key, config)
-                return real(config, key, *others)
-
-            return read
+        def see(config: Any, key: object, *_: object) -> None:
+            if "path" in vars(config):
+                self.note(vars(config)["path"], key, config)
 
         for name in ("__getitem__", "__contains__", "get", "pop", "setdefault"):
-            setattr(DictConfig, name, noting(name))
+            before(DictConfig, name, see)
 
         def attribute(config: Any, key: str) -> Any:
             if key.startswith("__"):
                 raise AttributeError(key)
-            if "path" in vars(config):
-                self.note(vars(config)["path"], key, config)
-            return dict.get(config, key)
+            return config.get(key)
 
         def deepcopy(config: Any, memo: Any = None) -> Any:
             twin = type(config)()
@@ -167,30 +161,27 @@ class Recorder:
             MindFormerModuleType.DATASET_LOADER: "train_dataset.data_loader",
         }
         skipped = (MindFormerModuleType.CONFIG, MindFormerModuleType.MODELS)
-        real = MindFormerRegister.get_instance_from_cfg
-        real_named = MindFormerRegister.get_instance
 
         def class_of(module_type: Any, kind: Any) -> Any:
             named = isinstance(kind, str)
             return MindFormerRegister.get_cls(module_type, kind) if named else kind
 
-        def from_section(cfg: Any, module_type: Any = None, default_args: Any = None) -> Any:
-            path = vars(cfg).get("path") if hasattr(cfg, "__dict__") else None
+        def from_section(cfg: Any, module_type: Any = None, *_: object, **__: object) -> None:
             if module_type in skipped:
-                for key in ("model_type", "architectures", "type", "auto_register"):
-                    self.reads.setdefault(f"{MODEL}.{key}", "tools/register/register.py:322")
-            path = path or of_type.get(module_type)
-            if path and module_type not in skipped and "type" in cfg:
-                self.arguments(path, class_of(module_type, dict.get(cfg, "type")))
-            return real(cfg, module_type, default_args)
+                keys = "model_type", "architectures", "type", "auto_register"
+                self.reads |= {f"{MODEL}.{key}" for key in keys}
+                return
+            path = vars(cfg).get("path") if hasattr(cfg, "__dict__") else None
+            path, kind = path or of_type.get(module_type), dict.get(cfg, "type")
+            if path and kind:
+                self.arguments(path, class_of(module_type, kind))
 
-        def named(module_type: Any = None, class_name: Any = None, **kwargs: Any) -> Any:
-            if module_type in of_type and of_type[module_type] != "callbacks":
+        def named(module_type: Any = None, class_name: Any = None, **_: object) -> None:
+            if of_type.get(module_type, "callbacks") != "callbacks":
                 self.arguments(of_type[module_type], class_of(module_type, class_name))
-            return real_named(module_type, class_name, **kwargs)
 
-        MindFormerRegister.get_instance_from_cfg = staticmethod(from_section)
-        MindFormerRegister.get_instance = staticmethod(named)
+        before(MindFormerRegister, "get_instance_from_cfg", from_section)
+        before(MindFormerRegister, "get_instance", named)
 
     def arguments(self, path: str, made: Any) -> None:
         """Note the arguments of a class that MindFormers passes a section to."""
@@ -202,17 +193,11 @@ class Recorder:
                 file = Path(real.__code__.co_filename)
                 if not file.is_relative_to(self.root) and cls is not made:
                     continue
-                place = f"{os.path.relpath(file, self.root)}:{real.__code__.co_firstlineno}"
-                known = [
-                    p.name
-                    for p in inspect.signature(real).parameters.values()
-                    if p.kind != p.VAR_KEYWORD
-                ]
-                known += re.findall(
-                    r"kwargs(?:\.(?:get|pop)\(|\[)[\"'](\w+)", inspect.getsource(real)
-                )
-                for name in known:
-                    self.reads.setdefault(f"{path}.{name}", place)
+                parameters = inspect.signature(real).parameters.values()
+                known = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
+                taken = re.compile(r"kwargs(?:\.(?:get|pop)\(|\[)[\"'](\w+)")
+                known += taken.findall(inspect.getsource(real))
+                self.reads |= {f"{path}.{name}" for name in known}
 
     def _objects(self) -> None:
         from mindformers.core.context.build_context import MFContextOperator
@@ -222,25 +207,20 @@ class Recorder:
         from mindformers.parallel_core.transformer_config import TransformerConfig
         from mindformers.tools.register.config import DictConfig
 
-        def noting(cls: Any, *paths: str) -> None:
-            real = cls.__getattribute__
-
-            def read(thing: Any, key: str) -> Any:
-                for path in () if key.startswith("__") else paths:
-                    self.note(path, key, thing)
-                return real(thing, key)
-
-            cls.__getattribute__ = read
-
-        noting(PretrainedConfig, MODEL)
-        noting(TransformerConfig, "made")
-        noting(MFContextOperator, "context", "")
-        for cls, path in (
+        for cls, *paths in (
+            (PretrainedConfig, MODEL),
+            (TransformerConfig, "made"),
+            (MFContextOperator, "context", ""),
             (old.TransformerOpParallelConfig, "parallel_config"),
             (old.TransformerRecomputeConfig, "recompute_config"),
             (old.TransformerSwapConfig, "swap_config"),
         ):
-            noting(cls, path)
+
+            def see(thing: Any, key: str, paths: list[str] = paths) -> None:
+                for path in () if key.startswith("__") else paths:
+                    self.note(path, key, thing)
+
+            before(cls, "__getattribute__", see)
         convert = ConfigConverter.convert.__func__
 
         def converting(cls: Any, model_config: Any, is_mla_model: bool = False) -> Any:
@@ -261,67 +241,53 @@ class Recorder:
         from mindformers.core.context.build_context import _MSContextApplier, ms_context
         from mindformers.core.context.parallel import ParallelOperator
 
-        real = _MSContextApplier.get_category
+        category = _MSContextApplier.get_category
 
-        def category(applier: Any, key: str) -> Any:
-            found = real(applier, key)
-            if found is not None:
-                self.reads.setdefault(f"context.{key}", "core/context/build_context.py:58")
-            return found
+        def see(applier: Any, key: str) -> None:
+            if category(applier, key) is not None:
+                self.reads.add(f"context.{key}")
 
-        _MSContextApplier.get_category = category
-        real_context = ms_context.set_context
+        def see_whole(**settings: Any) -> None:  # MindSpore refuses other keys, here and below
+            self.reads |= {f"context.{key}.*" for key in settings}
 
-        def set_context(**settings: Any) -> None:
-            for key in settings:  # as above
-                self.reads[f"context.{key}.*"] = "core/context/build_context.py:320"
-            real_context(**settings)
-
-        ms_context.set_context = set_context
-        real_set = ParallelOperator._set_ms_auto_parallel_context
-
-        def set_parallel(**settings: Any) -> None:
-            self.reads["parallel.*"] = "core/context/parallel.py:93"  # MindSpore refuses other keys
-            real_set(**settings)
-
-        ParallelOperator._set_ms_auto_parallel_context = staticmethod(set_parallel)
+        before(_MSContextApplier, "get_category", see)
+        before(ms_context, "set_context", see_whole)
+        name = "_set_ms_auto_parallel_context"
+        before(ParallelOperator, name, lambda **_: self.reads.add("parallel.*"))
 
     def result(self) -> Observation:
         """Return what was seen; attributes of the network's configuration stand for the keys that set them."""
         from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
-        for (
-            module_type,
-            path,
-        ) in self.of_type.items():  # other classes, which a recipe may name instead
+        for module_type, path in self.of_type.items():  # classes that a recipe may name instead
             for name, cls in MindFormerRegister.registry[module_type].items():
                 typed = module_type == MindFormerModuleType.CALLBACK
                 self.arguments(f"{path}.{name}" if typed else path, cls)
-        found = {key: place for key, place in self.reads.items() if not key.startswith("made.")}
+        found = {key for key in self.reads if not key.startswith("made.")}
+        sections = MODEL, "parallel_config", "recompute_config", "swap_config"
         for target, sources in self.sources.items():
-            place = self.reads.get(f"made.{target}", "")
-            for source in sources if place else ():
-                for section in (MODEL, "parallel_config", "recompute_config", "swap_config"):
-                    found.setdefault(f"{section}.{source}", place)
+            if f"made.{target}" in self.reads:
+                found |= {f"{section}.{source}" for section in sections for source in sources}
         return Observation(found, self.sources)
 
 
 @in_clean_process
-def observe(given: Mapping[str, Any]) -> Observation:
-    """Return who reads which key of a recipe's sections.
+def observe(kinds: Sequence[str]) -> dict[str, Observation]:
+    """Return which keys of the recipes of these model types are read.
 
     Raises:
-        CompileError: MindFormers refused the recipe; the message is its own.
+        CompileError: MindFormers refused a recipe; the message is its own.
     """
-    devices = devices_of("recipe", given) if given.get("use_parallel") else 1
-    (found,) = in_children([(partial(_observe, given, devices), "MindFormers")])
-    return found
+    recipes = {kind: sections_of(*RECIPES[kind])[1] for kind in kinds}
+    works = [(partial(_observe, given), kind) for kind, given in recipes.items()]
+    return dict(zip(recipes, in_children(works), strict=True))
 
 
-def _observe(given: Mapping[str, Any], devices: int) -> Observation:
+def _observe(given: dict[str, Any]) -> Observation:
     import mindspore as ms
 
     os.dup2(2, 1)
+    devices = devices_of("recipe", given)
     device = SimulatedDevice(0, devices, library())
     ms.runtime.set_cpu_affinity = lambda *args, **kwargs: None
     from mindformers import MindFormerConfig, Trainer
@@ -331,9 +297,8 @@ def _observe(given: Mapping[str, Any], devices: int) -> Observation:
     recorder = Recorder(folder() / "mindformers")
     recorder.install()
     _stand_ins()
-    kept = copy.deepcopy(dict(given))
-    _local(kept)
-    Path("recipe.yaml").write_text(yaml.safe_dump(kept, allow_unicode=True), encoding="utf-8")
+    _local(given)
+    Path("recipe.yaml").write_text(yaml.safe_dump(given, allow_unicode=True), encoding="utf-8")
     config = MindFormerConfig("recipe.yaml")
     build_context(config)
     if devices > 1:
@@ -394,10 +359,7 @@ RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
         PRETRAIN,
         (
             "model={model_config: {model_type: glm4_moe, architectures: Glm4MoeForCausalLM}}",
-            *(
-                f"parallel_config.{key}=1"
-                for key in ("model_parallel", "pipeline_stage", "micro_batch_num")
-            ),
+            "parallel_config={model_parallel: 1, pipeline_stage: 1, micro_batch_num: 1}",
         ),
     ),
 }
@@ -472,9 +434,7 @@ def table(observations: Mapping[str, Observation]) -> dict[str, Any]:
 
 def main() -> None:
     """Observe the recipes of all model types, or of those named; print the table."""
-    kinds = sys.argv[1:] or list(RECIPES)
-    observations = {kind: observe(sections_of(*RECIPES[kind])[1]) for kind in kinds}
-    json.dump(table(observations), sys.stdout, indent=1)
+    json.dump(table(observe(sys.argv[1:] or list(RECIPES))), sys.stdout, indent=1)
     sys.stdout.write("\n")
 
 
