@@ -14,6 +14,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.model.attention import MultiLatentAttention, ShareKey
 from telechat_moe.model.block import Block, MoE
 from telechat_moe.model.causal_lm import CausalLM
+from telechat_moe.model.experts import ExpertProducts
 from telechat_moe.model.linear import MLP
 from telechat_moe.model.mtp import MTPLayer
 from telechat_moe.model.router import Router
@@ -265,6 +266,8 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     elif moe.has_shared:
         _mlp(p, moe.shared)
     _router(p, router, options)
+    rows = "ascend" if options.dispatcher == "alltoallv" else "plain"  # else buffers of each expert
+    moe.experts.products = ExpertProducts(rows)
     p.cell(moe.experts, "Experts")
     kinds = {
         "alltoall": AllToAllDispatch,

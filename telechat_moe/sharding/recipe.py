@@ -75,7 +75,8 @@ def dispatcher(recipe: Recipe, target: str) -> str:
     config = recipe.model_config
     drops = bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
     if asked == "auto":
-        return "alltoallv" if target == "Ascend" and not drops else "alltoall"
+        blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
+        return "alltoallv" if target == "Ascend" and not drops and not blocks else "alltoall"
     return asked
 
 

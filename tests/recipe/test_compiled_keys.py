@@ -19,6 +19,7 @@ NOT_IN_GRAPH = {
     "Context.max_call_depth": "a limit of the compiler",
     "Optimizer.eps": "an input of the step, as the learning rate",
     "Optimizer.weight_decay": "an input of the step, as the learning rate",
+    "PipelineConfig.pipeline_interleave": "pp_interleave_num, which needs it, says how many chunks",
     "Parallel.dataset_strategy": "the one that CPU processes take says again what full_batch False says",
 }
 

@@ -103,6 +103,7 @@ NEUTRAL = {
         for x, backends in OPERATORS.items()
         if "ascend" not in backends
     },
+    **dict.fromkeys(("Operators.permute", "Operators.grouped_matmul"), "both go with the default"),
 }
 """Keys whose other value asks for what the plain recipe does anyway."""
 

@@ -196,6 +196,14 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (LARGE, {**DROPS, OWN + "moe_capacity_tokens": "1024"}, OWN + "moe_capacity_tokens"),
         (TINY, {**DROPS, OWN + "moe_capacity_tokens": "100"}, OWN + "moe_capacity_tokens"),
     ],
+    "expert_backends": [
+        (TINY, {OWN + "operators.permute": "plain"}, OWN + "operators.permute"),
+        (
+            LARGE,
+            {"telechat_moe": "{operators: {default: plain}, sharding: {dispatcher: alltoallv}}"},
+            OWN + "sharding.dispatcher",
+        ),
+    ],
     "dispatcher": [
         (LARGE, {M + "moe_token_dispatcher_type": "alltoal"}, M + "moe_token_dispatcher_type"),
         (
@@ -261,6 +269,11 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         (LARGE, {"micro_batch_interleave_num": "2"}, "micro_batch_interleave_num"),
     ],
     "schedule": [
+        (
+            LARGE,
+            {"parallel.pipeline_config.pipeline_scheduler": "gpipe"},
+            "parallel.pipeline_config.pipeline_scheduler",
+        ),
         (
             LARGE,
             {"parallel.pipeline_config.pipeline_interleave": "False"},

@@ -20,11 +20,11 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
     "mindspore210": ("tests/test_versions.py",),
+    "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
 }
 """One of these runs with every commit."""
 
 BY_HAND: dict[str, tuple[str, ...]] = {
-    "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
     "sharding": ("tests/sharding",),
     "programs": ("tests/ops/dvm",),
     "schedules": ("tests/plan/test_schedules",),

@@ -204,6 +204,23 @@ def capacity_tokens(r: Recipe) -> Iterator[Broken]:
         yield "telechat_moe.moe_capacity_tokens", found, f"a divisor of {tokens}"
 
 
+def expert_backends(r: Recipe) -> Iterator[Broken]:
+    """The plain experts take blocks of rows, the others rows sorted by expert, and so does `alltoallv`."""
+    own, at = r.telechat_moe, "telechat_moe.operators."
+    permute, grouped = own.operators.of("permute"), own.operators.of("grouped_matmul")
+    if not r.trains:
+        return
+    if (permute == "plain") != (grouped == "plain"):
+        yield (
+            f"{at}permute",
+            f"{permute}, with {at}grouped_matmul {grouped}",
+            "one backend for both",
+        )
+    if grouped == "plain" and own.sharding.dispatcher == "alltoallv":
+        key = "telechat_moe.sharding.dispatcher"
+        yield key, f"alltoallv, with {at}grouped_matmul plain", "alltoall, or another backend"
+
+
 def _trains_split(r: Recipe) -> bool:
     return r.use_parallel and r.trains
 
@@ -347,6 +364,12 @@ def schedule(r: Recipe) -> Iterator[Broken]:
             at + "pipeline_scheduler",
             f"{name} without pipeline_interleave",
             "1f1b, or True there",
+        )
+    elif name == "gpipe" and pp > 1 and vpp == 1:
+        yield (
+            at + "pipeline_scheduler",
+            f"{name} with 1 chunk a stage, whose order stays 1F1B",
+            "1f1b, or more chunks",
         )
     if name == "seqsmartvpp" and pp % 2 and pp > 1:
         yield at + "pipeline_scheduler", f"{name} with {pp} stages", "an even number of stages"

@@ -152,7 +152,9 @@ class ModelConfig(MindFormersModelKeys):
     qk_layernorm: bool = field(default=False, metadata=instead_of("use_qk_norm"))
     """RMSNorm on the query and key/value latents (Hugging Face always has it)."""
 
-    rms_norm_eps: Above0 = field(default=1e-6, metadata=instead_of("layernorm_epsilon"))
+    rms_norm_eps: Above0 = field(
+        default=1e-6, metadata=instead_of("layernorm_epsilon") | acts("", 0.001)
+    )
     """Added to the mean square in every RMSNorm."""
 
     rope_theta: Above0 = field(default=10000.0, metadata=instead_of("rotary_base", "theta"))

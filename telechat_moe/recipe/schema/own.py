@@ -109,6 +109,10 @@ class Operators:
     swiglu: Backend | None = None
     """SwiGLU of dense layers and shared experts."""
 
+    def of(self, operator: str) -> str:
+        """Return the backend that an operator is asked to have."""
+        return getattr(self, operator) or self.default
+
     def backends(self) -> dict[str, str]:
         """Return the operators that are named, and their backends."""
         named = {f.name: getattr(self, f.name) for f in fields(self)[2:]}

@@ -60,22 +60,26 @@ class PipelineConfig:
 
     pipeline_scheduler: Literal[
         "1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"
-    ] = field(default="1f1b", metadata=acts("chunks"))
+    ] = field(default="1f1b", metadata=acts("two_chunks"))
     """Order of forward and backward. `seqsmartvpp` needs an even number of stages,
-    `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`."""
+    `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`, and `gpipe` 2 chunks."""
 
 
 @section
 class ParallelOptimizerConfig:
     """`parallel.parallel_optimizer_config`: sharding of optimizer states."""
 
-    gradient_accumulation_shard: bool = False
+    gradient_accumulation_shard: bool = field(default=False, metadata=acts("shared_gradients"))
     """Shard accumulated gradients too."""
 
-    parallel_optimizer_threshold: Count = 64
+    parallel_optimizer_threshold: Count = field(
+        default=64, metadata=acts("parallel.parallel_optimizer_config", 4096)
+    )
     """Smallest parameter that is sharded, in KB."""
 
-    optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = None
+    optimizer_weight_shard_size: Annotated[int, Range(-1)] | None = field(
+        default=None, metadata=acts("shards", 2)
+    )
     """Devices over which one state is sharded. -1: all of `data_parallel`."""
 
     optimizer_level: Literal["level1", "level2", "level3"] | None = field(
@@ -105,7 +109,7 @@ class Parallel:
     """A list per column of `construct_args_key`: how many ways each axis is split. The first
     number is `data_parallel`."""
 
-    enable_parallel_optimizer: bool = False
+    enable_parallel_optimizer: bool = field(default=False, metadata=acts("zero"))
     """Shard optimizer states over data parallelism (ZeRO)."""
 
     parallel_optimizer_config: ParallelOptimizerConfig | None = None
