@@ -56,8 +56,8 @@ def test_errors_of_a_run_are_about_as_large_as_derived(seed, record_property):
     """Forward and backward, two layers with experts: none is beyond it, half of them are within a factor of 5."""
     found, unknown = errors(torch.float32, seed)
     ratios = [ratio for ratio, _ in found]
-    record_property("largest", max(ratios))
-    record_property("median", np.median(ratios))
+    record_property("largest", float(max(ratios)))
+    record_property("median", float(np.median(ratios)))
     assert len(ratios) > 500
     assert not unknown
     assert {phase for _, phase in found} == {"forward", "backward"}

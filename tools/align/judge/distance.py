@@ -94,7 +94,7 @@ def _of_values(golden: Array, target: Array) -> Distance:
     wide = golden.shape[-1] if golden.ndim > 1 else 1
     y, x = (v.astype(np.float64).reshape(-1, wide) for v in (golden, target))
     odd = ~(np.isfinite(x) & np.isfinite(y))
-    size = np.linalg.norm(np.where(odd, 0.0, y), axis=1)
+    size: Array = np.linalg.norm(np.where(odd, 0.0, y), axis=1)
     if np.array_equal(x, y, equal_nan=True):
         return Distance(np.zeros(len(y)), size, exact=golden.dtype == target.dtype)
     other = (odd & (x != y) & ~(np.isnan(x) & np.isnan(y))).any(1)
@@ -102,14 +102,15 @@ def _of_values(golden: Array, target: Array) -> Distance:
     off = x - y
     mean = float(np.sqrt(np.mean(np.square(size))))
     if not mean:
-        rows = np.where(np.any(off != 0, 1) | other, np.inf, 0.0)
-        return Distance(rows, size, most=float(rows.max()))
+        infinite: Array = np.where(np.any(off != 0, 1) | other, np.inf, 0.0)
+        return Distance(infinite, size, most=float(infinite.max()))
     least = mean * max(_FLOOR, wide**-0.5)
     size = np.maximum(size, least)
-    rows = np.where(other, np.inf, np.linalg.norm(off, axis=1) / size)
-    column = np.maximum(np.linalg.norm(y, axis=0), least * (len(y) / wide) ** 0.5)
+    apart: Array = np.linalg.norm(off, axis=1)
+    rows: Array = np.where(other, np.inf, apart / size)
+    column: Array = np.maximum(np.linalg.norm(y, axis=0), least * (len(y) / wide) ** 0.5)
     most = max(float(rows.max()), float((np.linalg.norm(off, axis=0) / column).max()))
-    each = np.abs(off) / (np.abs(y) + size[:, None] / wide**0.5)
+    each: Array = np.abs(off) / (np.abs(y) + size[:, None] / wide**0.5)
     scale = einsum("ij,ij->i", off, y) / np.square(size)
     spread = float(np.std(scale)) / len(scale) ** 0.5 if len(scale) >= _FEW else np.inf
     usual = float(np.sqrt(np.mean(np.square(each))))
