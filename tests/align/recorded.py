@@ -66,6 +66,20 @@ def calls(
     return found
 
 
+def run_case(name: str, case: tuple[Any, ...], dtype: Any) -> dict[str, Call]:
+    """Return the calls of a case, ``(function, *arguments)`` and perhaps named ones last, with floats in a type."""
+    function, *args = case
+    kwargs = args.pop() if isinstance(args[-1], dict) else {}
+
+    def cast(v: Any) -> Any:
+        if isinstance(v, torch.Tensor) and v.dtype.is_floating_point:
+            return v.detach().to(dtype).requires_grad_(v.requires_grad)
+        return [cast(i) for i in v] if isinstance(v, list) else v
+
+    named = {key: cast(v) for key, v in kwargs.items()}
+    return calls(name, function, *map(cast, args), **named)
+
+
 def _flat(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]

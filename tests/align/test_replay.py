@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from recorded import calls, rank_dump, record
+from recorded import calls, rank_dump, record, run_case
 
 from telechat_moe.tools.align.capture.torch_functions import capture
 from telechat_moe.tools.align.dump.records import Phase
@@ -105,15 +105,7 @@ CASES = {
 
 
 def run(name, dtype):
-    function, *args = CASES[name]
-    kwargs = args.pop() if isinstance(args[-1], dict) else {}
-
-    def cast(v):
-        if isinstance(v, torch.Tensor) and v.dtype.is_floating_point:
-            return v.detach().to(dtype).requires_grad_(v.requires_grad)
-        return [cast(i) for i in v] if isinstance(v, list) else v
-
-    return calls(name, function, *map(cast, args), **kwargs)
+    return run_case(name, CASES[name], dtype)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from recorded import calls, rank_dump
+from recorded import calls, rank_dump, run_case
 
 from telechat_moe.tools.align.dump.records import Phase
 from telechat_moe.tools.align.judge.replay import replay, replay_call
@@ -28,7 +28,7 @@ def ids(high, *shape):
 
 LIKE = torch.triu(
     torch.ones(64, 64, dtype=torch.bool), 1
-)  # what stands for the compressed mask of 2,048
+)  # in place of the compressed mask, 2,048 wide
 
 
 def npu_fusion_attention(
@@ -256,17 +256,7 @@ CASES = {
 
 
 def run(name: str, dtype: Any) -> dict[str, Any]:
-    function, *args = CASES[name]
-    kwargs = args.pop() if isinstance(args[-1], dict) else {}
-
-    def cast(v):
-        if isinstance(v, torch.Tensor) and v.dtype.is_floating_point:
-            return v.detach().to(dtype).requires_grad_(v.requires_grad)
-        return [cast(i) for i in v] if isinstance(v, list) else v
-
-    return calls(
-        name.split()[0], function, *map(cast, args), **{k: cast(v) for k, v in kwargs.items()}
-    )
+    return run_case(name.split()[0], CASES[name], dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

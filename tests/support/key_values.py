@@ -30,7 +30,7 @@ class Key(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The dotted key; ``list[]`` stands for an item, in `callbacks` for that of the section's type."""
+        """The dotted key; ``list[]`` is any item of a list; of `callbacks`, the one of the type of the section."""
         return f"{self.path}.{self.field.name}".lstrip(".")
 
     @property

@@ -188,7 +188,7 @@ def softmax_type(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Fused attention, ours and Ascend's, has its softmax in float32."""
     m, backends = r.model.model_config, r.telechat_moe.operators
     ascend = compiled or r.context.device_target != "CPU"
-    plain = (backends.attention or backends.default) == "plain" or r.devices > 1
+    plain = backends.of("attention") == "plain" or r.devices > 1
     if m.softmax_compute_dtype not in ("float32", "fp32", None) and (ascend or not plain):
         found = f"{m.softmax_compute_dtype} with fused attention, whose softmax is in float32"
         yield (

@@ -47,10 +47,11 @@ def inferred(
         except UNFIT:
             continue
         found.append((max(ratios, default=np.inf), chosen))
-    if not found or min(found, key=lambda pair: pair[0])[0] > 1:
+    ratio, best = min(found, key=lambda pair: pair[0]) if found else (np.inf, {})
+    if ratio > 1:
         tried = "; ".join(f"{name} {', '.join(map(str, v))}" for name, v in tries.items())
         raise NotJudgedError(f"{formula.name}: not in the dump, and no usual value fits: {tried}")
-    return min(found, key=lambda pair: pair[0])[1]
+    return best
 
 
 def with_settings(call: Call, values: dict[str, Any]) -> Call:

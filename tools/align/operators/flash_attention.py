@@ -89,9 +89,8 @@ def _attend(
     top = score.stop().moved(partial(np.take_along_axis, indices=at, axis=-1), True)
     total = (score.stop() - top).exp().sum(-1, True)
     y = weighted(score, v)
-    if (
-        alone is not None and alone.any()
-    ):  # what sees nothing gets nothing; its maximum is not defined
+    if alone is not None and alone.any():
+        # What sees nothing gets nothing; its maximum is not defined.
         top, total = (
             v.plus(np.where(np.broadcast_to(alone, v.shape), np.inf, 0.0)) for v in (top, total)
         )
@@ -123,11 +122,8 @@ def _packed(
     borders = [pairwise([0, *integers(e).reshape(-1).tolist()]) for e in ends]
     for (b, e), (c, f) in zip(*borders, strict=True):
         if e > b:
-            one = [
-                x.transpose(1, 0, 2).reshape(1, x.shape[1], x.shape[0], -1)
-                for x in (q[b:e], k[c:f], v[c:f])
-            ]
-            y = _attend((one[0], one[1], one[2]), scale, mask)[0]
+            q1, k1, v1 = (_heads(x[None], "BSND", 0) for x in (q[b:e], k[c:f], v[c:f]))
+            y = _attend((q1, k1, v1), scale, mask)[0]
             parts.append(y.reshape(y.shape[1], y.shape[2], -1).transpose(1, 0, 2))
     return concatenate(parts, 0)
 

@@ -291,10 +291,11 @@ def _permute_grad(a: Arguments) -> Any:
     )
 
 
-def combine_rows(y: Approx, row: Any, weight: Approx | None) -> Approx:
-    """Return the weighted sum of each token's rows; ``row`` is ``[T, K]``."""
+def combine_rows(y: Approx, row: Any, weight: Approx | None, bias: Approx | None = None) -> Approx:
+    """Return the weighted sum of each token's rows; ``row`` is ``[T, K]``, a bias ``[T, K, H]``."""
     parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
     parts = parts.times((row >= 0).astype(np.float64)[..., None])
+    parts = parts if bias is None else parts + bias
     return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
 
 

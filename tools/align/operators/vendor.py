@@ -11,6 +11,7 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.fused import log_probabilities_and_loss, rotate
 from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.ms_custom import combine_rows
 from telechat_moe.tools.align.operators.optimizers import adamw
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
@@ -228,16 +229,9 @@ def _finalize(a: Arguments) -> Any:
     rows, at = floating(a.rows), integers(a.row).reshape(-1)
     K = int(a.k) if a.scales is None else floating(a.scales).shape[1]
     at = at.reshape(K, -1).T if int(a.drop_pad_mode) < 2 else at.reshape(-1, K)
-    flat = rows.reshape(-1, rows.shape[-1])
-    part = flat[np.maximum(at, 0).reshape(-1)].times(
-        (at.reshape(-1) >= 0).astype(np.float64)[:, None]
-    )
-    part = part.reshape(*at.shape, -1)
-    if a.bias is not None:
-        part = part + floating(a.bias)[integers(a.expert)]
-    if a.scales is not None:
-        part = part * floating(a.scales).reshape(*at.shape, 1)
-    total = part.sum(1)
+    bias = None if a.bias is None else floating(a.bias)[integers(a.expert)]
+    scales = None if a.scales is None else floating(a.scales)
+    total = combine_rows(rows.reshape(-1, rows.shape[-1]), at, scales, bias)
     for skip in (a.skip1, a.skip2):
         total = total if skip is None else total + skip
     return total
