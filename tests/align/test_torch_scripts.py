@@ -165,3 +165,25 @@ def test_a_clipping_that_forgets_weights_is_named(golden, monkeypatch):
     first = bisect(golden, script.recorded(lambda: script.train(script.Net()))).findings[0]
     assert first.verdict.key == "Torch._foreach_norm.0.forward"
     assert first.phase is Phase.OPTIMIZER
+
+
+@pytest.mark.parametrize(("used", "verdict"), [(False, "pass"), (True, "diverged")])
+def test_uninitialised_memory_matters_only_if_used(used, verdict):
+    """As `from_pretrained` does: what a fresh tensor holds is copied, then overwritten."""
+
+    def run(garbage):
+        fresh = torch.empty(2, 3)
+        with torch._C.DisableTorchFunction():
+            fresh.fill_(garbage)
+        moved = fresh.to(torch.float64).contiguous()
+        assert torch.ones(2, 3).to("meta").is_meta  # holds nothing: not recorded
+        made = torch.ones(2, 3).mul(3.0)
+        kept = moved.mul(2.0) if used else moved.copy_(made)
+        weight = torch.nn.Parameter(torch.ones(3))
+        (kept * weight).sum().backward()
+        torch.optim.SGD([weight], 0.1).step()
+
+    outcome = bisect(*(script.recorded(lambda x=x: run(x)) for x in (float("nan"), 1.5)))
+    assert outcome.verdict == verdict, outcome.findings[:1]
+    if used:
+        assert outcome.findings[0].verdict.key == "Tensor.to.0.forward"

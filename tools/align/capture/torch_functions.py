@@ -45,7 +45,7 @@ _QUERIES = """
 size dim numel nelement ndimension stride is_contiguous data_ptr storage_offset element_size get_device
 is_floating_point is_complex is_nonzero is_same_size requires_grad_ retain_grad register_hook backward
 numpy tolist item set_ _make_subclass unbind manual_seed
-rand randn randint randperm tensor as_tensor arange empty new_empty empty_like
+rand randn randint randperm tensor as_tensor asarray frombuffer arange empty new_empty empty_like
 normal_ uniform_ bernoulli_ trunc_normal_ kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_
 __repr__ __format__ __len__ __hash__ __iter__ __bool__ __int__ __float__ __index__ __array__
 __get__ __set__ __delete__
@@ -127,7 +127,7 @@ class _Recorder(TorchFunctionMode):
         outputs = result if is_sequence(result) else [result]
         if result is None:
             outputs = [x for x, version in into if x._version != version]
-        if not any(isinstance(o, torch.Tensor) for o in outputs):
+        if not any(isinstance(o, torch.Tensor) and not o.is_meta for o in outputs):
             return result
         made = [record(o) for o in outputs]
         call = self._add(key, Phase.FORWARD, inputs, named, made)

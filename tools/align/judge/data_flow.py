@@ -211,6 +211,18 @@ class DataFlow:
         """The inputs of all calls by the output that they are equal to."""
         return _grouped((s, place) for place in self.inputs() for s in self.sources_of(place))
 
+    def is_used(self, place: Place) -> bool:
+        """Return whether anything is computed from an input; otherwise it is only moved, or overwritten."""
+        key, name = place
+        formula = find(self.dump.calls[key].name)
+        if formula is None or not formula.exact or backward_key(key) in self.dump.calls:
+            return True
+        if formula.name == "copy_" and name == "input.0":
+            return False
+        return any(
+            self.is_used(p) for made in self.makers_of(key) for p in self.taken.get(made, [])
+        )
+
     def _phase(self, place: Place) -> Phase:
         return self.dump.calls[place[0]].phase
 

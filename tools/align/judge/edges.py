@@ -81,6 +81,12 @@ def _as_outside(place: Place, reference: DataFlow, target: DataFlow) -> Verdict 
     if not state and phase is not Phase.FORWARD:
         return None
     verdict = _as_given(place, reference.tensors[place], target.tensors[place])
+    if (
+        verdict is not None
+        and not state
+        and not (target.is_used(place) or reference.is_used(place))
+    ):
+        return None  # uninitialised memory, perhaps: nothing follows from it
     if verdict is not None and place[0] in reference.late and not state:
         return _as_summed(place, reference, target)
     if verdict is not None and _rounded_in_passing(place, reference, target):

@@ -54,6 +54,15 @@ def _flatten(x: Array, a: Arguments) -> Array:
     return x.reshape(*x.shape[:begin], -1, *x.shape[end + 1 :])
 
 
+def _viewed(x: Array, a: Arguments) -> Array:
+    if a.dtype is None:
+        return x.reshape(ints(a.shape))
+    kind = str(a.dtype).removeprefix("torch.")
+    if kind == "bfloat16" or isinstance(a.input, Approx):  # their values are kept in a wider type
+        raise NotJudgedError(f"the bits of its input as {kind}")
+    return x.view(kind)
+
+
 def _unflatten(x: Array, a: Arguments) -> Array:
     d = a.dim % x.ndim
     return x.reshape(*x.shape[:d], *ints(a.sizes), *x.shape[d + 1 :])
@@ -76,7 +85,7 @@ def _repeat_interleave(x: Array, a: Arguments) -> Array:
 
 moves(
     {
-        ("reshape view unsafe_view", "input *shape"): lambda x, a: x.reshape(ints(a.shape)),
+        ("reshape view unsafe_view", "input *shape | dtype=None"): _viewed,
         ("view_as reshape_as", "input other"): lambda x, a: x.reshape(_shape(a.other)),
         ("flatten", "input start_dim=0 end_dim=-1"): _flatten,
         ("unflatten", "input dim sizes"): _unflatten,
