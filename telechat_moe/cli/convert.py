@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.interop.hf import convert
     from telechat_moe.recipe import load
 
-    config = load(args.recipe, overrides=args.overrides).model_config
+    config = load(args.recipe, args.overrides, use="weights").model_config
     begin = time.monotonic()
     with bars(in_bytes=True) as progress:
         result = convert(args.src, args.dst, config, args.to, shard_bytes, progress)

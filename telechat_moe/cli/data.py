@@ -86,7 +86,7 @@ def run_build(args: argparse.Namespace) -> int:
         logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
     if args.overrides and not args.recipe:
         raise UsageError("--set changes a value of a recipe; name it with --recipe")
-    recipe = load(args.recipe, args.overrides) if args.recipe else None
+    recipe = load(args.recipe, args.overrides, use="data") if args.recipe else None
     begin = time.monotonic()
     with bars() as progress:
         result = build(

@@ -73,7 +73,7 @@ def _load(name: str | Path, overrides: list[str]) -> Recipe:
     from telechat_moe.recipe import load, loads
 
     if Path(name).suffix != ".json":
-        return load(name, overrides=overrides)
+        return load(name, overrides)
     try:
         text = yaml.safe_dump(json.loads(Path(name).read_bytes()), sort_keys=False)
     except (OSError, ValueError) as error:

@@ -21,8 +21,11 @@ from telechat_moe.recipe.schema.table import is_made
 from telechat_moe.recipe.tree import locate
 from telechat_moe.versions import MINDFORMERS
 
-Use = Literal["train", "dryrun", "mindformers", "plan", "written"]
-"""What a recipe is for; `written`: what its trainer and its device say."""
+Use = Literal["train", "dryrun", "mindformers", "plan", "written", "data", "weights"]
+"""What a recipe is for; `written`: what its trainer and its device say.
+
+The last two read a part of a recipe that is written for another use, its data or its weights: only overrides are judged.
+"""
 
 OUR_TRAINER = "TelechatMoeTrainer"
 USES: dict[Use, str] = {
@@ -30,6 +33,8 @@ USES: dict[Use, str] = {
     "dryrun": "`telechat-moe dryrun`",
     "plan": "`telechat-moe plan`",
     "mindformers": f"the model of `{OUR_TRAINER}`",
+    "data": "`telechat-moe data build`",
+    "weights": "a command that reads the weights of the model",
 }
 _GRAPH = re.compile(
     r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
@@ -49,6 +54,17 @@ _IN_PLUGIN = re.compile(
     r"|telechat_moe\.(moe_|operators|sharding|weight_decay_exclude)"
 )
 """Keys that MindFormers' trainer leaves to the model, which is ours with `TelechatMoeTrainer`."""
+_DECIDES: dict[Use, re.Pattern[str]] = {
+    "dryrun": _GRAPH,
+    "plan": _GRAPH,
+    "mindformers": _IN_PLUGIN,
+    "data": re.compile(
+        r"telechat_moe\.corpus\.|model\.model_config\.vocab_size|seed"
+        r"|train_dataset\.data_loader\.config\.(data_path|train_data_path|eod)"
+    ),
+    "weights": re.compile(r"model\.model_config\.|pretrained_model_dir"),
+}
+"""Beginnings of the keys that decide what a use makes of a recipe; `train` reads all."""
 
 
 def use_of(recipe: Recipe) -> Use:
@@ -133,13 +149,35 @@ def decides(use: Use, key: str) -> bool:
     """Return whether a key decides what our code does: the trainer, the compiled graph, our model in MindFormers."""
     if use == "plan" and key.endswith(".optimizer_level"):
         return False  # it prices every level, of which our graph has one
-    pattern = {"dryrun": _GRAPH, "plan": _GRAPH, "mindformers": _IN_PLUGIN}.get(use)
-    return pattern is None or pattern.match(key) is not None
+    return use not in _DECIDES or _DECIDES[use].match(key) is not None
+
+
+def _idle_overrides(recipe: Recipe, use: Use) -> Iterator[Broken]:
+    """Yield the overrides that change nothing that a use reads."""
+    acts: dict[str, bool] = {}
+    if recipe.tree is None:
+        return
+    for one in written(recipe):
+        origin = locate(recipe.tree, one.key).node.origin
+        if origin.startswith("--set "):
+            acts[origin] = acts.get(origin, False) or decides(use, one.key)
+    for origin, does in acts.items():
+        if not does:
+            key = origin.removeprefix("--set ").partition("=")[0]
+            yield key, f"an override that {USES[use]} does not read", "remove it"
 
 
 def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     """Yield the written keys whose value asks for something that a use will not do, and why."""
     use = use_of(recipe) if use == "written" else use
+    if use not in ("train", "mindformers"):  # these judge each key
+        yield from _idle_overrides(recipe, use)
+    if use not in ("data", "weights"):
+        yield from _asked_in_vain(recipe, use)
+
+
+def _asked_in_vain(recipe: Recipe, use: Use) -> Iterator[Broken]:
+    """Yield the written keys of :func:`unread` that are not overrides alone."""
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
     if use == "mindformers":
         yield from _never_read(recipe)

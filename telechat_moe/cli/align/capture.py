@@ -89,7 +89,7 @@ def _recipe(args: argparse.Namespace, steps: range) -> int:
         )
     from telechat_moe.recipe import load
 
-    recipe = load(args.arguments[0], args.overrides)
+    recipe = load(args.arguments[0], args.overrides, use="train")
     from telechat_moe.tools.align.capture import mindspore as capture
 
     layers, ranks = _numbers("--layers", args.layers), _numbers("--ranks", args.ranks)

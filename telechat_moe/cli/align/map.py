@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.recipe import load
     from telechat_moe.tools.align.judge.hf_map import hf_map
 
-    recipe = load(args.recipe, args.overrides)
+    recipe = load(args.recipe, args.overrides, use="weights")
     entries = hf_map(recipe.model_config)
     write_text("", args.file, lambda: json.dumps(entries, indent=1) + "\n")
     if not write_json(args.json, {"file": args.file, "tensors": len(entries)}):

@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
     from telechat_moe.recipe import load
 
     recipe, out, *overrides = arguments
-    Path(out).write_text(json.dumps(check(load(recipe, overrides)), indent=1))
+    Path(out).write_text(json.dumps(check(load(recipe, overrides, use="written")), indent=1))
     return 0
 
 
