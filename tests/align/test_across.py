@@ -112,6 +112,15 @@ def test_a_difference_that_no_operator_makes_shows_at_a_point(tmp_path):
     assert first.family == "scale"
 
 
+@pytest.mark.parametrize(("clip", "verdict"), [(0.25, "pass"), (0.2501, "diverged")])
+def test_a_gradient_is_compared_as_it_is_applied(tmp_path, clip, verdict):
+    """One run records the gradient before it is clipped, the other after."""
+    reference = one(tmp_path, GRADIENT)
+    given = reference.ranks[0, 0].calls["Optimizer.w.ApplyMomentum.0.forward"].kwargs
+    given |= {"grad": tensor(GRADIENT / np.float32(0.25)), "clip": scalar(clip)}
+    assert across(reference, four(tmp_path)).verdict == verdict
+
+
 def test_how_far_apart_is_derived_not_guessed(tmp_path):
     """One sum of two terms: some roundings of float32 are allowed, not what a deep network would need."""
     for roundings, verdict in ((4, "pass"), (100, "diverged")):

@@ -12,6 +12,7 @@ from telechat_moe.cli.output import (
     write_json,
     write_text,
 )
+from telechat_moe.cli.progress import bars
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -73,12 +74,14 @@ def run(args: argparse.Namespace) -> int:
     reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
     if args.map is not None or across_layouts.differ_in_layout(reference, target):
         links = [] if args.map is None else points.read_map(Path(args.map))
-        outcome = across_layouts.across(reference, target, links, args.rtol)
+        with bars() as move:
+            outcome = across_layouts.across(reference, target, links, args.rtol, move)
     elif args.rtol is not None:
         said = "--rtol is for runs whose calls differ; these are judged by derived bounds"
         raise UsageError(said)
     else:
-        outcome = bisect.bisect(reference, target)
+        with bars() as move:
+            outcome = bisect.bisect(reference, target, progress=move)
     first = outcome.findings[0] if outcome.findings else None
     graph = around(target, first.step, first.rank, first.verdict.key) if first else None
     report = page.plain(outcome, args.reference, args.target, graph)

@@ -22,7 +22,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     nbytes_of,
 )
-from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
+from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progress, bisect
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
@@ -88,6 +88,7 @@ def across(
     target: Dump,
     links: Sequence[Link] = (),
     tolerance: float | None = None,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Compare a run with one of another layout or framework; see the module.
 
@@ -95,14 +96,18 @@ def across(
         links: A map; if empty, gradients, weights and states are linked by the name of their weight.
         tolerance: The relative L2 distance allowed for whole tensors; None: derived for each tensor, or else taken by
             type from :data:`TOLERANCE`.
+        progress: Called as calls are recomputed and as shared tensors are compared.
     """
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
         return Outcome("inconclusive", reason="the dumps have no step in common")
     if links:
         check_map(links, reference, target)
-    outcome = bisect(with_groups(target), target, Known(), itself=True)  # ranks make equal calls
+    outcome = bisect(
+        with_groups(target), target, Known(), itself=True, progress=progress
+    )  # ranks make equal calls
     findings, judged = list(outcome.findings), dict(outcome.judged)
+    recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
     for step in steps:
         a, b = reference.at(step), target.at(step)
@@ -110,6 +115,8 @@ def across(
         pairs = linked(a, b, links) if links else by_weight(a, b)
         for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
             verdict = finding.verdict
+            if progress is not None:
+                progress("shared tensors", sum(judged.values()) - recomputed, None)
             judged[verdict.status] = judged.get(verdict.status, 0) + 1
             if verdict.status == "diverged":
                 findings.append(finding)

@@ -7,7 +7,7 @@ gradients that were sent back. The first call that fails is the fault; later fai
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,6 +90,8 @@ class Finding:
 
 Ranks = Mapping[int, RankDump]
 Seen = tuple[int, int, str, str, float]
+Progress = Callable[[str, int, int | None], None]
+"""Called with what is being done, how many of how many things are done."""
 Run = tuple[int, tuple[str, ...]]
 
 
@@ -159,6 +161,7 @@ def bisect(
     known: Known | None = None,
     first: bool = False,
     itself: bool = False,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Compare a run with a reference of the same layout; see the module.
 
@@ -166,11 +169,12 @@ def bisect(
         known: Results of earlier comparisons with the same reference; new ones are added.
         first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
         itself: The reference is the target: calls that cannot be recomputed are not judged by it.
+        progress: Called as calls are recomputed.
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(known, first, itself)
+    run = _Comparison(known, first, itself, progress or (lambda what, done, total: None))
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -204,8 +208,9 @@ def bisect(
 class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
-    def __init__(self, known: Known | None, first: bool, itself: bool) -> None:
+    def __init__(self, known: Known | None, first: bool, itself: bool, progress: Progress) -> None:
         self.known, self.first, self.itself = known or Known(), first, itself
+        self.progress = progress
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
@@ -265,6 +270,7 @@ class _Comparison:
         other = None if self.itself else OtherRun(reference, target)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
         for i, (key, call) in enumerate(target.calls.items()):
+            self.progress(f"rank {target.rank}: calls", i, len(target.calls))
             step, name = _split(key, target.step)
             if call.kind != kind:
                 continue

@@ -172,13 +172,33 @@ def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None
     have = tuple(dict.fromkeys(p.rank for p in pieces))
     try:
         if len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1):
-            return Point(first.load(), first.dtype, have[0], key, place, ranks=have)
+            return Point(
+                _applied(calls[0][1], place, first.load()),
+                first.dtype,
+                have[0],
+                key,
+                place,
+                ranks=have,
+            )
         merged = merge(pieces, first.layout)
     except CopiesDifferError as error:
         return Point(None, first.dtype, have[0], key, place, str(error), have, True)
     except (LayoutError, BadInputError, LookupError) as error:
         return Point(None, first.dtype, have[0], key, place, str(error), have)
-    return Point(merged.values, merged.dtype, have[0], key, place, ranks=have)
+    values = _applied(calls[0][1], place, merged.values)
+    return Point(values, merged.dtype, have[0], key, place, ranks=have)
+
+
+def _applied(call: Call, place: str, values: Array) -> Array:
+    """Return a gradient as its update applies it: an update that clips is given the gradient before clipping."""
+    factor = factor_of(call, place)
+    return values if factor is None else values * factor.load().astype(np.float64)
+
+
+def factor_of(call: Call, place: str) -> TensorRecord | None:
+    """Return what an update multiplies a gradient at a place by; None: nothing, or no gradient."""
+    factor = call.kwargs.get("clip") if place == "input.grad" else None
+    return factor if isinstance(factor, TensorRecord) and factor.read is not None else None
 
 
 def linked(

@@ -13,6 +13,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
@@ -54,6 +55,14 @@ class Deviations:
             return None
         squares = [np.square(p).reshape(values.shape) for p in parts if p is not None]
         return np.sqrt(np.sum(squares, 0))
+
+    def applied(self, place: Place) -> Array | None:
+        """Return the deviation of a tensor; of a gradient as its update applies it."""
+        factor = factor_of(self.dump.calls[place[0]], place[1])
+        own, other = self.of(place), self.of((place[0], "input.clip")) if factor else None
+        if factor is None or own is None or other is None:
+            return own if factor is None else None
+        return np.hypot(own * factor.load(), self.flow.tensors[place].load() * other)
 
     def _comes_back(self, place: Place) -> bool:
         """Return whether a tensor is a gradient, which some call must have made."""
@@ -165,7 +174,7 @@ class Allowed:
             if dump.rank not in owners or place[0] not in dump.calls:
                 continue
             deviations = self._of(dump)
-            found = deviations and deviations.of(place)
+            found = deviations and deviations.applied(place)
             if found is None:
                 return None
             squares.append(float(np.mean(np.square(found, dtype=np.float64))))
