@@ -187,3 +187,21 @@ def test_uninitialised_memory_matters_only_if_used(used, verdict):
     assert outcome.verdict == verdict, outcome.findings[:1]
     if used:
         assert outcome.findings[0].verdict.key == "Tensor.to.0.forward"
+
+
+def test_calls_name_their_module_and_the_line_of_the_script():
+    class Doubled(torch.nn.Module):
+        def forward(self, x):
+            return x.mul(2.0)
+
+    def run():
+        weight = torch.nn.Parameter(torch.ones(3))
+        torch.nn.Sequential(Doubled())(weight).sum().backward()
+        torch.optim.SGD([weight], 0.1).step()
+
+    calls = script.recorded(run).ranks[0, 0].calls
+    for key in ("Tensor.mul.0.forward", "Tensor.mul.0.backward"):
+        assert calls[key].parent == "Module.0.Doubled.forward.0"
+        line = Doubled.forward.__code__.co_firstlineno + 1
+        assert calls[key].stack[0] == f"File {__file__}, line {line}, in forward"
+    assert calls["Tensor.sum.0.forward"].parent is None

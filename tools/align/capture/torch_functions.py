@@ -9,6 +9,7 @@ this function alone, not the sum over all uses. For a function that writes in pl
 own node; for one that writes into a view, only the forward call is recorded.
 """
 
+import inspect
 import runpy
 import sys
 from collections import Counter
@@ -53,6 +54,8 @@ __get__ __set__ __delete__
 _SKIPPED = frozenset(_QUERIES.split())
 
 
+_DEEP = 3  # lines of the call stack that are recorded
+_OWN = (str(Path(torch.__file__).parent), __file__, "<frozen")
 _NUMPY_KNOWS = (torch.float16, torch.float32, torch.float64)
 
 
@@ -97,9 +100,12 @@ def _zeros(like: torch.Tensor) -> TensorRecord:
 
 
 class _Recorder(TorchFunctionMode):
-    def __init__(self, calls: dict[str, Call]) -> None:
+    def __init__(self, calls: dict[str, Call], modules: Modules) -> None:
         super().__init__()
-        self.calls, self.count = calls, Counter[str]()
+        self.calls, self.modules, self.count = calls, modules, Counter[str]()
+        self.origin: dict[
+            str, tuple[str | None, tuple[str, ...]]
+        ] = {}  # modules, lines of the script
         self.paused = False  # in an optimizer, whose updates are recorded as a whole
         self._pending: dict[str, tuple[list[Any], list[Any]]] = {}
 
@@ -152,10 +158,13 @@ class _Recorder(TorchFunctionMode):
     ) -> Call:
         """Record a call of a function; ``key`` lacks the direction."""
         name, _, index = key.rpartition(".")
-        key = f"{key}.{phase.value}"
+        head, key = key, f"{key}.{phase.value}"
+        if phase is Phase.FORWARD:
+            self.origin[head] = self.modules.parent, _lines()
         call = Call(key, "api", name, int(index), phase, inputs, named, outputs)
-        self.calls[key] = call
-        return call
+        parent, stack = self.origin.get(head, (None, ()))
+        self.calls[key] = replace(call, parent=parent, stack=stack)
+        return self.calls[key]
 
     @contextmanager
     def _in_backward(self) -> Generator[None, None, None]:
@@ -217,6 +226,18 @@ class _Recorder(TorchFunctionMode):
         if key in self._pending:
             coming, gradients = ([record(g) for g in gs] for gs in self._pending.pop(key))
             self._add(key, Phase.BACKWARD, coming, {}, gradients)
+
+
+def _lines() -> tuple[str, ...]:
+    """Return the lines of the script and its libraries that called a function, innermost first; torch's are left out."""
+    found: list[str] = []
+    frame = inspect.currentframe()
+    while frame is not None and len(found) < _DEEP:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OWN):
+            found.append(f"File {code.co_filename}, line {frame.f_lineno}, in {code.co_name}")
+        frame = frame.f_back
+    return tuple(found)
 
 
 def _own_node(
@@ -313,8 +334,8 @@ def capture(modules: bool = False) -> Generator[dict[str, Call], None, None]:
         modules: Whether to record what modules return, too.
     """
     calls: dict[str, Call] = {}
-    recorder = _Recorder(calls)
     names = Modules(calls, record, modules)
+    recorder = _Recorder(calls, names)
     updates = _Optimizers(calls, recorder, names)
     hooks = (
         register_optimizer_step_pre_hook(updates.begin),

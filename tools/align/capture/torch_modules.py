@@ -1,10 +1,11 @@
-"""Names for a recording of torch: what each module returns, and which weight an optimizer updates.
+"""Names for a recording of torch: the module of each call, what it returns, and which weight an optimizer updates.
 
 The model is the first module that is called from outside of any other; names begin there. Scripts need no change.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Modules:
         self.calls, self.record, self.outputs = calls, record, outputs
         self.modules: dict[int, str] = {}
         self.weights: dict[int, str] = {}
-        self.count, self.depth = Counter[str](), 0
+        self.count = Counter[str]()
+        self.running: list[str] = []  # keys of the modules that run, outermost first
         self.hooks: list[Any] = []
 
     def __enter__(self) -> "Modules":
@@ -49,26 +51,30 @@ class Modules:
         name = self.weights.get(id(weight))
         return () if name is None else (f"weight {name}",)
 
+    @property
+    def parent(self) -> str | None:
+        """The key of the module that runs."""
+        return self.running[-1] if self.running else None
+
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
-        if self.depth == 0 and id(module) not in self.modules:
+        if not self.running and id(module) not in self.modules:
             for name, part in module.named_modules():
                 self.modules.setdefault(id(part), name)
             for name, weight in module.named_parameters():
                 self.weights.setdefault(id(weight), name)
-        self.depth += 1
+        parts = [part for part in (self.modules.get(id(module)), type(module).__name__) if part]
+        name = ".".join(["Module", *parts])
+        self.running.append(f"{name}.forward.{self.count[name]}")
+        self.count[name] += 1
 
     def _end(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        self.depth -= 1
-        path = self.modules.get(id(module))
-        if not self.outputs or path is None or output is None:
+        key = self.running.pop()
+        if not self.outputs or id(module) not in self.modules or output is None:
             return
-        parts = [part for part in (path, type(module).__name__) if part]
-        name = ".".join(["Module", *parts])
-        index = self.count[name]
-        self.count[name] += 1
-        key = f"{name}.forward.{index}"
+        name, _, index = key.rpartition(".forward.")
         made: list[Value] = [self.record(x) for x in tensors_in(output)]
-        self.calls[key] = Call(key, "module", name, index, Phase.FORWARD, [], {}, made)
+        call = Call(key, "module", name, int(index), Phase.FORWARD, [], {}, made)
+        self.calls[key] = replace(call, parent=self.parent)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
