@@ -24,7 +24,7 @@ from telechat_moe.recipe.problems import Problem, RecipeError, label
 from telechat_moe.recipe.schema import Recipe
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3, OTHER_TYPES, ModelConfig, OtherModelConfig
 from telechat_moe.recipe.tree import Entry, YamlNode, locate, read
-from telechat_moe.recipe.uses import Use, unread
+from telechat_moe.recipe.uses import USES, Use, idle_overrides, unread
 
 
 def shipped_dir() -> Path:
@@ -153,7 +153,20 @@ class _Loader:
         raise RecipeError(list(self.problems.values()))
 
     def parse(self, text: str, overrides: Sequence[str], devices: int | None) -> Recipe:
-        return self._resolve(self.tree(text, overrides), devices)
+        recipe = self._resolve(self.tree(text, overrides), devices)
+        if self.use is None:
+            return recipe
+        for idle in idle_overrides(recipe, self.use):
+            rest = [override for override in overrides if override != idle]
+            try:
+                _Loader(self.path).parse(text, rest, devices)
+            except RecipeError:
+                continue  # it makes the recipe consistent
+            found = f"an override that {USES[self.use]} does not read"
+            self.report(f"--set {idle}", 0, idle.partition("=")[0], found, "remove it")
+        if self.problems:
+            raise RecipeError(list(self.problems.values()))
+        return recipe
 
     def tree(self, text: str, overrides: Sequence[str]) -> YamlNode:
         def in_file(line: int, key: str, found: str, expected: str) -> None:

@@ -152,32 +152,22 @@ def decides(use: Use, key: str) -> bool:
     return use not in _DECIDES or _DECIDES[use].match(key) is not None
 
 
-def _idle_overrides(recipe: Recipe, use: Use) -> Iterator[Broken]:
-    """Yield the overrides that change nothing that a use reads."""
+def idle_overrides(recipe: Recipe, use: Use) -> list[str]:
+    """Return the overrides, ``KEY=VALUE``, that change nothing that a use reads; none for uses that judge each key."""
+    use = use_of(recipe) if use == "written" else use
     acts: dict[str, bool] = {}
-    if recipe.tree is None:
-        return
+    if recipe.tree is None or use in ("train", "mindformers"):
+        return []
     for one in written(recipe):
         origin = locate(recipe.tree, one.key).node.origin
         if origin.startswith("--set "):
             acts[origin] = acts.get(origin, False) or decides(use, one.key)
-    for origin, does in acts.items():
-        if not does:
-            key = origin.removeprefix("--set ").partition("=")[0]
-            yield key, f"an override that {USES[use]} does not read", "remove it"
+    return [origin.removeprefix("--set ") for origin, does in acts.items() if not does]
 
 
 def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
     """Yield the written keys whose value asks for something that a use will not do, and why."""
     use = use_of(recipe) if use == "written" else use
-    if use not in ("train", "mindformers"):  # these judge each key
-        yield from _idle_overrides(recipe, use)
-    if use not in ("data", "weights"):
-        yield from _asked_in_vain(recipe, use)
-
-
-def _asked_in_vain(recipe: Recipe, use: Use) -> Iterator[Broken]:
-    """Yield the written keys of :func:`unread` that are not overrides alone."""
     plugin = use == "mindformers" and recipe.trainer.type == OUR_TRAINER
     if use == "mindformers":
         yield from _never_read(recipe)
@@ -191,7 +181,7 @@ def _asked_in_vain(recipe: Recipe, use: Use) -> Iterator[Broken]:
             recipe.model.model_config, ModelConfig
         ):
             return key.endswith(".model_type")  # says it all
-        return decides(use, key)
+        return use not in ("data", "weights") and decides(use, key)
 
     for one in written(recipe):
         if one.key == "model.model_config.model_type" and use != "mindformers":

@@ -38,8 +38,6 @@ SETTINGS = [f"model.model_config.{name}={value}" for name, value in SMALL.items(
     "parallel_config.model_parallel=1",
     "parallel_config.use_seq_parallel=False",
     "parallel_config.micro_batch_num=1",
-    "parallel.pipeline_config.pipeline_scheduler=1f1b",
-    "parallel.pipeline_config.pipeline_interleave=False",
 ]
 # What is fixed, and the memory of a device in MiB, where too little of it makes the planner recompute layers.
 PLANS = [

@@ -10,16 +10,16 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.slow]
 
 import key_effects
 from key_values import KEYS, Key
-from test_keys import base, faults, reads
+from test_keys import REPEATS, base, faults, reads
 
 from telechat_moe.recipe import Recipe
 
 __all__ = ["base"]
 NOT_IN_GRAPH = {
+    **REPEATS,
     "Context.max_call_depth": "a limit of the compiler",
     "Optimizer.eps": "an input of the step, as the learning rate",
     "Optimizer.weight_decay": "an input of the step, as the learning rate",
-    "PipelineConfig.pipeline_interleave": "pp_interleave_num, which needs it, says how many chunks",
     "Parallel.dataset_strategy": "the one that CPU processes take says again what full_batch False says",
 }
 

@@ -85,3 +85,13 @@ def test_commands_refuse_an_idle_override(
     said = capsys.readouterr().err
     assert words[-1] in said
     assert "does not read" in said
+
+
+def test_one_that_another_needs_is_taken() -> None:
+    """A callback repeats the number of micro-batches, which decides the compiled graph."""
+    given = ["use_parallel=True", "parallel.parallel_mode=1", "parallel.full_batch=True"]
+    given += ["parallel_config.pipeline_stage=2", "parallel_config.micro_batch_num=4"]
+    repeated = "callbacks.1.micro_batch_num=4"
+    assert load(TINY, [*given, repeated], use="dryrun").parallel_config.micro_batch_num == 4
+    with pytest.raises(RecipeError, match=r"parallel_config.micro_batch_num \(4\)"):
+        load(TINY, given, use="dryrun")

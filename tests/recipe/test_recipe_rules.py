@@ -276,12 +276,11 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
         ),
         (
             LARGE,
-            {"parallel.pipeline_config.pipeline_interleave": "False"},
-            "parallel.pipeline_config.pipeline_scheduler",
-        ),
-        (
-            LARGE,
-            {P + "pipeline_stage": "5", M + "offset": "0"},
+            {
+                P + "pipeline_stage": "5",
+                M + "offset": "0",
+                "parallel.pipeline_config": "{pipeline_interleave: True, pipeline_scheduler: seqsmartvpp}",
+            },
             "parallel.pipeline_config.pipeline_scheduler",
         ),
         (
@@ -289,6 +288,8 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             {"parallel.pipeline_config.pipeline_scheduler": "zero_bubble_v"},
             "parallel.pipeline_config.pipeline_scheduler",
         ),
+    ],
+    "sequence_parts": [
         (LARGE, {P + "seq_split_num": "2"}, P + "seq_split_num"),
         (
             LARGE,

@@ -122,11 +122,13 @@ def guard_parts(r: Recipe, compiled: bool) -> Iterator[Broken]:
 
 
 def chunks(r: Recipe, compiled: bool) -> Iterator[Broken]:
-    """The order of a pipeline matters where there is one."""
-    interleave = getattr(r.parallel.pipeline_config, "pipeline_interleave", False)
-    if interleave and r.parallel_config.pipeline_stage == 1:
-        found = "True without pipeline stages, where it has no effect"
-        yield "parallel.pipeline_config.pipeline_interleave", found, "False, or pipeline_stage > 1"
+    """The order of a pipeline is 1F1B, whatever the scheduler, where a stage has one chunk (MindSpore 2.9)."""
+    on = getattr(r.parallel.pipeline_config, "pipeline_interleave", False)
+    stages, vpp = r.parallel_config.pipeline_stage, r.model.model_config.pp_interleave_num or 1
+    if on and (stages == 1 or vpp == 1):
+        found = f"True with {stages} stages of {vpp} chunks, where it has no effect"
+        expected = "False, or pipeline_stage and model.model_config.pp_interleave_num > 1"
+        yield "parallel.pipeline_config.pipeline_interleave", found, expected
 
 
 def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:

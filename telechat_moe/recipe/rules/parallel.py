@@ -365,19 +365,17 @@ def schedule(r: Recipe) -> Iterator[Broken]:
             f"{name} without pipeline_interleave",
             "1f1b, or True there",
         )
-    elif name == "gpipe" and pp > 1 and vpp == 1:
-        yield (
-            at + "pipeline_scheduler",
-            f"{name} with 1 chunk a stage, whose order stays 1F1B",
-            "1f1b, or more chunks",
-        )
     if name == "seqsmartvpp" and pp % 2 and pp > 1:
         yield at + "pipeline_scheduler", f"{name} with {pp} stages", "an even number of stages"
     if name == "zero_bubble_v" and (pp < 2 or vpp != 2 or p.micro_batch_num < 2 * pp):
         found = f"{name} with {pp} stages, {vpp} chunks, {p.micro_batch_num} micro-batches"
         expected = "at least 2 stages, 2 chunks, micro_batch_num >= 2 x pipeline_stage"
         yield at + "pipeline_scheduler", found, expected
-    m = r.model.model_config
+
+
+def sequence_parts(r: Recipe) -> Iterator[Broken]:
+    """Parts of a sequence are equal, and the balance loss knows of them."""
+    m, p = r.model.model_config, r.parallel_config
     if p.seq_split_num > 1 and m.moe_router_load_balancing_type == "seq_aux_loss":
         found = f"{p.seq_split_num} with moe_router_load_balancing_type seq_aux_loss"
         yield "parallel_config.seq_split_num", found, "1, or sub_seq_aux_loss"

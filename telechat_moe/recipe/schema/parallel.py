@@ -56,13 +56,13 @@ class PipelineConfig:
     """`parallel.pipeline_config`: order of the pipeline."""
 
     pipeline_interleave: bool = False
-    """More than one chunk per stage, and schedules other than 1f1b."""
+    """More than one chunk per stage; with one, the order is 1F1B."""
 
     pipeline_scheduler: Literal[
         "1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"
     ] = field(default="1f1b", metadata=acts("two_chunks"))
     """Order of forward and backward. `seqsmartvpp` needs an even number of stages,
-    `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`, and `gpipe` 2 chunks."""
+    `zero_bubble_v` 2 chunks per stage; all but `1f1b` need `pipeline_interleave`."""
 
 
 @section
