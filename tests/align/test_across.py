@@ -14,7 +14,7 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
 )
 from telechat_moe.tools.align.judge.across_layouts import across, differ_in_layout, terms_of
-from telechat_moe.tools.align.judge.points import Link, read_map
+from telechat_moe.tools.align.maps.links import Link, read_map
 
 RNG = np.random.default_rng(0)
 WEIGHT = RNG.standard_normal((8, 6)).astype(np.float32)

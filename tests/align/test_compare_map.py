@@ -12,7 +12,7 @@ from telechat_moe.tools.align.compare.mapped import compare_linked, weight_links
 from telechat_moe.tools.align.compare.profiles import Options, profile
 from telechat_moe.tools.align.dump.msprobe_write import write
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
-from telechat_moe.tools.align.judge.points import Link
+from telechat_moe.tools.align.maps.links import Link
 
 CLOSE = profile("close", Options(rtol=1e-5, atol=1e-7))
 GRAD = Link("gradient", ("weight w input.grad",), ("Optimizer.w.* input.grad",))
@@ -26,7 +26,7 @@ def test_four_ranks_against_one_by_what_all_updates_have(tmp_path):
     links = weight_links(four(tmp_path))
     assert [link.name for link in links] == [
         f"w: {what}"
-        for what in ("gradient", "weight before", "momentum_buffer before", "weight after", "momentum_buffer after")
+        for what in ("gradient", "weight before", "weight after", "momentum_buffer before", "momentum_buffer after")
     ]  # fmt: skip
     outcome = compare_linked(one(tmp_path), four(tmp_path), CLOSE, links)
     assert (outcome.verdict, set(status(outcome).values())) == ("pass", {"pass"})

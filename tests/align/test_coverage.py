@@ -13,7 +13,7 @@ from telechat_moe.tools.align.dump import msprobe_write
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.coverage import Coverage, advice, answer
-from telechat_moe.tools.align.judge.points import Link
+from telechat_moe.tools.align.maps.links import Link
 from telechat_moe.tools.align.report import combined
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)

@@ -75,7 +75,6 @@ def test_keys_of_the_file_belong_to_other_uses() -> None:
     [
         ["data", "build", "--recipe", TINY, "--set", "optimizer.weight_decay=0.5"],
         ["dryrun", TINY, "--set", "telechat_moe.saving.background=False"],
-        ["align", "map", TINY, "map.json", "--set", "optimizer.weight_decay=0.5"],
     ],
 )
 def test_commands_refuse_an_idle_override(

@@ -31,23 +31,24 @@ verdict is inconclusive, unless something is wrong. What to dump to have the res
 
 Where the runs have different layouts or come from different frameworks, their calls are not the same. Then each call
 of TARGET is judged with its own settings, collectives over the ranks that the layouts name; and what both runs must
-have (gradients, weights and states by the name of their weight, or what --map names) is made whole from all ranks
-and compared. A map is JSON: a list of {"name", "reference", "target"} with names "KEY PLACE" or "weight NAME
-input.grad", maybe several in a list, and "transposed"; `align map RECIPE` writes the one of our model and Hugging
-Face's.
+have is made whole from all ranks and compared, in the order of TARGET's data flow: gradients, weights and states by
+the name of their weight, or across frameworks what `align map` finds (--map reads an edited map). Of the first tensor
+that differs, the calls of both runs that made it are compared: which run's is wrong, or which settings differ.
 """
 EXAMPLES = """\
 telechat-moe align bisect gpu_dump npu_dump --html align.html
 telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
 telechat-moe align bisect tp2 dp2_ep2
-telechat-moe align bisect hf ours --map hf_map.json
+telechat-moe align bisect hf ours
 """
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
     parser.add_argument(
-        "--map", metavar="FILE", help="tensors that both runs have, where their calls differ"
+        "--map",
+        metavar="FILE",
+        help="tensors that both runs have, where their calls differ (default: found)",
     )
     parser.add_argument(
         "--rtol",
@@ -67,13 +68,14 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
-    from telechat_moe.tools.align.judge import across_layouts, bisect, points, reproduce
+    from telechat_moe.tools.align.judge import across_layouts, bisect, reproduce
     from telechat_moe.tools.align.judge.neighbourhood import around
+    from telechat_moe.tools.align.maps.links import read_map
     from telechat_moe.tools.align.report import bisect_page as page
 
     reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
     if args.map is not None or across_layouts.differ_in_layout(reference, target):
-        links = [] if args.map is None else points.read_map(Path(args.map))
+        links = [] if args.map is None else read_map(Path(args.map))
         with bars() as move:
             outcome = across_layouts.across(reference, target, links, args.rtol, move)
     elif args.rtol is not None:
@@ -121,7 +123,7 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
-    "layer, operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
+    "layer, module (of REFERENCE), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
     "elements, source), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
     "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
     "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "

@@ -44,7 +44,7 @@ and states of all updates. docs/align_compare.md has all numbers and their sourc
 EXAMPLES = """\
 telechat-moe align compare gpu_dump npu_dump --profile ecosystem
 telechat-moe align compare golden npu_dump --benchmark gpu_dump --profile ascend-l1 --json -
-telechat-moe align compare hf ours --map hf_map.json --profile torch
+telechat-moe align compare hf ours --map map.json --profile torch
 """
 
 
@@ -147,10 +147,10 @@ def _compare(args: argparse.Namespace, chosen: Any) -> Any:
 
 def _linked(args: argparse.Namespace, chosen: Any, dumps: list[Any], steps: Any) -> Any:
     from telechat_moe.tools.align.compare import mapped
-    from telechat_moe.tools.align.judge import points
+    from telechat_moe.tools.align.maps import links as maps
 
     given = args.map == "weights"
-    links: list[Any] = mapped.weight_links(dumps[1]) if given else points.read_map(Path(args.map))
+    links: list[Any] = mapped.weight_links(dumps[1]) if given else maps.read_map(Path(args.map))
     with bar("comparing") as progress:
         return mapped.compare_linked(
             dumps[0], dumps[1], chosen, links, steps, args.common, progress

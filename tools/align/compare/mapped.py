@@ -12,14 +12,8 @@ from telechat_moe.tools.align.compare.compare import LACKING, chunks, measured, 
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.compare.rows import Outcome, Row
 from telechat_moe.tools.align.dump.records import Array, Dump
-from telechat_moe.tools.align.judge.points import (
-    STATES,
-    Link,
-    Point,
-    check_map,
-    linked,
-    weight_of,
-)
+from telechat_moe.tools.align.judge.points import Point, update_places, weight_of
+from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.numerics import is_float
 
 _FOLLOWS = "an earlier decision differs between the runs; `align bisect --map` judges operators by their own inputs"
@@ -34,7 +28,7 @@ def compare_linked(
     common: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
-    """Compare the tensors of a map (``points.read_map``) by a standard that needs no third run.
+    """Compare the tensors of a map (``links.read_map``) by a standard that needs no third run.
 
     The other arguments are those of :func:`compare.compare`; progress counts entries of the map.
     """
@@ -64,15 +58,10 @@ def weight_links(dump: Dump) -> list[Link]:
             weight = weight_of(call)
             if weight is None:
                 continue
-            kept = [state for state in STATES if state in call.kwargs]
-            places = {"gradient": "input.grad"} | {f"{s} before": f"input.{s}" for s in kept}
-            made = zip(kept, call.outputs, strict=False)
-            places |= {f"{s} after": f"output.{i}" for i, (s, _) in enumerate(made)}
-            for what, place in places.items():
-                name = f"{weight}: {what}"
-                found[name] = Link(
-                    name, (f"weight {weight} {place}",), (f"weight {weight} {place}",)
-                )
+            for (what, when), place in update_places(call).items():
+                name = f"{weight}: {what}{when}"
+                names = (f"weight {weight} {place}",)
+                found[name] = Link(name, names, names)
     return list(found.values())
 
 

@@ -8,18 +8,22 @@ shows at a point; other faults show at their operator.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import (
+    Call,
     Dump,
     RankDump,
     Scalar,
     TensorLayout,
+    TensorRecord,
     nbytes_of,
 )
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progress, bisect
@@ -27,21 +31,26 @@ from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
 from telechat_moe.tools.align.judge.points import (
-    Link,
+    STATES,
     Point,
     by_weight,
-    check_map,
     choices_of_both,
-    linked,
+    weight_of,
 )
 from telechat_moe.tools.align.judge.propagate import Allowed
+from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.sides import Sides
 from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.maps.links import Link, check_map, linked
+from telechat_moe.tools.align.maps.tensor_map import tensor_map
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 AMPLIFIED = 8.0
 """How much further apart gradients may be than their weights (5 in the median of such pairs)."""
+
+_STATE = re.compile(r"^(gradient|weight|exp_avg|exp_avg_sq|momentum_buffer) of | (before|after)$")
 
 TOLERANCE: Mapping[str, float] = {
     "float64": 1e-10,
@@ -103,6 +112,8 @@ def across(
         return Outcome("inconclusive", reason="the dumps have no step in common")
     if links:
         check_map(links, reference, target)
+    elif _named_differently(reference, target):
+        links = tensor_map(reference, target)
     outcome = bisect(
         with_groups(target), target, Known(), itself=True, progress=progress
     )  # ranks make equal calls
@@ -113,6 +124,8 @@ def across(
         a, b = reference.at(step), target.at(step)
         points.type = _narrowest(a, a)
         pairs = linked(a, b, links) if links else by_weight(a, b)
+        points.sides = Sides(a, b)
+        before = len(findings)
         for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
             verdict = finding.verdict
             if progress is not None:
@@ -122,8 +135,9 @@ def across(
                 findings.append(finding)
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
+        findings[before:] = points.in_order(findings[before:])
     own = {f.verdict.key for f in outcome.findings}
-    findings.sort(key=lambda f: (f.step, f.order, f.verdict.key in own, f.rank))
+    findings.sort(key=lambda f: (f.step, f.order, f.verdict.key not in own, f.rank))
     word, reason = answer(bool(findings), outcome.coverage)
     found = replace(outcome, verdict=word, reason=reason, findings=findings)
     return replace(found, judged=judged, unknown=unknown)
@@ -208,7 +222,11 @@ class _Points:
         self.allowed = Allowed()
         self.type = "float32"  # the type that the reference computes in
         self.drift = 0.0  # how far weights are apart before the step
-        self.last: dict[str, Array] = {}  # results of the previous step's updates
+        self.last: dict[
+            str, tuple[Array | None, Array | None]
+        ] = {}  # results of the updates before
+        self.sides = Sides([], [])
+        self.wrong: list[tuple[Point, Point]] = []
 
     def routes(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Finding]:
         """Yield a finding on the scores of each choice.
@@ -231,19 +249,44 @@ class _Points:
         self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
     ) -> Iterator[Finding]:
         """Yield a finding for each point of a step, in order."""
-        made: dict[str, Array] = {}
+        made: dict[str, tuple[Array | None, Array | None]] = {}
         kind = _narrowest(b, b)
-        for name, one, other in pairs:
-            if name.endswith(" after") and other.values is not None:
-                made[name.removesuffix(" after")] = other.values
-            finding = self._compare(name, one, other, step, b, kind)
-            wrong = finding.verdict.status == "diverged"
-            said = self._follows(name, other, step) if wrong else ""
-            if said:
-                verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
-                finding = replace(finding, verdict=verdict, family="unknown", evidence="")
-            yield self._counted(finding, other)
+        for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
+            own = [*weight]
+            near = {name: (one, other) for name, one, other in own}
+            for name, one, other in own:
+                if name.endswith(" after"):
+                    made[name.removesuffix(" after")] = one.values, other.values
+                finding = self._compare(name, one, other, step, b, kind)
+                wrong = finding.verdict.status == "diverged"
+                said = self._follows(name, finding, near) if wrong else ""
+                if said:
+                    verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
+                    finding = replace(finding, verdict=verdict, family="unknown", evidence="")
+                kept = _at_worst(one, other), other._replace(values=None)
+                if finding.verdict.status == "diverged":
+                    self.wrong.append(kept)
+                elif finding.verdict.status == "pass":
+                    self.sides.agreed.append(kept)
+                yield self._counted(finding, other)
         self.last = made
+
+    def in_order(self, findings: list[Finding]) -> list[Finding]:
+        """Return the findings of a step in the order of the data flow; the first with what is known about both sides."""
+        points, self.wrong = self.wrong, []
+        placed = [
+            (replace(f, order=self.sides.position(other)), one, other)
+            for f, (one, other) in zip(findings, points, strict=True)
+        ]
+        placed.sort(key=lambda p: p[0].order)
+        if placed:
+            first, one, other = placed[0]
+            family, said, module = self.sides.explained(one, other)
+            if first.evidence:
+                family = first.family if family == "programs differ" else family
+                said = f"{first.evidence}; {said}"
+            placed[0] = replace(first, family=family, evidence=said, module=module), one, other
+        return [f for f, _, _ in placed]
 
     def _counted(self, finding: Finding, other: Point) -> Finding:
         """Count a point in the coverage; return its finding."""
@@ -253,19 +296,27 @@ class _Points:
         self.coverage.count(SHARED, size, lacking)
         return finding
 
-    def _follows(self, name: str, other: Point, step: int) -> str:
+    def _follows(self, name: str, finding: Finding, near: Mapping[str, tuple[Point, Point]]) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
         Adam divides by a root that may be almost zero, so tiny differences between gradients can move a weight by the
         learning rate.
         """
         state, _, when = name.rpartition(" ")
-        if other.values is None:
+        one, other = near[name]
+        if other.values is None or one.values is None:
             return ""
-        if when == "after" and (step, other.key) in self.right:
-            return "what the update makes of its gradient and states"
-        last = self.last.get(state)
-        if when == "before" and last is not None and np.array_equal(last, other.values):
+        if when == "after" and (finding.step, other.key) in self.right and finding.call:
+            return (
+                "what the update makes of its gradient and states"
+                if _same_rule(finding.call, near)
+                else ""
+            )
+        last = self.last.get(state, (None, None))
+        if when == "before" and all(
+            x is not None and p.values is not None and np.array_equal(x, p.values)
+            for x, p in zip(last, (one, other), strict=True)
+        ):
             return "what the update of the step before made"
         return ""
 
@@ -328,6 +379,53 @@ class _Points:
             narrow = min(kinds, key=lambda d: FLOATS[d].bits)
             found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
         return found + AMPLIFIED * self.drift
+
+
+def _at_worst(one: Point, other: Point) -> Point:
+    """Return a point without its values, at the part (of a stack of experts) that differs most."""
+    if len(one.parts) > 1 and one.values is not None and other.values is not None:
+        off = (
+            np.abs(one.values.reshape(-1) - other.values.reshape(-1))
+            if one.values.size == other.values.size
+            else np.zeros(1)
+        )
+        key, place = one.parts[int(np.argmax(off)) * len(one.parts) // off.size]
+        one = one._replace(key=key, place=place)
+    return one._replace(values=None)
+
+
+def _same_rule(update: Call, near: Mapping[str, tuple[Point, Point]]) -> bool:
+    """Return whether the reference's update is what the target's makes of the reference's gradient and states."""
+    found: dict[tuple[str, str], TensorRecord] = {}
+    for name, (one, _) in near.items():
+        if one.values is None:
+            return True  # not known
+        values = one.values
+        record = TensorRecord(one.dtype, values.shape, read=lambda values=values: values)
+        what, when = name.partition(" of ")[0], name.rpartition(" ")[2]
+        found[what, when if when in ("before", "after") else ""] = record
+    kwargs = dict(update.kwargs)
+    kept = [state for state in STATES if state in kwargs]
+    if (
+        not {(s, w) for s in kept for w in ("before", "after")} <= found.keys()
+        or ("gradient", "") not in found
+    ):
+        return True
+    kwargs |= {s: found[s, "before"] for s in kept} | {"grad": found["gradient", ""]}
+    whole = np.ones((), np.float32)  # gradients are as the update applies them
+    kwargs |= {"clip": TensorRecord("float32", (), read=lambda: whole)} if "clip" in kwargs else {}
+    call = replace(update, kwargs=kwargs, outputs=[found[s, "after"] for s in kept])
+    return all(v.status != "diverged" for v in replay_call(call, call))
+
+
+def _named_differently(reference: Dump, target: Dump) -> bool:
+    """Return whether two runs are of different frameworks, and their weights have no name in common."""
+    names = [
+        {weight_of(c) for r in d.ranks.values() for c in r.calls.values()} - {None}
+        for d in (reference, target)
+    ]
+    kinds = [{r.framework for r in d.ranks.values()} for d in (reference, target)]
+    return kinds[0] != kinds[1] and not names[0] & names[1]
 
 
 def _open(finding: Finding, why: str) -> Finding:

@@ -52,6 +52,7 @@ class Finding:
         evidence: Why it is that kind.
         residual: Difference from what it should be, over the bound, where both are known.
         phase: Phase of the step, see ``step_phase.py``; None: known from the key alone.
+        module: Module, or weight, of the reference in which two programs differ first.
         about: What is known around the call, for the first one of a rank; a reproducer is made from it.
     """
 
@@ -64,6 +65,7 @@ class Finding:
     evidence: str = ""
     residual: Array | None = field(default=None, repr=False, compare=False)
     phase: Phase | None = None
+    module: str = ""
     about: "Wrong | Exchange | None" = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -74,6 +76,7 @@ class Finding:
             "rank": self.rank,
             "phase": (self.phase or call.phase).value if call else None,
             "layer": layer_of(call) if call else None,
+            "module": self.module or None,
             "operator": v.key,
             "tensor": v.place,
             "family": self.family,

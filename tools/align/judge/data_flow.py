@@ -83,6 +83,14 @@ class DataFlow:
         at = self.order[place[0]]
         return self._first.get(self._contents[place][0], at) < at
 
+    def position(self, place: Place) -> float:
+        """Return where a tensor begins: at the first call that made its content, or else the first that uses it."""
+        content, own = self.content.get(place), float(self.order[place[0]])
+        if content is None:
+            return own
+        users = [self.order[key] - 0.5 for key, _ in self.given.get(content, [])]
+        return min([float(self._first.get(content, own)), *users[:1], own])
+
     @cached_property
     def makers(self) -> Mapping[bytes, list[Place]]:
         """The outputs by their content, in order."""

@@ -1,15 +1,11 @@
 """Points: tensors that two runs must have in common, whatever their layouts, merged over all ranks.
 
-They are gradients of weights, weights and states before and after their update, the choices of routers, and the tensors
-that a map (:class:`Link`) names.
+They are gradients of weights, weights and states before and after their update, and the choices of routers; ``links.py``
+adds the tensors that a map names.
 """
 
-import fnmatch
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +13,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.indexing import CHOOSES
@@ -38,6 +34,7 @@ class Point(NamedTuple):
         problem: Why it is not known: copies that differ, no layout.
         ranks: Ranks that have it.
         differs: Ranks whose copies must be equal hold different values.
+        parts: The tensors that it was put together from, if there are several.
     """
 
     values: Array | None
@@ -48,54 +45,7 @@ class Point(NamedTuple):
     problem: str = ""
     ranks: tuple[int, ...] = ()
     differs: bool = False
-
-
-@dataclass(frozen=True)
-class Link:
-    """An entry of a map: the names of one tensor in both runs.
-
-    Attributes:
-        name: Name in reports.
-        reference: ``KEY PLACE`` in the reference; several tensors (experts) are stacked.
-        target: The same in the target.
-        transposed: The reference's last two dimensions are exchanged.
-        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k).
-    """
-
-    name: str
-    reference: tuple[str, ...]
-    target: tuple[str, ...]
-    transposed: bool = False
-    in_any_order: bool = False
-
-
-def read_map(path: Path) -> list[Link]:
-    """Read a map: a JSON list of objects with ``name``, ``reference``, ``target``, maybe ``transposed``, ``sorted``.
-
-    Raises:
-        BadInputError: The file is not such a map.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        links = [
-            Link(
-                str(entry["name"]),
-                _names(entry["reference"]),
-                _names(entry["target"]),
-                bool(entry.get("transposed", False)),
-                bool(entry.get("sorted", False)),
-            )
-            for entry in found
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInputError(f"{path}: no map of tensors: {error}") from None
-    if not links:
-        raise BadInputError(f"{path}: the map is empty; `align map RECIPE` writes one")
-    return links
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(map(str, entry))
+    parts: tuple[tuple[str, str], ...] = ()
 
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
@@ -104,8 +54,8 @@ def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[st
     for weight, calls in _named(b, weight_of).items():
         if weight not in theirs:
             continue
-        places = _places(theirs[weight][0][1])
-        for name, place in _places(calls[0][1]).items():
+        places = update_places(theirs[weight][0][1])
+        for name, place in update_places(calls[0][1]).items():
             if name in places:
                 one = _put_together(theirs[weight], places[name])
                 other = _put_together(calls, place)
@@ -127,8 +77,8 @@ def _named(
     return found
 
 
-def _places(call: Call) -> dict[tuple[str, str], str]:
-    """Return the tensors of an update by their meaning."""
+def update_places(call: Call) -> dict[tuple[str, str], str]:
+    """Return the tensors of an update by their meaning: (``weight``, `` before``), (``gradient``, ````) ..."""
     found = {("gradient", ""): "input.grad"}
     kept = [state for state in STATES if state in call.kwargs]
     for i, state in enumerate(kept):
@@ -199,73 +149,6 @@ def factor_of(call: Call, place: str) -> TensorRecord | None:
     """Return what an update multiplies a gradient at a place by; None: nothing, or no gradient."""
     factor = call.kwargs.get("clip") if place == "input.grad" else None
     return factor if isinstance(factor, TensorRecord) and factor.read is not None else None
-
-
-def linked(
-    a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
-) -> Iterator[tuple[str, Point, Point]]:
-    """Yield the entries of a map: the name, and the whole tensors of both runs."""
-    for link in links:
-        points = [_stacked(a, link.reference, link.transposed), _stacked(b, link.target, False)]
-        for i, p in enumerate(points):
-            if link.in_any_order and p.values is not None:
-                points[i] = p._replace(values=np.sort(p.values, -1))
-        yield link.name, points[0], points[1]
-
-
-def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
-    """Check that a map names tensors of both runs.
-
-    Raises:
-        BadInputError: It names nothing of a run, or its sides are swapped.
-    """
-    runs = [
-        [c for r in dump.ranks.values() for c in r.calls.values()] for dump in (reference, target)
-    ]
-    keys = [{call.key for call in calls} for calls in runs]
-    updates = [{weight_of(call) for call in calls} for calls in runs]
-
-    def names(side: tuple[str, ...], run: int) -> bool:
-        pattern = side[0].rpartition(" ")[0] if side else ""
-        if pattern.startswith("weight "):
-            return pattern.removeprefix("weight ") in updates[run]
-        return any(fnmatch.fnmatchcase(key, pattern) for key in keys[run])
-
-    sides = [[(names(k.reference, i), names(k.target, 1 - i)) for k in links] for i in (0, 1)]
-    right, swapped = (sum(map(all, side)) for side in sides)
-    if right >= swapped and right:
-        return
-    if swapped:
-        said = (
-            "its sides are swapped; exchange the two dumps, or `reference` and `target` in the map"
-        )
-    else:
-        lacks = [d for i, d in enumerate((reference, target)) if not any(s[i] for s in sides[0])]
-        said = f"no entry names a tensor of {' or of '.join(str(d.root) for d in lacks) or 'both runs'}"
-        said += "; expected names such as those of `align inspect --calls`"
-    raise BadInputError(f"the map of {len(links)} entries does not fit: {said}")
-
-
-def _stacked(ranks: Sequence[RankDump], names: Sequence[str], transposed: bool) -> Point:
-    """Return the tensor with a name, or several tensors stacked."""
-    found = [point(ranks, *_resolved(ranks, name)) for name in names]
-    first = found[0]
-    if unknown := next((p for p in found if p.values is None), None):
-        return unknown
-    parts = [p.values for p in found if p.values is not None]
-    parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
-    return first._replace(values=np.stack(parts) if len(parts) > 1 else parts[0])
-
-
-def _resolved(ranks: Sequence[RankDump], name: str) -> tuple[str, str]:
-    """Return the key and the position for a name, whose key may be a pattern, or ``weight NAME`` for an update."""
-    pattern, _, place = name.rpartition(" ")
-    if pattern.startswith("weight "):
-        wanted = pattern.removeprefix("weight ")
-        keys = (k for r in ranks for k, call in r.calls.items() if weight_of(call) == wanted)
-        return next(keys, pattern), place
-    keys = (k for r in ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
-    return next(keys, pattern), place
 
 
 def choices_of_both(

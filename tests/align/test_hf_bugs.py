@@ -1,0 +1,77 @@
+"""Bugs planted in transformers' DeepseekV3, one a run, against our model: docs/align_mindspore.md has the numbers."""
+
+import json
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
+
+from test_workflow_hf import NO_BIAS, TWIN, align, command, sets
+
+sys.path.insert(0, str(TWIN.parent))
+from hf_bugs import BUGS, UNSEEN
+
+RECIPE = "telechat3_moe/pretrain_tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory):
+    """Our run, and what transformers' run needs: the same weights, whose norms and biases differ from 1 and 0."""
+    folder = tmp_path_factory.mktemp("bugs")
+    values = sets(folder, NO_BIAS, "lr_schedule.warmup_steps=0")
+    weights = ["--set", "load_checkpoint=twin/ours/step-00000000"]
+    for code, said in (
+        command(TWIN, "prepare", RECIPE, "twin", "--vary", "--steps", 2, *values, cwd=folder),
+        align("capture", RECIPE, "--out", "ours", "--steps", "0-1", *values, *weights, cwd=folder),
+    ):
+        assert code == 0, said
+    return folder
+
+
+def answer(folder, plant=None):
+    """Return exit code and report for transformers' run with a bug, or without."""
+    name = re.sub(r"\W", "_", plant or "right")
+    planted = ["--plant", plant] if plant else []
+    script = ["--torch", TWIN, "--modules", "--out", name, "--steps", "0-1", "--"]
+    code, said = align("capture", *script, "train", "twin", *planted, cwd=folder)
+    assert code == 0, said
+    code, said = align("bisect", name, "ours", "--json", f"{name}.json", cwd=folder)
+    assert (folder / f"{name}.json").exists(), said
+    return code, json.loads((folder / f"{name}.json").read_text())
+
+
+def is_right(bug, report):
+    first = report["first"]
+    return (
+        first is not None
+        and first["step"] == bug.step
+        and re.fullmatch(bug.where, first["module"] or "") is not None
+        and bug.says in first["evidence"]
+    )
+
+
+@pytest.mark.slow
+def test_without_a_bug_the_runs_agree(ours):
+    code, report = answer(ours)
+    assert code == 0, report["first"]
+    assert not report["not_judged"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bugs", "title"), [(BUGS, "known"), (UNSEEN, "unseen")])
+def test_bugs_are_found_in_their_module(bugs, title, ours, record_property):
+    reports = {name: answer(ours, name)[1] for name in bugs}
+    found = [name for name, report in reports.items() if report["verdict"] == "diverged"]
+    right = [name for name, report in reports.items() if is_right(bugs[name], report)]
+    record_property(f"{title}_found", len(found))
+    record_property(f"{title}_right", len(right))
+    record_property(f"{title}_planted", len(bugs))
+    assert found == list(bugs)
+    assert len(right) >= 0.9 * len(bugs), {
+        name: reports[name]["first"] for name in bugs if name not in right
+    }

@@ -1,0 +1,191 @@
+"""Say more about the first tensor in which two programs differ: where each made it, and which of them is wrong.
+
+Upstream of it, back to tensors that agree, the calls of both runs are taken together. If the reference's are not what
+their inputs give, the reference is wrong. Else both compute correctly, but something else: other settings, if numbers
+in the calls differ, or another formula.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.points import Point, weight_of
+from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.verdict import worst
+
+_MOST = 200  # calls between tensors that agree and one that does not
+_PROGRAM = 2**52  # larger integers in a program of the virtual machine are the bits of numbers
+_ALIKE = 1e-4  # settings may be stored in float32, and divided
+_SMALL = 1e-15  # smaller numbers, and larger than its inverse, keep a division or a mask from overflowing
+
+
+class Side(NamedTuple):
+    """What a run did to make a tensor.
+
+    Attributes:
+        module: Module, or weight, that it belongs to.
+        calls: The calls since tensors that agree, the last one first.
+        line: Line of the source of the last one.
+    """
+
+    module: str
+    calls: list[Call]
+    line: str
+
+    def text(self) -> str:
+        """Return it in words."""
+        said = self.module or (self.calls[0].key if self.calls else "no call in the dump")
+        return f"{said} ({self.line})" if self.line else said
+
+
+@dataclass
+class Sides:
+    """Both runs in one step, and the tensors that were compared."""
+
+    reference: Sequence[RankDump]
+    target: Sequence[RankDump]
+    agreed: list[tuple[Point, Point]] = field(default_factory=list[tuple[Point, Point]])
+    _flows: dict[int, DataFlow] = field(default_factory=dict[int, DataFlow])
+
+    def flow(self, run: Sequence[RankDump], point: Point) -> DataFlow | None:
+        """Return the data flow of the rank that has a tensor."""
+        dump = next((r for r in run if r.rank == point.rank and point.key in r.calls), None)
+        if dump is None:
+            return None
+        if id(dump) not in self._flows:
+            self._flows[id(dump)] = DataFlow(dump)
+        return self._flows[id(dump)]
+
+    def position(self, point: Point) -> float:
+        """Return where a tensor of the target stands in the data flow: at the call that made it, or that uses it first."""
+        flow = self.flow(self.target, point)
+        return 0.0 if flow is None else flow.position((point.key, point.place))
+
+    def explained(self, one: Point, other: Point) -> tuple[str, str, str]:
+        """Return the kind of a difference, why, and the module of the reference in which it begins."""
+        agreed = [*zip(*self.agreed, strict=True)] or [(), ()]
+        theirs, ours = (
+            self._side(run, point, known)
+            for run, point, known in (
+                (self.reference, one, agreed[0]),
+                (self.target, other, agreed[1]),
+            )
+        )
+        where = f"reference: {theirs.text()}; target: {ours.text()}"
+        wrong = next((k for k in map(self._wrong, theirs.calls) if k), "")
+        if wrong:
+            return "reference is wrong", f"{wrong} of the reference; {where}", theirs.module
+        given = other.place.startswith("input") and weight_of(ours.calls[0]) if ours.calls else ""
+        said = "" if given else differing(theirs.calls, ours.calls)
+        if said:
+            return "settings differ", f"{said}; {where}", theirs.module
+        return "programs differ", f"every call of both is right; {where}", theirs.module
+
+    def _wrong(self, call: Call) -> str:
+        dump = next(r for r in self.reference if r.calls.get(call.key) is call)
+        found = worst(replay_call(call, dump.calls.get(call.forward_key)))
+        return f"{call.key}: {found.reason}" if found.status == "diverged" else ""
+
+    def _side(self, run: Sequence[RankDump], point: Point, agreed: Iterable[Point]) -> Side:
+        flow = self.flow(run, point)
+        if flow is None:
+            return Side("", [], "")
+        known: set[bytes] = set()
+        for p in agreed:
+            own = self.flow(run, p)
+            if own is not None:
+                places = p.parts or ((p.key, p.place),)
+                known |= {c for place in places if (c := own.content.get(place))}
+        calls = [*_upstream(flow, (point.key, point.place), known)]
+        last = calls[0] if calls else flow.dump.calls[point.key]
+        line = next((s for s in last.stack if s.startswith("File ")), "")
+        path = (last.parent or "").partition(".")[2].partition(".forward.")[0].rpartition(".")[0]
+        weight = weight_of(flow.dump.calls[point.key])
+        if weight is not None and (point.place != "input.grad" or not path):
+            return Side(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
+        return Side(path, calls, line)
+
+
+def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:
+    """Yield the calls between a tensor and those with known contents, the nearest first."""
+    content = flow.content.get(place)
+    made = flow.makers.get(content, []) if content is not None else []
+    waiting = [next((p for p in made if flow.dump.calls[p[0]].kind == "api"), place)]
+    seen: set[str] = set()
+    while waiting and len(seen) < _MOST:
+        key, name = waiting.pop(0)
+        call = flow.dump.calls[key]
+        if key in seen or not name.startswith("output") or call.kind != "api":
+            continue
+        seen.add(key)
+        yield call
+        for taken, _ in call.given():
+            if flow.content.get((key, taken)) not in known:
+                waiting += flow.sources_of((key, taken))[-1:]
+
+
+def differing(reference: Sequence[Call], target: Sequence[Call]) -> str:
+    """Return in words which numbers only the calls of one run have, if both have some; empty: none."""
+    sides = [dict(n for c in calls for n in _numbers(c)) for calls in (reference, target)]
+    only = [
+        [said for v, said in one.items() if not any(_alike(v, w) for w in other)]
+        for one, other in (sides, sides[::-1])
+    ]
+    if not all(only):
+        dropped = [s for s in chain(*only) if "dropout" in s]
+        return f"only one of the runs has {dropped[0]}" if dropped else ""
+    one, other = (", ".join(said[:6]) for said in only)
+    return f"the reference has {one}, the target {other}"
+
+
+def _numbers(call: Call) -> Iterator[tuple[float, str]]:
+    """Yield the numbers among the arguments of a call, with words for them."""
+    operator = call.name.rsplit(".", 1)[-1]
+    if call.phase is Phase.OPTIMIZER:
+        yield from _rule(call)
+        return
+
+    def flat(name: str, value: Value | Mapping[str, Value]) -> Iterator[tuple[str, object]]:
+        if isinstance(value, list | Mapping):
+            items = enumerate(value) if isinstance(value, list) else value.items()
+            for _, item in items:
+                yield from flat(name, item)
+        elif isinstance(value, Scalar):
+            yield name, value.value
+        elif isinstance(value, TensorRecord) and not value.shape and value.read is not None:
+            yield name, value.load().item()
+
+    pairs = [("", v) for v in call.inputs] + [*call.kwargs.items()]
+    for name, value in (x for n, v in pairs for x in flat(n, v)):
+        title = f"{name} of {operator}" if name else operator
+        if name == "prog":
+            bits = [int(b) for b in str(value).split() if b.isdigit() and int(b) > _PROGRAM]
+            sizes = {n for _, t in call.tensors() for n in t.shape}
+            for number in np.array(bits, np.int64).view(np.float64).tolist():
+                if not any(n and _alike(number * n, 1.0) for n in sizes):  # not of a mean
+                    yield number, f"{number:.6g} ({operator})"
+        elif isinstance(value, float) and _SMALL < abs(value) < 1 / _SMALL and abs(value) != 1:
+            yield value, f"{value:.6g} ({title})"
+
+
+def _rule(call: Call) -> Iterator[tuple[float, str]]:
+    """Yield the settings of an update that do not depend on how it is written."""
+    given = {k: v for k, v in call.kwargs.items() if not isinstance(v, list)}
+    betas = call.kwargs.get("betas")
+    given |= dict(zip(("beta1", "beta2"), betas, strict=False)) if isinstance(betas, list) else {}
+    plain = {k: v.value if isinstance(v, Scalar) else v.load().item() for k, v in given.items()
+             if isinstance(v, Scalar) or (isinstance(v, TensorRecord) and not v.shape and v.read)}  # fmt: skip
+    if "lr" in plain and "weight_decay" in plain:
+        plain["weight_decay x lr"] = float(plain["weight_decay"]) * float(plain["lr"])
+    for name in ("beta1", "beta2", "momentum", "weight_decay x lr"):
+        if name in plain:
+            yield float(plain[name]), f"{name} {float(plain[name]):.6g}"
+
+
+def _alike(a: float, b: float) -> bool:
+    return abs(a - b) <= _ALIKE * max(abs(a), abs(b))

@@ -1,0 +1,4 @@
+"""Which tensors of a run are which of a run of another framework; begin with ``tensor_map.py``.
+
+May import ``dump``, ``operators`` and ``judge``.
+"""

@@ -1,0 +1,293 @@
+"""The entries of a map (:class:`Link`): which tensors of one run are which of another, and how their parts are joined."""
+
+import fnmatch
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.points import Point, point, weight_of
+from telechat_moe.tools.align.numerics import Array, is_float
+from telechat_moe.tools.align.operators import find
+
+
+@dataclass(frozen=True)
+class Link:
+    """An entry of a map: the names of one tensor in both runs.
+
+    Attributes:
+        name: Name in reports.
+        reference: ``KEY PLACE`` in the reference, ``weight NAME PLACE`` in the update of a weight, ``use NAME operand``
+            or ``use NAME result`` of the call that uses it; several tensors are joined.
+        target: The same in the target.
+        transposed: The reference's last two dimensions are exchanged.
+        target_transposed: The target's are, where ``width`` is given.
+        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k).
+        width: If given, weights are joined as rows of this length, see :func:`as_rows`.
+        rows: Where the rows (of a result, the columns) of the reference are in the target's order; empty: the same.
+        joined: Along which dimension several tensors are concatenated; empty: they are stacked.
+    """
+
+    name: str
+    reference: tuple[str, ...]
+    target: tuple[str, ...]
+    transposed: bool = False
+    target_transposed: bool = False
+    in_any_order: bool = False
+    width: int = 0
+    rows: tuple[int, ...] = ()
+    joined: Literal["", "first", "last"] = ""
+
+
+def read_map(path: Path) -> list[Link]:
+    """Read a map: a JSON list of objects with the attributes of :class:`Link`; ``sorted`` means ``in_any_order``.
+
+    Raises:
+        BadInputError: The file is not such a map.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        links = [_link(dict(entry)) for entry in found]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInputError(f"{path}: no map of tensors: {error}") from None
+    if not links:
+        raise BadInputError(f"{path}: the map is empty; `align map REFERENCE TARGET` writes one")
+    return links
+
+
+def _link(entry: dict[str, Any]) -> Link:
+    def names(value: Any) -> tuple[str, ...]:
+        return (value,) if isinstance(value, str) else tuple(map(str, value))
+
+    entry["in_any_order"] = bool(entry.pop("sorted", False))
+    for side in ("reference", "target"):
+        entry[side] = names(entry[side])
+    entry["name"], entry["rows"] = str(entry["name"]), tuple(entry.get("rows", ()))
+    return Link(**entry)
+
+
+def as_rows(x: Array, width: int, transposed: bool) -> Array | None:
+    """Return a weight as rows ``[outputs, width]`` in float64; None: it has no such width.
+
+    Stacked weights follow one another. A transposed weight has its inputs in the last dimension but one.
+    """
+    if width == 1:
+        return x.astype(np.float64).reshape(-1, 1)
+    if len(x.shape) < 2 or x.size % width:
+        return None
+    if not transposed:
+        return x.astype(np.float64).reshape(-1, width) if x.shape[-1] == width else None
+    if x.shape[-2] % width:
+        return None
+    turned = np.swapaxes(x.reshape(-1, width, x.shape[-1]), -1, -2)
+    return turned.astype(np.float64).reshape(-1, width)
+
+
+class Uses:
+    """Where a run uses its weights in the forward pass: the calls that take them, perhaps cast, reshaped or transposed."""
+
+    def __init__(self, ranks: Sequence[RankDump]) -> None:
+        self.ranks = ranks
+
+    @staticmethod
+    def named(dump: RankDump) -> Iterator[tuple[str, Call, str]]:
+        """Yield the weights that have names: of updates and of modules, each with its call and position."""
+        for call in dump.calls.values():
+            weight = weight_of(call)
+            if weight is not None:
+                yield weight, call, "input.weight"
+            elif call.kind == "module" and call.phase is Phase.FORWARD:
+                path = call.name.partition(".")[2].rpartition(".")[0]
+                for name in call.parameters:
+                    yield f"{path}.{name}", call, f"parameters.{name}"
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, Place]]:
+        found: dict[str, tuple[int, Place]] = {}
+        for i, dump in enumerate(self.ranks):
+            for name, call, place in self.named(dump):
+                found.setdefault(name, (i, (call.key, place)))
+        return found
+
+    @cached_property
+    def _flows(self) -> dict[int, DataFlow]:
+        return {}
+
+    def _flow(self, number: int) -> DataFlow:
+        if number not in self._flows:
+            dump = self.ranks[number]
+            forward = {
+                k: c for k, c in dump.calls.items() if c.kind == "api" and c.stage is Phase.FORWARD
+            }
+            self._flows[number] = DataFlow(replace(dump, calls=forward))
+        return self._flows[number]
+
+    @cached_property
+    def _contents(self) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        for name, (i, (key, place)) in self._places.items():
+            record = dict(self.ranks[i].calls[key].tensors())[place]
+            if record.read is not None:
+                found[name] = digest(record.load())
+        return found
+
+    def place(self, name: str) -> Place | None:
+        """Return the call and the position that hold a weight."""
+        return self._places[name][1] if name in self._places else None
+
+    def of(self, name: str) -> Place | None:
+        """Return the first call that computes with a weight, and the weight's position in it."""
+        if name not in self._contents:
+            return None
+        flow = self._flow(self._places[name][0])
+        found = [u for p in flow.given.get(self._contents[name], []) for u in _users(flow, p, 0)]
+        return min(found, key=lambda p: flow.order[p[0]], default=None)
+
+    def first(self, name: str) -> float:
+        """Return the position of the first use in the order of the run; infinite: there is none."""
+        use = self.of(name)
+        return np.inf if use is None else self._flow(self._places[name][0]).order[use[0]]
+
+    def operand(self, name: str) -> Place | None:
+        """Return what the first use multiplies a matrix by; None: it has no such input."""
+        use = self.of(name)
+        if use is None:
+            return None
+        call = self.ranks[self._places[name][0]].calls[use[0]]
+        widths = dict(call.tensors())[use[1]].shape[-2:]
+        others = [
+            (call.key, p)
+            for p, t in call.given()
+            if p != use[1] and is_float(t.dtype) and t.shape and t.shape[-1] in widths
+        ]
+        return others[0] if others else None
+
+    def result(self, name: str) -> Place | None:
+        """Return what the first use makes; None: it makes it of several matrices."""
+        use = self.of(name)
+        if use is None:
+            return None
+        number = self._places[name][0]
+        flow, call = self._flow(number), self.ranks[number].calls[use[0]]
+        weights = {*self._contents.values()}
+        others = [
+            p
+            for p, t in call.given()
+            if p != use[1] and len(t.shape) > 1 and flow.content.get((call.key, p)) in weights
+        ]
+        return None if others or not call.made() else (call.key, call.made()[0][0])
+
+    def resolved(self, name: str) -> Place:
+        """Return the key and the position for a name; its key may be a pattern."""
+        pattern, _, place = name.rpartition(" ")
+        kind, _, weight = pattern.partition(" ")
+        if kind == "use":
+            found = self.operand(weight) if place == "operand" else self.result(weight)
+            return found or (pattern, place)
+        if kind == "weight":
+            at = self.place(weight)
+            return (
+                (pattern, place) if at is None else (at[0], at[1] if place == "weight" else place)
+            )
+        keys = (k for r in self.ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
+        return next(keys, pattern), place
+
+
+def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
+    """Yield the calls that compute with an input, after moves such as casts and transpositions of it alone."""
+    call = flow.dump.calls[place[0]]
+    formula = find(call.name)
+    moves = formula is not None and formula.exact and len(call.given()) == 1
+    if not moves or depth > 8:
+        yield place
+        return
+    for made in flow.makers_of(call.key):
+        for taker in flow.taken.get(made, []):
+            yield from _users(flow, taker, depth + 1)
+
+
+def linked(
+    a: Sequence[RankDump], b: Sequence[RankDump], links: Sequence[Link]
+) -> Iterator[tuple[str, Point, Point]]:
+    """Yield the entries of a map: the name, and the whole tensors of both runs."""
+    theirs, ours = Uses(a), Uses(b)
+    for link in links:
+        one = _joined(theirs, link.reference, link, link.transposed)
+        other = _joined(ours, link.target, link, link.target_transposed)
+        if link.rows and one.values is not None:
+            axis = -1 if link.joined else 0
+            one = one._replace(values=np.take(one.values, link.rows, axis))
+        if link.in_any_order:
+            one, other = (
+                p if p.values is None else p._replace(values=np.sort(p.values, -1))
+                for p in (one, other)
+            )
+        yield link.name, one, other
+
+
+def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> Point:
+    """Return the tensor with a name, or several tensors joined."""
+    found = [point(uses.ranks, *uses.resolved(name)) for name in names]
+    if link.joined == "first":  # an expert without tokens makes no call
+        found = [p for p in found if p.values is not None or p.differs] or found[:1]
+    if unknown := next((p for p in found if p.values is None), None):
+        return unknown
+    parts = [p.values for p in found if p.values is not None]
+    if link.joined:
+        axis = 0 if link.joined == "first" else -1
+        values = np.concatenate([x.reshape(-1, x.shape[-1]) for x in parts], axis)
+    elif link.width:
+        rows = [as_rows(x, link.width, transposed) for x in parts]
+        known = [x for x in rows if x is not None]
+        if len(known) < len(rows):
+            shapes = [x.shape for x in parts]
+            return found[0]._replace(values=None, problem=f"shapes {shapes}, no width {link.width}")
+        values = np.concatenate(known)
+    else:
+        parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
+        values = np.stack(parts) if len(parts) > 1 else parts[0]
+    return found[0]._replace(values=values, parts=tuple((p.key, p.place) for p in found))
+
+
+def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
+    """Check that a map names tensors of both runs.
+
+    Raises:
+        BadInputError: It names nothing of a run, or its sides are swapped.
+    """
+    runs = [
+        [c for r in dump.ranks.values() for c in r.calls.values()] for dump in (reference, target)
+    ]
+    keys = [{call.key for call in calls} for calls in runs]
+    known = [
+        {name for r in dump.ranks.values() for name, _, _ in Uses.named(r)}
+        for dump in (reference, target)
+    ]
+
+    def names(side: tuple[str, ...], run: int) -> bool:
+        pattern = side[0].rpartition(" ")[0] if side else ""
+        kind, _, weight = pattern.partition(" ")
+        if kind in ("weight", "use"):
+            return weight in known[run]
+        return any(fnmatch.fnmatchcase(key, pattern) for key in keys[run])
+
+    sides = [[(names(k.reference, i), names(k.target, 1 - i)) for k in links] for i in (0, 1)]
+    right, swapped = (sum(map(all, side)) for side in sides)
+    if right >= swapped and right:
+        return
+    if swapped:
+        said = (
+            "its sides are swapped; exchange the two dumps, or `reference` and `target` in the map"
+        )
+    else:
+        lacks = [d for i, d in enumerate((reference, target)) if not any(s[i] for s in sides[0])]
+        said = f"no entry names a tensor of {' or of '.join(str(d.root) for d in lacks) or 'both runs'}"
+        said += "; expected names such as those of `align inspect --calls`"
+    raise BadInputError(f"the map of {len(links)} entries does not fit: {said}")

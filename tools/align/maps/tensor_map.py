@@ -1,0 +1,331 @@
+"""Make a map (``links.py``) of the tensors of two runs that were written for different frameworks.
+
+Weights are paired by names (``weight_names.py``), others by their values in the first step that both runs have: by rows,
+nearly equal, in any order, so that transposed, stacked and fused weights (q/k/v, gate and up, experts) are found. Of
+each pair the map has gradients, states before and after, and in the forward pass what enters and leaves the calls that
+use it; and of modules with known names the outputs.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.points import update_places
+from telechat_moe.tools.align.maps.links import Link, Uses, as_rows
+from telechat_moe.tools.align.maps.weight_names import Roles, module_role, roles_of
+from telechat_moe.tools.align.numerics import Array, is_float
+
+_NEAR = 0.05  # relative L2 distance of rows that are nearly equal
+_MOST = 0.9  # share of rows that must be found
+_SKETCH = 32  # random directions by which equal rows are searched
+_BLOCK = 2048
+
+
+Places = dict[tuple[str, str], str]
+
+
+class _Weight(NamedTuple):
+    """A weight of a run: its name, the call and position that hold its values, and what it is."""
+
+    name: str
+    record: TensorRecord
+    places: Places
+    roles: Roles | None
+
+
+class _Group(NamedTuple):
+    """Weights of both runs with the same content: parts in order, and how their rows correspond."""
+
+    reference: list[_Weight]
+    target: list[_Weight]
+    width: int
+    transposed: tuple[bool, bool]
+    rows: tuple[int, ...]
+
+
+def tensor_map(reference: Dump, target: Dump) -> list[Link]:
+    """Return the entries of a map of two runs.
+
+    Raises:
+        BadInputError: No weight of one is one of the other's.
+    """
+    steps = [step for step in target.steps if step in reference.steps]
+    a, b = ([r for step in steps[:1] for r in dump.at(step)] for dump in (reference, target))
+    weights = list(_weights(a)), list(_weights(b))
+    theirs, ours = Uses(a), Uses(b)
+    groups = [*_by_names(*weights)]
+    used = {w.name for g in groups for w in g.reference}, {w.name for g in groups for w in g.target}
+    left = [
+        [w for w in run if w.name not in known] for run, known in zip(weights, used, strict=True)
+    ]
+    groups += _by_values(left[0], left[1], theirs, ours)
+    if not groups:
+        count = " and ".join(str(len(w)) for w in weights)
+        said = f"{reference.root}, {target.root}: no weight of one ({count} found) is one of the other's, by name or by values"
+        raise BadInputError(f"{said}; expected updates by an optimizer or modules with parameters")
+    links = [link for group in groups for link in _of_weights(group)]
+    forward = [link for group in groups for link in _of_uses(group, theirs, ours)]
+    return [*forward, *_of_modules(a, b), *_losses(a, b), *links]
+
+
+def as_json(links: Sequence[Link]) -> str:
+    """Return a map as ``links.read_map`` reads it."""
+    plain = Link("", (), ())
+    entries: list[dict[str, Any]] = []
+    for link in links:
+        entry = {k: v for k, v in asdict(link).items() if v != getattr(plain, k)}
+        entry["sorted"] = entry.pop("in_any_order", False)
+        entries.append({k: v for k, v in entry.items() if v is not False})
+    return json.dumps(entries, indent=1) + "\n"
+
+
+def _weights(ranks: Sequence[RankDump]) -> Iterator[_Weight]:
+    """Yield the weights of a run that have names, once each."""
+    seen: set[str] = set()
+    for name, call, place in chain.from_iterable(Uses.named(dump) for dump in ranks):
+        record = dict(call.tensors()).get(place)
+        if name not in seen and record is not None and record.read is not None:
+            seen.add(name)
+            places = update_places(call) if place == "input.weight" else {}
+            yield _Weight(name, record, places, roles_of(name))
+
+
+# ------------------------------------------------------------------ pairs of weights
+
+
+def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Group]:
+    """Yield the weights of both runs that have roles in common; fused ones bring several together."""
+    clusters: list[set[str]] = []
+    for roles in (set(w.roles.names) for w in (*reference, *target) if w.roles is not None):
+        near = [c for c in clusters if c & roles]
+        clusters = [c for c in clusters if not c & roles] + [roles.union(*near)]
+    for names in clusters:
+        one, other = (_parts(run, names) for run in (reference, target))
+        if one and other:
+            group = _fitted(one, other)
+            if group is not None:
+                yield group
+
+
+def _parts(run: list[_Weight], names: set[str]) -> list[_Weight]:
+    found = [(w.roles, w) for w in run if w.roles is not None and names.issuperset(w.roles.names)]
+    order = sorted(
+        names, key=lambda n: ("gate", "up", "down").index(n) if n in ("gate", "up", "down") else n
+    )
+    return [w for _, w in sorted(found, key=lambda f: (order.index(f[0].names[0]), f[0].expert))]
+
+
+def _fitted(one: list[_Weight], other: list[_Weight]) -> _Group | None:
+    """Return how the rows of two lists of weights correspond; None: their shapes do not fit.
+
+    Names decide where they can, so that a weight in a wrong order is found; the order of fused parts, and of weights
+    whose names say nothing, is that which makes nearly all rows equal.
+    """
+    best: tuple[float, _Group] | None = None
+    shapes = [[w.record.shape for w in side] for side in (one, other)]
+    free = any(w.roles is None or len(w.roles.names) > 1 for w in (*one, *other))
+    if not free and len(shapes[0]) == 1 and shapes[0] == shapes[1] and len(shapes[0][0]) < 3:
+        width = shapes[0][0][-1] if len(shapes[0][0]) == 2 else 1
+        return _Group(one, other, width, (False, False), ())
+    widths = {1} if len(shapes[1][0]) == 1 else {n for s in shapes[1] for n in s[-2:]}
+    for width in sorted(widths, reverse=True):
+        for turned in ((False, False), (True, True), (True, False), (False, True)):
+            sides = [_rows(side, width, t) for side, t in zip((one, other), turned, strict=True)]
+            if sides[0] is None or sides[1] is None or sides[0].shape != sides[1].shape:
+                continue
+            share, rows = _order(sides[0], sides[1], free)
+            usual = all(t == (len(s[0]) == 3) for t, s in zip(turned, shapes, strict=True))
+            found = share + 0.01 * usual, _Group(one, other, width, turned, rows)
+            best = max((b for b in (best, found) if b is not None), key=lambda b: b[0])
+    return best[1] if best is not None else None
+
+
+def _rows(weights: Sequence[_Weight], width: int, transposed: bool) -> Array | None:
+    parts = [as_rows(w.record.load(), width, transposed) for w in weights]
+    known = [p for p in parts if p is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
+
+
+def _order(one: Array, other: Array, free: bool) -> tuple[float, tuple[int, ...]]:
+    """Return the share of equal rows, and their order in the first array; empty: the same order."""
+    share = float(np.mean(_near(one, other)))
+    if share >= 0.5 or one.shape[1] == 1 or not free:
+        return share, ()
+    at = _nearest(one, other)
+    better = float(np.mean(_near(one[at], other)))
+    unique = len(np.unique(at)) == len(at)
+    return (better, tuple(int(i) for i in at)) if unique and better >= _MOST else (share, ())
+
+
+def _near(x: Array, y: Array) -> Array:
+    """Return which rows of two arrays are nearly equal."""
+    size = np.linalg.norm(y, axis=1) + np.finfo(np.float32).tiny
+    return np.linalg.norm(x - y, axis=1) <= _NEAR * size
+
+
+def _nearest(one: Array, other: Array) -> Array:
+    """Return for each row of the second array the nearest of the first, by some random directions."""
+    draw = np.random.default_rng(0).standard_normal((one.shape[1], _SKETCH))
+    x, y = one @ draw, other @ draw
+    size = np.square(x).sum(1)
+    blocks = [y[i : i + _BLOCK] for i in range(0, len(y), _BLOCK)]
+    return np.concatenate([np.argmin(size - 2 * (b @ x.T), 1) for b in blocks])
+
+
+def _by_values(
+    reference: list[_Weight], target: list[_Weight], theirs: "Uses", ours: "Uses"
+) -> list[_Group]:
+    """Return the weights whose names say nothing but whose rows are nearly equal, fused or not.
+
+    Weights with equal content (ones) are paired in the order in which the forward pass uses them.
+    """
+    clusters: list[tuple[list[_Weight], list[_Weight]]] = []
+    for weight in target:
+        rows = as_rows(weight.record.load(), weight.record.shape[-1], False)
+        fits = [
+            r
+            for r in reference
+            if len(r.record.shape) > 1 and rows is not None and _shares(r, weight)
+        ]
+        near = [c for c in clusters if any(r in c[0] for r in fits)]
+        clusters = [c for c in clusters if not any(c is n for n in near)]
+        one = {id(r): r for r in (*fits, *(r for c in near for r in c[0]))}
+        clusters += [([*one.values()], [*(t for c in near for t in c[1]), weight])] if fits else []
+    groups = [g for one, other in clusters if (g := _fitted(one, other)) is not None]
+    known = {id(w) for g in groups for w in (*g.reference, *g.target)}
+    alike: dict[bytes, tuple[list[_Weight], list[_Weight]]] = {}
+    for i, (run, uses) in enumerate(((reference, theirs), (target, ours))):
+        for weight in sorted(
+            (w for w in run if id(w) not in known), key=lambda w: uses.first(w.name)
+        ):
+            if len(weight.record.shape) == 1:
+                mark = np.float32(weight.record.load()).tobytes()
+                alike.setdefault(mark, ([], []))[i].append(weight)
+    for one, other in alike.values():
+        if len(one) == len(other):
+            groups += [
+                _Group([a], [b], 1, (False, False), ()) for a, b in zip(one, other, strict=True)
+            ]
+    return groups
+
+
+def _shares(one: _Weight, other: _Weight) -> bool:
+    """Return whether most rows of the smaller of two weights are rows of the other, either of them transposed."""
+    for turned in (False, True):
+        for back in (False, True):
+            width = other.record.shape[-2 if back else -1] if len(other.record.shape) > 1 else 0
+            x = as_rows(one.record.load(), width, turned) if width else None
+            y = as_rows(other.record.load(), width, back) if width else None
+            if x is None or y is None or x.shape[1] < 4:
+                continue
+            small, large = (x, y) if len(x) <= len(y) else (y, x)
+            if np.mean(_near(large[_nearest(large, small)], small)) >= _MOST:
+                return True
+    return False
+
+
+# ------------------------------------------------------------------ entries
+
+
+def _of_weights(group: _Group) -> Iterator[Link]:
+    """Yield gradients, and weights and states before and after their update; a weight without one: itself."""
+    title = " and ".join(w.name for w in group.target)
+    places = [
+        [w.places or {("weight", " before"): "weight"} for w in side]
+        for side in (group.reference, group.target)
+    ]
+    common = set(places[0][0]).intersection(*places[0], *places[1])
+
+    def names(side: list[_Weight], own: list[Places], what: tuple[str, str]) -> tuple[str, ...]:
+        return tuple(f"weight {w.name} {p[what]}" for w, p in zip(side, own, strict=True))
+
+    for what in (w for w in places[1][0] if w in common):
+        yield Link(
+            f"{what[0]} of {title}{what[1]}",
+            names(group.reference, places[0], what),
+            names(group.target, places[1], what),
+            *group.transposed,
+            width=group.width,
+            rows=group.rows,
+        )
+
+
+def _of_uses(group: _Group, theirs: "Uses", ours: "Uses") -> Iterator[Link]:
+    """Yield what enters and leaves the calls that use the weights, where it must be the same."""
+    one, other = group.reference, group.target
+    experts = any(w.roles is not None and ".experts." in w.roles.names[0] for w in (*one, *other))
+    fused = any(w.roles is not None and len(w.roles.names) > 1 for w in (*one, *other))
+    title = other[0].name
+    pairs = ((theirs, one), (ours, other))
+    if experts and fused:
+        return
+
+    def names(side: list[_Weight], what: str) -> tuple[str, ...]:
+        return tuple(f"use {w.name} {what}" for w in side)
+
+    if group.width > 1 and all(uses.operand(side[0].name) for uses, side in pairs):
+        single = [side if experts else side[:1] for side in (one, other)]
+        inputs = names(single[0], "operand"), names(single[1], "operand")
+        yield Link(f"input of {title}", *inputs, joined="first")
+    if all(uses.result(side[0].name) for uses, side in pairs):
+        yield Link(
+            f"output of {title}",
+            names(one, "result"),
+            names(other, "result"),
+            joined="first" if experts else "last",
+            rows=() if experts else group.rows,
+        )
+
+
+def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
+    """Yield the outputs of layers and feed-forward networks, and what routers choose."""
+    one, other = (_modules(run) for run in (a, b))
+    for role, (key, call) in other.items():
+        if role not in one:
+            continue
+        theirs = one[role][1]
+        kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (theirs, call)]
+        if not role.startswith("router"):
+            yield Link(role, (f"{one[role][0]} output.0",), (f"{key} output.0",))
+        elif kinds == [[False, True], [False, True]]:
+            for i, what in enumerate(("experts", "weights")):
+                name = f"{what} chosen by the {role}"
+                yield Link(
+                    name, (f"{one[role][0]} output.{i}",), (f"{key} output.{i}",), in_any_order=True
+                )
+
+
+def _modules(ranks: Sequence[RankDump]) -> dict[str, tuple[str, Call]]:
+    found: dict[str, tuple[str, Call]] = {}
+    for call in (c for dump in ranks for c in dump.calls.values()):
+        path = call.name.partition(".")[2].rpartition(".")[0]
+        role = module_role(path) if call.kind == "module" and call.phase is Phase.FORWARD else None
+        if role is not None and call.made():
+            found.setdefault(role, (f"{call.name}.forward.*", call))
+    return found
+
+
+def _losses(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
+    names = [
+        next(
+            (
+                f"{c.name}.*.forward output.0"
+                for dump in run
+                for c in dump.calls.values()
+                if c.phase is Phase.FORWARD
+                and c.name.lower().replace("_", "").endswith("crossentropy")
+                and c.made()
+                and np.prod(c.made()[0][1].shape) == 1
+            ),
+            None,
+        )
+        for run in (a, b)
+    ]
+    if names[0] is not None and names[1] is not None:
+        yield Link("loss", (names[0],), (names[1],))
