@@ -133,7 +133,7 @@ def _fitted(one: list[_Weight], other: list[_Weight]) -> _Group | None:
     if not free and len(shapes[0]) == 1 and shapes[0] == shapes[1] and len(shapes[0][0]) < 3:
         width = shapes[0][0][-1] if len(shapes[0][0]) == 2 else 1
         return _Group(one, other, width, (False, False), ())
-    widths = {1} if len(shapes[1][0]) == 1 else {n for s in shapes[1] for n in s[-2:]}
+    widths = {1} if len(shapes[1][0]) == 1 else {n for s in chain(*shapes) for n in s[-2:]}
     for width in sorted(widths, reverse=True):
         for turned in ((False, False), (True, True), (True, False), (False, True)):
             sides = [_rows(side, width, t) for side, t in zip((one, other), turned, strict=True)]

@@ -1,0 +1,169 @@
+"""Maps of two frameworks' runs: the same weights under other names, transposed, stacked, fused, in another order."""
+
+import numpy as np
+import pytest
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.interop import names, upstream_names
+from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.maps.links import linked, read_map
+from telechat_moe.tools.align.maps.tensor_map import as_json, tensor_map
+
+CONFIG = load(
+    "telechat3_moe/pretrain_tiny.yaml",
+    [
+        "model.model_config.num_hidden_layers=2",
+        "model.model_config.n_routed_experts=4",
+        "model.model_config.num_nextn_predict_layers=0",
+    ],
+).model_config
+DRAW = np.random.default_rng(0)
+OURS = {w.name: DRAW.standard_normal(w.shape).astype(np.float32) for w in weights(CONFIG)}
+OURS = {k: np.ones_like(v) if k.endswith("norm.weight") else v for k, v in OURS.items()}
+BIAS = "layers.1.moe.router.expert_bias"
+
+
+def record(values):
+    return TensorRecord("float32", values.shape, read=lambda: values)
+
+
+def run(root, values, framework):
+    """A dump that holds nothing but an update of each weight."""
+    calls = {}
+    for name, value in values.items():
+        kwargs = {"weight": record(value), "grad": record(value * 2)}
+        key = f"Optimizer.{name}.SGD.0.forward"
+        calls[key] = Call(
+            key, "api", key.removesuffix(".0.forward"), 0, Phase.OPTIMIZER, [], kwargs, [record(value * 3)]
+        )  # fmt: skip
+    return Dump(root, {(0, 0): RankDump(0, 0, framework, "tensor", "L1", calls)})
+
+
+def hugging_face():
+    found = {}
+    for pair in names.pairs(CONFIG):
+        stack = OURS[pair.ours] if pair.stacked else [OURS[pair.ours]]
+        for name, value in zip(pair.hf, stack, strict=True):
+            found[name] = value.T if pair.stacked else value
+    return found
+
+
+def megatron():
+    """Megatron-Core's names and layouts, with Transformer Engine: gate and up one after another, norms fused."""
+    found = {
+        "embedding.word_embeddings.weight": OURS["embedding.weight"],
+        "decoder.final_layernorm.weight": OURS["norm.weight"],
+        "output_layer.weight": OURS["head.weight"],
+    }
+    same = {
+        "input_norm.weight": "input_layernorm.weight",
+        "attention.q_down.weight": "self_attention.linear_q_down_proj.weight",
+        "attention.q_norm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+        "attention.q_up.weight": "self_attention.linear_q_up_proj.weight",
+        "attention.kv_down.weight": "self_attention.linear_kv_down_proj.weight",
+        "attention.kv_norm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "attention.kv_up.weight": "self_attention.linear_kv_up_proj.weight",
+        "attention.out.weight": "self_attention.linear_proj.weight",
+        "ffn_norm.weight": "pre_mlp_layernorm.weight",
+        "ffn.down.weight": "mlp.linear_fc2.weight",
+        "moe.router.weight": "mlp.router.weight",
+        "moe.router.expert_bias": "mlp.router.expert_bias",
+        "moe.shared.down.weight": "mlp.shared_experts.linear_fc2.weight",
+    }
+    for i in range(2):
+        own = {
+            k.removeprefix(f"layers.{i}."): v
+            for k, v in OURS.items()
+            if k.startswith(f"layers.{i}.")
+        }
+        layer = f"decoder.layers.{i}"
+        found |= {f"{layer}.{there}": own[here] for here, there in same.items() if here in own}
+        for here, there in (("ffn", "mlp"), ("moe.shared", "mlp.shared_experts")):
+            if f"{here}.gate.weight" in own:
+                both = own[f"{here}.gate.weight"], own[f"{here}.up.weight"]
+                found[f"{layer}.{there}.linear_fc1.weight"] = np.concatenate(both)
+        for e in range(4 if "moe.experts.gate" in own else 0):
+            both = np.concatenate([own["moe.experts.gate"][e].T, own["moe.experts.up"][e].T])
+            found[f"{layer}.mlp.experts.linear_fc1.weight{e}"] = both
+            found[f"{layer}.mlp.experts.linear_fc2.weight{e}"] = own["moe.experts.down"][e].T
+    return found
+
+
+def mindformers():
+    return upstream_names.to_upstream(OURS, CONFIG)
+
+
+def nameless():
+    """Hugging Face's weights under names that say nothing, some transposed, in another order."""
+    given = sorted(hugging_face().items(), key=lambda item: item[0][::-1])
+    known = [(n, v) for n, v in given if "norm" not in n and "bias" not in n]
+    turned = ("experts", "o_proj", "q_a")
+    return {f"p{i}": v.T if any(t in n for t in turned) else v for i, (n, v) in enumerate(known)}
+
+
+@pytest.mark.parametrize("other", [hugging_face, megatron, mindformers, nameless])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_every_weight_is_found_with_its_gradient(other, reverse, tmp_path):
+    runs = [run(tmp_path, other(), "pytorch"), run(tmp_path, OURS, "mindspore")]
+    reference, target = runs[::-1] if reverse else runs
+    (tmp_path / "map.json").write_text(as_json(tensor_map(reference, target)))
+    links = read_map(tmp_path / "map.json")
+    mapped = {name.split()[1] for k in links for name in (k.reference if reverse else k.target)}
+    nothing = {n for n in OURS if "norm" in n or "bias" in n} if other is nameless else {BIAS}
+    assert mapped >= {n for n in OURS if n not in nothing}
+    for name, one, two in linked(reference.at(0), target.at(0), links):
+        assert one.values is not None, (name, one.problem)
+        assert two.values is not None, (name, two.problem)
+        assert one.values.shape == two.values.shape, name
+        np.testing.assert_array_equal(one.values, two.values, name)
+
+
+def test_names_win_so_that_a_wrong_order_is_found(tmp_path):
+    wrong = hugging_face()
+    a, b = (f"model.layers.1.mlp.experts.{i}.up_proj.weight" for i in (1, 2))
+    wrong[a], wrong[b] = wrong[b], wrong[a]
+    reference, target = run(tmp_path, wrong, "pytorch"), run(tmp_path, OURS, "mindspore")
+    links = tensor_map(reference, target)
+    differ = {
+        name
+        for name, one, other in linked(reference.at(0), target.at(0), links)
+        if not np.array_equal(one.values, other.values)
+    }
+    assert differ == {f"{what} of layers.1.moe.experts.up{when}" for what, when in (
+        ("gradient", ""), ("weight", " before"), ("weight", " after"))}  # fmt: skip
+
+
+def test_values_are_found_if_nearly_equal(tmp_path):
+    near = {
+        k: v + 1e-4 * DRAW.standard_normal(v.shape).astype(np.float32)
+        for k, v in nameless().items()
+    }
+    links = tensor_map(run(tmp_path, near, "pytorch"), run(tmp_path, OURS, "mindspore"))
+    found = {name.split()[1] for k in links for name in k.target}
+    assert found == {n for n in OURS if "norm" not in n and "bias" not in n}
+
+
+def test_other_models_are_refused(tmp_path):
+    other = {"a": np.ones((3, 5), np.float32)}
+    with pytest.raises(BadInputError, match="no weight of one"):
+        tensor_map(run(tmp_path, other, "pytorch"), run(tmp_path, OURS, "mindspore"))
+
+
+def test_fused_query_key_and_value_in_groups(tmp_path):
+    """Megatron-Core's linear_qkv: for each group its queries, its key, its value."""
+    q, k, v = (DRAW.standard_normal((n * 3, 16)).astype(np.float32) for n in (4, 2, 2))
+    q4, k2, v2 = (x.reshape(-1, 3, 16) for x in (q, k, v))
+    parts = [[q4[2 * g], q4[2 * g + 1], k2[g], v2[g]] for g in (0, 1)]
+    fused = {"decoder.layers.0.self_attention.linear_qkv.weight": np.concatenate(sum(parts, []))}
+    apart = {
+        f"model.layers.0.self_attn.{n}_proj.weight": x
+        for n, x in zip("qkv", (q, k, v), strict=True)
+    }
+    runs = [run(tmp_path, apart, "pytorch"), run(tmp_path, fused, "mindspore")]
+    for reference, target in (runs, runs[::-1]):
+        links = tensor_map(reference, target)
+        assert len(links) == 3
+        for name, one, other in linked(reference.at(0), target.at(0), links):
+            np.testing.assert_array_equal(one.values, other.values, name)
