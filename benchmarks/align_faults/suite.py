@@ -32,8 +32,9 @@ from benchmarks.align_faults.score import (
 )
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.dump.records import Dump
-from telechat_moe.tools.align.judge.across_layouts import across, chose_otherwise
+from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.judge.pins import chose_otherwise
 
 BARS = {"detected": 1.0, "exact": 0.99, "family": 0.95, "reproducer": 1.0, "observable": 0.95}
 """Shares that must be reached: of the observable faults, the last of all."""
@@ -372,7 +373,7 @@ def judge_pair(reference: Base, target: Base) -> Pair:
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
     named = baselines.judged(one, two) if same else {}
     flags = {n: key is not None for n, key in named.items()}
-    flips = chose_otherwise(one, two)
+    flips = sum(chose_otherwise(one.at(step), two.at(step)) for step in one.steps)
     return Pair(reference, target, outcome.verdict, flips, judged, unknown, said, flags)
 
 

@@ -10,7 +10,7 @@ import tiny_moe
 from recorded import rank_dump
 
 from telechat_moe.tools.align.capture.torch_functions import capture
-from telechat_moe.tools.align.judge.propagate import Deviations
+from telechat_moe.tools.align.judge.propagate import Followed
 from telechat_moe.tools.align.numerics import is_float
 
 pytestmark = pytest.mark.torch
@@ -33,20 +33,20 @@ def errors(dtype, seed):
             wide(tiny_moe.weights(dtype=dtype, seed=seed)), *tiny_moe.batch(seed)
         ).backward()
     high = rank_dump(calls)
-    deviations = Deviations(low)
+    followed = Followed([low])
     found, unknown = [], 0
     for key, call in low.calls.items():
         true = dict(high.calls[key].tensors()) if key in high.calls else {}
         for place, record in call.made():
             if not is_float(record.dtype) or not record.load().size:
                 continue
-            if (key, place) not in deviations.made:
+            if (0, (key, place)) not in followed.made:
                 unknown += 1
             elif place in true and true[place].shape == record.shape:
                 error = np.sqrt(
                     np.mean((record.load().astype(np.float64) - true[place].load()) ** 2)
                 )
-                size = np.sqrt(np.mean(deviations.made[key, place] ** 2))
+                size = np.sqrt(np.mean(followed.made[0, (key, place)].sigma ** 2))
                 found.append((error / size if size else np.inf if error else 0.0, call.phase.value))
     return found, unknown
 

@@ -30,17 +30,12 @@ from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progr
 from telechat_moe.tools.align.judge.collectives import group_of, kind_of
 from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
-from telechat_moe.tools.align.judge.points import (
-    STATES,
-    Point,
-    by_weight,
-    choices_of_both,
-    weight_of,
-)
-from telechat_moe.tools.align.judge.propagate import Allowed
+from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, set_part
+from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weight_of
+from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.sides import Sides
-from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
 from telechat_moe.tools.align.numerics import FLOATS, is_float
@@ -65,6 +60,8 @@ accumulate. In correct pairs of the fault benchmark (30 layouts) the gradients o
 roundings of the narrower type (median over pairs of the worst gradient), by 49 at most in any type. Allowed are 335 in
 float32, 128 or more in narrower types.
 """
+
+_FIRST_ORDER = 0.04  # distances from which on a derivation to first order is not exact
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
@@ -114,19 +111,16 @@ def across(
         check_map(links, reference, target)
     elif _named_differently(reference, target):
         links = tensor_map(reference, target)
-    outcome = bisect(
-        with_groups(target), target, Known(), itself=True, progress=progress
-    )  # ranks make equal calls
+    grouped = with_groups(target)
+    outcome = bisect(grouped, target, Known(), itself=True, progress=progress)
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
     for step in steps:
         a, b = reference.at(step), target.at(step)
-        points.type = _narrowest(a, a)
         pairs = linked(a, b, links) if links else by_weight(a, b)
-        points.sides = Sides(a, b)
-        before = len(findings)
-        for finding in (*(() if links else points.routes(step, a, b)), *points.at(step, b, pairs)):
+        points.begin(step, a, grouped.at(step), pinned=not links)
+        for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
             verdict = finding.verdict
             if progress is not None:
                 progress("shared tensors", sum(judged.values()) - recomputed, None)
@@ -135,7 +129,6 @@ def across(
                 findings.append(finding)
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
-        findings[before:] = points.in_order(findings[before:])
     own = {f.verdict.key for f in outcome.findings}
     findings.sort(key=lambda f: (f.step, f.order, f.verdict.key not in own, f.rank))
     word, reason = answer(bool(findings), outcome.coverage)
@@ -177,87 +170,91 @@ def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
     return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))
 
 
-# ------------------------------------------------------------------ routing
-
-
-def _flipped(name: str, chosen: Point, taken: Point) -> str:
-    """Say how many rows chose differently although their scores are close; return an empty string if none did.
-
-    Replay has shown that each run chose by its own scores, so a row can choose differently only where its margin is
-    within the difference of the scores. What follows such a choice cannot be compared as a whole.
-    """
-    rows = _otherwise(chosen, taken)
-    said = f"{rows} rows of {name} chose otherwise: nearly equal scores"
-    return f"{said}; whole tensors differ from there on" if rows else ""
-
-
-def _otherwise(chosen: Point, taken: Point) -> int:
-    assert chosen.values is not None
-    assert taken.values is not None
-    one, other = (np.sort(p.reshape(-1, p.shape[-1]), -1) for p in (chosen.values, taken.values))
-    return int(np.any(one != other, -1).sum()) if one.shape == other.shape else 0
-
-
-def chose_otherwise(reference: Dump, target: Dump) -> int:
-    """Return how many rows chose differently in two runs, whatever their layouts."""
-    return sum(
-        _otherwise(chosen, taken)
-        for step in target.steps
-        if step in reference.steps
-        for _, _, _, chosen, taken in choices_of_both(reference.at(step), target.at(step))
-    )
-
-
 # ------------------------------------------------------------------ comparison
 
 
 class _Points:
-    """Compares the whole tensors of both runs, step by step, after each operator of the target is judged by itself."""
+    """Compares the whole tensors of both runs, step by step, after each operator of the target is judged by itself.
+
+    The target's program is followed on the reference's weights and choices (``propagate.py``), so what differs legally,
+    tokens that were routed otherwise and all that follows from them, does not come in.
+    """
 
     def __init__(self, outcome: Outcome, tolerance: float | None) -> None:
         self.tolerance, self.coverage = tolerance, outcome.coverage
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
-        self.flipped = ""  # rows that chose differently: what follows is not comparable as a whole
-        self.allowed = Allowed()
-        self.type = "float32"  # the type that the reference computes in
-        self.drift = 0.0  # how far weights are apart before the step
-        self.last: dict[
-            str, tuple[Array | None, Array | None]
-        ] = {}  # results of the updates before
+        self.believed: Believed | None = None
+        self.followed: Followed | None = None
+        self.flipped = 0  # rows that chose otherwise, in this step or before
+        self.kinds = "float32", "float32"
+        """The narrowest types that reference and target compute in."""
+        self.drift = 0.0  # how far weights are apart before the step, where it is not followed on the reference's
+        self.exact = (
+            False  # whether the distance allowed for the last point holds for it to first order
+        )
+        self.step = -1
+        self.last: dict[str, tuple[Array | None, Array | None]] = {}
+        """Results of the updates of the step before, of both runs."""
         self.sides = Sides([], [])
         self.wrong: list[tuple[Point, Point]] = []
 
-    def routes(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Finding]:
-        """Yield a finding on the scores of each choice.
+    def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
+        """Follow the target's program through a step."""
+        self.kinds = _narrowest(a), _narrowest(b)
+        self.last = self.last if step == self.step + 1 else {}
+        self.step, self.sides = step, Sides(a, b)
+        unit = max(FLOATS[kind].unit for kind in self.kinds)
+        self.believed = Believed(a, unit, self.coarser) if pinned else None
+        able = self.tolerance is None and can_follow(b)
+        self.followed = Followed(b, self.believed, self.followed) if able else None
+        if pinned:
+            self.flipped += chose_otherwise(a, b)
 
-        If one choice differs although its scores are close, it may cause others to differ whose scores are not close. A
-        pipeline does not give the order of layers, so none of them is judged then.
-        """
-        kind, found, flipped = _narrowest(a, b), list[tuple[Finding, Point]](), ""
-        for name, one, other, chosen, taken in () if self.flipped else choices_of_both(a, b):
-            finding = self._compare(name, one, other, step, b, kind)
-            found.append((finding, other))
-            if finding.verdict.status == "pass":
-                flipped = flipped or _flipped(name, chosen, taken)
-        self.flipped = self.flipped or flipped
-        for finding, other in found:
-            follows = finding.verdict.status == "diverged" and flipped
-            yield self._counted(_open(finding, flipped) if follows else finding, other)
+    @property
+    def coarser(self) -> float:
+        """How much coarser the reference computes than the target; at least 1."""
+        one, other = (FLOATS[kind].unit for kind in self.kinds)
+        return max(1.0, one / other)
+
+    def choices(self, step: int, b: Sequence[RankDump]) -> Iterator[Finding]:
+        """Yield a finding for the scores of each choice of the step."""
+        for chosen in self.believed.seen if self.believed is not None else ():
+            call, worst = chosen.call, int(np.argmax(chosen.ratio))
+            wrong, flips = int((chosen.ratio > 1).sum()), int(chosen.flipped.sum())
+            status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
+            said = f"{flips} of {len(chosen.ratio)} rows chose otherwise, by nearly equal scores"
+            if status == "diverged":
+                allowed = chosen.apart[worst] / chosen.ratio[worst]
+                said = (
+                    f"{wrong} of {len(chosen.ratio)} rows choose by scores that are not the reference's: row {worst} "
+                    f"differs by {chosen.apart[worst]:.2e}, {allowed:.0e} allowed"
+                )
+            if not chosen.comparable:
+                status, said = "not judged", "the scores of both runs are other numbers"
+            place = chosen.choice.chosen
+            size = dict(call.tensors())[place].shape
+            verdict = Verdict(
+                call.key, place, status, float(chosen.ratio[worst]), said,
+                (worst,), wrong, math.prod(size),
+            )  # fmt: skip
+            owner = next(r for r in b if r.rank == chosen.rank)
+            order = list(owner.calls).index(call.key)
+            yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
 
     def at(
         self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
-    ) -> Iterator[Finding]:
-        """Yield a finding for each point of a step, in order."""
+    ) -> list[Finding]:
+        """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         made: dict[str, tuple[Array | None, Array | None]] = {}
-        kind = _narrowest(b, b)
+        found: list[Finding] = []
         for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
             own = [*weight]
             near = {name: (one, other) for name, one, other in own}
             for name, one, other in own:
                 if name.endswith(" after"):
                     made[name.removesuffix(" after")] = one.values, other.values
-                finding = self._compare(name, one, other, step, b, kind)
+                finding = self._compare(name, one, other, step, b)
                 wrong = finding.verdict.status == "diverged"
                 said = self._follows(name, finding, near) if wrong else ""
                 if said:
@@ -268,8 +265,10 @@ class _Points:
                     self.wrong.append(kept)
                 elif finding.verdict.status == "pass":
                     self.sides.agreed.append(kept)
-                yield self._counted(finding, other)
+                found.append(self._counted(finding, other.dtype or "float32"))
         self.last = made
+        diverged = self.in_order([f for f in found if f.verdict.status == "diverged"])
+        return [*(f for f in found if f.verdict.status != "diverged"), *diverged]
 
     def in_order(self, findings: list[Finding]) -> list[Finding]:
         """Return the findings of a step in the order of the data flow; the first with what is known about both sides."""
@@ -288,10 +287,10 @@ class _Points:
             placed[0] = replace(first, family=family, evidence=said, module=module), one, other
         return [f for f, _, _ in placed]
 
-    def _counted(self, finding: Finding, other: Point) -> Finding:
+    def _counted(self, finding: Finding, dtype: str) -> Finding:
         """Count a point in the coverage; return its finding."""
         verdict = finding.verdict
-        size = nbytes_of(other.dtype or "float32", [verdict.elements])
+        size = nbytes_of(dtype, [verdict.elements])
         lacking = {verdict.reason: size} if verdict.status == "not judged" else {}
         self.coverage.count(SHARED, size, lacking)
         return finding
@@ -304,7 +303,7 @@ class _Points:
         """
         state, _, when = name.rpartition(" ")
         one, other = near[name]
-        if other.values is None or one.values is None:
+        if other.values is None or one.values is None or self.exact:
             return ""
         if when == "after" and (finding.step, other.key) in self.right and finding.call:
             return (
@@ -321,62 +320,103 @@ class _Points:
         return ""
 
     def _compare(
-        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump], kind: str
+        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump]
     ) -> Finding:
         """Return the finding for a point."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
         call = owner.calls[other.key] if owner is not None else None
         order = list(owner.calls).index(other.key) if owner is not None else 0
 
-        def finding(verdict: Verdict, family: str = "unknown", evidence: str = "") -> Finding:
-            return Finding(step, other.rank, order, verdict, call, family, evidence)
-
-        if other.differs:
-            said = f"{name}: copies differ: {other.problem}"
-            verdict = Verdict(other.key, other.place, "diverged", math.inf, said)
-            return finding(verdict, "missing reduction", "ranks that must hold the same do not")
-        x, y = other.values, one.values
-        if x is None or y is None or self.flipped:
-            said = self.flipped
-            if x is None or y is None:
-                said = f"a point is not known: {other.problem or one.problem}"[:160]
+        def finding(
+            status: Status,
+            said: str,
+            off: float = math.inf,
+            kind: tuple[str, str] = ("unknown", ""),
+        ) -> Finding:
             size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
-            return _open(finding(Verdict(other.key, other.place, "pass", elements=size)), said)
+            verdict = Verdict(other.key, other.place, status, off, said, elements=size)
+            return Finding(step, other.rank, order, verdict, call, *kind)
+
+        x, y = other.values, one.values
+        if other.differs:
+            kind = "missing reduction", "ranks that must hold the same do not"
+            return finding("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
+        if x is None or y is None:
+            said = f"a point is not known: {other.problem or one.problem}"[:160]
+            return finding("not judged", said, 0.0)
         if x.size != y.size:
             said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
-            return finding(Verdict(other.key, other.place, "diverged", math.inf, said))
-        x, y = x.astype(np.float64).reshape(y.shape), y.astype(np.float64)
-        before = name.endswith(" before")
-        limit = self._limit(ranks, one, other, y, () if before else (kind,))
+            return finding("diverged", said)
+        state, _, when = name.rpartition(" ")
+        self.exact = self.believed is not None and when == "before" and state in self.last
+        if self.exact:
+            last = self.last[state][1]
+            same = last is not None and np.array_equal(last, x)
+            said = f"{name}: {'' if same else 'not '}what the update of the step before made"
+            return finding("pass" if same else "diverged", said, 0.0 if same else math.inf)
+        y = y.astype(np.float64)
+        found = self._followed(other, y, ranks) if self.believed is not None else None
+        if found is None and self.flipped and when != "before":
+            said = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
+            return finding("not judged", said, 0.0)
+        x, squares = found or (x.astype(np.float64).reshape(y.shape), None)
+        if self.believed is None:
+            squares = self._squares(other, ranks, y.size)
+        limit = self._limit(one, other, y, squares, when == "before")
+        self.exact = found is not None and limit < _FIRST_ORDER
         off = _distance(x, y, limit)
-        if before and name.startswith("weight ") and math.isfinite(off):
-            self.drift = max(self.drift, off * limit)
+        if self.believed is None and when == "before" and math.isfinite(off):
+            self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
         said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
-        status = "pass" if off <= 1 else "diverged"
-        verdict = Verdict(other.key, other.place, status, off, said, elements=x.size)
-        return finding(verdict, *(_shape_of(x, y) if off > 1 else ()))
+        if off <= 1:
+            return finding("pass", said, off)
+        return finding("diverged", said, off, _shape_of(x, y))
+
+    def _followed(
+        self, other: Point, y: Array, ranks: Sequence[RankDump]
+    ) -> tuple[Array, float] | None:
+        """Return a tensor as the followed program makes it, and its sum of squared deviations; None: not known."""
+        if self.followed is None or other.place.removeprefix("input.") in STATES:
+            return None
+        whole, squares, seen = np.full(y.shape, np.nan), np.zeros(y.shape), 0
+        for dump in ranks:
+            if dump.rank not in other.ranks or other.key not in dump.calls:
+                continue
+            held = self.followed.applied(dump.rank, other.key, other.place)
+            record = dict(dump.calls[other.key].tensors())[other.place]
+            if held is None or not set_part(whole, record.layout, dump.rank, held.value):
+                return None
+            sigma = np.broadcast_to(held.sigma, held.value.shape)
+            set_part(squares, record.layout, dump.rank, np.square(sigma))
+            seen += 1
+        return (whole, float(squares.sum())) if seen and not np.isnan(whole).any() else None
+
+    def _squares(self, other: Point, ranks: Sequence[RankDump], size: int) -> float | None:
+        """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
+        found: list[float] = []
+        for dump in ranks:
+            if dump.rank not in other.ranks or other.key not in dump.calls:
+                continue
+            held = self.followed and self.followed.applied(dump.rank, other.key, other.place)
+            if held is None:
+                return None
+            found.append(float(np.mean(np.square(held.sigma, dtype=np.float64))))
+        return float(np.mean(found)) * size if found and self.coarser == 1 else None
 
     def _limit(
-        self, ranks: Sequence[RankDump], one: Point, other: Point, y: Array, more: Sequence[str]
+        self, one: Point, other: Point, y: Array, squares: float | None, before: bool
     ) -> float:
-        """Return how far apart whole tensors may be: by rounding, and because the weights differ already.
-
-        It is derived if possible, else taken from :data:`TOLERANCE` by the types of the tensors and ``more`` types.
-        """
+        """Return how far apart whole tensors may be: derived where the program is followed, else by type."""
         if self.tolerance is not None:
             return self.tolerance
-        kinds = [d for d in (one.dtype, other.dtype, *more) if is_float(d)]
-        coarser = FLOATS[self.type].unit > FLOATS[_narrowest(ranks, ranks)].unit
-        floats = is_float(one.dtype) and is_float(other.dtype)
-        found = None
-        if floats and not coarser:
-            found = self.allowed.limit(ranks, other.ranks, (other.key, other.place), y)
-        if found is not None:
-            found = max(found, FLOATS[one.dtype].unit, FLOATS[other.dtype].unit)
-        elif not kinds:
+        kinds = [d for d in (one.dtype, other.dtype) if is_float(d)]
+        if not kinds:
             return 1e-12
-        else:
-            narrow = min(kinds, key=lambda d: FLOATS[d].bits)
+        found = max(FLOATS[d].unit for d in kinds)
+        if squares is not None:
+            found = max(found, self.coarser * allowed(squares, float(np.linalg.norm(y))))
+        elif not before or self.last:
+            narrow = min(kinds if before else (*kinds, self.kinds[1]), key=lambda d: FLOATS[d].bits)
             found = TOLERANCE.get(narrow, TOLERANCE["bfloat16"])
         return found + AMPLIFIED * self.drift
 
@@ -428,16 +468,9 @@ def _named_differently(reference: Dump, target: Dump) -> bool:
     return kinds[0] != kinds[1] and not names[0] & names[1]
 
 
-def _open(finding: Finding, why: str) -> Finding:
-    """Return a finding as one that nothing can be said about."""
-    verdict = replace(finding.verdict, status="not judged", reason=why)
-    return replace(finding, verdict=verdict, family="unknown", evidence="")
-
-
-def _narrowest(a: Sequence[RankDump], b: Sequence[RankDump]) -> str:
-    """Return the narrowest type that either run computes in."""
-    found = {narrowest(rank) for rank in (*a, *b)}
-    return min(found, key=lambda d: FLOATS[d].bits)
+def _narrowest(ranks: Sequence[RankDump]) -> str:
+    """Return the narrowest type that a run computes in."""
+    return min(map(narrowest, ranks), key=lambda d: FLOATS[d].bits)
 
 
 def _distance(x: Array, y: Array, limit: float) -> float:

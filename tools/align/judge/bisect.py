@@ -291,7 +291,8 @@ class _Comparison:
                 verdicts = self._verdicts(call, reference, target)
             verdicts = verdicts if other is None else other.judged(call, verdicts)
             first = worst(verdicts)
-            if first.status == "diverged" and first.ratio <= 4 * _also_wrong(key, reference):
+            known = 0.0 if self.itself else 4 * _also_wrong(key, reference)
+            if first.status == "diverged" and first.ratio <= known:
                 said = f"{first.place}: beyond its bound in both runs (`align replay` shows it)"
                 verdicts = [not_judged(key, said, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)

@@ -271,6 +271,32 @@ def _judge_rank(key: str, call: Call, expected: Approx | Array) -> Verdict:
     return judge(key, "output.0", values, expected, found[0].dtype)
 
 
+def bind(kind: str, call: Call) -> dict[str, Any]:
+    """Return the arguments of a collective by name, with the operation that it sums by.
+
+    Raises:
+        LookupError: Its input is not in the dump.
+    """
+    found = _bind(kind, call)
+    if not isinstance(found.get("input"), TensorRecord):
+        raise LookupError("its input was not dumped")
+    return {**found, "op": _operation(found)}
+
+
+def message_of(call: Call) -> tuple[int, TensorRecord, bool]:
+    """Return the peer of a send or receive, its tensor, and whether it sends.
+
+    Raises:
+        LookupError: Either is not in the dump.
+    """
+    sends = _short(call) in _SEND
+    names = ("dst", "dest_rank", "peer") if sends else ("src", "src_rank", "peer")
+    peer, record = _peer(call, names), _first(call, not sends)
+    if peer is None or record is None:
+        raise LookupError("who sent it, or what came, is not in the dump")
+    return peer, record, sends
+
+
 def _bind(kind: str, call: Call) -> dict[str, Any]:
     """Return the arguments by name; for tensors, their records."""
     names = KINDS[kind][1]

@@ -150,7 +150,7 @@ def _choice(calls: tuple[Call, Call], chosen: tuple[Array, Array]) -> _Choice | 
             if any(i.size and not 0 <= i.min() <= i.max() < mine.shape[axis] for i in indices):
                 continue
             for sign in (1.0, -1.0):
-                if _explained(scores[0] * sign, indices[0]).all():
+                if explained(scores[0] * sign, indices[0]).all():
                     both = (scores[0] * sign, scores[1] * sign)
                     last = axis == len(mine.shape) - 1
                     return _Choice(both, (indices[0], indices[1]), (mine, theirs), sign, last)
@@ -164,7 +164,7 @@ def explained_by_scores(reference: Call, target: Call, place: str) -> bool:
         return False
     chosen = [np.asarray(r.load()) for r in records if r is not None]
     choice = _choice((reference, target), (chosen[0], chosen[1]))
-    return choice is not None and bool(_explained(choice.scores[1], choice.chosen[1]).all())
+    return choice is not None and bool(explained(choice.scores[1], choice.chosen[1]).all())
 
 
 def _floats(call: Call) -> list[tuple[str, TensorRecord]]:
@@ -187,7 +187,7 @@ def _rows(x: Array, axis: int) -> Array:
     return np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
 
 
-def _explained(scores: Array, chosen: Array) -> Array:
+def explained(scores: Array, chosen: Array) -> Array:
     """Return for each row whether the chosen candidates are its highest scores, each chosen once."""
     picked = np.take_along_axis(scores, chosen, 1)
     rest = scores.copy()
@@ -226,7 +226,7 @@ def _legal(
     within: bool,
 ) -> tuple[bool | None, str]:
     one = slice(row, row + 1)
-    if not _explained(choice.scores[1][one], choice.chosen[1][one])[0]:
+    if not explained(choice.scores[1][one], choice.chosen[1][one])[0]:
         return False, "the target's own scores do not give this choice"
     if bounds.propagated and bounds.strange[i]:
         return False, "the target's scores are not what its router's input gives"

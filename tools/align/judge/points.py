@@ -13,10 +13,8 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
 from telechat_moe.tools.align.dump.shard_values import Shard
-from telechat_moe.tools.align.operators import find
-from telechat_moe.tools.align.operators.indexing import CHOOSES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -50,21 +48,21 @@ class Point(NamedTuple):
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:
     """Yield the gradients, weights and states that both runs have, in the order of the target."""
-    theirs = _named(a, weight_of)
-    for weight, calls in _named(b, weight_of).items():
+    theirs = named(a, weight_of)
+    for weight, calls in named(b, weight_of).items():
         if weight not in theirs:
             continue
         places = update_places(theirs[weight][0][1])
         for name, place in update_places(calls[0][1]).items():
             if name in places:
-                one = _put_together(theirs[weight], places[name])
-                other = _put_together(calls, place)
+                one = put_together(theirs[weight], places[name])
+                other = put_together(calls, place)
                 assert one is not None
                 assert other is not None
                 yield f"{name[0]} of {weight}{name[1]}", one, other
 
 
-def _named(
+def named(
     ranks: Sequence[RankDump], name_of: Callable[[Call], str | None]
 ) -> dict[str, list[tuple[int, Call]]]:
     """Return the calls that a function gives a name, each with its rank, by name."""
@@ -95,18 +93,18 @@ def weight_of(call: Call) -> str | None:
         return None
     if len(parts) > 2:
         return ".".join(parts[1:-1])
-    named = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
-    return next(named, None)
+    said = (line.removeprefix("weight ") for line in call.stack if line.startswith("weight "))
+    return next(said, None)
 
 
 def point(ranks: Sequence[RankDump], key: str, place: str) -> Point:
     """Return a tensor merged over all ranks that have it."""
     calls = [(dump.rank, dump.calls[key]) for dump in ranks if key in dump.calls]
     missing = Point(None, "", ranks[0].rank, key, place, f"no tensor {key} {place}")
-    return _put_together(calls, place) or missing
+    return put_together(calls, place) or missing
 
 
-def _put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
+def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
     """Merge one tensor of calls of several ranks, several calls of a rank in order; None: no rank has it."""
     pieces: list[Shard] = []
     count: Counter[int] = Counter()
@@ -149,29 +147,3 @@ def factor_of(call: Call, place: str) -> TensorRecord | None:
     """Return what an update multiplies a gradient at a place by; None: nothing, or no gradient."""
     factor = call.kwargs.get("clip") if place == "input.grad" else None
     return factor if isinstance(factor, TensorRecord) and factor.read is not None else None
-
-
-def choices_of_both(
-    a: Sequence[RankDump], b: Sequence[RankDump]
-) -> Iterator[tuple[str, Point, Point, Point, Point]]:
-    """Yield the choices that both runs make, in order: name, scores of both, chosen indices of both."""
-    theirs = _named(a, _choice_of)
-    for name, mine in _named(b, _choice_of).items():
-        if name not in theirs:
-            continue
-        formula = find(mine[0][1].name)
-        chosen = f"output.{CHOOSES[formula.name]}" if formula else ""
-        found = [
-            _put_together(calls, place)
-            for place in ("input.0", chosen)
-            for calls in (theirs[name], mine)
-        ]
-        if all(p is not None and p.values is not None for p in found):
-            yield name, *found  # type: ignore[misc]
-
-
-def _choice_of(call: Call) -> str | None:
-    """Return the name of what a call chooses for; None: it does not choose."""
-    formula = find(call.name) if call.phase is Phase.FORWARD else None
-    said = (line for line in call.stack if line.startswith("choice "))
-    return next(said, None) if formula is not None and formula.name == "topk" else None

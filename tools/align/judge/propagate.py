@@ -1,20 +1,36 @@
-"""Derive how far apart the tensors of two correct runs may be: carry one run's roundings along its data flow.
+"""Follow a program: carry values and the roundings of correct runs along the data flow of all ranks of a step.
 
-Each operator is recomputed as in ``replay``, but its inputs are only as exact as the calls that made them: standard
-deviations of rounding errors pass from outputs to the inputs that equal them, and through each operator's own
-derivatives (to first order, errors of different elements independent). The other run rounds as often, but at other
-points, so the squared difference of two runs is twice the sum of squares. Weights and data are exact.
+Each operator is recomputed as in ``replay``, but from what the calls before it make here, so that the program of one
+run can be followed on the weights of another run and with the choices that it made (``pins.py``). What comes out is
+what that run must have computed, whatever its layout, fused operators or order of sums, and however many tokens were
+routed otherwise because their scores nearly tie.
+
+Standard deviations of rounding errors go with the values: from outputs to the inputs that equal them, and through each
+operator's own derivatives (to first order, errors of different elements independent). The other run rounds as often,
+but at other points, so the squared difference of two runs is twice the sum of squares. Weights and data are exact.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.collectives import group_of, kind_of
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.collectives import (
+    KINDS,
+    bind,
+    group_of,
+    is_exchange,
+    kind_of,
+    message_of,
+)
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
+from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
@@ -22,118 +38,285 @@ from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.registry import UNFIT
 
 MOST = 1 << 26
-"""The most elements in a rank's step for which distances are derived: the deviations need four bytes each."""
+"""The most elements in a step that is followed: values and deviations need twelve bytes each."""
 
-_SUMMED = ("allreduce", "reducescatter")
+_COUNTS = 4096  # the most integers that a program may use as sizes
 
 
-class Deviations:
-    """Standard deviations of the rounding errors of a rank's tensors, whose dump must have values."""
+class Followed:
+    """The values and deviations of a step's tensors, whose dump must have values.
 
-    def __init__(self, dump: RankDump) -> None:
-        self.dump, self.flow = dump, DataFlow(dump)
-        self.made: dict[Place, Array] = {}
-        """Deviations of outputs; one is missing where its call, or a call before it, cannot be recomputed."""
-        self._holding: dict[bytes, Array | None] = {}  # by the content of a tensor; None: not known
+    Args:
+        ranks: All ranks of a step.
+        pins: What another run determines; None: nothing, all values are about those of the dump.
+        before: The step before.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[RankDump],
+        pins: Believed | None = None,
+        before: "Followed | None" = None,
+    ) -> None:
+        self.pins = pins
+        self.made: dict[tuple[int, Place], Held] = {}
+        """Tensors by rank, call and place; one is missing where its call, or a call before it, cannot be recomputed."""
+        self._flows = {dump.rank: DataFlow(dump) for dump in ranks}
+        self._held: dict[int, dict[bytes, Held | None]] = {r: {} for r in self._flows}  # by content
+        self._before = before._held if before is not None else {}
+        self._sites: dict[Any, dict[int, Any]] = {}
+        self._counts: Counter[Any] = Counter()
+        self._stuck = False
+        self._changed: dict[int, set[tuple[int, ...]]] = {r: set() for r in self._flows}
+        """Integers that calls of each rank made in the dump, and make otherwise here."""
+        running = {dump.rank: self._rank(dump) for dump in ranks}
+        while running:
+            moved = False
+            for rank, steps in list(running.items()):
+                waits = next(steps, None)
+                moved |= waits is None or waits
+                if waits is None:
+                    del running[rank]
+            self._stuck |= not moved
+        self._before = {}
+
+    def of(self, rank: int, place: Place) -> Held | None:
+        """Return a tensor; None: not known."""
+        if (rank, place) in self.made:
+            return self.made[rank, place]
+        return self._taken(rank, place, self._flows[rank].tensors[place])
+
+    def applied(self, rank: int, key: str, place: str) -> Held | None:
+        """Return a tensor; of a gradient as its update applies it; None: not known."""
+        own, call = self.of(rank, (key, place)), self._flows[rank].dump.calls[key]
+        if own is None or factor_of(call, place) is None:
+            return own
+        factor = self.of(rank, (key, "input.clip"))
+        if factor is None:
+            return None
+        sigma = np.hypot(own.sigma * factor.value, own.value * factor.sigma)
+        return Held(own.value * factor.value, sigma)
+
+    # ------------------------------------------------------------------ one rank
+
+    def _rank(self, dump: RankDump) -> Generator[bool, None, None]:
+        """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
+        held, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
+        pinned = self.pins.weights(dump) if self.pins is not None else {}
+        for place, values in pinned.items():
+            own = Held(values, np.zeros(()))
+            self.made[dump.rank, place] = held[_content(tensors[place].load())] = own
         for call in dump.calls.values():
-            if call.kind == "api":
-                self._run(call)
+            if call.kind != "api":
+                continue
+            for place, record in call.given() if call.phase is Phase.OPTIMIZER else ():
+                own = self._taken(dump.rank, (call.key, place), record)
+                if own is not None:  # what the update takes now, whatever is equal to it later
+                    self.made.setdefault((dump.rank, (call.key, place)), own)
+            found: dict[str, Held] = {}
+            try:
+                if is_exchange(call):
+                    yield True
+                    found = yield from self._exchange(dump.rank, call)
+                else:
+                    found = self._operator(dump, call)
+            except UNFIT:
+                pass
+            self._keep(dump.rank, call, found)
 
-    def of(self, place: Place) -> Array | None:
-        """Return the deviation of a tensor, 0 for one from outside; None: not known."""
-        if place in self.made:
-            return self.made[place]
-        values = self.flow.tensors[place].load()
-        content = digest(values)
-        if content in self._holding:
-            known = self._holding[content]
-            return None if known is None else known.reshape(values.shape)
-        if not self._comes_back(place) or values.min() == values.max():
-            return np.zeros(values.shape)
-        parts = [self.made.get(p) for p in self.flow.summed_from(place)]
+    def _keep(self, rank: int, call: Call, found: dict[str, Held]) -> None:
+        for place, record in call.made():
+            if record.read is None:
+                continue
+            own, content = found.get(place), _content(record.load())
+            if own is not None and own.value.size == _size(record):
+                sigma = _shaped(own.sigma.astype(np.float32), record)
+                own = Held(own.value.reshape(record.shape), sigma)
+                self.made[rank, (call.key, place)] = self._held[rank][content] = own
+                if not is_float(record.dtype) and 1 < own.value.size <= _COUNTS:
+                    values = record.load()
+                    if not np.array_equal(values, own.value):
+                        self._changed[rank].add(tuple(values.reshape(-1).tolist()))
+            else:
+                self._held[rank].setdefault(content, None)
+
+    def _taken(self, rank: int, place: Place, record: TensorRecord) -> Held | None:
+        """Return what a call is given here; None: not known."""
+        values = record.load()
+        content = _content(values)
+        for known in (self._held[rank], self._before.get(rank, {})):
+            if content in known:
+                own = known[content]
+                return own and Held(own.value.reshape(record.shape), _shaped(own.sigma, record))
+        if not self._comes_back(rank, place) or not values.size or values.min() == values.max():
+            return Held(values, np.zeros(()))
+        flow = self._flows[rank]
+        parts = [self.made.get((rank, p)) for p in flow.summed_from(place)]
         if not parts or any(p is None for p in parts):
             return None
-        squares = [np.square(p).reshape(values.shape) for p in parts if p is not None]
-        return np.sqrt(np.sum(squares, 0))
+        total = np.sum([p.value.reshape(values.shape) for p in parts if p is not None], 0)
+        squares = [np.square(_shaped(p.sigma, record)) for p in parts if p is not None]
+        return Held(total, np.sqrt(np.sum([np.broadcast_to(s, values.shape) for s in squares], 0)))
 
-    def applied(self, place: Place) -> Array | None:
-        """Return the deviation of a tensor; of a gradient as its update applies it."""
-        factor = factor_of(self.dump.calls[place[0]], place[1])
-        own, other = self.of(place), self.of((place[0], "input.clip")) if factor else None
-        if factor is None or own is None or other is None:
-            return own if factor is None else None
-        return np.hypot(own * factor.load(), self.flow.tensors[place].load() * other)
+    def _comes_back(self, rank: int, place: Place) -> bool:
+        """Return whether a tensor may be a gradient, which some call must have made."""
+        flow = self._flows[rank]
+        back = flow.dump.calls[place[0]].phase is Phase.BACKWARD
+        return back or place[1] == "input.grad" or place[0] in flow.late
 
-    def _comes_back(self, place: Place) -> bool:
-        """Return whether a tensor is a gradient, which some call must have made."""
-        phase = self.dump.calls[place[0]].phase
-        return phase is Phase.BACKWARD or place[1] == "input.grad"
+    # ------------------------------------------------------------------ operators
 
-    def _run(self, call: Call) -> None:
-        try:
-            found = self._collective(call) if kind_of(call) is not None else self._operator(call)
-        except UNFIT:
-            found = {}
-        for place, record in call.made():
-            if not is_float(record.dtype):
-                continue
-            deviation, content = found.get(place), digest(record.load())
-            if deviation is not None and deviation.size == _size(record):
-                kept = deviation.astype(np.float32).reshape(record.shape)
-                self.made[call.key, place] = self._holding[content] = kept
-            else:
-                self._holding.setdefault(content, None)
-
-    def _carry(self, call: Call, tensors: Iterable[Approx]) -> None:
-        """Add the deviations of the sources of a call's floating-point arguments to those of its tensors."""
-        places = [place for place, t in call.given() if is_float(t.dtype)]
-        for place, x in zip(places, tensors, strict=False):
-            deviation = self.of((call.key, place))
-            if deviation is None:
+    def _fed(self, rank: int, call: Call) -> tuple[Call, dict[str, Held]]:
+        """Return a call with the tensors that it is given here, and these by place."""
+        given: dict[str, Held] = {}
+        for place, record in call.given():
+            own = self.made.get((rank, (call.key, place))) or self._taken(
+                rank, (call.key, place), record
+            )
+            if own is None:
                 raise ValueError("what goes in is not known")
-            x.sigma = np.hypot(x.sigma, deviation)
-            x.limit = x.limit + 8 * deviation
+            given[place] = own
 
-    def _operator(self, call: Call) -> dict[str, Array]:
+        def fed(place: str, value: Any) -> Any:
+            if isinstance(value, TensorRecord):
+                values = given[place].value
+                if not is_float(value.dtype):
+                    values = values.astype(value.load().dtype)
+                return replace(value, read=lambda: values)
+            if is_list(value):
+                numbers = tuple(v.value for v in value if isinstance(v, Scalar))
+                if numbers in self._changed[rank]:
+                    raise ValueError("sizes that follow from other choices")
+                return [fed(f"{place}.{i}", v) for i, v in enumerate(value)]
+            return value
+
+        inputs: list[Value] = [fed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
+        named: dict[str, Value] = {n: fed(f"input.{n}", v) for n, v in call.kwargs.items()}
+        return replace(call, inputs=inputs, kwargs=named), given
+
+    def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
         back = call.phase is Phase.BACKWARD
-        forward = self.dump.calls.get(call.forward_key)
+        forward = dump.calls.get(call.forward_key)
         formula = find(forward.name) if forward is not None else None
         if formula is None or forward is None:
             return {}
-        arguments, tensors = arguments_of(forward, formula, None, back)
-        self._carry(forward, tensors)
+        fed, given = self._fed(dump.rank, forward)
+        arguments, tensors = arguments_of(fed, formula, None, back)
+        _carry(fed, given, tensors)
         if not back:
             arguments.made = [t for _, t in call.made()]
-            results = iter(formula.compute(arguments))
+            results = list(formula.compute(arguments))
+            choice = choice_of(call) if self.pins is not None else None
+            if choice is not None and self.pins is not None:
+                scores = _scores(choice, given, results)
+                index = self.pins.chosen(dump, call, choice, scores)
+                if index is not None:
+                    arguments.made = choice.made(call, scores.value, index)
+                    results = choice.pinned(scores.value, index, list(formula.compute(arguments)))
         else:
             outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
-            coming = [t for _, t in call.given() if is_float(t.dtype)]
+            own, given = self._fed(dump.rank, call)
+            coming = [t for _, t in own.given() if is_float(t.dtype)]
             seeds = [
                 (output, exactly(record.load(), record.dtype, True))
                 for output, record in zip(outputs, coming, strict=False)
             ]
-            self._carry(call, [gradient for _, gradient in seeds])
-            results = iter([g for g in gradients(seeds, tensors) if g is not None])
-        found: dict[str, Array] = {}
+            _carry(own, given, [gradient for _, gradient in seeds])
+            results = [g for g in gradients(seeds, tensors) if g is not None]
+        found, left = dict[str, Held](), iter(results)
         for place, record in call.made():
-            x = next((r for r in results if not back or r.shape == record.shape), None)
+            x = next((r for r in left if not back or r.shape == record.shape), None)
             if isinstance(x, Approx):
                 found[place] = _stored(x, record.dtype, formula.exact)
+            elif x is not None:
+                found[place] = Held(np.asarray(x), np.zeros(()))
         return found
 
-    def _collective(self, call: Call) -> dict[str, Array]:
-        """Return the deviation of what a collective gives: other ranks' terms deviate as much as this rank's."""
-        own = [self.of((call.key, place)) for place, t in call.given() if is_float(t.dtype)]
-        if not own or any(d is None for d in own):
+    # ------------------------------------------------------------------ exchanges
+
+    def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
+        """Return what an exchange gives, as soon as all its ranks have come to it."""
+        kind = kind_of(call)
+        if kind is None:
+            return (yield from self._message(rank, call))
+        group = group_of(call) or sorted(self._flows)
+        name = kind, tuple(group)
+        site = self._sites.setdefault((*name, self._counts[rank, name]), {})
+        self._counts[rank, name] += 1
+        fed, given = self._fed(rank, call)
+        bound = bind(kind, fed)
+        place = next(p for p, t in fed.given() if t is bound["input"])
+        site[rank] = {**bound, "input": _term(given[place], bound["input"])}
+        while len(site) < len(group):
+            if self._stuck:
+                return {}
+            yield False
+        parts = [site[r] for r in group]
+        if parts[0].get("input_split_sizes") and any(self._changed.values()):
+            return {}  # the sizes follow from other choices
+        results = KINDS[kind][0]([p["input"] for p in parts], group, parts)
+        x = results[group.index(rank)]
+        made = [(p, t) for p, t in call.made()]
+        if isinstance(x, Approx):
+            return {made[0][0]: _stored(x, made[0][1].dtype, True)} if len(made) == 1 else {}
+        return {made[0][0]: Held(np.asarray(x), np.zeros(()))} if len(made) == 1 else {}
+
+    def _message(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
+        """Send, or return what comes: the n-th message of one rank to another."""
+        peer, record, sends = message_of(call)
+        place = next(p for p, t in call.tensors() if t is record)
+        way = (rank, peer) if sends else (peer, rank)
+        number = self._counts[rank, way]
+        self._counts[rank, way] += 1
+        if sends:
+            self._sites[way, number] = {0: self._taken(rank, (call.key, place), record)}
             return {}
-        size = np.sqrt(np.mean([np.mean(np.square(d)) for d in own if d is not None]))
-        terms = len(group_of(call) or [0]) if kind_of(call) in _SUMMED else 1
-        found: dict[str, Array] = {}
-        for place, record in call.made():
-            if is_float(record.dtype):
-                own_rounding = _unit(record.dtype) * np.abs(record.load()) * (terms - 1) ** 0.5
-                found[place] = np.hypot(size * terms**0.5, own_rounding)
-        return found
+        while (way, number) not in self._sites:
+            if self._stuck:
+                return {}
+            yield False
+        came = self._sites[way, number][0]
+        return {place: came} if came is not None else {}
+
+
+def _carry(call: Call, given: dict[str, Held], tensors: Sequence[Approx]) -> None:
+    """Add the deviations of a call's floating-point arguments to those of its tensors."""
+    places = [place for place, t in call.given() if is_float(t.dtype)]
+    for place, x in zip(places, tensors, strict=False):
+        x.sigma = np.hypot(x.sigma, given[place].sigma)
+        x.limit = x.limit + 8 * given[place].sigma
+
+
+def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> Held:
+    """Return the scores [row, candidate] that a choice is made by here."""
+
+    def of(place: str) -> Held:
+        if place.startswith("input"):
+            return given[place]
+        x = results[int(place.split(".")[1])]
+        return Held(x.value, x.sigma)
+
+    own = of(choice.scores)
+    wide = own.value.shape[-1]
+    value = own.value.reshape(-1, wide).astype(np.float64)
+    sigma = np.broadcast_to(own.sigma, own.value.shape).reshape(-1, wide)
+    return Held(choice.sign * (value + given[choice.bias].value if choice.bias else value), sigma)
+
+
+def _term(held: Held, record: TensorRecord) -> Approx | Array:
+    if not is_float(record.dtype):
+        return held.value
+    return Approx(held.value, record.dtype, record.dtype, held.sigma, 8 * held.sigma)
+
+
+def _content(values: Array) -> bytes:
+    """Return a digest of values, and of the shape where they are all alike."""
+    plain = values.size < 2 or values.min() == values.max()
+    return digest(values) + (repr(values.shape).encode() if plain else b"")
+
+
+def _shaped(sigma: Array, record: TensorRecord) -> Array:
+    return sigma.reshape(record.shape) if sigma.ndim else sigma
 
 
 def _unit(dtype: str) -> float:
@@ -141,56 +324,28 @@ def _unit(dtype: str) -> float:
     return FLOATS[dtype].unit * 3**-0.5
 
 
-def _stored(x: Approx, dtype: str, exact: bool) -> Array:
-    """Return the deviation of a result after it is stored in its tensor."""
-    if exact or FLOATS[dtype].unit <= x.unit:
-        return np.broadcast_to(x.sigma, x.shape).astype(np.float64)
-    return np.hypot(x.sigma, _unit(dtype) * np.abs(x.value))
+def _stored(x: Approx, dtype: str, exact: bool) -> Held:
+    """Return a result after it is stored in its tensor."""
+    sigma = np.broadcast_to(x.sigma, x.shape)
+    if is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit:
+        least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
+        sigma = np.hypot(sigma, _unit(dtype) * np.maximum(np.abs(x.value), least))
+    return Held(x.value, sigma)
 
 
-class Allowed:
-    """How far apart whole tensors of two correct runs may be, by the deviations of one run, one step at a time."""
+def allowed(squares: float, size: float) -> float:
+    """Return the largest relative L2 distance of two correct runs, by the sum of squared deviations of one.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], Deviations] = {}
+    As in all bounds, eight standard deviations are allowed: a tensor's errors may have one cause, so their norm is as
+    uncertain as one error.
+    """
+    return SIGMAS * (2 * squares) ** 0.5 / size if size else 0.0
 
-    def limit(
-        self, ranks: Sequence[RankDump], owners: Sequence[int], place: Place, whole: Array
-    ) -> float | None:
-        """Return the largest relative L2 distance; None: it cannot be derived.
 
-        As in all bounds, eight standard deviations are allowed: a tensor's errors may have one cause, so their norm is
-        as uncertain as one error.
-
-        Args:
-            owners: The ranks that have shards of the tensor.
-            place: The call and position of the tensor in their dumps.
-        """
-        if len(set(owners)) < len(ranks):
-            return None  # a pipeline stage: its dump lacks the roundings of other stages
-        norm = float(np.linalg.norm(whole.astype(np.float64)))
-        squares: list[float] = []
-        for dump in ranks:
-            if dump.rank not in owners or place[0] not in dump.calls:
-                continue
-            deviations = self._of(dump)
-            found = deviations and deviations.applied(place)
-            if found is None:
-                return None
-            squares.append(float(np.mean(np.square(found, dtype=np.float64))))
-        if not squares or not norm:
-            return None
-        return SIGMAS * (2 * float(np.mean(squares)) * whole.size) ** 0.5 / norm
-
-    def _of(self, dump: RankDump) -> Deviations | None:
-        key = dump.step, dump.rank
-        if key not in self._known:
-            self._known = {k: v for k, v in self._known.items() if k[0] == dump.step}
-            records = [t for call in dump.calls.values() for _, t in call.tensors()]
-            if any(t.read is None for t in records) or sum(map(_size, records)) > MOST:
-                return None
-            self._known[key] = Deviations(dump)
-        return self._known[key]
+def can_follow(ranks: Sequence[RankDump]) -> bool:
+    """Return whether the dump of a step has values, and not too many."""
+    records = [t for dump in ranks for call in dump.calls.values() for _, t in call.tensors()]
+    return any(t.read is not None for t in records) and sum(map(_size, records)) <= MOST
 
 
 def _size(record: TensorRecord) -> int:

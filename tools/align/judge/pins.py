@@ -1,0 +1,305 @@
+"""Pins: what another run determines where a program is followed on its weights and with its choices.
+
+A choice is a call that gives indices of the highest of some scores, recognised by its tensors, whatever operator it is.
+A row of scores is that row of the other run which has nearly the same scores, so neither layouts nor the order of
+tokens, micro-batches or layers matter. How nearly is derived: eight standard deviations of the rounding errors of both
+runs. Within that the other run's choice is legal here, whatever this run chose; beyond it the scores are wrong.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Phase,
+    RankDump,
+    TensorLayout,
+    TensorRecord,
+)
+from telechat_moe.tools.align.judge.data_flow import Place
+from telechat_moe.tools.align.judge.decisions import explained
+from telechat_moe.tools.align.judge.distance import VAGUE
+from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
+from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
+
+_AT_ONCE = 1 << 22  # elements that are compared at once
+
+
+class Held(NamedTuple):
+    """What a tensor holds where a program is followed, and the standard deviations of its errors (an array, or 0)."""
+
+    value: Array
+    sigma: Array
+
+
+_MOSTLY = 0.5
+"""Share of rows whose indices are those of the highest scores; the rest may be limited to groups."""
+
+
+class Choice(NamedTuple):
+    """How a call chooses.
+
+    Attributes:
+        chosen: Place of the indices [..., slot].
+        scores: Place of the scores [..., candidate].
+        bias: Place of what is added to the scores [candidate]; empty: nothing.
+        sign: -1 where the smallest are chosen.
+    """
+
+    chosen: str
+    scores: str
+    bias: str
+    sign: float
+
+    def of(self, call: Call) -> tuple[Array, Array]:
+        """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
+        records = dict(call.tensors())
+        return _scores(records, self), _rows(records[self.chosen].load()).astype(np.int64)
+
+    def made(self, call: Call, scores: Array, index: Array) -> list[TensorRecord]:
+        """Return the outputs of a call that has chosen certain indices, for formulas that follow its own scores."""
+        own = scores.copy()
+        far = 4 * (1 + np.abs(own).max(initial=0.0)) * np.arange(index.shape[1], 0, -1)
+        np.put_along_axis(own, index, np.broadcast_to(far, index.shape), 1)
+        held = {self.chosen: index, self.scores: self.sign * own}
+
+        def with_values(place: str, record: TensorRecord) -> TensorRecord:
+            values = held[place].reshape(record.shape) if place in held else record.load()
+            return replace(record, read=lambda: values)
+
+        return [with_values(place, record) for place, record in call.made()]
+
+    def pinned(self, scores: Array, index: Array, results: list[Any]) -> list[Any]:
+        """Return a call's results with certain indices, and of a plain choice the scores at them."""
+        at = int(self.chosen.split(".")[1])
+        shape = np.shape(results[at])
+        if self.scores.startswith("input"):
+            values = self.sign * np.take_along_axis(scores, index, 1)
+            for i, x in enumerate(results):
+                if isinstance(x, Approx) and x.shape == shape and not self.bias:
+                    results[i] = x.like(values.reshape(shape), x.sigma, x.limit)
+        results[at] = index.reshape(shape)
+        return results
+
+
+def choice_of(call: Call) -> Choice | None:
+    """Return how a forward call chooses; None: it does not."""
+    if call.phase is not Phase.FORWARD:
+        return None
+    best, most = None, _MOSTLY
+    for choice in _candidates(call):
+        scores, index = choice.of(call)
+        wide = scores.shape[1]
+        if len(scores) != len(index) or index.min() < 0 or index.max() >= wide:
+            continue
+        share = float(np.mean(explained(scores, index)))
+        if share == 1.0:
+            return choice
+        if share > most:
+            best, most = choice, share
+    return best
+
+
+def _candidates(call: Call) -> Iterator[Choice]:
+    """Yield what the scores of a choice may be: what the call makes before what it takes, biased before plain."""
+    tensors = [(place, t) for place, t in call.tensors() if t.read is not None and t.shape]
+    floats = [(p, t) for p, t in tensors if is_float(t.dtype)]
+    floats.sort(key=lambda item: item[0].startswith("input"))
+    for place, index in call.made():
+        if not index.dtype.startswith(("int", "uint")) or not index.shape or index.read is None:
+            continue
+        for name, scores in floats:
+            wide, slots = scores.shape[-1], index.shape[-1]
+            if (
+                scores.shape[:-1] != index.shape[:-1]
+                or not 0 < slots < wide
+                or not len(scores.shape)
+            ):
+                continue
+            biases = [p for p, t in floats if t.shape == (wide,) and p.startswith("input")]
+            for bias in (*biases, ""):
+                if name != bias:
+                    yield from (Choice(place, name, bias, sign) for sign in (1.0, -1.0))
+
+
+def _scores(records: dict[str, TensorRecord], choice: Choice) -> Array:
+    values = _rows(records[choice.scores].load())
+    if choice.bias:
+        values = values + records[choice.bias].load()
+    return choice.sign * values.astype(np.float64)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def choices(calls: Sequence[Call]) -> Iterator[tuple[Array, Array]]:
+    """Yield scores and indices of all choices among calls."""
+    for call in calls:
+        choice = choice_of(call)
+        if choice is not None:
+            yield choice.of(call)
+
+
+class Chosen(NamedTuple):
+    """The scores of a call that chooses, against those of the other run.
+
+    Attributes:
+        rank: Rank of the call.
+        choice: How it chooses.
+        ratio: Largest difference of a score over what is allowed, by row.
+        apart: Largest difference of a score, by row.
+        flipped: Whether this run chose otherwise, by row.
+        margin: By how much the other run preferred its choice to this run's, by row.
+    """
+
+    rank: int
+    call: Call
+    choice: Choice
+    ratio: Array
+    apart: Array
+    flipped: Array
+    margin: Array
+
+    @property
+    def comparable(self) -> bool:
+        """Whether any of the scores are like the other run's: they may be other numbers altogether."""
+        return bool(np.median(self.apart) < VAGUE)
+
+
+class Believed:
+    """What a step of a trusted run determines.
+
+    Args:
+        ranks: All ranks of its step.
+        unit: Unit roundoff of the narrowest type of both runs.
+        factor: How much coarser the trusted run computes than the other; at least 1.
+    """
+
+    def __init__(self, ranks: Sequence[RankDump], unit: float, factor: float = 1.0) -> None:
+        self.ranks, self.unit, self.factor = ranks, unit, factor
+        self.seen: list[Chosen] = []
+        self._updates = named(ranks, weight_of)
+        self._wholes: dict[tuple[str, str], Array | None] = {}
+
+    @cached_property
+    def _choices(self) -> Mapping[tuple[int, int], tuple[Array, Array]]:
+        """The scores and indices of all choices, by the number of candidates and of slots."""
+        found: dict[tuple[int, int], list[tuple[Array, Array]]] = {}
+        for dump in self.ranks:
+            for scores, index in choices([*dump.calls.values()]):
+                found.setdefault((scores.shape[1], index.shape[1]), []).append((scores, index))
+        joined = {
+            key: [np.concatenate(parts) for parts in zip(*pairs, strict=True)]
+            for key, pairs in found.items()
+        }
+        return {key: (scores, index) for key, (scores, index) in joined.items()}
+
+    def weights(self, dump: RankDump) -> dict[Place, Array]:
+        """Return the weights and states before the step, for a rank's inputs of updates."""
+        found: dict[Place, Array] = {}
+        for key, call in dump.calls.items():
+            weight = weight_of(call)
+            for place, record in call.given() if weight is not None else ():
+                state = place.removeprefix("input.")
+                if state not in STATES or record.read is None or weight is None:
+                    continue
+                whole = self.whole(weight, place)
+                part = (
+                    None
+                    if whole is None
+                    else part_of(whole, record.layout, dump.rank, record.shape)
+                )
+                if part is not None:
+                    found[key, place] = part
+        return found
+
+    def whole(self, weight: str, place: str) -> Array | None:
+        """Return a tensor of a weight's update, merged over all ranks; None: not known."""
+        if (weight, place) not in self._wholes:
+            merged = put_together(self._updates.get(weight, ()), place)
+            self._wholes[weight, place] = merged and merged.values
+        return self._wholes[weight, place]
+
+    def chosen(self, dump: RankDump, call: Call, choice: Choice, scores: Held) -> Array | None:
+        """Return the indices that the trusted run chose from such scores; None: not known."""
+        _, mine = choice.of(call)
+        known = self._choices.get((scores.value.shape[1], mine.shape[1]))
+        if known is None:
+            return None
+        theirs, indices = known
+        at = _nearest(_finite(scores.value), _finite(theirs))
+        right, index = theirs[at], indices[at]
+        with np.errstate(invalid="ignore"):
+            apart = np.nan_to_num(np.abs(scores.value - right), nan=0.0)
+        sigma = SIGMAS * 2**0.5 * self.factor * scores.sigma
+        limit = sigma + 2 * self.unit * np.abs(_finite(right))
+        ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)
+        flipped = (np.sort(index, 1) != np.sort(mine, 1)).any(1)
+        picked = [np.take_along_axis(_finite(right), i, 1).sum(1) for i in (index, mine)]
+        found = Chosen(dump.rank, call, choice, ratio, apart.max(1), flipped, picked[0] - picked[1])
+        self.seen.append(found)
+        return index if found.comparable else None
+
+
+def _nearest(rows: Array, known: Array) -> Array:
+    """Return for each row the number of the known row that differs least in its largest difference."""
+    some = max(1, _AT_ONCE // max(1, known.size))
+    parts = [rows[i : i + some, None] for i in range(0, len(rows), some)]
+    return np.concatenate([np.abs(known - part).max(2).argmin(1) for part in parts])
+
+
+def _finite(scores: Array) -> Array:
+    """Return scores without the infinities that mask candidates."""
+    return np.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def part_of(
+    whole: Array, layout: TensorLayout | None, rank: int, shape: tuple[int, ...]
+) -> Array | None:
+    """Return a rank's shard of a whole tensor; None: the layout does not fit."""
+    index = _index(whole.shape, layout, rank, shape)
+    return None if index is None else whole.reshape(-1)[index].reshape(shape)
+
+
+def set_part(whole: Array, layout: TensorLayout | None, rank: int, part: Array) -> bool:
+    """Set a rank's shard of a whole tensor; return whether the layout fits."""
+    index = _index(whole.shape, layout, rank, part.shape)
+    if index is not None:
+        whole.reshape(-1)[index] = part.reshape(-1)
+    return index is not None
+
+
+def _index(
+    whole: tuple[int, ...], layout: TensorLayout | None, rank: int, shape: tuple[int, ...]
+) -> Array | None:
+    """Return which elements of a flattened tensor a rank has, in its order; None: the layout does not fit."""
+    number = np.arange(math.prod(whole)).reshape(whole)
+    if layout is None or number.size == math.prod(shape):
+        return number.reshape(-1) if number.size == math.prod(shape) else None
+    keys = {ShardKey(r): shape for r in layout.ranks}
+    try:
+        ranges = locate(layout, keys, whole if layout.flat else None).places[ShardKey(rank)]
+        index = [np.concatenate([np.arange(a, b) for a, b in runs]) for runs in ranges.dims]
+        part = number[np.ix_(*index)].reshape(-1)
+    except (LayoutError, LookupError, ValueError):
+        return None
+    return part if ranges.flat is None else part[slice(*ranges.flat)]
+
+
+def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -> int:
+    """Return how many rows chose differently in a step of two runs, by the scores in their dumps."""
+    believed = Believed(reference, 0.0)
+    for dump in target:
+        for call in dump.calls.values():
+            if (choice := choice_of(call)) is not None:
+                scores, _ = choice.of(call)
+                believed.chosen(dump, call, choice, Held(scores, np.zeros(())))
+    return sum(int(chosen.flipped.sum()) for chosen in believed.seen)
