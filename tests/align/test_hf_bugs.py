@@ -50,7 +50,7 @@ def is_right(bug, report):
     return (
         first is not None
         and first["step"] == bug.step
-        and re.fullmatch(bug.where, first["module"] or "") is not None
+        and re.fullmatch(bug.where, first["modules"]["reference"]) is not None
         and bug.says in first["evidence"]
     )
 

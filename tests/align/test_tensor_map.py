@@ -156,7 +156,9 @@ def test_fused_query_key_and_value_in_groups(tmp_path):
     q, k, v = (DRAW.standard_normal((n * 3, 16)).astype(np.float32) for n in (4, 2, 2))
     q4, k2, v2 = (x.reshape(-1, 3, 16) for x in (q, k, v))
     parts = [[q4[2 * g], q4[2 * g + 1], k2[g], v2[g]] for g in (0, 1)]
-    fused = {"decoder.layers.0.self_attention.linear_qkv.weight": np.concatenate(sum(parts, []))}
+    fused = {
+        "decoder.layers.0.self_attention.linear_qkv.weight": np.concatenate([*parts[0], *parts[1]])
+    }
     apart = {
         f"model.layers.0.self_attn.{n}_proj.weight": x
         for n, x in zip("qkv", (q, k, v), strict=True)

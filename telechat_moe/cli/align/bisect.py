@@ -94,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
     code = VERDICT_CODES[outcome.verdict]
     if write_json(args.json, report):
         return code
+    if outcome.settings:
+        show_table(["settings that differ"], [[said] for said in outcome.settings])
+        print()
     if first:
         layer = report["first"]["layer"]
         rows = [
@@ -123,8 +126,8 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
-    "layer, module (of REFERENCE), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
-    "elements, source), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
+    "layer, modules (of both runs, across frameworks), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
+    "elements, source), settings (that differ, by module), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
     "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
     "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field)",

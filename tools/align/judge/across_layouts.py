@@ -132,7 +132,9 @@ def across(
     own = {f.verdict.key for f in outcome.findings}
     findings.sort(key=lambda f: (f.step, f.order, f.verdict.key not in own, f.rank))
     word, reason = answer(bool(findings), outcome.coverage)
-    found = replace(outcome, verdict=word, reason=reason, findings=findings)
+    found = replace(
+        outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
+    )
     return replace(found, judged=judged, unknown=unknown)
 
 
@@ -198,6 +200,7 @@ class _Points:
         """Results of the updates of the step before, of both runs."""
         self.sides = Sides([], [])
         self.wrong: list[tuple[Point, Point]] = []
+        self.settings: list[str] = []
 
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
@@ -267,6 +270,8 @@ class _Points:
                     self.sides.agreed.append(kept)
                 found.append(self._counted(finding, other.dtype or "float32"))
         self.last = made
+        if self.believed is None and not self.settings:
+            self.settings = self.sides.settings(self.wrong)
         diverged = self.in_order([f for f in found if f.verdict.status == "diverged"])
         return [*(f for f in found if f.verdict.status != "diverged"), *diverged]
 
@@ -280,11 +285,11 @@ class _Points:
         placed.sort(key=lambda p: p[0].order)
         if placed:
             first, one, other = placed[0]
-            family, said, module = self.sides.explained(one, other)
+            family, said, modules = self.sides.explained(one, other)
             if first.evidence:
                 family = first.family if family == "programs differ" else family
                 said = f"{first.evidence}; {said}"
-            placed[0] = replace(first, family=family, evidence=said, module=module), one, other
+            placed[0] = replace(first, family=family, evidence=said, modules=modules), one, other
         return [f for f, _, _ in placed]
 
     def _counted(self, finding: Finding, dtype: str) -> Finding:

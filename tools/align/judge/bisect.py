@@ -52,7 +52,7 @@ class Finding:
         evidence: Why it is that kind.
         residual: Difference from what it should be, over the bound, where both are known.
         phase: Phase of the step, see ``step_phase.py``; None: known from the key alone.
-        module: Module, or weight, of the reference in which two programs differ first.
+        modules: Module, or weight, of the reference and of the target in which two programs differ first.
         about: What is known around the call, for the first one of a rank; a reproducer is made from it.
     """
 
@@ -65,7 +65,7 @@ class Finding:
     evidence: str = ""
     residual: Array | None = field(default=None, repr=False, compare=False)
     phase: Phase | None = None
-    module: str = ""
+    modules: tuple[str, str] | None = None
     about: "Wrong | Exchange | None" = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -76,7 +76,8 @@ class Finding:
             "rank": self.rank,
             "phase": (self.phase or call.phase).value if call else None,
             "layer": layer_of(call) if call else None,
-            "module": self.module or None,
+            "modules": self.modules
+            and dict(zip(("reference", "target"), self.modules, strict=True)),
             "operator": v.key,
             "tensor": v.place,
             "family": self.family,
@@ -110,6 +111,7 @@ class Outcome:
         calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
         reason: Why nothing can be concluded.
         coverage: What was judged of each phase.
+        settings: Settings that differ between programs of two frameworks, by module.
     """
 
     verdict: str
@@ -119,6 +121,7 @@ class Outcome:
     reason: str = ""
     calls: list[Seen] = field(default_factory=list[Seen], repr=False)
     coverage: Coverage = field(default_factory=Coverage)
+    settings: list[str] = field(default_factory=list[str])
 
     @property
     def ranks(self) -> list[int]:
@@ -137,6 +140,7 @@ class Outcome:
             "first": self.findings[0].as_json() if self.findings else None,
             "ranks": self.ranks,
             "findings": [f.as_json() for f in self.findings],
+            "settings": self.settings,
             "judged": dict(self.judged),
             "not_judged": dict(self.unknown),
             **self.coverage.as_json(),

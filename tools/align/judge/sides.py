@@ -19,6 +19,7 @@ from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import worst
 
 _MOST = 200  # calls between tensors that agree and one that does not
+_NEAR = 100  # calls of one module, whose settings are compared
 _PROGRAM = 2**52  # larger integers in a program of the virtual machine are the bits of numbers
 _ALIKE = 1e-4  # settings may be stored in float32, and divided
 _SMALL = 1e-15  # smaller numbers, and larger than its inverse, keep a division or a mask from overflowing
@@ -66,8 +67,8 @@ class Sides:
         flow = self.flow(self.target, point)
         return 0.0 if flow is None else flow.position((point.key, point.place))
 
-    def explained(self, one: Point, other: Point) -> tuple[str, str, str]:
-        """Return the kind of a difference, why, and the module of the reference in which it begins."""
+    def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
+        """Return the kind of a difference, why, and the modules of both runs in which it begins."""
         agreed = [*zip(*self.agreed, strict=True)] or [(), ()]
         theirs, ours = (
             self._side(run, point, known)
@@ -76,15 +77,35 @@ class Sides:
                 (self.target, other, agreed[1]),
             )
         )
+        modules = theirs.module, ours.module
         where = f"reference: {theirs.text()}; target: {ours.text()}"
         wrong = next((k for k in map(self._wrong, theirs.calls) if k), "")
         if wrong:
-            return "reference is wrong", f"{wrong} of the reference; {where}", theirs.module
+            return "reference is wrong", f"{wrong} of the reference; {where}", modules
         given = other.place.startswith("input") and weight_of(ours.calls[0]) if ours.calls else ""
         said = "" if given else differing(theirs.calls, ours.calls)
         if said:
-            return "settings differ", f"{said}; {where}", theirs.module
-        return "programs differ", f"every call of both is right; {where}", theirs.module
+            return "settings differ", f"{said}; {where}", modules
+        return "programs differ", f"every call of both is right; {where}", modules
+
+    def settings(self, wrong: Sequence[tuple[Point, Point]]) -> list[str]:
+        """Return in words which settings differ in the calls that make each tensor from those compared before it."""
+        found: dict[str, list[str]] = {}
+        pairs = [*self.agreed, *wrong]
+        for one, other in pairs:
+            if one.key.startswith("Optimizer") and one.place.startswith("input"):
+                continue
+            rest = [p for p in pairs if p[1] is not other]
+            theirs = self._side(self.reference, one, [p for p, _ in rest])
+            ours = self._side(self.target, other, [p for _, p in rest])
+            said = differing(theirs.calls, ours.calls)
+            if said and max(len(theirs.calls), len(ours.calls)) <= _NEAR:
+                found.setdefault(said, []).append(theirs.module or ours.module)
+        several = {said: sorted(set(modules)) for said, modules in found.items()}
+        return [
+            f"{modules[0]}{f' and {len(modules) - 1} more' if modules[1:] else ''}: {said}"
+            for said, modules in several.items()
+        ]
 
     def _wrong(self, call: Call) -> str:
         dump = next(r for r in self.reference if r.calls.get(call.key) is call)
@@ -108,7 +129,10 @@ class Sides:
         weight = weight_of(flow.dump.calls[point.key])
         if weight is not None and (point.place != "input.grad" or not path):
             return Side(weight.removesuffix(".weight"), [flow.dump.calls[point.key]], "")
-        return Side(path, calls, line)
+        own = last.name.partition(".")[2].rpartition(".")[
+            0
+        ]  # of a graph, whose names have the module
+        return Side(path or own, calls, line)
 
 
 def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:
