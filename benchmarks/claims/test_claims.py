@@ -131,7 +131,7 @@ ACCURACY = (
     ("upstream", r"each \| at most (\S+)", "tests/interop/test_upstream_values.py", r"GRADIENT = \S+, (\S+)"),
     ("tour", r"layouts are within (\S+) \(", "benchmarks/cluster/__main__.py", r"LATE = \S+, (\S+),"),
     ("tour", r"losses are within (\S+)\. ", "benchmarks/cluster/__main__.py", r"LATE = \S+, \S+, (\S+)"),
-    ("align_mindspore", r"are at most (\S+) of it", "tests/align/test_propagate.py", r"max\(ratios\) < (\S+)"),
+    ("align_layouts", r"are at most (\S+) of it", "tests/align/test_propagate.py", r"max\(ratios\) < (\S+)"),
 )  # fmt: skip
 
 

@@ -1,0 +1,287 @@
+"""Runs of one small recipe in twelve layouts, in real processes: do pairs of them pass, and are planted faults found?
+
+    python -m benchmarks.align_faults.layout_pairs FOLDER --pairs 60 --faults 5
+
+Three steps of each layout are captured, with clipping and without; dumps that FOLDER has are used again. The experts'
+rows of the router are equal in threes but for the last bit, so a third of the tokens takes other experts in another
+layout. A fault is one tensor of the target's dump: what an operator made, what a call or an update was given.
+Exit codes: 0, and 1 if a right pair is called wrong or a fault is missed.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telechat_moe.checkpoint import checkpoint
+from telechat_moe.data import write_indexed
+from telechat_moe.recipe import load
+from telechat_moe.recipe.weights import weights
+from telechat_moe.tools.align.dump import summary
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
+from telechat_moe.tools.align.judge.across_layouts import across
+from telechat_moe.tools.align.judge.bisect import Outcome
+from telechat_moe.tools.align.numerics import is_float
+
+RECIPE, STEPS, ROWS = "telechat3_moe/pretrain_tiny.yaml", 3, 4
+_MODEL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+    "v_head_dim": 8, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    "num_nextn_predict_layers": 0, "seq_length": 16, "max_position_embeddings": 16,
+}  # fmt: skip
+_TIED = [0, 0, 0, 3, 3, 3, 6, 6]  # the row of the router that each expert has
+_HALF = ["runner_config.batch_size=2", "model.model_config.batch_size=2"]
+_STAGES = [*_HALF, "callbacks.1.micro_batch_num=2", "model.model_config.offset=[0,1]"]
+
+
+def _parallel(**degrees: Any) -> list[str]:
+    settings = ["use_parallel=True", "parallel.parallel_mode=1", "parallel.full_batch=True"]
+    return settings + [f"parallel_config.{name}={value}" for name, value in degrees.items()]
+
+
+LAYOUTS = {
+    "one": [],
+    "plain": ["telechat_moe.operators.default=plain"],
+    "dp2": _parallel(data_parallel=2) + _HALF,
+    "zero": [*_parallel(data_parallel=2), *_HALF, "parallel.enable_parallel_optimizer=True"],
+    "dp2_ep2": _parallel(data_parallel=2, expert_parallel=2) + _HALF,
+    "tp2": _parallel(model_parallel=2),
+    "tp2_sp": _parallel(model_parallel=2, use_seq_parallel=True),
+    "tp2_recompute": [
+        *_parallel(model_parallel=2, use_seq_parallel=True),
+        "recompute_config.recompute=True",
+    ],
+    "tp2_ep2": _parallel(model_parallel=2, use_seq_parallel=True, expert_parallel=2),
+    "pp2": _parallel(pipeline_stage=2, micro_batch_num=2) + _STAGES,
+    "tp2_pp2": _parallel(
+        model_parallel=2, use_seq_parallel=True, pipeline_stage=2, micro_batch_num=2
+    )
+    + _STAGES,
+    "dp2_tp2_ep2": _parallel(
+        data_parallel=2, model_parallel=2, expert_parallel=2, use_seq_parallel=True
+    )
+    + _HALF,
+}
+"""What each layout sets; the batch of a step is the same."""
+
+
+def _write_recipe(folder: Path, name: str, clip: bool, start: Path | None) -> Path:
+    """Write the recipe of a layout, and the data that all use."""
+    data = folder / "data"
+    if not data.exists():
+        data.mkdir(parents=True)
+        rng = np.random.default_rng(0)
+        documents = [rng.integers(1, 64, 30).astype(np.uint16) for _ in range(60)]
+        write_indexed(data / "train", documents, np.dtype(np.uint16))
+    settings = [f"model.model_config.{key}={value}" for key, value in _MODEL.items()]
+    settings += [
+        f"train_dataset.data_loader.config.data_path=['1', '{data}/train']",
+        "train_dataset.data_loader.config.seq_length=16", f"train_dataset.data_loader.sizes=[{12 * ROWS},0,0]",
+        f"runner_config.batch_size={ROWS}", f"model.model_config.batch_size={ROWS}", "lr_schedule.warmup_steps=2",
+        "telechat_moe.evaluation.interval=0", "telechat_moe.sample=null", f"output_dir={folder / 'run'}",
+        f"runner_wrapper.use_clip_grad={clip}", *LAYOUTS[name],
+    ]  # fmt: skip
+    settings += [f"load_checkpoint={start}"] if start is not None else []
+    words = ["show", RECIPE, *(w for s in settings for w in ("--set", s))]
+    path = folder / f"{name}{'' if clip else '_unclipped'}.yaml"
+    path.write_text(_run(words), encoding="utf-8")
+    return path
+
+
+def _run(words: list[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "telechat_moe.cli", *words], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"telechat-moe {' '.join(words[:2])}: {done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _tied(folder: Path) -> Path:
+    """Return a checkpoint of the recipe's own first weights, but for the routers' rows."""
+    known = folder / "tied"
+    if not known.exists():
+        recipe = _write_recipe(folder, "one", True, None)
+        _run(["align", "capture", str(recipe), "--out", str(folder / "first"), "--steps", "0-0"])
+        config, rng = load(str(recipe)).model_config, np.random.default_rng(0)
+        model = {w.name: np.zeros(w.shape, np.float32) for w in weights(config)}
+        for call in summary.read(folder / "first").ranks[0, 0].calls.values():
+            record = call.kwargs.get("weight")
+            if call.phase is Phase.OPTIMIZER and isinstance(record, TensorRecord):
+                model[call.name.removeprefix("Optimizer.").rpartition(".")[0]] = record.load()
+        for name, w in model.items():
+            if name.endswith("router.weight"):
+                bits = rng.choice([-1.0, 0.0, 1.0], w.shape) * 2.0**-23
+                model[name] = (w[_TIED] * (1 + bits)).astype(np.float32)
+        checkpoint.save(known, 1, {"model": model}, {})
+    return next(known.glob("step*")).absolute()
+
+
+def capture(folder: Path, name: str, clip: bool) -> Path:
+    """Return the dump of a layout; it is captured where the folder does not have it."""
+    out = folder / f"{name}{'' if clip else '_unclipped'}"
+    if not out.exists():
+        recipe = _write_recipe(folder, name, clip, _tied(folder))
+        _run(["align", "capture", str(recipe), "--out", str(out), "--steps", f"0-{STEPS - 1}"])
+    return out
+
+
+def judge(reference: Dump, target: Dump) -> Outcome:
+    """Judge a pair as `align bisect` does."""
+    return across(reference, target)
+
+
+# ------------------------------------------------------------------ faults
+
+
+def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int, str]] | None:
+    """Return one step of a dump with one wrong tensor, and the step and key of its call; None: no place.
+
+    Args:
+        kind: ``made``, ``sent back`` or ``reduced``: what an operator of that phase made; ``given``: what an operator
+            was given; ``state``: what an update was given.
+    """
+    step = rng.choice(target.steps)
+    sites = [
+        (rank, key, place)
+        for rank in target.at(step)
+        for key, call in rank.calls.items()
+        for place, record in call.tensors()
+        if call.kind == "api" and _fits(kind, call, place) and _counts(record)
+    ]
+    if not sites:
+        return None
+    rank, key, place = rng.choice(sites)
+    call = rank.calls[key]
+    values = np.array(dict(call.tensors())[place].load())
+    row = rng.randrange(len(values))
+    values[row] = values[row] * np.float32(1.5) + np.float32(np.abs(values).max() * 0.01)
+    calls = {**rank.calls, key: _with(call, place, values)}
+    ranks = {(step, r.rank): r for r in target.at(step)}
+    ranks[step, rank.rank] = replace(rank, calls=calls)
+    return Dump(target.root, ranks), (step, key)
+
+
+def _fits(kind: str, call: Call, place: str) -> bool:
+    stage, made = call.stage, place.startswith("output")
+    return {
+        "made": stage is Phase.FORWARD and made,
+        "sent back": stage is Phase.BACKWARD and made,
+        "reduced": stage is Phase.REDUCTION and made,
+        "given": stage in (Phase.FORWARD, Phase.BACKWARD) and not made,
+        "state": stage is Phase.OPTIMIZER
+        and place in ("input.weight", "input.exp_avg", "input.grad"),
+    }[kind]
+
+
+KINDS = ("made", "sent back", "reduced", "given", "state")
+
+
+def _counts(record: TensorRecord) -> bool:
+    """Return whether a tensor has values that matter: not zeros or a mask."""
+    if not is_float(record.dtype) or len(record.shape) < 1 or record.read is None:
+        return False
+    values = record.load()
+    return (
+        values.size > 8
+        and np.unique(values.reshape(-1)[:64]).size > 2
+        and np.isfinite(values).all()
+    )
+
+
+def _with(call: Call, place: str, values: Any) -> Call:
+    def changed(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [changed(f"{name}.{i}", v) for i, v in enumerate(value)]
+        return replace(value, read=lambda: values) if name == place else value
+
+    return replace(
+        call,
+        inputs=[changed(f"input.{i}", v) for i, v in enumerate(call.inputs)],
+        kwargs={n: changed(f"input.{n}", v) for n, v in call.kwargs.items()},
+        outputs=[changed(f"output.{i}", v) for i, v in enumerate(call.outputs)],
+    )
+
+
+# ------------------------------------------------------------------ pairs
+
+
+def run(
+    folder: Path, layouts: list[str], pairs: int, faults: int, seed: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield what was found of each pair, and of each fault."""
+    rng = random.Random(seed)
+    able = [(a, b, clip) for clip in (True, False) for a, b in combinations(layouts, 2)]
+    chosen = rng.sample(able, min(pairs, len(able)))
+    for a, b, clip in chosen:
+        a, b = (a, b) if rng.random() < 0.5 else (b, a)
+        reference, target = (summary.read(capture(folder, name, clip)) for name in (a, b))
+        about = {"reference": a, "target": b, "clip": clip}
+        yield about | _timed(reference, target)
+        for i in range(faults):
+            kind = KINDS[i % len(KINDS)]
+            planted = plant(target, kind, rng)
+            if planted is not None:
+                wrong, (step, key) = planted
+                found = _timed(
+                    Dump(
+                        reference.root, {k: v for k, v in reference.ranks.items() if k[0] == step}
+                    ),
+                    wrong,
+                )
+                exact = (found["step"], found["operator"]) == (step, key)
+                yield about | found | {"fault": kind, "planted": key, "exact": exact}
+
+
+def _timed(reference: Dump, target: Dump) -> dict[str, Any]:
+    begin = time.perf_counter()
+    outcome = judge(reference, target)
+    first = outcome.findings[0] if outcome.findings else None
+    return {
+        "verdict": outcome.verdict,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "step": first.step if first else None,
+        "operator": first.verdict.key if first else None,
+        "said": first.verdict.reason if first else outcome.reason,
+        "judged": dict(outcome.judged),
+    }
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas")
+    parser.add_argument("--pairs", type=int, default=60)
+    parser.add_argument("--faults", type=int, default=0, help="in each pair, one step each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    for one in run(
+        args.folder.absolute(), args.layouts.split(","), args.pairs, args.faults, args.seed
+    ):
+        found.append(one)
+        print(json.dumps(one), flush=True)
+    right = [f for f in found if "fault" not in f]
+    wrong = [f for f in found if "fault" in f]
+    alarms = sum(f["verdict"] == "diverged" for f in right)
+    missed = sum(f["verdict"] != "diverged" for f in wrong)
+    passed = sum(f["verdict"] == "pass" for f in right)
+    print(f"{len(right)} right pairs: {passed} pass, {alarms} diverged; {len(wrong)} faults: {missed} missed, "
+          f"{sum(f['exact'] for f in wrong)} at the right call; at most {max(f['seconds'] for f in found)} s")  # fmt: skip
+    return 1 if alarms or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
