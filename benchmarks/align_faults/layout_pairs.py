@@ -145,7 +145,7 @@ def judge(reference: Dump, target: Dump) -> Outcome:
 
 
 def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int, str]] | None:
-    """Return one step of a dump with one wrong tensor, and the step and key of its call; None: no place.
+    """Return a dump up to a step with one wrong tensor, and the step and key of its call; None: no place.
 
     Args:
         kind: ``made``, ``sent back`` or ``reduced``: what an operator of that phase made; ``given``: what an operator
@@ -167,7 +167,7 @@ def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int,
     row = rng.randrange(len(values))
     values[row] = values[row] * np.float32(1.5) + np.float32(np.abs(values).max() * 0.01)
     calls = {**rank.calls, key: _with(call, place, values)}
-    ranks = {(step, r.rank): r for r in target.at(step)}
+    ranks = {k: v for k, v in target.ranks.items() if k[0] <= step}
     ranks[step, rank.rank] = replace(rank, calls=calls)
     return Dump(target.root, ranks), (step, key)
 
@@ -192,11 +192,8 @@ def _counts(record: TensorRecord) -> bool:
     if not is_float(record.dtype) or len(record.shape) < 1 or record.read is None:
         return False
     values = record.load()
-    return (
-        values.size > 8
-        and np.unique(values.reshape(-1)[:64]).size > 2
-        and np.isfinite(values).all()
-    )
+    several = values.size > 8 and len(np.unique(values.reshape(-1)[:64])) > 2
+    return bool(several and np.isfinite(values).all())
 
 
 def _with(call: Call, place: str, values: Any) -> Call:

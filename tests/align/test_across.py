@@ -1,5 +1,7 @@
 """Runs that were cut differently: groups from layouts, whole tensors of both, what only looks right on its own rank."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.across_layouts import across, differ_in_layout, terms_of
+from telechat_moe.tools.align.judge.across_layouts import across, differ_in_layout
+from telechat_moe.tools.align.judge.collectives import terms_of
 from telechat_moe.tools.align.maps.links import Link, read_map
 
 RNG = np.random.default_rng(0)
@@ -119,6 +122,16 @@ def test_a_gradient_is_compared_as_it_is_applied(tmp_path, clip, verdict):
     given = reference.ranks[0, 0].calls["Optimizer.w.ApplyMomentum.0.forward"].kwargs
     given |= {"grad": tensor(GRADIENT / np.float32(0.25)), "clip": scalar(clip)}
     assert across(reference, four(tmp_path)).verdict == verdict
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(0, "diverged"), (3, "inconclusive")])
+def test_weights_may_have_parted_in_steps_that_are_not_in_the_dumps(tmp_path, step, verdict):
+    apart = dump(tmp_path, {0: [update(WEIGHT * np.float32(1 + 1e-5), GRADIENT)]})
+    dumps = [
+        Dump(d.root, {(step, r): replace(x, step=step) for (_, r), x in d.ranks.items()})
+        for d in (apart, four(tmp_path))
+    ]
+    assert across(*dumps).verdict == verdict
 
 
 def test_how_far_apart_is_derived_not_guessed(tmp_path):

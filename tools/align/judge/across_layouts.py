@@ -21,13 +21,11 @@ from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     RankDump,
-    Scalar,
-    TensorLayout,
     TensorRecord,
     nbytes_of,
 )
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progress, bisect
-from telechat_moe.tools.align.judge.collectives import group_of, kind_of
+from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
 from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, set_part
@@ -62,6 +60,8 @@ float32, 128 or more in narrower types.
 """
 
 _FIRST_ORDER = 0.04  # distances from which on a derivation to first order is not exact
+
+_LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
@@ -138,40 +138,6 @@ def across(
     return replace(found, judged=judged, unknown=unknown)
 
 
-# ------------------------------------------------------------------ groups
-
-
-def with_groups(dump: Dump) -> Dump:
-    """Return a dump whose collectives name their groups, taken from the layouts of their inputs."""
-    return Dump(dump.root, {key: _corrected(rank) for key, rank in dump.ranks.items()})
-
-
-def _corrected(rank: RankDump) -> RankDump:
-    calls = dict(rank.calls)
-    for key, call in calls.items():
-        layout = call.given()[0][1].layout if call.given() else None
-        if kind_of(call) != "allreduce" or layout is None or not layout.partial:
-            continue
-        right = terms_of(layout, rank.rank)
-        if right is not None and group_of(call) not in (None, right):
-            group = Scalar("ProcessGroup", {"group_ranks": right, "group_id": "from the layout"})
-            calls[key] = replace(call, kwargs={**call.kwargs, "group": group})
-    return replace(rank, calls=calls)
-
-
-def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
-    """Return the ranks that hold the other terms of the sum of which a rank holds one."""
-    if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
-        return None
-    places = np.arange(len(layout.ranks)).reshape(layout.mesh)
-    at = np.unravel_index(layout.ranks.index(rank), layout.mesh)
-    index = tuple(
-        slice(None) if axis in layout.partial else int(i)
-        for axis, i in zip(layout.axes, at, strict=True)
-    )
-    return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))
-
-
 # ------------------------------------------------------------------ comparison
 
 
@@ -196,6 +162,7 @@ class _Points:
             False  # whether the distance allowed for the last point holds for it to first order
         )
         self.step = -1
+        self.late = False  # whether steps are not in the dumps that this one follows from
         self.last: dict[str, tuple[Array | None, Array | None]] = {}
         """Results of the updates of the step before, of both runs."""
         self.sides = Sides([], [])
@@ -206,6 +173,7 @@ class _Points:
         """Follow the target's program through a step."""
         self.kinds = _narrowest(a), _narrowest(b)
         self.last = self.last if step == self.step + 1 else {}
+        self.late = not self.last and step > 0
         self.step, self.sides = step, Sides(a, b)
         unit = max(FLOATS[kind].unit for kind in self.kinds)
         self.believed = Believed(a, unit, self.coarser) if pinned else None
@@ -235,6 +203,8 @@ class _Points:
                 )
             if not chosen.comparable:
                 status, said = "not judged", "the scores of both runs are other numbers"
+            elif status == "diverged" and self.late:
+                status, said = "not judged", f"{said}; {_LATE}"
             place = chosen.choice.chosen
             size = dict(call.tensors())[place].shape
             verdict = Verdict(
@@ -375,6 +345,8 @@ class _Points:
         said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
         if off <= 1:
             return finding("pass", said, off)
+        if self.late and (when == "before" or found is None) and self.believed is not None:
+            return finding("not judged", f"{said}; {_LATE}", 0.0)
         return finding("diverged", said, off, _shape_of(x, y))
 
     def _followed(

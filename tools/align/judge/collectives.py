@@ -4,14 +4,24 @@ Sums may be computed in the tensor's own type and in any order. Groups are taken
 because a group that is wrong in the program is also wrong in its dump.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    RankDump,
+    Scalar,
+    TensorLayout,
+    TensorRecord,
+    Value,
+)
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -432,3 +442,37 @@ def _other_reduction(
         if len(values) == len(group) > 1 and np.all(np.abs(x - y.value) <= 2 * y.bound(dtype)):
             return "wrong reduction", f"the {name} over the group, not the sum"
     return None
+
+
+# ------------------------------------------------------------------ groups
+
+
+def with_groups(dump: Dump) -> Dump:
+    """Return a dump whose collectives name their groups, taken from the layouts of their inputs."""
+    return Dump(dump.root, {key: _corrected(rank) for key, rank in dump.ranks.items()})
+
+
+def _corrected(rank: RankDump) -> RankDump:
+    calls = dict(rank.calls)
+    for key, call in calls.items():
+        layout = call.given()[0][1].layout if call.given() else None
+        if kind_of(call) != "allreduce" or layout is None or not layout.partial:
+            continue
+        right = terms_of(layout, rank.rank)
+        if right is not None and group_of(call) not in (None, right):
+            group = Scalar("ProcessGroup", {"group_ranks": right, "group_id": "from the layout"})
+            calls[key] = replace(call, kwargs={**call.kwargs, "group": group})
+    return replace(rank, calls=calls)
+
+
+def terms_of(layout: TensorLayout, rank: int) -> list[int] | None:
+    """Return the ranks that hold the other terms of the sum of which a rank holds one."""
+    if rank not in layout.ranks or math.prod(layout.mesh) != len(layout.ranks):
+        return None
+    places = np.arange(len(layout.ranks)).reshape(layout.mesh)
+    at = np.unravel_index(layout.ranks.index(rank), layout.mesh)
+    index = tuple(
+        slice(None) if axis in layout.partial else int(i)
+        for axis, i in zip(layout.axes, at, strict=True)
+    )
+    return sorted(layout.ranks[int(p)] for p in np.ravel(places[index]))
