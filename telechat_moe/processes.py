@@ -470,8 +470,14 @@ def _place(error: BaseException) -> str:
     """Say where an error was raised whose text, such as `list index out of range`, was not written for a reader."""
     if not isinstance(error, AttributeError | LookupError | TypeError):
         return ""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f" ({last.filename.rpartition('/site-packages/')[2]}:{last.lineno}: {last.line})"
+    file, number, _, line = traceback.extract_tb(error.__traceback__)[-1]
+    if (
+        file == "<string>"
+    ):  # code of a cell that MindSpore evaluates; it logs the calls that led there
+        log = Path("stderr").read_text(errors="replace")
+        calls = re.findall(r"# \d+ In file (\S+?):(\d+).*\n *(.*)", log)
+        file, number, line = calls[-1] if calls else (file, number, line)
+    return f" ({file.rpartition('/site-packages/')[2]}:{number}: {line})"
 
 
 def reasons(text: str) -> list[str]:
@@ -490,10 +496,5 @@ def reasons(text: str) -> list[str]:
 
 def _first_lines(text: str) -> str:
     """Return the message without MindSpore's sections of stack traces."""
-    kept: list[str] = []
-    for line in text.splitlines():
-        if line.startswith("-----") and kept:
-            break
-        if line.strip() and not line.startswith("-----"):
-            kept.append(line.strip())
-    return " ".join(kept)[:1200]
+    parts = re.split(r"^-----.*$", text, flags=re.MULTILINE)
+    return " ".join(next((part for part in parts if part.strip()), "").split())[:1200]

@@ -25,6 +25,7 @@ from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
+from telechat_moe.recipe.rules.data import unlisted_columns
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.versions import MINDFORMERS, require_mindformers
@@ -32,6 +33,7 @@ from telechat_moe.versions import MINDFORMERS, require_mindformers
 SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL")
 MODEL = "model.model_config"
 UPSTREAM_TRAINER = "CausalLanguageModelingTrainer"
+_MTP = ("num_nextn_predict_layers", "mtp_depth", "mtp_num_layers")
 # Settings for a real device, a real disk or another program; None means the whole section.
 _DROPPED: dict[str, tuple[str, ...] | None] = {
     "context": ("ascend_config", "save_graphs", "save_graphs_path", "affinity_cpu_list"),
@@ -72,6 +74,7 @@ def compile_mindformers(
         raise BadInputError(
             f"{name}: no rank {wrong[0]}: its layout has {devices} devices, expected 0 to {devices - 1}"
         )
+    _refuse(name, given)
     try:
         return compile_ranks(lambda rank: _build(given, rank, ours), ranks, devices, {}, done=done)
     except CompileError as error:
@@ -119,8 +122,14 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
     Raises:
         BadInputError: The recipe is not semi-automatic parallel, or a degree is no positive integer.
     """
-    if not given.get("model") and not given.get("pretrained_model_dir"):
-        raise BadInputError(f"{name}: has no section `model`; expected a recipe of MindFormers")
+    old = _section(name, given, "model.arch").get("type")
+    if not (
+        old or _section(name, given, MODEL).get("model_type") or given.get("pretrained_model_dir")
+    ):
+        raise BadInputError(
+            f"{name}: names no model: neither {MODEL}.model_type nor pretrained_model_dir is written; expected a type "
+            "such as deepseek_v3, or the folder of a Hugging Face model"
+        )
     run = given.get("run_mode", "train")
     if run not in ("train", "finetune"):
         raise BadInputError(
@@ -130,11 +139,32 @@ def devices_of(name: str, given: Mapping[str, Any]) -> int:
     mode = parallel.get("parallel_mode")
     if not given.get("use_parallel") or mode not in SEMI_AUTO:
         raise BadInputError(
-            f"{name}: use_parallel is {given.get('use_parallel')}, parallel.parallel_mode {mode}; the graph of a "
-            "rank exists under semi-automatic parallelism only: expected True and 1"
+            f"{name}: use_parallel is {given.get('use_parallel')}, parallel.parallel_mode {mode}; the graph of a rank "
+            "exists under semi-automatic parallelism only: expected use_parallel: True and parallel.parallel_mode: 1"
         )
     keys = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
     return prod(_integer(name, given, f"parallel_config.{key}", 1) for key in keys)
+
+
+def _refuse(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse what MindFormers and MindSpore refuse in words that name no key of the recipe."""
+    if not _section(name, given, "train_dataset.data_loader"):
+        raise BadInputError(
+            f"{name}: train_dataset.data_loader is empty, and says which columns a batch has; expected a section with "
+            "type and config, as in telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
+        )
+    wrong = unlisted_columns(_section(name, given, "train_dataset"))
+    if wrong and _section(name, given, "parallel").get("dataset_strategy") is None:
+        raise BadInputError("{}: {}: {}; expected {}".format(name, *wrong))
+    model = _model(name, given)
+    layers = next((model[key] for key in _MTP if model.get(key) is not None), 0)
+    if layers and model.get("mtp_loss_factor", model.get("mtp_loss_scaling_factor")) is None:
+        raise BadInputError(
+            f"{name}: {MODEL}.mtp_loss_factor is not written, with {layers} MTP layer (num_nextn_predict_layers), whose "
+            f"loss MindFormers multiplies by it; expected a factor (--set {MODEL}.mtp_loss_factor=0.3), or no such layer "
+            f"(--set {MODEL}.num_nextn_predict_layers=0)"
+        )
+    sample_length(name, given)
 
 
 def _section(name: str, given: Mapping[str, Any], path: str) -> Mapping[str, Any]:
@@ -196,14 +226,18 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
     return Subject(name, mesh, _exchange(name, given, mesh), f"MindFormers {MINDFORMERS}")
 
 
+def _model(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's configuration: written, in the Hugging Face folder, or MindFormers' default of its class."""
+    written = {
+        **_section(name, _hugging_face(name, given), MODEL),
+        **_section(name, given, MODEL),
+    }
+    return {**DEEPSEEK_V3, **written} if written.get("model_type") == "deepseek_v3" else written
+
+
 def _exchange(name: str, given: Mapping[str, Any], mesh: Mesh) -> Expected:
     """Return the sizes of an exchange of tokens that are spread evenly; none without experts."""
-    written = {
-        **_section(name, _hugging_face(name, given), "model.model_config"),
-        **_section(name, given, "model.model_config"),
-    }
-    if written.get("model_type") == "deepseek_v3":
-        written = {**DEEPSEEK_V3, **written}
+    written = _model(name, given)
     if not any(written.get(key) for key in ("n_routed_experts", "num_experts", "num_moe_experts")):
         return Expected(0, 0)
     model = {"model": {"model_config": written}}

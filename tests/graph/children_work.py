@@ -21,3 +21,24 @@ def refuse():
 @in_clean_process
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@in_clean_process
+def compile_none():
+    """Compile a cell that divides None."""
+    in_children([(_divide_none, "")])
+
+
+def _divide_none():
+    import mindspore as ms
+
+    class Divides(ms.nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.factor = None
+
+        def construct(self, x):
+            return x * (self.factor / 2)
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    Divides()(ms.Tensor([1.0]))

@@ -41,6 +41,11 @@ def test_a_killed_process_is_named():
         work.die()
 
 
+def test_an_error_in_a_cell_names_its_line():
+    with pytest.raises(CompileError, match=r"children_work\.py:\d+: .*self\.factor / 2"):
+        work.compile_none()
+
+
 def test_a_fork_is_refused():
     with pytest.raises(RuntimeError, match="has computed"):
         in_children([(lambda: 1, "one")])

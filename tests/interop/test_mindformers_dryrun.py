@@ -1,6 +1,8 @@
 """MindFormers' own models compile for Ascend ranks here, from its recipes."""
 
 import importlib.util
+import json
+import re
 from collections import Counter
 
 import pytest
@@ -43,6 +45,37 @@ SMALL = [
         "vocab_size=256",
     )
 ]
+
+
+DEEPSEEK_FOLDER = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    **{"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "vocab_size": 256},
+    **{"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "n_routed_experts": 16, "n_group": 4, "topk_group": 2},
+    **{"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
+    **{"v_head_dim": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "rope_theta": 10000},
+}
+COLUMNS = "[input_ids,labels,loss_mask,position_ids,attention_mask]"
+GPT = "{type: BlendedMegatronDatasetDataLoader, sizes: [9,0,0], config: {seq_length: 4096}}"
+SEQUENCE = "parallel_config.use_seq_parallel=True"
+MTP_FACTOR = (f"{MODEL}.mtp_loss_factor", "0.3")
+# Recipes of MindFormers that it refuses in words without a key: (overrides, (key named, value that mends) ...).
+NAMED = {
+    "deepseek3/finetune_deepseek3_671b.yaml": (
+        [f"{MODEL}.offset=0", f"{MODEL}.pp_interleave_num=1"],
+        ("train_dataset.input_columns", COLUMNS),
+    ),
+    "general/llm_finetune_moe_template.yaml": ([], MTP_FACTOR),
+    "general/llm_pretrain_moe_template.yaml": ([], MTP_FACTOR),
+    "general/run_general_task.yaml": (
+        ["use_legacy=False", f"{MODEL}.moe_grouped_gemm=True", SEQUENCE],
+        ("use_parallel", "True"),
+        ("parallel.parallel_mode", "1"),
+        ("train_dataset.data_loader", GPT),
+        MTP_FACTOR,
+    ),
+}
 
 
 def layout(dp, tp, pp, ep, micro=1):
@@ -167,6 +200,41 @@ def test_hugging_face_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "hidden_size": 64}')
     said = subject_of(*sections_of(name, [here, f"{MODEL}.num_experts_per_tok=2"])).expected
     assert said.elements == said.rows * 64
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_FOLDER))
+    return f"pretrained_model_dir={tmp_path}"
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_messages_name_the_key_that_mends(name, folder):
+    overrides, *steps = NAMED[name]
+    overrides = [*overrides, folder]
+    for key, value in steps:
+        with pytest.raises(BadInputError, match=re.escape(key)):
+            compile_mindformers(name, [0], overrides=overrides)
+        overrides.append(f"{key}={value}")
+
+
+def test_a_form_without_a_model():
+    with pytest.raises(BadInputError, match=r"names no model: neither .*model_type nor"):
+        compile_mindformers("general/run_general_task.yaml", [0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMED)
+def test_what_messages_say_mends(name, folder):
+    overrides, *steps = NAMED[name]
+    overrides = [*overrides, folder, *layout(1, 2, 2, 2, micro=2)]
+    overrides += ["parallel.parallel_optimizer_config.optimizer_weight_shard_size=-1"]
+    overrides += [f"{key}={value}" for key, value in steps]
+    columns = [value for key, value in steps if key == "train_dataset.input_columns"]
+    overrides += [f"train_dataset.construct_args_key={value}" for value in columns]
+    (graph,) = compile_mindformers(name, [2], overrides=overrides)
+    # Of four layers the second stage has two, and MTP's.
+    assert Counter(op.kind for op in operators(graph))["FlashAttentionScoreGrad"] == 3
 
 
 def test_loaded_recipe_keeps_its_overrides():

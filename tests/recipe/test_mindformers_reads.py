@@ -36,6 +36,9 @@ COMPLAINTS: dict[str, dict[str, str]] = {
         f"{M}.scaling_factor": "not mapped",
         f"{M}.moe_token_drop_policy": "never read",
     },
+    "deepseek3/finetune_deepseek3_671b.yaml": {
+        "train_dataset.input_columns": "PackingHandler makes five columns be split"
+    },
     "deepseek3/predict_deepseek3_671b.yaml": {"context.affinity_cpu_list": "the text None"},
     "deepseek3/pretrain_deepseek3_671b.yaml": {
         "lr_schedule.lr_end": "not read by ConstantWarmUpLR",
@@ -129,6 +132,9 @@ def mend(data: dict[str, Any], problem: Problem) -> None:
         assert section[last] == OFFSET
     elif last == "construct_args_key":
         section[last] = COLUMNS
+    elif last == "input_columns":
+        section[last] = section["construct_args_key"] = [*COLUMNS, "attention_mask"]
+        data["train_dataset_task"]["dataset_config"] = section
     elif last == "rotary_scaling_factor":
         section[last] = 1.0
     elif last == "affinity_cpu_list":

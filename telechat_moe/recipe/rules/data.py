@@ -1,7 +1,8 @@
 """Rules about the training data and its columns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from telechat_moe.recipe.data_path import parse_data_path, parse_split
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -112,6 +113,32 @@ def columns(r: Recipe) -> Iterator[Broken]:
     ):
         if len(set(names)) != len(names):
             yield DATA + key, str(names), "each column once"
+
+
+def hugging_face_columns(r: Recipe) -> Iterator[Broken]:
+    """MindFormers splits a batch into the columns of a mask, though the recipe lists others."""
+    wrong = unlisted_columns(r.given.get("train_dataset") or {})
+    if wrong and r.trains and r.use_parallel and r.parallel.dataset_strategy is None:
+        yield wrong
+
+
+def unlisted_columns(data: Mapping[str, Any]) -> Broken | None:
+    """Return what is wrong if a `train_dataset` lists other columns than its Hugging Face batch is split into."""
+    loader: Mapping[str, Any] = data.get("data_loader") or {}
+    columns, steps = data.get("input_columns"), loader.get("handler") or ()
+    if loader.get("type") not in ("HFDataLoader", "CommonDataLoader") or columns is None:
+        return None
+    packs = any("PackingHandler" in str(step) for step in steps)
+    said = "PackingHandler" if packs else "create_attention_mask True"
+    if loader.get("create_compressed_eod_mask"):
+        column, said = "actual_seq_len", "create_compressed_eod_mask True"
+    elif packs or loader.get("create_attention_mask"):
+        column = "attention_mask"
+    else:
+        return None  # each device reads the whole batch
+    expected = ["input_ids", "labels", "loss_mask", "position_ids", column]
+    why = f"{expected}, also as construct_args_key, for MindFormers splits these with {said}"
+    return None if columns == expected else (DATA + "input_columns", str(columns), why)
 
 
 def masks(r: Recipe) -> Iterator[Broken]:
