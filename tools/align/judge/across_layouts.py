@@ -21,6 +21,7 @@ from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     RankDump,
+    Scalar,
     TensorRecord,
     nbytes_of,
 )
@@ -28,6 +29,7 @@ from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progr
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
+from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, set_part
 from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weight_of
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
@@ -172,11 +174,11 @@ class _Points:
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
         self.kinds = _narrowest(a), _narrowest(b)
+        self.units = tuple(max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b))
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
         self.step, self.sides = step, Sides(a, b)
-        unit = max(FLOATS[kind].unit for kind in self.kinds)
-        self.believed = Believed(a, unit, self.coarser) if pinned else None
+        self.believed = Believed(a, self.kinds[0], self.coarser) if pinned else None
         able = self.tolerance is None and can_follow(b)
         self.followed = Followed(b, self.believed, self.followed) if able else None
         if pinned:
@@ -185,7 +187,7 @@ class _Points:
     @property
     def coarser(self) -> float:
         """How much coarser the reference computes than the target; at least 1."""
-        one, other = (FLOATS[kind].unit for kind in self.kinds)
+        one, other = self.units
         return max(1.0, one / other)
 
     def choices(self, step: int, b: Sequence[RankDump]) -> Iterator[Finding]:
@@ -339,6 +341,9 @@ class _Points:
             squares = self._squares(other, ranks, y.size)
         limit = self._limit(one, other, y, squares, when == "before")
         self.exact = found is not None and limit < _FIRST_ORDER
+        if found is not None and limit > VAGUE:
+            said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge; exchange the runs"
+            return finding("not judged", said, 0.0)
         off = _distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
             self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
@@ -446,8 +451,11 @@ def _named_differently(reference: Dump, target: Dump) -> bool:
 
 
 def _narrowest(ranks: Sequence[RankDump]) -> str:
-    """Return the narrowest type that a run computes in."""
-    return min(map(narrowest, ranks), key=lambda d: FLOATS[d].bits)
+    """Return the narrowest type that a run computes in, in tensors or within fused operators."""
+    inner = (c.kwargs.get("bf16") for rank in ranks for c in rank.calls.values())
+    kinds = [narrowest(rank) for rank in ranks]
+    kinds += ["bfloat16"] if any(isinstance(v, Scalar) and v.value is True for v in inner) else []
+    return min(kinds, key=lambda d: FLOATS[d].bits)
 
 
 def _distance(x: Array, y: Array, limit: float) -> float:

@@ -23,10 +23,10 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
 )
 from telechat_moe.tools.align.judge.data_flow import Place
-from telechat_moe.tools.align.judge.decisions import explained
+from telechat_moe.tools.align.judge.decisions import explained, narrowest
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
-from telechat_moe.tools.align.numerics import is_float
+from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 
 _AT_ONCE = 1 << 22  # elements that are compared at once
@@ -179,12 +179,12 @@ class Believed:
 
     Args:
         ranks: All ranks of its step.
-        unit: Unit roundoff of the narrowest type of both runs.
-        factor: How much coarser the trusted run computes than the other; at least 1.
+        kind: The narrowest type that it computes in.
+        factor: How much coarser that is than the other run's; at least 1.
     """
 
-    def __init__(self, ranks: Sequence[RankDump], unit: float, factor: float = 1.0) -> None:
-        self.ranks, self.unit, self.factor = ranks, unit, factor
+    def __init__(self, ranks: Sequence[RankDump], kind: str, factor: float = 1.0) -> None:
+        self.ranks, self.kind, self.factor = ranks, kind, factor
         self.seen: list[Chosen] = []
         self._updates = named(ranks, weight_of)
         self._wholes: dict[tuple[str, str], Array | None] = {}
@@ -239,8 +239,9 @@ class Believed:
         right, index = theirs[at], indices[at]
         with np.errstate(invalid="ignore"):
             apart = np.nan_to_num(np.abs(scores.value - right), nan=0.0)
+        unit = max((FLOATS[narrowest(rank)].unit for rank in self.ranks), default=0.0)
         sigma = SIGMAS * 2**0.5 * self.factor * scores.sigma
-        limit = sigma + 2 * self.unit * np.abs(_finite(right))
+        limit = sigma + 2 * unit * np.abs(_finite(right))
         ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)
         flipped = (np.sort(index, 1) != np.sort(mine, 1)).any(1)
         picked = [np.take_along_axis(_finite(right), i, 1).sum(1) for i in (index, mine)]
@@ -296,7 +297,7 @@ def _index(
 
 def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -> int:
     """Return how many rows chose differently in a step of two runs, by the scores in their dumps."""
-    believed = Believed(reference, 0.0)
+    believed = Believed(reference, "float32")
     for dump in target:
         for call in dump.calls.values():
             if (choice := choice_of(call)) is not None:

@@ -48,7 +48,8 @@ class Followed:
 
     Args:
         ranks: All ranks of a step.
-        pins: What another run determines; None: nothing, all values are about those of the dump.
+        pins: What another run determines; None: nothing, all values are about those of the dump. Else operators round
+            in the type that the other run computes in, where this run's is narrower.
         before: The step before.
     """
 
@@ -182,7 +183,9 @@ class Followed:
                 values = given[place].value
                 if not is_float(value.dtype):
                     values = values.astype(value.load().dtype)
-                return replace(value, read=lambda: values)
+                return replace(value, dtype=self._type(value), read=lambda: values)
+            if place == "input.bf16" and self.pins is not None and isinstance(value, Scalar):
+                return replace(value, value=self.pins.kind == "bfloat16")
             if is_list(value):
                 numbers = tuple(v.value for v in value if isinstance(v, Scalar))
                 if numbers in self._changed[rank]:
@@ -193,6 +196,12 @@ class Followed:
         inputs: list[Value] = [fed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
         named: dict[str, Value] = {n: fed(f"input.{n}", v) for n, v in call.kwargs.items()}
         return replace(call, inputs=inputs, kwargs=named), given
+
+    def _type(self, record: TensorRecord) -> str:
+        """Return the type that a tensor is rounded to here."""
+        if self.pins is None or not is_float(record.dtype):
+            return record.dtype
+        return max(record.dtype, self.pins.kind, key=lambda d: FLOATS[d].bits)
 
     def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
         back = call.phase is Phase.BACKWARD
@@ -227,7 +236,7 @@ class Followed:
         for place, record in call.made():
             x = next((r for r in left if not back or r.shape == record.shape), None)
             if isinstance(x, Approx):
-                found[place] = _stored(x, record.dtype, formula.exact)
+                found[place] = _stored(x, self._type(record), formula.exact)
             elif x is not None:
                 found[place] = Held(np.asarray(x), np.zeros(()))
         return found
@@ -258,7 +267,7 @@ class Followed:
         x = results[group.index(rank)]
         made = [(p, t) for p, t in call.made()]
         if isinstance(x, Approx):
-            return {made[0][0]: _stored(x, made[0][1].dtype, True)} if len(made) == 1 else {}
+            return {made[0][0]: _stored(x, self._type(made[0][1]), True)} if len(made) == 1 else {}
         return {made[0][0]: Held(np.asarray(x), np.zeros(()))} if len(made) == 1 else {}
 
     def _message(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
@@ -284,7 +293,7 @@ def _carry(call: Call, given: dict[str, Held], tensors: Sequence[Approx]) -> Non
     places = [place for place, t in call.given() if is_float(t.dtype)]
     for place, x in zip(places, tensors, strict=False):
         x.sigma = np.hypot(x.sigma, given[place].sigma)
-        x.limit = x.limit + 8 * given[place].sigma
+        x.limit = x.limit + 8 * given[place].sigma + np.finfo(np.float64).tiny  # never exact
 
 
 def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> Held:

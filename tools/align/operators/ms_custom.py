@@ -22,7 +22,14 @@ from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedErro
 def _operand(x: Any, bf16: Any) -> Approx:
     """Return an operand of a product, rounded first where the kernel does."""
     x = floating(x)
-    return x.constant(round_to(x.value, "bfloat16")) if bf16 else x
+    if not bf16:
+        return x
+    rounded = round_to(x.value, "bfloat16")
+    if x.is_exact:
+        return x.constant(rounded)
+    known = np.broadcast_to(x.limit, x.shape) == 0  # else it is not known how it is rounded
+    own = x.plus(np.where(known, 0.0, FLOATS["bfloat16"].unit * np.abs(x.value)))
+    return own.like(np.where(known, rounded, x.value), own.sigma, own.limit, own.parents)
 
 
 def _halved(x: Approx) -> Approx:
