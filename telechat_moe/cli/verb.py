@@ -5,6 +5,7 @@ import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
@@ -56,6 +57,9 @@ class Verb:
     """Runs it and returns the exit code."""
 
     subverbs: Sequence["Verb"] = ()
+
+    default: str = ""
+    """The sub-verb that is meant where the first word is a file or folder."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add everything that it takes."""
@@ -112,6 +116,8 @@ class VerbParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Refuse here what is left over; argparse would show the usage of the whole command, not of the verb."""
+        if self.verb.default and args and Path(args[0]).exists():
+            args = [self.verb.default, *args]
         found, extra = super().parse_known_args(args, namespace)
         if extra:
             near = _near(extra[0].partition("=")[0], self._option_string_actions)
@@ -123,6 +129,7 @@ class VerbParser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             error.message += _near(str(value), map(str, action.choices or ()))
+            error.message += "; nor is it a file or folder" if self.verb.default else ""
             raise
 
     def error(self, message: str) -> NoReturn:

@@ -21,7 +21,7 @@ from telechat_moe.cli.verb import Verb
 
 EXAMPLES = """\
 telechat-moe align inspect dump
-telechat-moe align bisect golden_dump dump
+telechat-moe align golden_dump dump --html align.html
 """
 MODULES = (
     *(capture, show, map, merge, compare, replay),
@@ -31,8 +31,9 @@ MODULES = (
 VERB = Verb(
     name="align",
     help="name the operator that diverged between two platforms or layouts",
-    description="Compare runs operator by operator, on any platform and layout.",
+    description="Compare runs operator by operator, on any platform and layout. Two dumps alone are `bisect`.",
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive"},
+    default="bisect",
     subverbs=[module.VERB for module in MODULES],
 )

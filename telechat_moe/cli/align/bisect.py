@@ -109,12 +109,15 @@ def run(args: argparse.Namespace) -> int:
             ["kind of fault", f"{first.family}: {first.evidence}"],
             ["observed / bound", f"{first.verdict.ratio:.3g}"],
             ["where", first.verdict.reason],
+            ["values there", page.values_text(report["first"])],
+            ["source", report["first"]["source"] or "-"],
         ]
         show_table(["the first", "wrong call"], rows)
         print()
     show_counts(dict(sorted(outcome.judged.items())), dict(sorted(outcome.unknown.items())))
     show_coverage(report)
-    print(f"\n{outcome.verdict}: {report['sentence']}")
+    print(f"\n{outcome.verdict}: {report['sentence']}\n")
+    show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
     return code
 
 
@@ -126,10 +129,10 @@ VERB = Verb(
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},
     json_keys="verdict (pass | diverged | inconclusive), reason, ranks, first and findings (step, rank, phase, "
-    "layer, modules (of both runs, across frameworks), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, wrong_elements, "
+    "layer, modules (of both runs, across frameworks), operator, tensor, family, evidence, observed_over_bound, reason, basis (replay | other run), element, values (reference, target), wrong_elements, "
     "elements, source), settings (that differ, by module), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
     "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
-    "sentence; of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
+    "sentence, next (command, shows); of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
     "data flow around it), picture (worst error over bound of each field)",
     arguments=_arguments,
     run=run,

@@ -188,6 +188,16 @@ class Call:
         return [(place, t) for place, t in self._places if place.startswith("output")]
 
     @property
+    def source(self) -> str | None:
+        """The line of the program that made the call, as one line."""
+        return " ".join(self.stack[0].split()) if self.stack else None
+
+    @property
+    def only_numbers(self) -> bool:
+        """Whether it returns no tensor, such as a shape, so that there is nothing to judge."""
+        return bool(self.outputs) and not self.made()
+
+    @property
     def forward_key(self) -> str:
         """The key of the forward call that a backward call belongs to; of another call its own."""
         back = self.phase is Phase.BACKWARD

@@ -27,7 +27,7 @@ from telechat_moe.tools.align.dump.records import (
 )
 from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progress, bisect
 from telechat_moe.tools.align.judge.collectives import with_groups
-from telechat_moe.tools.align.judge.coverage import SHARED, answer
+from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
 from telechat_moe.tools.align.judge.decisions import narrowest
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, set_part
@@ -118,6 +118,7 @@ def across(
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
     points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
+    outcome.coverage.shares[SHARED] = Share()
     for step in steps:
         a, b = reference.at(step), target.at(step)
         pairs = linked(a, b, links) if links else by_weight(a, b)

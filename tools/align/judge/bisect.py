@@ -21,6 +21,7 @@ from telechat_moe.tools.align.judge.collectives import (
     judged_collectives,
     kind_of,
 )
+from telechat_moe.tools.align.judge.context import layer_of, phase_of, values_at
 from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.data_flow import DataFlow, digest
 from telechat_moe.tools.align.judge.divergent_call import Wrong
@@ -31,12 +32,10 @@ from telechat_moe.tools.align.judge.fused_calls import Replaced
 from telechat_moe.tools.align.judge.other_run import OtherRun
 from telechat_moe.tools.align.judge.pairing import aligned, content_of, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.step_phase import phase_of
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
 from telechat_moe.tools.align.operators.approx import Array
 
 _STEP = "|"  # separates the number of a step from the key of a call
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,10 @@ class Finding:
         family: Kind of fault, see ``fault_kind.py``; ``unknown`` where no kind explains it.
         evidence: Why it is that kind.
         residual: Difference from what it should be, over the bound, where both are known.
-        phase: Phase of the step, see ``step_phase.py``; None: known from the key alone.
+        phase: Phase of the step, see ``context.py``; None: known from the key alone.
         modules: Module, or weight, of the reference and of the target in which two programs differ first.
+        layer: Number of its layer, from the data flow where its name does not say it.
+        values: What the runs have at the worst element, by side; only of the first finding.
         about: What is known around the call, for the first one of a rank; a reproducer is made from it.
     """
 
@@ -66,6 +67,8 @@ class Finding:
     residual: Array | None = field(default=None, repr=False, compare=False)
     phase: Phase | None = None
     modules: tuple[str, str] | None = None
+    layer: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
     about: "Wrong | Exchange | None" = field(default=None, repr=False, compare=False)
 
     def as_json(self) -> dict[str, Any]:
@@ -75,7 +78,7 @@ class Finding:
             "step": self.step,
             "rank": self.rank,
             "phase": (self.phase or call.phase).value if call else None,
-            "layer": layer_of(call) if call else None,
+            "layer": layer_of(call) if call and self.layer is None else self.layer,
             "modules": self.modules
             and dict(zip(("reference", "target"), self.modules, strict=True)),
             "operator": v.key,
@@ -86,9 +89,10 @@ class Finding:
             "reason": v.reason,
             "basis": v.basis,
             "element": list(v.element),
+            "values": dict(self.values),
             "wrong_elements": v.wrong,
             "elements": v.elements,
-            "source": call.stack[0] if call and call.stack else None,
+            "source": call.source if call else None,
         }
 
 
@@ -205,8 +209,13 @@ def bisect(
         others = {r: dump for (s, r), dump in ours.items() if r != rank and s == steps[-1]}
         findings += run.of_rank(theirs, _joined([ours[s, rank] for s in steps]), others)
     joined = len({step for step, _ in common}) > 1
-    findings = [_own_name(run.with_phase(f, joined), names[f.step, f.rank]) for f in findings]
+    findings = [run.with_phase(f, joined) for f in findings]
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
+    if findings:
+        f = findings[0]
+        runs = (run[f.step, f.rank].calls.get(f.verdict.key) for run in (believed, ours))
+        findings[0] = replace(f, values=values_at(f.verdict, *runs))
+    findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
     counts = +run.judged, +run.unknown  # those that are left
     return Outcome(verdict, findings, *counts, reason, run.seen, run.coverage)
@@ -260,8 +269,8 @@ class _Comparison:
         made.sort(key=lambda f: (f.step, f.order))
         self._limit(made)
         if made and made[0].call is not None:
-            phase = phase_of(made[0].call, theirs)
-            made[0] = replace(_with_family(made[0], theirs, ours, others), phase=phase)
+            known = {"phase": phase_of(made[0].call, theirs), "layer": layer_of(made[0].call, ours)}
+            made[0] = replace(_with_family(made[0], theirs, ours, others), **known)
         return [_in_step(f) for f in made]
 
     def _replayed(
@@ -279,7 +288,7 @@ class _Comparison:
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
             step, name = _split(key, target.step)
-            if call.kind != kind:
+            if call.kind != kind or call.only_numbers:
                 continue
             others = self.open.get((step, target.rank, name), [])
             if self.first and (step, i - begins[key]) > limit:
@@ -486,9 +495,3 @@ def _with_family(finding: Finding, theirs: DataFlow, ours: DataFlow, others: Ran
     if finding.verdict.basis == "other run" and not evidence:
         evidence = "no formula says what it should be"
     return replace(finding, family=family, evidence=evidence, residual=residual(wrong))
-
-
-def layer_of(call: Call) -> int | None:
-    """Return the number of a call's layer, from its module's name or its own; None: it belongs to no layer."""
-    match = _LAYER.search(call.parent or "") or _LAYER.search(call.key)
-    return int(match[1]) if match else None

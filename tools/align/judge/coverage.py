@@ -124,6 +124,8 @@ class Coverage:
 
 
 def _said(name: str, share: Share) -> str:
+    if not share.calls:
+        return f"{name}: none was compared; name some with --map, or dump the updates of weights in both runs"
     size = share.judged_bytes / share.bytes if share.bytes else 0.0
     unit = "tensors" if name == SHARED else "calls"
     return f"{name}: {share.judged_calls:,} of {share.calls:,} {unit} and {size:.0%} of the bytes were judged"

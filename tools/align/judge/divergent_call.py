@@ -47,6 +47,12 @@ class Wrong:
         return self.reference.dump.calls.get(self.call.forward_key)
 
     @property
+    def comes_from_outside(self) -> bool:
+        """Whether the wrong tensor is an input that no call of the reference made: data, or a weight."""
+        place = self.call.key, self.verdict.place
+        return place[1].startswith("input") and not self.reference.sources_of(place)
+
+    @property
     def dtype(self) -> str:
         """Type of the wrong tensor."""
         return dict(self.call.tensors())[self.verdict.place].dtype

@@ -86,6 +86,10 @@ def family_of(finding: "Wrong") -> Answer:
     answer = answer or difference.explained()
     answer = answer or finding.elsewhere(found) or other_arguments(x, finding)
     answer = answer or _precision(difference) or _region(difference)
+    if answer is None and finding.comes_from_outside:
+        size = float(np.linalg.norm(value)) or 1.0
+        apart = float(np.linalg.norm(x - value)) / size
+        return "other input", f"no recorded call made it; it is {apart:.2g} of its size off"
     return answer or ("unknown", f"{verdict.wrong} of {verdict.elements} elements")
 
 
@@ -319,7 +323,8 @@ def _precision(d: _Difference) -> Answer | None:
             return "wrong dtype", f"every value is one of {narrow}"
     # Rounded more often than it should have been: relative to the largest, an error like a sum in a narrow type.
     error, scale = np.abs(x - d.value), size.max() or 1.0
-    for narrow in ("float16", "bfloat16"):
+    made = d.finding is None or d.finding.verdict.place.startswith("output")
+    for narrow in ("float16", "bfloat16") if made else ():
         unit = FLOATS[narrow].unit * scale
         small = error.max() <= _MOST_ROUNDINGS * unit
         if small and np.median(error) >= unit / 256 and _narrow(x, narrow, d.finding):

@@ -26,7 +26,7 @@ from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
 def replay(dump: RankDump) -> Iterable[list[Verdict]]:
     """Yield the verdicts of each operator of a rank, in the order of the dump."""
     for call in dump.calls.values():
-        if call.kind == "api" and kind_of(call) is None:
+        if call.kind == "api" and kind_of(call) is None and not call.only_numbers:
             yield replay_call(call, dump.calls.get(call.forward_key))
 
 
@@ -244,28 +244,40 @@ def expected_gradient(
         return None
     try:
         found, tensors = _gradients(call, forward, formula, settings)
-        shape = getattr(call.outputs[number], "shape", ())
-        fits = [g for g, x in zip(found, tensors, strict=True) if x.shape == shape]
-        return fits[0] if len(fits) == 1 else found[number]
+        at = _order(call, tensors)[number]
+        return None if at is None else found[at]
     except UNFIT:
         return None
 
 
 def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> list[Verdict]:
-    """Compare outgoing gradients with those of the tensors that they match, in order."""
+    """Compare outgoing gradients with those of the tensors that they match."""
     verdicts: list[Verdict] = []
-    left = iter(zip(found, tensors, strict=True))
-    for i, value in enumerate(call.outputs):
-        for record in flat(value):
-            fits = next((pair for pair in left if pair[1].shape == record.shape), None)
-            if fits is None:
-                said = f"output.{i}: no input has shape {record.shape}"
-                verdicts.append(not_judged(call.key, said, f"output.{i}"))
-                break
-            if fits[0] is None:
-                said = f"output.{i}: no formula for this gradient"
-                verdicts.append(not_judged(call.key, said, f"output.{i}"))
-                continue
-            values = record.load()
-            verdicts.append(judge(call.key, f"output.{i}", values, fits[0], record.dtype))
+    outputs = [(f"output.{i}", r) for i, value in enumerate(call.outputs) for r in flat(value)]
+    for (place, record), number in zip(outputs, _order(call, tensors), strict=True):
+        gradient = None if number is None else found[number]
+        if gradient is None:
+            lacks = (
+                f"no input has shape {record.shape}"
+                if number is None
+                else "no formula for this gradient"
+            )
+            verdicts.append(not_judged(call.key, f"{place}: {lacks}", place))
+        else:
+            verdicts.append(judge(call.key, place, record.load(), gradient, record.dtype))
     return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]
+
+
+def _order(call: Call, tensors: list[Approx]) -> list[int | None]:
+    """Return for each outgoing gradient the number of its tensor, by shape; None: no tensor is left for it.
+
+    They are in the order of the arguments; msprobe writes those of a MindSpore primitive in the opposite order.
+    """
+    shapes = [record.shape for value in call.outputs for record in flat(value)]
+    numbers = range(len(tensors))
+    orders = [numbers, numbers[::-1]][:: -1 if call.name.startswith("Primitive.") else 1]
+    tries: list[list[int | None]] = []
+    for order in orders:
+        left = iter(order)
+        tries.append([next((n for n in left if tensors[n].shape == s), None) for s in shapes])
+    return next((numbers for numbers in tries if None not in numbers), tries[-1])

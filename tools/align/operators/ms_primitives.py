@@ -10,7 +10,7 @@ from telechat_moe.tools.align.operators.elementwise import floating, integers, p
 from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.linear import product
-from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
+from telechat_moe.tools.align.operators.reductions import layer_normed, log_softmax, softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, ops, primitive
 from telechat_moe.tools.align.operators.shapes import cut, ints, move, moves
 
@@ -44,6 +44,32 @@ def _matmul(a: Arguments) -> Any:
     """Compute ``x @ y`` after exchanging the last two dimensions of either if asked."""
     x, y = floating(a.input), floating(a.other)
     return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
+
+
+@primitive("BiasAdd", "input bias")
+def _bias_add(a: Arguments) -> Any:
+    """Add a number to each channel, the second dimension."""
+    x = floating(a.input)
+    return x + floating(a.bias).reshape(-1, *[1] * (len(x.shape) - 2))
+
+
+@primitive(
+    "LayerNorm",
+    "input weight bias | eps=1e-07 inverse=False",
+    stores=True,
+    eps=lambda a: (1e-7, 1e-5, 1e-6, 1e-8, 1e-12, 1e-3),
+    inverse=lambda a: (False, True),
+)
+def _layer_norm(a: Arguments) -> Any:
+    """Normalise over the dimensions of the weight; the third output is the variance, on Ascend ``1 / sqrt(v + eps)``."""
+    x, weight = floating(a.input), floating(a.weight)
+    dims = tuple(range(len(x.shape) - len(weight.shape), len(x.shape)))
+    y, mean, variance = layer_normed(x, dims, float(a.eps))
+    return [
+        y * weight + floating(a.bias),
+        mean,
+        (variance + float(a.eps)).rsqrt() if a.inverse else variance,
+    ]
 
 
 @primitive("CumSum", "input dim exclusive=False reverse=False")

@@ -190,7 +190,14 @@ def _layer_norm(a: Arguments) -> Any:
     shape = a.normalized_shape
     count = len(shape) if is_sequence(shape) else 1
     dims = tuple(range(len(x.shape) - count, len(x.shape)))
-    centred = x - x.mean(dims, True)
-    y = centred * ((centred * centred).mean(dims, True) + a.eps).rsqrt()
+    y = layer_normed(x, dims, a.eps)[0]
     y = y if a.weight is None else y * a.weight
     return y if a.bias is None else y + a.bias
+
+
+def layer_normed(x: Approx, dims: tuple[int, ...], eps: float) -> tuple[Approx, Approx, Approx]:
+    """Return a tensor normalised over dimensions, its mean and its variance."""
+    mean = x.mean(dims, True)
+    centred = x - mean
+    variance = (centred * centred).mean(dims, True)
+    return centred * (variance + eps).rsqrt(), mean, variance

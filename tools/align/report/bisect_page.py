@@ -1,5 +1,6 @@
 """The outcome of a bisection, drawn: facts, the call in the data flow, the residual as a picture, counts; and JUnit XML."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -40,6 +41,7 @@ def plain(
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
         "sentence": sentence(outcome),
+        "next": following(outcome, reference, target),
     }
     if outcome.findings:
         first = outcome.findings[0]
@@ -69,7 +71,11 @@ def body(report: Mapping[str, Any]) -> str:
             parts += ["<h2>Before and after, in the order of the run</h2>", _neighbours(report)]
         parts += ["<h2>All wrong calls</h2>", _findings(report["findings"])]
     judged = counts(report, report.get("judged") or {})
-    return "".join([*parts, "<h2>What was judged</h2>", judged])
+    parts += ["<h2>What was judged</h2>", judged]
+    if report.get("next"):
+        rows = [[code(step["command"]), step["shows"]] for step in report["next"]]
+        parts += ["<h2>What to run next</h2>", html.table(["command", "shows"], rows)]
+    return "".join(parts)
 
 
 def sentence(outcome: Outcome) -> str:
@@ -87,7 +93,41 @@ def sentence(outcome: Outcome) -> str:
     first = outcome.findings[0]
     where = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"
     family = f" ({first.family}: {first.evidence})" if first.evidence else ""
+    if first.family == "other input":
+        return f"{first.verdict.key} is the first call that was given other data, {where}{family}."
     return f"{first.verdict.key} is the first wrong call, {where}{family}."
+
+
+def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, str]]:
+    """Return the three commands that help most after an outcome, and what each shows."""
+    a, b = shlex.quote(reference), shlex.quote(target)
+    compare = (
+        f"align compare {a} {b}",
+        "how far every tensor is apart, by a published standard",
+    )
+    if outcome.verdict == "diverged":
+        alone = (
+            f"align bisect {a} {b} --reproducer wrong",
+            "the wrong call alone, as data and a script to mend it by",
+        )
+        found = [alone, (f"align replay {a}", "whether the reference itself is right"), compare]
+    elif outcome.verdict == "pass":
+        small = (
+            f"align compare {a} {b} --profile ecosystem",
+            "whether the kernels are as exact as a benchmark allows",
+        )
+        found = [
+            compare,
+            small,
+            ("align loss A.jsonl B.jsonl", "whether the loss curves of both runs agree"),
+        ]
+    else:
+        held = (
+            f"align inspect {b} --calls",
+            "what the dump holds; below is what to dump for a verdict",
+        )
+        found = [held, (f"align replay {b}", "what of it is right by itself"), compare]
+    return [{"command": f"telechat-moe {command}", "shows": said} for command, said in found]
 
 
 def junit(outcome: Outcome, target: str) -> str:
@@ -104,6 +144,12 @@ def junit(outcome: Outcome, target: str) -> str:
     return suite("align", cases)
 
 
+def values_text(first: Mapping[str, Any]) -> str:
+    """Return the values of both runs at the worst element in words."""
+    values: Mapping[str, float] = first.get("values") or {}
+    return ", ".join(f"{side} {value:.9g}" for side, value in values.items()) or "-"
+
+
 def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
     ratio = first["observed_over_bound"]
     rows = [
@@ -116,6 +162,7 @@ def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
         ("kind of fault", Html(f"{html.tag('b', first['family'])}: {escape(first['evidence'])}")),
         ("observed / bound", "must be equal" if ratio is None else f"{ratio:.3g}"),
         ("where", first["reason"]),
+        ("values there", values_text(first)),
         ("wrong elements", f"{first['wrong_elements']:,} of {first['elements']:,}"),
     ]
     if first.get("source"):

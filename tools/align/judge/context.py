@@ -1,12 +1,15 @@
-"""The phase of a step that a call belongs to, where its key does not show it: backward, reductions, updates."""
+"""What the data flow shows of a call beside its verdict: its phase in the step, its layer, the values of both runs."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from telechat_moe.tools.align.dump.records import Call, Phase
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.points import weight_of
+from telechat_moe.tools.align.judge.verdict import Verdict
 
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)(?:\.|$)")
 _GRADIENT = re.compile(r"(Grad|Backward)(V\d)?$")
 _STEP = "|"  # separates the number of a step from the key of a call, where steps are joined
 
@@ -96,3 +99,65 @@ def _is_gradient(call: Call, flow: DataFlow) -> bool:
 def _inputs(call: Call, flow: DataFlow) -> list[Place]:
     places = [(call.key, place) for place, _ in call.given()]
     return [place for place in places if place in flow.tensors]
+
+
+def layer_of(call: Call, flow: DataFlow | None = None) -> int | None:
+    """Return the number of a call's layer; None: it belongs to no layer.
+
+    It is in the name of the call or its module. If not, the data flow of the call's rank shows it: the nearest weight
+    before the call that an optimizer updates under a name with a layer.
+    """
+    match = _LAYER.search(call.parent or "") or _LAYER.search(call.key)
+    if match is None and flow is not None:
+        layers = _layers_of_weights(flow)
+        found = (layers[c] for c in _weights_before(call, flow) if c in layers)
+        return next(found, None)
+    return int(match[1]) if match else None
+
+
+def _layers_of_weights(flow: DataFlow) -> dict[bytes, int]:
+    """Return the layers of weights by their content."""
+    found: dict[bytes, int] = {}
+    for key, call in flow.dump.calls.items():
+        match = _LAYER.search(weight_of(call) or "")
+        content = flow.content.get((key, "input.weight"))
+        if match and content is not None:
+            found[content] = int(match[1])
+    return found
+
+
+def _weights_before(call: Call, flow: DataFlow) -> Iterator[bytes]:
+    """Yield the contents of the inputs of a call's forward call, then of the calls before it, nearest first."""
+    seen, border = set[str](), [call.forward_key]
+    while border:
+        seen.update(border)
+        before: list[str] = []
+        for key in border:
+            at = flow.dump.calls.get(key)
+            for place, _ in at.given() if at is not None else ():
+                content = flow.content.get((key, place))
+                if content is not None:
+                    yield content
+                before += [source for source, _ in flow.sources_of((key, place))]
+        border = [key for key in dict.fromkeys(before) if key not in seen]
+
+
+def values_at(verdict: Verdict, theirs: Call | None, ours: Call | None) -> dict[str, float]:
+    """Return the values of the reference and of the target at the worst element, as far as they are known."""
+    found: dict[str, float] = {}
+    for side, call in (("reference", theirs), ("target", ours)):
+        record = dict(call.tensors()).get(verdict.place) if call is not None else None
+        value = _value(record, verdict.element)
+        if value is not None:
+            found[side] = value
+    return found
+
+
+def _value(record: TensorRecord | None, element: tuple[int, ...]) -> float | None:
+    if record is None or record.read is None:
+        return None
+    values = record.load()
+    fits = len(element) == values.ndim and all(
+        i < n for i, n in zip(element, values.shape, strict=True)
+    )
+    return float(values[element].real) if fits else None
