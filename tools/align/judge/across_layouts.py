@@ -67,12 +67,16 @@ _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
 def differ_in_layout(reference: Dump, target: Dump) -> bool:
-    """Return whether two dumps have different layouts or come from different frameworks."""
+    """Return whether two runs have different layouts or frameworks, or other operators or inner types in a graph."""
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
         return False
     a, b = reference.at(steps[0]), target.at(steps[0])
-    if {r.framework for r in a} != {r.framework for r in b} and not _same_calls(a[0], b[0]):
+    graphs = all(any(key.startswith("Primitive.") for key in ranks[0].calls) for ranks in (a, b))
+    if graphs and _narrowest(a) != _narrowest(b):
+        return True
+    alike = not graphs and {r.framework for r in a} == {r.framework for r in b}
+    if not alike and not _same_calls(a[0], b[0]):
         return True
     one, other = _layouts(a), _layouts(b)
     return one != other and bool(one or other)
