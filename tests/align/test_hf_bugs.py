@@ -63,8 +63,10 @@ def test_without_a_bug_the_runs_agree(ours):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bugs", "title"), [(BUGS, "known"), (UNSEEN, "unseen")])
-def test_bugs_are_found_in_their_module(bugs, title, ours, record_property):
+@pytest.mark.parametrize(
+    ("bugs", "title", "share"), [(BUGS, "known", 0.9), (UNSEEN, "unseen", 0.8)]
+)
+def test_bugs_are_found_in_their_module(bugs, title, share, ours, record_property):
     reports = {name: answer(ours, name)[1] for name in bugs}
     found = [name for name, report in reports.items() if report["verdict"] == "diverged"]
     right = [name for name, report in reports.items() if is_right(bugs[name], report)]
@@ -72,6 +74,6 @@ def test_bugs_are_found_in_their_module(bugs, title, ours, record_property):
     record_property(f"{title}_right", len(right))
     record_property(f"{title}_planted", len(bugs))
     assert found == list(bugs)
-    assert len(right) >= 0.9 * len(bugs), {
+    assert len(right) >= share * len(bugs), {
         name: reports[name]["first"] for name in bugs if name not in right
     }

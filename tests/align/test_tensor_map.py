@@ -169,3 +169,39 @@ def test_fused_query_key_and_value_in_groups(tmp_path):
         assert len(links) == 3
         for name, one, other in linked(reference.at(0), target.at(0), links):
             np.testing.assert_array_equal(one.values, other.values, name)
+
+
+def test_dumps_without_an_optimizer_have_the_weights_of_their_modules(tmp_path):
+    """As msprobe's levels L0 and mix record them; what enters and leaves the calls that use them is found by values."""
+
+    def modules(values, framework, word):
+        calls = {}
+        for i, (name, value) in enumerate(values.items()):
+            path, _, kind = name.rpartition(".")
+            key = f"{word}.{path}.Linear.forward.0"
+            calls[key] = Call(
+                key, "module", f"{word}.{path}.Linear", 0, Phase.FORWARD, [], {}, [], {kind: record(value)}
+            )  # fmt: skip
+            x = DRAW.standard_normal((5, value.shape[-1])).astype(np.float32)
+            key = f"Functional.linear.{i}.forward"
+            given = [record(x), record(value)]
+            calls[key] = Call(
+                key, "api", "Functional.linear", i, Phase.FORWARD, given, {}, [record(x @ value.T)]
+            )  # fmt: skip
+        return Dump(tmp_path, {(0, 0): RankDump(0, 0, framework, "tensor", "mix", calls)})
+
+    wanted = {"model.layers.0.self_attn.o_proj.weight", "lm_head.weight"}
+    theirs = {k: v for k, v in hugging_face().items() if k in wanted}
+    ours = {k: OURS[k] for k in ("head.weight", "layers.0.attention.out.weight")}
+    reference, target = modules(theirs, "pytorch", "Module"), modules(ours, "mindspore", "Cell")
+    links = tensor_map(reference, target)
+    assert {k.name for k in links} == {
+        f"{what} of {name}{when}"
+        for name in ours
+        for what, when in (("input", ""), ("output", ""), ("weight", " before"))
+    }
+    points = {name: one for name, one, _ in linked(reference.at(0), target.at(0), links)}
+    np.testing.assert_array_equal(
+        points["weight of head.weight before"].values, OURS["head.weight"]
+    )
+    assert points["output of head.weight"].values.shape == (5, len(OURS["head.weight"]))

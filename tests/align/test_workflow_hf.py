@@ -83,4 +83,4 @@ def test_what_the_other_does_not_do_is_named(tmp_path):
     first = report["first"]
     assert (first["step"], first["layer"], first["phase"]) == (1, 1, "forward")
     assert "moe.router" in first["operator"]
-    assert first["reason"].startswith("experts chosen in layer 1")
+    assert first["reason"].startswith("experts chosen by the router of layer 1")

@@ -410,13 +410,10 @@ class _Points:
 
 def _at_worst(one: Point, other: Point) -> Point:
     """Return a point without its values, at the part (of a stack of experts) that differs most."""
-    if len(one.parts) > 1 and one.values is not None and other.values is not None:
-        off = (
-            np.abs(one.values.reshape(-1) - other.values.reshape(-1))
-            if one.values.size == other.values.size
-            else np.zeros(1)
-        )
-        key, place = one.parts[int(np.argmax(off)) * len(one.parts) // off.size]
+    x, y = one.values, other.values
+    if len(one.parts) > 1 and x is not None and y is not None and x.size == y.size:
+        at = int(np.argmax(np.abs(x.reshape(-1) - y.reshape(-1))))
+        key, place = one.parts[int(np.searchsorted(np.cumsum(one.sizes), at, "right"))]
         one = one._replace(key=key, place=place)
     return one._replace(values=None)
 

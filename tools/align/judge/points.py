@@ -33,6 +33,7 @@ class Point(NamedTuple):
         ranks: Ranks that have it.
         differs: Ranks whose copies must be equal hold different values.
         parts: The tensors that it was put together from, if there are several.
+        sizes: Their numbers of elements.
     """
 
     values: Array | None
@@ -44,6 +45,7 @@ class Point(NamedTuple):
     ranks: tuple[int, ...] = ()
     differs: bool = False
     parts: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 def by_weight(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[tuple[str, Point, Point]]:

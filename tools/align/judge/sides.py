@@ -206,7 +206,11 @@ def _rule(call: Call) -> Iterator[tuple[float, str]]:
              if isinstance(v, Scalar) or (isinstance(v, TensorRecord) and not v.shape and v.read)}  # fmt: skip
     if "lr" in plain and "weight_decay" in plain:
         plain["weight_decay x lr"] = float(plain["weight_decay"]) * float(plain["lr"])
-    for name in ("beta1", "beta2", "momentum", "weight_decay x lr"):
+    if "eps" in plain and "beta2" in plain:  # without a step, it was corrected for bias already
+        step = float(plain.get("step", np.inf))
+        scale = (1 - float(plain["beta2"]) ** step) ** 0.5
+        plain["eps, corrected for bias,"] = float(plain["eps"]) * scale
+    for name in ("beta1", "beta2", "momentum", "weight_decay x lr", "eps, corrected for bias,"):
         if name in plain:
             yield float(plain[name]), f"{name} {float(plain[name]):.6g}"
 

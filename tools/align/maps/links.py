@@ -253,7 +253,8 @@ def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> P
     else:
         parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
         values = np.stack(parts) if len(parts) > 1 else parts[0]
-    return found[0]._replace(values=values, parts=tuple((p.key, p.place) for p in found))
+    places = tuple((p.key, p.place) for p in found)
+    return found[0]._replace(values=values, parts=places, sizes=tuple(x.size for x in parts))
 
 
 def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
