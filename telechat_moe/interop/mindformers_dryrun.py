@@ -365,15 +365,15 @@ def _step(trainer: Any, columns: list[str] | None) -> Any:
 
 
 def _batch(config: Any, length: int) -> tuple[Any, ...]:
-    """Return zeros of the shapes that the data loader gives to a device, columns in their order."""
+    """Return a batch of the shapes that the data loader gives to a device, columns in their order, without values."""
     import mindspore as ms
-    import numpy as np
+    from mindspore.common.initializer import initializer
 
     loader = config.train_dataset.data_loader
     ends = (loader.config or {}).get("eod_pad_length") or loader.compressed_eod_mask_length or 128
     rows = config.runner_config.batch_size
     below = {"attention_mask": (1, length, length), "actual_seq_len": (ends,)}
     return tuple(
-        ms.Tensor(np.zeros((rows, *below.get(column, (length,))), np.int32))
+        initializer("zeros", (rows, *below.get(column, (length,))), ms.int32)
         for column in config.train_dataset.input_columns
     )

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
+from mindspore.common.initializer import initializer
 
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
@@ -113,14 +113,14 @@ def build_step(
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:
-    """Return one batch of the recipe's shapes, all zeros."""
+    """Return one batch of the recipe's shapes; a compiler does not ask for its values, so it holds none."""
     mesh, length = mesh_of(recipe), recipe.model_config.seq_length
     rows = recipe.runner_config.batch_size * micro_batches(recipe)
     rows *= mesh.dp if full_batch else 1
-    ids = Tensor(np.zeros((rows, length), np.int32))
-    batch = [ids, ids, Tensor(np.ones((rows, length), np.float32)), ids]
+    ids = initializer("zeros", (rows, length), ms.int32)
+    batch = [ids, ids, initializer("ones", (rows, length), ms.float32), ids]
     if _has_mask(recipe):
-        batch.append(Tensor(np.zeros((rows, 1, length, length), np.uint8)))
+        batch.append(initializer("zeros", (rows, 1, length, length), ms.uint8))
     return tuple(batch)
 
 

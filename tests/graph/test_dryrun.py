@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.mindspore
 from mindspore.train import mind_ir_pb2 as pb
 
 from telechat_moe.cli import dryrun, main
+from telechat_moe.graph import mindir
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.mindir import Model
 from telechat_moe.graph.nodes import Graph, call_counts, module_of
@@ -163,6 +165,16 @@ def test_calls_multiply():
         ("AlltoAllV", "dp x tp", "forward", 2, 400, 0),
         ("AllReduce", "dp x tp", "optimizer", 1, 4, 4),
     }
+
+
+def test_the_compiled_parser_reads_what_mindspore_s_reads(monkeypatch):
+    data = called_graph().compiled().mindir
+    fast = Model(data)
+    assert type(fast.proto) is not pb.ModelProto
+    assert str(fast.proto) == str(pb.ModelProto.FromString(data))
+    monkeypatch.setitem(sys.modules, "google._upb", None)
+    slow = mindir._message_class.__wrapped__()
+    assert slow is pb.ModelProto  # of an old protobuf
 
 
 def test_recomputed_nodes_are_told_apart():

@@ -4,11 +4,14 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.interop.mindformers_dryrun import (
+    _batch,
     compile_mindformers,
     devices_of,
     sections_of,
@@ -158,6 +161,16 @@ def test_recipe_without_a_length_in_the_model_section():
     small = [*overrides, f"{MODEL}.num_experts=16", f"{MODEL}.head_dim=16"]
     (graph,) = compile_mindformers(QWEN3_MOE, [0], overrides=small)
     assert Counter(op.kind for op in operators(graph))["FlashAttentionScoreGrad"] == 2
+
+
+def test_a_batch_for_the_compiler_takes_no_memory():
+    before = psutil.Process().memory_info().rss
+    loader = SimpleNamespace(config=None, compressed_eod_mask_length=None)
+    data = SimpleNamespace(data_loader=loader, input_columns=["input_ids", "attention_mask"])
+    config = SimpleNamespace(train_dataset=data, runner_config=SimpleNamespace(batch_size=64))
+    ids, mask = _batch(config, 4096)
+    assert (ids.shape, mask.shape) == ((64, 4096), (64, 1, 4096, 4096))  # 4 GiB of int32
+    assert psutil.Process().memory_info().rss - before < 2**30  # `import mindspore` is in it
 
 
 def test_no_such_rank():
