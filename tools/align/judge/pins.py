@@ -239,7 +239,7 @@ class Believed:
         right, index = theirs[at], indices[at]
         with np.errstate(invalid="ignore"):
             apart = np.nan_to_num(np.abs(scores.value - right), nan=0.0)
-        unit = max((FLOATS[narrowest(rank)].unit for rank in self.ranks), default=0.0)
+        unit = max((FLOATS[narrowest(rank)].unit for rank in (*self.ranks, dump)), default=0.0)
         sigma = SIGMAS * 2**0.5 * self.factor * scores.sigma
         limit = sigma + 2 * unit * np.abs(_finite(right))
         ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)

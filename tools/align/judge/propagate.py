@@ -48,8 +48,8 @@ class Followed:
 
     Args:
         ranks: All ranks of a step.
-        pins: What another run determines; None: nothing, all values are about those of the dump. Else operators round
-            in the type that the other run computes in, where this run's is narrower.
+        pins: What another run determines; None: nothing, all values are about those of the dump. Else fused
+            operators round to bfloat16 within themselves where the other run's do.
         before: The step before.
     """
 
@@ -183,7 +183,7 @@ class Followed:
                 values = given[place].value
                 if not is_float(value.dtype):
                     values = values.astype(value.load().dtype)
-                return replace(value, dtype=self._type(value), read=lambda: values)
+                return replace(value, read=lambda: values)
             if place == "input.bf16" and self.pins is not None and isinstance(value, Scalar):
                 return replace(value, value=self.pins.kind == "bfloat16")
             if is_list(value):
@@ -196,12 +196,6 @@ class Followed:
         inputs: list[Value] = [fed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
         named: dict[str, Value] = {n: fed(f"input.{n}", v) for n, v in call.kwargs.items()}
         return replace(call, inputs=inputs, kwargs=named), given
-
-    def _type(self, record: TensorRecord) -> str:
-        """Return the type that a tensor is rounded to here."""
-        if self.pins is None or not is_float(record.dtype):
-            return record.dtype
-        return max(record.dtype, self.pins.kind, key=lambda d: FLOATS[d].bits)
 
     def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
         back = call.phase is Phase.BACKWARD
@@ -236,7 +230,7 @@ class Followed:
         for place, record in call.made():
             x = next((r for r in left if not back or r.shape == record.shape), None)
             if isinstance(x, Approx):
-                found[place] = _stored(x, self._type(record), formula.exact)
+                found[place] = _stored(x, record.dtype, formula.exact)
             elif x is not None:
                 found[place] = Held(np.asarray(x), np.zeros(()))
         return found
@@ -267,7 +261,7 @@ class Followed:
         x = results[group.index(rank)]
         made = [(p, t) for p, t in call.made()]
         if isinstance(x, Approx):
-            return {made[0][0]: _stored(x, self._type(made[0][1]), True)} if len(made) == 1 else {}
+            return {made[0][0]: _stored(x, made[0][1].dtype, True)} if len(made) == 1 else {}
         return {made[0][0]: Held(np.asarray(x), np.zeros(()))} if len(made) == 1 else {}
 
     def _message(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
