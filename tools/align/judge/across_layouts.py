@@ -347,7 +347,7 @@ class _Points:
         limit = self._limit(one, other, y, squares, when == "before")
         self.exact = found is not None and limit < _FIRST_ORDER
         if found is not None and limit > VAGUE:
-            said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge; exchange the runs"
+            said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
             return finding("not judged", said, 0.0)
         off = _distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
