@@ -23,6 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 
@@ -49,40 +50,19 @@ def overrides(layers: int, experts_over: int) -> list[str]:
     ]
 
 
-def bare(layers: int, experts_over: int, report_to: str | None) -> None:
-    """Build and compile rank 0 in this process; with a file, export and report on its graph, too."""
-    os.environ.update(GLOG_v="3", MS_DEV_PRECOMPILE_ONLY="1")
-    path, recipe = library(), folder() / "configs" / RECIPE
-    os.chdir(tempfile.mkdtemp())
-    import mindspore as ms
-    from mindformers import MindFormerConfig
-    from mindformers.core.context.build_context import build_context
+def _step(config: Any) -> Any:
+    """Return the cell of a training step, made of a configuration by MindFormers' own functions."""
     from mindformers.core.lr import build_lr
     from mindformers.core.optim.build_optim import build_optim
-    from mindformers.core.parallel_config import build_parallel_config
     from mindformers.models import build_network
-    from mindformers.trainer import Trainer
     from mindformers.trainer.optimizer_grouped_parameters import get_optimizer_grouped_parameters
     from mindformers.wrapper.wrapper import (
         DataOrderWrapperCell,
         MFPipelineWithLossScaleCell,
         PipelineCellWithMultiOutputs,
     )
-    from mindspore.common.initializer import initializer
-    from mindspore.graph.api import _cell_graph_executor as executor
     from mindspore.nn.wrap.cell_wrapper import _VirtualDatasetCell
 
-    device = SimulatedDevice(0, DP * TP * PP, path)
-    ms.runtime.set_cpu_affinity = lambda *args, **kwargs: None
-    config = MindFormerConfig(str(recipe))
-    config.context.update(device_target="CPU", save_graphs=False)
-    config.context.pop("ascend_config")
-    config.parallel_config.expert_parallel = experts_over
-    config.model.model_config.update(num_hidden_layers=layers, offset=offset(layers))
-    build_context(config)
-    ms.set_auto_parallel_context(global_rank=0, device_num=device.size)
-    Trainer._reassign_monitor_config(SimpleNamespace(config=config))  # norms that the step dumps
-    build_parallel_config(config)
     # As not written in the recipe: None, which compiles to another graph than the default of the classes, False.
     per_token = {"calculate_per_token_loss": config.calculate_per_token_loss}
     given = {"parallel_config": config.parallel_config, "moe_config": config.moe_config}
@@ -120,6 +100,34 @@ def bare(layers: int, experts_over: int, report_to: str | None) -> None:
     )
     step.ascend_910b_target = True  # how overflow is asked; no chip tells
     step.set_train()
+    return step
+
+
+def bare(layers: int, experts_over: int, report_to: str | None) -> None:
+    """Build and compile rank 0 in this process; with a file, export and report on its graph, too."""
+    os.environ.update(GLOG_v="3", MS_DEV_PRECOMPILE_ONLY="1")
+    path, recipe = library(), folder() / "configs" / RECIPE
+    os.chdir(tempfile.mkdtemp())
+    import mindspore as ms
+    from mindformers import MindFormerConfig
+    from mindformers.core.context.build_context import build_context
+    from mindformers.core.parallel_config import build_parallel_config
+    from mindformers.trainer import Trainer
+    from mindspore.common.initializer import initializer
+    from mindspore.graph.api import _cell_graph_executor as executor
+
+    device = SimulatedDevice(0, DP * TP * PP, path)
+    ms.runtime.set_cpu_affinity = lambda *args, **kwargs: None
+    config = MindFormerConfig(str(recipe))
+    config.context.update(device_target="CPU", save_graphs=False)
+    config.context.pop("ascend_config")
+    config.parallel_config.expert_parallel = experts_over
+    config.model.model_config.update(num_hidden_layers=layers, offset=offset(layers))
+    build_context(config)
+    ms.set_auto_parallel_context(global_rank=0, device_num=device.size)
+    Trainer._reassign_monitor_config(SimpleNamespace(config=config))  # norms that the step dumps
+    build_parallel_config(config)
+    step = _step(config)
     row = initializer("zeros", (MICRO, LENGTH), ms.int32)  # not in memory
     mask = initializer("zeros", (MICRO, 1, LENGTH, LENGTH), ms.int32)
     device.to_ascend()

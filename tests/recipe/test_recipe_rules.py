@@ -387,6 +387,22 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             f"{D}input_columns {D}construct_args_key",
         ),
     ],
+    "hugging_face_columns": [
+        (
+            LARGE,
+            {
+                L + "type": "HFDataLoader",
+                L + "sizes": None,
+                L + "config": None,
+                L + "datasets_type": None,
+                L + "create_attention_mask": "True",
+                "parallel.full_batch": "True",
+                "parallel.dataset_strategy": None,
+                M + "seq_length": "4096",
+            },
+            D + "input_columns",
+        ),
+    ],
     "masks": [
         (TINY, {C + "reset_attention_mask": "True"}, C + "reset_attention_mask"),
         (TINY, {C + "reset_position_ids": "True", C + "eod": "-1"}, C + "eod"),
