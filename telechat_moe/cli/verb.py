@@ -116,7 +116,8 @@ class VerbParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Refuse here what is left over; argparse would show the usage of the whole command, not of the verb."""
-        if self.verb.default and args and Path(args[0]).exists():
+        named = args and args[0] in [verb.name for verb in self.verb.subverbs]
+        if self.verb.default and args and not named and Path(args[0]).exists():
             args = [self.verb.default, *args]
         found, extra = super().parse_known_args(args, namespace)
         if extra:

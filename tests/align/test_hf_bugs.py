@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 
 import pytest
 
@@ -13,8 +12,7 @@ pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
 
 from test_workflow_hf import NO_BIAS, TWIN, align, command, sets
 
-sys.path.insert(0, str(TWIN.parent))
-from hf_bugs import BUGS, UNSEEN
+from benchmarks.peers.hf_bugs import BUGS, UNSEEN
 
 RECIPE = "telechat3_moe/pretrain_tiny.yaml"
 

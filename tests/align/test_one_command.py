@@ -64,6 +64,15 @@ def test_the_same_run_passes_and_says_what_is_next(pair, capsys):
     assert len(report["next"]) == 3
 
 
+def test_a_verb_is_one_although_a_folder_has_its_name(tmp_path, capsys, monkeypatch):
+    """`align phases RECIPE --out phases` runs again after it has made its folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "replay").mkdir()
+    code, report = answer(capsys, "replay", dumps.unpack("torch_tensor_mix", tmp_path / "a"))
+    assert code == 4
+    assert "closest" in report
+
+
 def test_a_misspelt_folder_is_no_verb(capsys):
     assert main(["align", "no-such-dump", "other"]) == 2
     assert "nor is it a file or folder" in capsys.readouterr().err
