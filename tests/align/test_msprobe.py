@@ -329,6 +329,23 @@ def test_a_pickle_in_a_torch_file_is_not_run(tmp_path, monkeypatch):
     assert not Path("a").exists()
 
 
+def test_the_type_of_a_torch_file_is_not_any_text(tmp_path):
+    """Bytes of a file that are taken for NumPy's objects would be followed as pointers."""
+    import zipfile
+
+    msprobe_write.value_files.save_pt(tmp_path / "good.pt", np.zeros(2, np.int64), "int64")
+    with zipfile.ZipFile(tmp_path / "good.pt") as good:
+        members = {name: good.read(name) for name in good.namelist()}
+    storage, text = b"ctorch\nLongStorage\n", b"X\x06\0\0\0object"
+    assert storage in members["good/data.pkl"]
+    members["good/data.pkl"] = members["good/data.pkl"].replace(storage, text)
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(BadInputError, match="no storage"):
+        msprobe.value_files.load(tmp_path / "x.pt", "object", (2,), tmp_path)
+
+
 def fuzz(count, seed, tmp_path, capsys):
     rng = random.Random(seed)
     roots = [dumps.unpack(name, tmp_path) for name in dumps.NAMES]

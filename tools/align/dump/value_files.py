@@ -1,21 +1,21 @@
 """Values of tensors in files, mapped and never unpickled: ``.npy``, and the ``.pt`` of ``torch.save`` without torch.
 
-A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which member holds which tensor. Those opcodes
-are read as data; nothing that they name is imported or called, and any other opcode is refused.
+A ``.pt`` file is a zip archive whose ``data.pkl`` says with a few opcodes which member holds which tensor. Any other
+opcode is refused, and so is every name but those of a tensor's parts; nothing that a file names is imported.
 """
 
 import io
 import math
 import mmap
 import os
+import pickle
 import pickletools
-import stat
 import struct
 import tempfile
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -47,9 +47,10 @@ _STORAGES = {
 _BROKEN = (
     *(OSError, ValueError, EOFError, LookupError, TypeError, AttributeError, ArithmeticError),
     *(MemoryError, RuntimeError, SyntaxError, struct.error, zlib.error, tokenize.TokenError),
-    zipfile.BadZipFile,
+    *(zipfile.BadZipFile, pickle.UnpicklingError),
 )
 _MAX_PICKLE = 1 << 16
+_MAX_COUNT = 1 << 62
 _SMALL, _LARGE = 1 << 16, 1 << 24  # bytes
 _STEP = 1 << 20  # elements
 _RELEASE = 1 << 22  # elements after which the pages of mapped files are released
@@ -69,8 +70,11 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
     """
     shape = tuple(shape)
     try:
-        real = _real(path, root)
-        values = _load_pt(Path(real)) if path.suffix == ".pt" else _load_npy(real)
+        real = within(path, root)
+        if not real.is_file():  # opening a pipe would wait for ever
+            why = "no regular file" if real.exists() else "missing; the dump names it"
+            raise BadInputError(f"{path}: {why}")
+        values = _load_pt(real) if path.suffix == ".pt" else _load_npy(real)
     except BadInputError:
         raise
     except RecursionError:
@@ -79,11 +83,18 @@ def load(path: Path, dtype: str, shape: Sequence[int], root: Path) -> Array:
         raise BadInputError(f"{path}: {_said(error)}") from None
     if values.shape != shape:
         raise BadInputError(f"{path}: shape {list(values.shape)}, the dump says {list(shape)}")
-    if not _fits(values.dtype.name, dtype):
-        values = _narrowed(values, dtype)
-    if not _fits(values.dtype.name, dtype):
-        raise BadInputError(f"{path}: holds {values.dtype.name}, the dump says {dtype}")
-    return values
+    try:
+        kind = np.dtype("float32" if dtype in WIDENED else dtype)
+    except TypeError:  # an unknown type: the file says what it holds
+        return values
+    if values.dtype == kind:
+        return values
+    with np.errstate(all="ignore"):
+        narrow = values.astype(kind)
+    # A file may store a wider type than the dump says, if the values fit the narrow one.
+    if np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc"):
+        return narrow
+    raise BadInputError(f"{path}: holds {values.dtype.name}, the dump says {dtype}")
 
 
 def widen(bits: Array, dtype: str) -> Array:
@@ -116,10 +127,12 @@ def from_bytes(content: bytes, dtype: str) -> Array:
 def _widened(bits: Array) -> Array:
     """Return flat bfloat16 in float32; large arrays in a temporary file that is removed with the array."""
     if bits.nbytes <= _LARGE:
-        return widen(np.asarray(bits), "bfloat16")
+        wide: Array = widen(np.asarray(bits), "bfloat16")
+        wide.flags.writeable = False
+        return wide
     with tempfile.TemporaryFile() as file:
         file.truncate(2 * bits.nbytes)
-        wide: Array = np.ndarray(bits.shape, np.float32, mmap.mmap(file.fileno(), 2 * bits.nbytes))
+        wide = np.ndarray(bits.shape, np.float32, mmap.mmap(file.fileno(), 2 * bits.nbytes))
     for i in range(0, bits.size, _STEP):
         wide[i : i + _STEP] = widen(np.asarray(bits[i : i + _STEP]), "bfloat16")
         release(bits)
@@ -142,27 +155,30 @@ def save_pt(path: Path, values: Array, dtype: str) -> None:
     else:
         dtype = dtype if dtype in names else "float32"
         stored = np.ascontiguousarray(values, np.dtype(dtype)).reshape(-1)
-    strides = [math.prod(values.shape[d + 1 :]) for d in range(values.ndim)]
-    pickle = b"".join(
+    strides = tuple(math.prod(values.shape[d + 1 :]) for d in range(values.ndim))
+    content = b"".join(
         [
             b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n((",
-            _text("storage"),
-            f"ctorch\n{names[dtype]}\n".encode(),
-            _text("0") + _text("cpu"),
-            _number(stored.size) + b"tQ" + _number(0),
-            b"(" + b"".join(map(_number, values.shape)) + b"t",
-            b"(" + b"".join(map(_number, strides)) + b"t",
+            _opcodes("storage") + f"ctorch\n{names[dtype]}\n".encode(),
+            *map(_opcodes, ("0", "cpu", stored.size)),
+            b"tQ",
+            *map(_opcodes, (0, values.shape, strides)),
             b"\x89ccollections\nOrderedDict\n)RtR.",
         ]
     )
     stem = path.stem
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in (("data.pkl", pickle), ("byteorder", b"little")):
-            archive.writestr(zipfile.ZipInfo(f"{stem}/{name}"), content)
+        for name, text in (("data.pkl", content), ("byteorder", b"little")):
+            archive.writestr(zipfile.ZipInfo(f"{stem}/{name}"), text)
         with archive.open(zipfile.ZipInfo(f"{stem}/data/0"), "w", force_zip64=True) as member:
             for i in range(0, stored.size, 1 << 22):
                 member.write(stored[i : i + (1 << 22)].tobytes())
         archive.writestr(zipfile.ZipInfo(f"{stem}/version"), b"3\n")
+
+
+def _opcodes(value: Any) -> bytes:
+    """Return the opcodes that put a text, a number or a tuple of numbers on the stack."""
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def release(values: Array) -> None:
@@ -218,37 +234,19 @@ def within(path: Path, root: Path) -> Path:
     Raises:
         BadInputError: It is outside of the folder.
     """
-    return Path(_within(path, root))
-
-
-def _within(path: Path, root: Path) -> str:
-    real, folder = _realpath(path), _folder(os.fspath(root))
+    # Only the path of the folder is resolved, and cached: a dump has thousands of files in one.
+    real = os.path.join(_folder(os.fspath(path.parent)), path.name)  # noqa: PTH118 (pathlib is slow)
+    if path.name in ("", "..") or os.path.islink(real):  # noqa: PTH114
+        real = os.path.realpath(real)
+    folder = _folder(os.fspath(root))
     if real != folder and not real.startswith(folder.rstrip(os.sep) + os.sep):
         raise BadInputError(f"{path}: leads out of {root}, to {real}; expected a file in it")
-    return real
-
-
-def _realpath(path: Path) -> str:
-    """Return the real path of a file; that of its folder is cached, because a dump has thousands of files in one."""
-    found = os.path.join(_folder(os.fspath(path.parent)), path.name)  # noqa: PTH118 (pathlib is slow)
-    known = path.name not in ("", "..") and not os.path.islink(found)  # noqa: PTH114
-    return found if known else os.path.realpath(found)
+    return Path(real)
 
 
 @lru_cache(64)
 def _folder(path: str) -> str:
     return os.path.realpath(path)
-
-
-def _real(path: Path, root: Path) -> str:
-    real = _within(path, root)
-    try:
-        mode = os.stat(real).st_mode  # noqa: PTH116 (pathlib is slow)
-    except FileNotFoundError:
-        raise BadInputError(f"{path}: missing; the dump names it") from None
-    if not stat.S_ISREG(mode):  # opening a pipe would wait for ever
-        raise BadInputError(f"{path}: no regular file")
-    return real
 
 
 def _said(error: BaseException) -> str:
@@ -257,29 +255,8 @@ def _said(error: BaseException) -> str:
     return f"broken ({str(error)[:200] or type(error).__name__})"
 
 
-def _fits(found: str, dtype: str) -> bool:
-    if found == dtype:
-        return True
-    if dtype in WIDENED:
-        return found == "float32"
-    try:
-        np.dtype(dtype)
-    except TypeError:  # an unknown type: the file says what it holds
-        return True
-    return False
-
-
-def _narrowed(values: Array, dtype: str) -> Array:
-    """Return values that were stored in a wider type in their own type, if they fit it; others unchanged."""
-    kind = "float32" if dtype in WIDENED else dtype
-    with np.errstate(all="ignore"):
-        narrow = values.astype(kind)
-    same = np.array_equal(narrow.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc")
-    return narrow if same else values
-
-
-def _load_npy(path: str) -> Array:
-    with open(path, "rb") as file:  # noqa: PTH123 (pathlib is slow)
+def _load_npy(path: Path) -> Array:
+    with path.open("rb") as file:
         version = _NPY.read_magic(file)
         if version == (1, 0):
             length = file.read(2)
@@ -296,7 +273,12 @@ def _load_npy(path: str) -> Array:
         count = math.prod(shape)
         if begin + count * dtype.itemsize != size:
             raise ValueError(f"{size:,} bytes, {begin + count * dtype.itemsize:,} expected")
-        return _mapped(file, dtype, begin, shape, "F" if fortran else "C")
+        flat = _mapped(file, dtype, begin, count)
+    if dtype.kind == "V" and dtype.itemsize == 2:  # ml_dtypes' bfloat16 as NumPy stores it
+        flat = _widened(flat.view(np.uint16))
+    elif not dtype.isnative:
+        flat = flat.astype(dtype.newbyteorder("="))
+    return flat.reshape(shape, order="F" if fortran else "C")
 
 
 @lru_cache(1024)
@@ -305,40 +287,21 @@ def _header(text: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return _NPY.read_array_header_1_0(io.BytesIO(text))
 
 
-def _mapped(file: BinaryIO, dtype: np.dtype[Any], begin: int, shape: Any, order: Any) -> Array:
-    count = math.prod(shape) * dtype.itemsize
-    if count == 0:
-        return np.empty(shape, dtype)
-    buffer: Any
-    if count <= _SMALL:  # mapping takes longer than reading
+def _mapped(file: BinaryIO, dtype: np.dtype[Any], begin: int, count: int) -> Array:
+    """Return the numbers at a place of a file, mapped or, if they are few, read: mapping takes longer."""
+    size = count * dtype.itemsize
+    if size <= _SMALL:
         file.seek(begin)
-        buffer, begin = file.read(count), 0
-    else:
-        start = begin - begin % mmap.ALLOCATIONGRANULARITY
-        buffer = mmap.mmap(
-            file.fileno(), count + begin - start, access=mmap.ACCESS_READ, offset=start
-        )
-        begin -= start
-    values: Array = np.ndarray(tuple(shape), dtype, buffer, begin, order=order)
-    if dtype.kind == "V" and dtype.itemsize == 2:  # ml_dtypes' bfloat16 as NumPy stores it
-        bits = values.view(np.uint16)
-        lines = _widened(bits.reshape(-1, order=order))
-        return lines.reshape(shape, order=order)
-    return values if dtype.isnative else values.astype(dtype.newbyteorder("="))
-
-
-class _Global(NamedTuple):
-    name: str
-
-
-class _Storage(NamedTuple):
-    type: str
-    member: str
-    size: int
+        return np.ndarray(count, dtype, file.read(size))
+    start = begin - begin % mmap.ALLOCATIONGRANULARITY
+    pages = mmap.mmap(file.fileno(), size + begin - start, access=mmap.ACCESS_READ, offset=start)
+    return np.ndarray(count, dtype, pages, begin - start)
 
 
 class _Tensor(NamedTuple):
-    storage: _Storage
+    dtype: str
+    member: str
+    size: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -348,33 +311,23 @@ def _load_pt(path: Path) -> Array:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with zipfile.ZipFile(file) as archive:
-            index = {about.filename.partition("/")[2]: about for about in archive.infolist()}
-        about = index["data.pkl"]
-        if about.file_size > _MAX_PICKLE:
-            raise ValueError("data.pkl is too large for one tensor")
-        tensor = _interpret(_content(file, about))
-        if "byteorder" in index and _content(file, index["byteorder"]) != b"little":
-            raise ValueError("big-endian values")
-        member = index[f"data/{tensor.storage.member}"]
+            members = {about.filename.partition("/")[2]: about for about in archive.infolist()}
+            if members["data.pkl"].file_size > _MAX_PICKLE:
+                raise ValueError("data.pkl is too large for one tensor")
+            found = _described(archive.read(members["data.pkl"]))
+            if "byteorder" in members and archive.read(members["byteorder"]) != b"little":
+                raise ValueError("big-endian values")
+        dtype = np.dtype(np.uint16 if found.dtype == "bfloat16" else found.dtype)
+        member = members[f"data/{found.member}"]
         begin = _begin(file, member)
-        dtype = _STORAGES[tensor.storage.type]
-        stored = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
-        count, shape, strides = tensor.storage.size, tensor.shape, tensor.strides
-        if count * stored.itemsize > member.file_size or begin + member.file_size > size:
+        if found.size * dtype.itemsize > member.file_size or begin + member.file_size > size:
             raise ValueError("fewer values than the file says")
-        if len(shape) != len(strides) or min((tensor.offset, *shape, *strides)) < 0:
-            raise ValueError(f"shape {shape} with strides {strides}")
-        if math.prod(shape) == 0:
-            return np.empty(shape, np.float32 if dtype == "bfloat16" else stored)
-        last = tensor.offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if last >= count:
-            raise ValueError(f"shape {shape} with strides {strides} reaches beyond the values")
-        flat = _mapped(file, stored, begin, (count,), "C")[tensor.offset :]
-    if dtype == "bfloat16":  # the repeated elements of an expanded tensor are widened once
+        flat = _mapped(file, dtype, begin, found.size)
+    if found.dtype == "bfloat16":  # the repeated elements of an expanded tensor are widened once
         flat = _widened(flat)
     step = flat.itemsize
-    return np.lib.stride_tricks.as_strided(
-        flat, shape, [s * step for s in strides], writeable=False
+    return np.ndarray(
+        found.shape, flat.dtype, flat, found.offset * step, [s * step for s in found.strides]
     )
 
 
@@ -389,100 +342,57 @@ def _begin(file: BinaryIO, member: zipfile.ZipInfo) -> int:
     return member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
 
 
-def _content(file: BinaryIO, member: zipfile.ZipInfo) -> bytes:
-    """Return the content of a small member, faster than ``zipfile``."""
-    if member.file_size > _MAX_PICKLE:
-        raise ValueError(f"{member.filename} is too large")
-    file.seek(_begin(file, member))
-    content = file.read(member.file_size)
-    if zlib.crc32(content) != member.CRC:
-        raise ValueError(f"{member.filename}: wrong checksum")
-    return content
+_ALLOWED = """
+PROTO STOP MARK GLOBAL REDUCE BINPERSID BINPUT BINGET NEWFALSE NEWTRUE BININT BININT1 BININT2 LONG1 BINUNICODE
+SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3
+"""
+_OPCODES = frozenset(_ALLOWED.split())
 
 
-_LITERALS = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE")
+class _Description(pickle.Unpickler):
+    """Makes the :class:`_Tensor` that a ``data.pkl`` describes, from no names but those of a tensor's parts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        match module, name:
+            case "torch._utils", "_rebuild_tensor_v2":
+                return _tensor
+            case "torch._utils", "_rebuild_parameter":
+                return _first
+            case "collections", "OrderedDict":
+                return tuple
+            case _:
+                raise ValueError(f"pickled values are never read ({module} {name})")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _tensor(storage: Any, offset: int, shape: Any, strides: Any, *_: object) -> _Tensor:
+    kind, dtype, member, _, size = storage
+    numbers = (size, offset, *shape, *strides)
+    if kind != "storage" or dtype not in _STORAGES.values():
+        raise ValueError("no storage")
+    if any(type(n) is not int or not 0 <= n < _MAX_COUNT for n in numbers):
+        raise ValueError(f"no sizes: {numbers}")
+    return _Tensor(dtype, member, size, offset, tuple(shape), tuple(strides))
+
+
+def _first(tensor: Any, *_: object) -> Any:
+    return tensor
 
 
 @lru_cache(256)
-def _interpret(pickle: bytes) -> _Tensor:
+def _described(content: bytes) -> _Tensor:
     """Return the one tensor that a pickle describes."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    mark = object()
-
-    def cut() -> tuple[Any, ...]:
-        begin = len(stack) - 1 - stack[::-1].index(mark)
-        items = tuple(stack[begin + 1 :])
-        del stack[begin:]
-        return items
-
-    def several(count: int) -> tuple[Any, ...]:
-        return tuple(reversed([stack.pop() for _ in range(count)]))
-
-    pushed: Mapping[str, Callable[[Any], Any]] = {
-        **dict.fromkeys(_LITERALS, lambda argument: argument),
-        "GLOBAL": _Global,
-        "BINGET": memo.__getitem__,
-        "LONG_BINGET": memo.__getitem__,
-        "MARK": lambda _: mark,
-        "EMPTY_TUPLE": lambda _: (),
-        "TUPLE": lambda _: cut(),
-        "TUPLE1": lambda _: several(1),
-        "TUPLE2": lambda _: several(2),
-        "TUPLE3": lambda _: several(3),
-        "NEWFALSE": lambda _: False,
-        "NEWTRUE": lambda _: True,
-        "BINPERSID": lambda _: _storage(stack.pop()),
-        "REDUCE": lambda _: _reduced(*several(2)),
-    }
-    argument: Any
-    for code, argument, _ in pickletools.genops(pickle):
-        if code.name in pushed:
-            stack.append(pushed[code.name](argument))
-        elif code.name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif code.name not in ("PROTO", "STOP"):
-            raise ValueError(f"pickled values are never read (opcode {code.name})")
-    if len(stack) != 1 or not isinstance(stack[0], _Tensor):
+    codes = {code.name for code, _, _ in pickletools.genops(content)}
+    if unknown := codes - _OPCODES:
+        raise ValueError(f"pickled values are never read (opcode {min(unknown)})")
+    found = _Description(io.BytesIO(content)).load()
+    if not isinstance(found, _Tensor):
         raise ValueError("not one tensor")
-    return stack[0]
-
-
-def _storage(found: Any) -> _Storage:
-    kind, storage, member, _, size = found
-    if kind != "storage" or not isinstance(storage, _Global) or not isinstance(member, str):
-        raise ValueError("no storage")
-    return _Storage(storage.name.removeprefix("torch "), member, _count(size))
-
-
-def _reduced(function: Any, arguments: Any) -> Any:
-    if function == _Global("collections OrderedDict") and arguments == ():
-        return ()
-    if function == _Global("torch._utils _rebuild_tensor_v2"):
-        storage, offset, shape, strides = arguments[:4]
-        if isinstance(storage, _Storage):
-            whole = tuple(map(_count, shape)), tuple(map(_count, strides))
-            return _Tensor(storage, _count(offset), *whole)
-    if function == _Global("torch._utils _rebuild_parameter") and isinstance(arguments[0], _Tensor):
-        return arguments[0]
-    raise ValueError(f"pickled values are never read ({function})")
-
-
-def _count(x: Any) -> int:
-    if type(x) is not int or x < 0 or x > mmap.PAGESIZE << 50:
-        raise ValueError(f"{x!r} is no size")
-    return x
-
-
-def _text(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-def _number(n: int) -> bytes:
-    if n < 1 << 31:
-        return b"J" + struct.pack("<i", n)
-    content = n.to_bytes(n.bit_length() // 8 + 1, "little")
-    return b"\x8a" + bytes([len(content)]) + content
+    return found
 
 
 def write_npy_header(file: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
