@@ -1,6 +1,6 @@
-"""Time `telechat-moe align compare` beside `msprobe compare` (mindstudio-probe 26.2.0) on the same trees.
+"""Time `telechat-moe align bisect --standard` beside `msprobe compare` (mindstudio-probe 26.2.0) on the same trees.
 
-    python -m benchmarks.align_compare [--msprobe PATH] [--rounds 5] [--sizes small wide large] [--profile NAME ...] [--json FILE]
+    python -m benchmarks.align_compare [--msprobe PATH] [--rounds 5] [--sizes small wide large] [--standards NAME ...] [--json FILE]
 
 Trees of two runs are written in msprobe's format with PyTorch's files: ``small`` has 98 tensors of 2,048 elements (the tree
 that the facts about msprobe were measured on), ``wide`` 2,000 of them, ``large`` 16 tensors of 64 MiB, 2 GiB with both runs.
@@ -97,8 +97,8 @@ def timed(command: list[str], codes: tuple[int, ...] = (0,)) -> Timed:
 
 def ours(folder: Path, profile: str, report: Path) -> list[str]:
     """Return our command."""
-    command = [sys.executable, "-m", "telechat_moe.cli", "align", "compare"]
-    command += [str(folder / "golden"), str(folder / "target"), "--profile", profile]
+    command = [sys.executable, "-m", "telechat_moe.cli", "align", "bisect"]
+    command += [str(folder / "golden"), str(folder / "target"), "--standard", profile]
     return [*command, "--json", str(report)]
 
 
@@ -118,10 +118,10 @@ def their_errors(out: Path) -> dict[str, float]:
 def our_errors(report: Path) -> dict[str, float]:
     """Return our largest errors by tensor, from the report of a profile that has them."""
     found = {}
-    for row in json.loads(report.read_text())["rows"]:
+    for row in json.loads(report.read_text())["standard"]["tensors"]:
         for check in row["checks"]:
             if check["metric"] == "largest error":
-                found[f"{row['key']}.{row['place']}"] = check["observed"]
+                found[f"{row['operator']}.{row['tensor']}"] = check["observed"]
     return found
 
 
@@ -192,7 +192,7 @@ def summary(
 
 def show(results: list[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table(title="align compare and msprobe compare")
+    table = Table(title="align bisect --standard and msprobe compare")
     for title in (
         "tree",
         "values",
@@ -227,11 +227,13 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Parse the arguments and run all measurements."""
-    parser = argparse.ArgumentParser(description="Time align compare and msprobe compare.")
+    parser = argparse.ArgumentParser(
+        description="Time align bisect --standard and msprobe compare."
+    )
     parser.add_argument("--msprobe", default=shutil.which("msprobe"), metavar="PATH")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sizes", nargs="+", choices=list(TREES), default=list(TREES))
-    parser.add_argument("--profile", nargs="+", default=["mixed", "msprobe"], metavar="NAME")
+    parser.add_argument("--standards", nargs="+", default=["mixed", "msprobe"], metavar="NAME")
     parser.add_argument("--folder", type=Path, help="where the trees go, 2 GiB (temporary)")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -242,7 +244,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for tree in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            results += measure(tree, Path(folder), args.msprobe, args.profile, args.rounds)
+            results += measure(tree, Path(folder), args.msprobe, args.standards, args.rounds)
     show(results)
     if args.json:
         report = {"rounds": args.rounds, "msprobe": args.msprobe is not None, "results": results}

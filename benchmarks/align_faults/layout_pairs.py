@@ -29,7 +29,7 @@ from telechat_moe.recipe.weights import weights
 from telechat_moe.tools.align.dump import summary
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
-from telechat_moe.tools.align.judge.bisect import Outcome
+from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.numerics import is_float
 
 RECIPE, STEPS, ROWS = "telechat3_moe/pretrain_tiny.yaml", 3, 4

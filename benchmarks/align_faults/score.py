@@ -23,7 +23,8 @@ from benchmarks.align_faults.oracle import seen_on
 from benchmarks.align_faults.weights import Shape
 from telechat_moe.tools.align.dump.records import Dump
 from telechat_moe.tools.align.judge import reproduce
-from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, bisect
+from telechat_moe.tools.align.judge.bisect import Known, bisect
+from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 
 
 @dataclass(frozen=True)

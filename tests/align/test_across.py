@@ -15,8 +15,9 @@ from telechat_moe.tools.align.dump.records import (
     TensorLayout,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.across_layouts import across, differ_in_layout
+from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.collectives import terms_of
+from telechat_moe.tools.align.judge.pairing import differ_in_layout
 from telechat_moe.tools.align.maps.links import Link, read_map
 
 RNG = np.random.default_rng(0)

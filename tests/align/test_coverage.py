@@ -136,8 +136,9 @@ def test_a_map_with_swapped_sides_is_an_error(tmp_path, capsys):
     (tmp_path / "map.json").write_text(json.dumps(entries))
     given = [str(tmp_path / name) for name in ("two", "one")]
     (tmp_path / "empty.json").write_text("[]")
-    for verb in ("bisect", "compare"):
-        assert main(["align", verb, *given, "--map", str(tmp_path / "map.json")]) == 3
+    for standard in ([], ["--standard", "torch"]):
+        command = ["align", *given, *standard, "--map"]
+        assert main([*command, str(tmp_path / "map.json")]) == 3
         assert "sides are swapped" in capsys.readouterr().err
-        assert main(["align", verb, *given, "--map", str(tmp_path / "empty.json")]) == 3
+        assert main([*command, str(tmp_path / "empty.json")]) == 3
         assert "the map is empty" in capsys.readouterr().err

@@ -14,13 +14,13 @@ torch = pytest.importorskip("torch")
 from planted import result, run
 
 from telechat_moe.tools.align.dump.msprobe_write import write
-from telechat_moe.tools.align.judge import neighbourhood as around
 from telechat_moe.tools.align.judge.bisect import bisect
 from telechat_moe.tools.align.loss import page as loss_page
 from telechat_moe.tools.align.loss import read as loss_read
 from telechat_moe.tools.align.loss import verdict as loss
 from telechat_moe.tools.align.report import bisect_page as page
 from telechat_moe.tools.align.report import combined as report
+from telechat_moe.tools.align.report import neighbourhood as around
 
 pytestmark = pytest.mark.torch
 
@@ -163,12 +163,9 @@ def test_every_verb_that_gives_a_verdict_is_read(files, found, tmp_path):
     made = {
         "replay": verb("replay", bad, "--json", tmp_path / "replay.json"),
         "bisect": verb("bisect", golden, bad, "--json", tmp_path / "bisect.json"),
-        "compare": verb(
-            "compare", golden, bad, "--profile", "bitwise", "--json", tmp_path / "compare.json"
-        ),
         "merge": verb("merge", bad, tmp_path / "merged", "--json", tmp_path / "merge.json"),
     }
-    assert [d.returncode for d in made.values()] == [1, 1, 1, 0], [d.stderr for d in made.values()]
+    assert [d.returncode for d in made.values()] == [1, 1, 0], [d.stderr for d in made.values()]
     names = [tmp_path / f"{name}.json" for name in made]
     done = verb(
         "report",
@@ -181,10 +178,10 @@ def test_every_verb_that_gives_a_verdict_is_read(files, found, tmp_path):
     )
     assert done.returncode == 1, done.stderr
     shown = Page((tmp_path / "r.html").read_text())
-    assert (shown.loads, shown.open, shown.count("section")) == ([], [], 5)
+    assert (shown.loads, shown.open, shown.count("section")) == ([], [], 4)
     for name in made:
         assert f"{name}: " in shown.text
-    assert ElementTree.parse(tmp_path / "r.xml").getroot().get("tests") == "5"
+    assert ElementTree.parse(tmp_path / "r.xml").getroot().get("tests") == "4"
     assert verb("report", tmp_path / "merge.json").returncode == 0
 
 

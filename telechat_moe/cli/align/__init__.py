@@ -7,7 +7,6 @@ from telechat_moe.cli.align import (
     bisect,
     capture,
     ckpt,
-    compare,
     convert,
     loss,
     map,
@@ -24,7 +23,7 @@ telechat-moe align inspect dump
 telechat-moe align golden_dump dump --html align.html
 """
 MODULES = (
-    *(capture, show, map, merge, compare, replay),
+    *(capture, show, map, merge, replay),
     *(bisect, loss, ckpt, convert, report, phases),
 )
 

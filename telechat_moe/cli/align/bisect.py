@@ -2,12 +2,14 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from telechat_moe.cli.arguments import add_runs
 from telechat_moe.cli.output import (
     VERDICT_CODES,
     show_counts,
     show_coverage,
+    show_left,
     show_table,
     write_json,
     write_text,
@@ -34,12 +36,30 @@ of TARGET is judged with its own settings, collectives over the ranks that the l
 have is made whole from all ranks and compared, in the order of TARGET's data flow: gradients, weights and states by
 the name of their weight, or across frameworks what `align map` finds (--map reads an edited map). Of the first tensor
 that differs, the calls of both runs that made it are compared: which run's is wrong, or which settings differ.
+
+--standard judges every tensor (of runs whose calls differ: what both must have) by a published standard instead:
+
+  ascend-l0 -l1 -l2  MARE, MERE and RMSE over those of a third run (--benchmark): 10, 2, 2; 5, 1.5, 1.5; 2, 1.2, 1.2
+  ecosystem          MERE < T, MARE < 10 T: float16 2^-10, bfloat16 2^-7, float32 2^-13
+  mixed              99 % within rtol and atol, largest error at most max(floor, 32 ULP); -0924: as revised then
+  mindformers        cosine > 0.999, L1 ratio - 1 < 0.01, KL divergence < 0.005
+  msprobe            cosine > 0.99, then largest error < 0.001 or shares of 1 %, 0.1 %, 0.01 %
+  torch              torch.testing.assert_close (torch:equal_nan)
+  close              |target - reference| <= atol + rtol |reference| (close:rtol=1e-5,atol=1e-8)
+  ulp                at most so many numbers of the target's type are between the two (ulp:max=1)
+  bitwise            equal bytes
+
+With `:as=bfloat16` (float16, hf32) wider tensors are judged by the limits of that type. A choice (top-k, arg-max,
+sort) that comes out differently is legal if replay gives it from its own scores; calls after it that fail the standard
+are judged by replay. docs/align_standards.md has all numbers and their sources.
 """
 EXAMPLES = """\
 telechat-moe align bisect gpu_dump npu_dump --html align.html
 telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
 telechat-moe align bisect tp2 dp2_ep2
 telechat-moe align bisect hf ours
+telechat-moe align bisect gpu_dump npu_dump --standard ecosystem
+telechat-moe align bisect golden npu_dump --standard ascend-l1 --benchmark gpu_dump
 """
 
 
@@ -56,6 +76,10 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest allowed difference of these tensors, relative L2 (default: by type, 2e-5 in float32)",
     )
+    parser.add_argument(
+        "--standard", metavar="NAME", help="judge tensors by this published standard"
+    )
+    parser.add_argument("--benchmark", metavar="DUMP", help="third run, for ascend-l0, -l1, -l2")
     parser.add_argument("--html", metavar="FILE", help="write one page with the first wrong call")
     parser.add_argument("--junit", metavar="FILE", help="write the answer as JUnit XML")
     parser.add_argument(
@@ -65,35 +89,63 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _standard(args: argparse.Namespace) -> Any:
+    """Return the standard that the arguments name; None: derived bounds."""
+    from telechat_moe.tools.align.compare import profiles
+
+    if args.standard is None:
+        if args.benchmark:
+            raise UsageError("--benchmark is for --standard ascend-l0, ascend-l1, ascend-l2")
+        return None
+    if args.rtol is not None:
+        raise UsageError("--rtol does not go with --standard; of close: close:rtol=X")
+    found = profiles.read(args.standard)
+    if found.third != (args.benchmark is not None):
+        needed = "needs a third run: --benchmark DUMP" if found.third else "takes no --benchmark"
+        raise UsageError(f"--standard {found.name} {needed}")
+    return found
+
+
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
-    from telechat_moe.tools.align.judge import across_layouts, bisect, reproduce
-    from telechat_moe.tools.align.judge.neighbourhood import around
+    from telechat_moe.tools.align.judge import across_layouts, bisect, pairing, reproduce
+    from telechat_moe.tools.align.judge.standard import Standard
     from telechat_moe.tools.align.maps.links import read_map
     from telechat_moe.tools.align.report import bisect_page as page
+    from telechat_moe.tools.align.report.neighbourhood import around
 
-    reference, target = summary.read(Path(args.reference)), summary.read(Path(args.target))
-    if args.map is not None or across_layouts.differ_in_layout(reference, target):
-        links = [] if args.map is None else read_map(Path(args.map))
-        with bars() as move:
-            outcome = across_layouts.across(reference, target, links, args.rtol, move)
-    elif args.rtol is not None:
-        said = "--rtol is for runs whose calls differ; these are judged by derived bounds"
-        raise UsageError(said)
-    else:
-        with bars() as move:
-            outcome = bisect.bisect(reference, target, progress=move)
+    profile = _standard(args)
+    paths = [args.reference, args.target, *([args.benchmark] if args.benchmark else [])]
+    reference, target, *third = [summary.read(Path(path)) for path in paths]
+    standard = profile and Standard(profile, reference, target, *third)
+    with bars() as move:
+        if args.map is not None or pairing.differ_in_layout(reference, target):
+            if third:
+                raise UsageError("--benchmark is for runs with the same calls")
+            links = [] if args.map is None else read_map(Path(args.map))
+            outcome = across_layouts.across(reference, target, links, args.rtol, move, standard)
+        elif args.rtol is not None:
+            said = "--rtol is for runs whose calls differ; these are judged by derived bounds"
+            raise UsageError(said)
+        else:
+            outcome = bisect.bisect(reference, target, progress=move, standard=standard)
     first = outcome.findings[0] if outcome.findings else None
     graph = around(target, first.step, first.rank, first.verdict.key) if first else None
-    report = page.plain(outcome, args.reference, args.target, graph)
+    report = page.plain(outcome, args.reference, args.target, graph, standard)
     write_text("--html ", args.html, lambda: page.page(report))
     write_text("--junit ", args.junit, lambda: page.junit(outcome, args.target))
     if args.reproducer and first:
         reproduce.write(first, Path(args.reproducer))
-    code = VERDICT_CODES[outcome.verdict]
-    if write_json(args.json, report):
-        return code
+    if not write_json(args.json, report):
+        _show(outcome, report)
+    return VERDICT_CODES[outcome.verdict]
+
+
+def _show(outcome: Any, report: Any) -> None:
+    from telechat_moe.tools.align.report.bisect_page import values_text
+
+    first = outcome.findings[0] if outcome.findings else None
     if outcome.settings:
         show_table(["settings that differ"], [[said] for said in outcome.settings])
         print()
@@ -109,16 +161,25 @@ def run(args: argparse.Namespace) -> int:
             ["kind of fault", f"{first.family}: {first.evidence}"],
             ["observed / bound", f"{first.verdict.ratio:.3g}"],
             ["where", first.verdict.reason],
-            ["values there", page.values_text(report["first"])],
+            ["values there", values_text(report["first"])],
             ["source", report["first"]["source"] or "-"],
         ]
         show_table(["the first", "wrong call"], rows)
         print()
+    if "standard" in report:
+        rows = [
+            [t["status"], t["step"], t["rank"], f"{t['operator']} {t['tensor']}", t["reason"]]
+            for t in report["standard"]["tensors"]
+        ]
+        show_table(["status", "step ", "rank ", "tensor", "why"], rows[:20])
+        show_left(len(rows) - 20, "--json FILE")
+        print()
     show_counts(dict(sorted(outcome.judged.items())), dict(sorted(outcome.unknown.items())))
     show_coverage(report)
+    for note in report.get("standard", {}).get("notes", []):
+        print(f"note: {note}")
     print(f"\n{outcome.verdict}: {report['sentence']}\n")
     show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
-    return code
 
 
 VERB = Verb(
@@ -133,7 +194,8 @@ VERB = Verb(
     "elements, source), settings (that differ, by module), judged (tensors by answer), not_judged (reasons, with their number), coverage (by "
     "phase: calls, judged_calls, bytes, judged_bytes), by_other_run (tensors), to_dump (reason, calls, bytes, dump: what to dump), runs, "
     "sentence, next (command, shows); of the first wrong call neighbours (in the order of the run), graph (nodes, edges: the "
-    "data flow around it), picture (worst error over bound of each field)",
+    "data flow around it), picture (worst error over bound of each field); with --standard: standard (name, source, notes, flips (choices that "
+    "legally came out otherwise), tensors (step, rank, operator, tensor, status, observed_over_limit, element, reason, checks))",
     arguments=_arguments,
     run=run,
 )

@@ -1,4 +1,4 @@
-"""Two dumps or checkpoints compared by a published standard.
+"""Two tensors by a published standard, and two checkpoints.
 
-May import dump, operators and judge. Begin with `compare.py`.
+May import dump. Begin with `tensors.py`.
 """

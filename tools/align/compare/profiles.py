@@ -7,13 +7,12 @@ zero is documented with its class in ``measures.py``.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.compare.measures import (
-    EPSILON,
     Bitwise,
     Close,
     DoubleBenchmark,
@@ -121,9 +120,6 @@ class Profile:
         measures: Returns a measure for a target type and a golden type; None: the standard does not cover them.
         same_dtype: Whether the types must be equal.
         third: Whether it needs a third run, whose errors against the golden run are compared with the target's.
-        envelope: Returns rtol and atol that no element of a passing tensor exceeds, for a type and the largest golden
-            magnitude; None: there is no such limit.
-        tolerance: Returns rtol and atol that most elements of a passing tensor meet, for a type; None: unknown.
         cases: Number of tensors that the standard requires.
         nan_differs: Whether NaN are unequal, so that equal bits may fail.
         kind: Tensors of wider types are judged by the thresholds of this type, from which their values were computed.
@@ -134,8 +130,6 @@ class Profile:
     measures: Callable[[str, str], Measure | None]
     same_dtype: bool = False
     third: bool = False
-    envelope: Callable[[str, float], tuple[float, float] | None] = field(default=lambda _, __: None)
-    tolerance: Callable[[str], tuple[float, float] | None] = field(default=lambda _: None)
     cases: int = 0
     nan_differs: bool = False
     kind: str | None = None
@@ -172,7 +166,39 @@ NAMES = (
     *("ascend-l0", "ascend-l1", "ascend-l2", "ecosystem", "mixed", "mixed-0924", "mindformers"),
     *("msprobe", "torch", "close", "ulp", "bitwise"),
 )
-DEFAULT = "mixed"
+_NUMBERS = {"rtol": "rtol", "atol": "atol", "max": "ulp"}
+
+
+def read(text: str) -> Profile:
+    """Return a standard from the text of a command line: a name, or ``name:option=value,option=value``.
+
+    Raises:
+        UsageError: No such name or option, or a value that is no number of 0 or more.
+    """
+    name, _, rest = text.partition(":")
+    found = Options()
+    for part in rest.split(",") if rest else ():
+        option, _, value = part.partition("=")
+        if option == "as":
+            found = found._replace(kind=value)
+        elif part == "equal_nan":
+            found = found._replace(equal_nan=True)
+        elif option in _NUMBERS:
+            found = found._replace(**{_NUMBERS[option]: _number(text, part, value)})
+        else:
+            known = ", ".join((*_NUMBERS, "as", "equal_nan"))
+            raise UsageError(f"--standard {text}: unknown option {part!r}; expected {known}")
+    return profile(name, found)
+
+
+def _number(text: str, part: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise UsageError(f"--standard {text}: {part!r} needs a number of 0 or more")
+    return number
 
 
 def profile(name: str, options: Options | None = None) -> Profile:
@@ -183,21 +209,24 @@ def profile(name: str, options: Options | None = None) -> Profile:
     """
     o = options or Options()
     if name not in NAMES:
-        raise UsageError(f"--profile {name}: unknown; expected one of {', '.join(NAMES)}")
+        raise UsageError(f"--standard {name}: unknown; expected one of {', '.join(NAMES)}")
     wanted = {
         "rtol": ("close",),
         "atol": ("close",),
-        "ulp": ("ulp",),
-        "kind": tuple(n for n in (*_FIXED, "torch") if n not in ("mindformers", "bitwise")),
+        "max": ("ulp",),
+        "as": tuple(n for n in (*_FIXED, "torch") if n not in ("mindformers", "bitwise")),
         "equal_nan": ("torch", "close"),
     }
+    given = dict(zip(wanted, (o.rtol, o.atol, o.ulp, o.kind, o.equal_nan or None), strict=True))
     for option, names in wanted.items():
-        if getattr(o, option) not in (None, False) and name not in names:
-            spelled = {"ulp": "--max", "kind": "--as"}.get(option, "--" + option.replace("_", "-"))
-            raise UsageError(f"{spelled} is for --profile {', '.join(names)}, not for {name}")
+        if given[option] is not None and name not in names:
+            said = f"--standard {name}: no option {option}, which is for {', '.join(names)}"
+            raise UsageError(said)
     kind = HF32 if o.kind == "hf32" else o.kind
     if kind is not None and kind not in FLOATS:
-        raise UsageError(f"--as {o.kind}: expected hf32 or one of {', '.join(FLOATS)}")
+        raise UsageError(
+            f"--standard {name}:as={o.kind}: expected hf32 or one of {', '.join(FLOATS)}"
+        )
     found = _FIXED[name] if name in _FIXED else _WITH_OPTIONS[name](o)
     return replace(found, kind=kind)
 
@@ -221,7 +250,6 @@ def _ascend(level: str) -> Profile:
         "CANN operator precision standard, double benchmark",
         _by_type(ASCEND_LEAST, partial(DoubleBenchmark, ASCEND_RATIO[level])),
         third=True,
-        tolerance=_by_type(ECOSYSTEM, lambda t: (t, 0.0)),
         cases=ASCEND_CASES[level],
     )
 
@@ -232,15 +260,8 @@ def _mixed(name: str, lines: Mapping[str, Tolerance]) -> Profile:
         found = lines.get(dtype)
         return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
 
-    def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
-        if dtype not in lines:
-            return None
-        ulp = largest * 2.0 ** (1 - FLOATS[dtype].bits)
-        return 0.0, max(lines[dtype].floor, MIXED_ULPS * ulp)
-
-    tolerance = _by_type(lines, lambda line: line[:2])
     source = "cann/opbase mixed_tolerance_standard.md"
-    return Profile(name, source, measures, envelope=envelope, tolerance=tolerance)
+    return Profile(name, source, measures)
 
 
 def _thousandths(dtype: str, golden: str) -> Measure | None:
@@ -258,8 +279,6 @@ _FIXED = {
             "ecosystem",
             "CANN ecosystem standard, single benchmark",
             _by_type(ECOSYSTEM, lambda t: Relative(t, 10 * t)),
-            envelope=_by_type(ECOSYSTEM, lambda t: (10 * t, 10 * t * EPSILON)),
-            tolerance=_by_type(ECOSYSTEM, lambda t: (t, 0.0)),
         ),
         _mixed("mixed", MIXED),
         _mixed("mixed-0924", MIXED_TIGHT),
@@ -268,21 +287,17 @@ _FIXED = {
             "MindFormers PrecisionChecker",
             lambda dtype, golden: Cosine(*MINDFORMERS),
             same_dtype=True,
-            tolerance=lambda dtype: (math.sqrt(2 * (1 - MINDFORMERS[0])), 0.0),
         ),
         Profile(
             "msprobe",
             "msprobe 26.2.0 acc_check",
             _thousandths,
-            tolerance=_by_type(MSPROBE_SHARES, lambda shares: (shares[0][0], 0.0)),
         ),
         Profile(
             "bitwise",
             "equal bytes",
             lambda dtype, golden: Bitwise(),
             same_dtype=True,
-            envelope=lambda dtype, largest: (0.0, 0.0),
-            tolerance=lambda dtype: (0.0, 0.0),
         ),
     )
 }
@@ -297,8 +312,6 @@ def _torch(o: Options) -> Profile:
         "torch.testing.assert_close",
         lambda dtype, golden: Close(*line(dtype), nan_equal=o.equal_nan),
         same_dtype=True,
-        envelope=lambda dtype, largest: line(dtype),
-        tolerance=line,
         nan_differs=not o.equal_nan,
     )
 
@@ -309,8 +322,6 @@ def _close(o: Options) -> Profile:
         "close",
         f"numpy.isclose, rtol {rtol:g}, atol {atol:g}",
         lambda dtype, golden: Close(rtol, atol, o.equal_nan),
-        envelope=lambda dtype, largest: (rtol, atol),
-        tolerance=lambda dtype: (rtol, atol),
         nan_differs=not o.equal_nan,
     )
 
@@ -318,21 +329,10 @@ def _close(o: Options) -> Profile:
 def _ulp(o: Options) -> Profile:
     most = 1.0 if o.ulp is None else o.ulp
 
-    def envelope(dtype: str, largest: float) -> tuple[float, float] | None:
-        del largest
-        if dtype not in FLOATS:
-            return None
-        f = FLOATS[dtype]
-        # Steps grow with the magnitude, and rounding golden to the type takes half a step.
-        grown = (most + 1) * 2.0 ** (1 - f.bits)
-        return math.expm1(grown), (most + 1) * math.ldexp(1.0, f.low - f.bits + 1)
-
     return Profile(
         "ulp",
         f"at most {most:g} ULP of the target's type",
         lambda dtype, golden: Ulps(dtype, most) if dtype in FLOATS else None,
-        envelope=envelope,
-        tolerance=lambda dtype: envelope(dtype, 0.0),
     )
 
 

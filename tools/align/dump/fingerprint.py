@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.tools.align.dump.records import TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks
 from telechat_moe.tools.align.numerics import Array, dot, einsum, widened
 
@@ -96,6 +97,13 @@ def of(values: Array) -> Fingerprint:
     for begin, (part,) in chunks([values], _CHUNK):
         sketch.add(part, begin)
     return Fingerprint(sketch.buckets, values.size, sketch.special, sketch.checksum, sketch.squares)
+
+
+def of_record(record: TensorRecord) -> Fingerprint | None:
+    """Return a tensor's fingerprint, made of its values if the dump has those instead; None: it has neither."""
+    if record.fingerprint is not None:
+        return Fingerprint.from_bytes(record.fingerprint)
+    return None if record.read is None else of(record.load())
 
 
 def distance(target: Fingerprint, golden: Fingerprint) -> float:

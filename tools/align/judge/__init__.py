@@ -1,4 +1,4 @@
-"""Verdicts about calls: isolated replay, data flow, bisection, kinds of faults.
+"""Verdicts about calls: isolated replay, data flow, standards, kinds of faults.
 
-May import dump, operators and, in `across_layouts.py`, maps. Begin with `bisect.py`.
+May import dump, operators, compare and, in `across_layouts.py`, maps. Begin with `bisect.py`.
 """

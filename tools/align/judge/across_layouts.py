@@ -10,7 +10,7 @@ shows at a point; other faults show at their operator.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -21,20 +21,21 @@ from telechat_moe.tools.align.dump.records import (
     Call,
     Dump,
     RankDump,
-    Scalar,
     TensorRecord,
     nbytes_of,
 )
-from telechat_moe.tools.align.judge.bisect import Finding, Known, Outcome, Progress, bisect
+from telechat_moe.tools.align.judge.bisect import Known, Progress, bisect
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
-from telechat_moe.tools.align.judge.decisions import narrowest
 from telechat_moe.tools.align.judge.distance import VAGUE
-from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, set_part
+from telechat_moe.tools.align.judge.outcome import Finding, Outcome
+from telechat_moe.tools.align.judge.pairing import narrowest_of
+from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, narrowest, set_part
 from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weight_of
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.sides import Sides
+from telechat_moe.tools.align.judge.standard import Judged, Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
@@ -66,41 +67,13 @@ _FIRST_ORDER = 0.04  # distances from which on a derivation to first order is no
 _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
-def differ_in_layout(reference: Dump, target: Dump) -> bool:
-    """Return whether two runs have different layouts or frameworks, or other operators or inner types in a graph."""
-    steps = [step for step in target.steps if step in reference.steps]
-    if not steps:
-        return False
-    a, b = reference.at(steps[0]), target.at(steps[0])
-    graphs = all(any(key.startswith("Primitive.") for key in ranks[0].calls) for ranks in (a, b))
-    if graphs and _narrowest(a) != _narrowest(b):
-        return True
-    alike = not graphs and {r.framework for r in a} == {r.framework for r in b}
-    if not alike and not _same_calls(a[0], b[0]):
-        return True
-    one, other = _layouts(a), _layouts(b)
-    return one != other and bool(one or other)
-
-
-def _same_calls(one: RankDump, other: RankDump) -> bool:
-    """Return whether most calls of two runs have equal keys, as of one script on torch and on MSAdapter."""
-    keys = [
-        {k for k, c in dump.calls.items() if c.kind != "parameters_grad"} for dump in (one, other)
-    ]
-    return 2 * len(keys[0] & keys[1]) > max(map(len, keys))
-
-
-def _layouts(ranks: Sequence[RankDump]) -> set[Any]:
-    found = (t.layout for call in ranks[0].calls.values() for _, t in call.tensors())
-    return {(x.mesh, x.axes) for x in found if x is not None}
-
-
 def across(
     reference: Dump,
     target: Dump,
     links: Sequence[Link] = (),
     tolerance: float | None = None,
     progress: Progress | None = None,
+    standard: Standard | None = None,
 ) -> Outcome:
     """Compare a run with one of another layout or framework; see the module.
 
@@ -109,6 +82,7 @@ def across(
         tolerance: The relative L2 distance allowed for whole tensors; None: derived for each tensor, or else taken by
             type from :data:`TOLERANCE`.
         progress: Called as calls are recomputed and as shared tensors are compared.
+        standard: Judges the shared tensors in place of distances.
     """
     steps = [step for step in target.steps if step in reference.steps]
     if not steps:
@@ -121,7 +95,7 @@ def across(
     outcome = bisect(grouped, target, Known(), itself=True, progress=progress)
     findings, judged = list(outcome.findings), dict(outcome.judged)
     recomputed = sum(judged.values())
-    points, unknown = _Points(outcome, tolerance), Counter(outcome.unknown)
+    points, unknown = _Points(outcome, tolerance, standard), Counter(outcome.unknown)
     outcome.coverage.shares[SHARED] = Share()
     for step in steps:
         a, b = reference.at(step), target.at(step)
@@ -155,8 +129,10 @@ class _Points:
     tokens that were routed otherwise and all that follows from them, does not come in.
     """
 
-    def __init__(self, outcome: Outcome, tolerance: float | None) -> None:
-        self.tolerance, self.coverage = tolerance, outcome.coverage
+    def __init__(
+        self, outcome: Outcome, tolerance: float | None, standard: Standard | None
+    ) -> None:
+        self.tolerance, self.coverage, self.standard = tolerance, outcome.coverage, standard
         wrong = {(step, key) for step, _, key, status, _ in outcome.calls if status != "pass"}
         self.right = {(step, key) for step, _, key, _, _ in outcome.calls} - wrong
         self.believed: Believed | None = None
@@ -178,7 +154,7 @@ class _Points:
 
     def begin(self, step: int, a: Sequence[RankDump], b: Sequence[RankDump], pinned: bool) -> None:
         """Follow the target's program through a step."""
-        self.kinds = _narrowest(a), _narrowest(b)
+        self.kinds = narrowest_of(a), narrowest_of(b)
         self.units = tuple(max(FLOATS[narrowest(r)].unit for r in ranks) for ranks in (a, b))
         self.last = self.last if step == self.step + 1 else {}
         self.late = not self.last and step > 0
@@ -329,6 +305,22 @@ class _Points:
         if x.size != y.size:
             said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
             return finding("diverged", said)
+        if self.standard is not None:
+            return finding(*self._by_standard(self.standard, name, one, other, step))
+        return self._by_distance(name, one, other, ranks, finding)
+
+    def _by_distance(
+        self,
+        name: str,
+        one: Point,
+        other: Point,
+        ranks: Sequence[RankDump],
+        finding: Callable[..., Finding],
+    ) -> Finding:
+        """Return the finding for a point by how far the whole tensors are apart."""
+        assert other.values is not None
+        assert one.values is not None
+        x, y = other.values, one.values
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
@@ -358,6 +350,16 @@ class _Points:
         if self.late and (when == "before" or found is None) and self.believed is not None:
             return finding("not judged", f"{said}; {_LATE}", 0.0)
         return finding("diverged", said, off, _shape_of(x, y))
+
+    def _by_standard(
+        self, standard: Standard, name: str, one: Point, other: Point, step: int
+    ) -> tuple[Status, str, float]:
+        assert one.values is not None
+        assert other.values is not None
+        arrays = [other.values, one.values.reshape(other.values.shape)]
+        found = standard.of(other.key, name, arrays, other.dtype, one.dtype)
+        standard.tensors.append(Judged(step, other.rank, found))
+        return found.status, f"{name}: {found.reason}", found.ratio
 
     def _followed(
         self, other: Point, y: Array, ranks: Sequence[RankDump]
@@ -450,14 +452,6 @@ def _named_differently(reference: Dump, target: Dump) -> bool:
     ]
     kinds = [{r.framework for r in d.ranks.values()} for d in (reference, target)]
     return kinds[0] != kinds[1] and not names[0] & names[1]
-
-
-def _narrowest(ranks: Sequence[RankDump]) -> str:
-    """Return the narrowest type that a run computes in, in tensors or within fused operators."""
-    inner = (c.kwargs.get("bf16") for rank in ranks for c in rank.calls.values())
-    kinds = [narrowest(rank) for rank in ranks]
-    kinds += ["bfloat16"] if any(isinstance(v, Scalar) and v.value is True for v in inner) else []
-    return min(kinds, key=lambda d: FLOATS[d].bits)
 
 
 def _distance(x: Array, y: Array, limit: float) -> float:

@@ -7,9 +7,8 @@ gradients that were sent back. The first call that fails is the fault; later fai
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -30,125 +29,16 @@ from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.fault_kind import family_of, of_received, residual
 from telechat_moe.tools.align.judge.fused_calls import Replaced
 from telechat_moe.tools.align.judge.other_run import OtherRun
-from telechat_moe.tools.align.judge.pairing import aligned, content_of, without_repeats
+from telechat_moe.tools.align.judge.outcome import Finding, Outcome, Seen
+from telechat_moe.tools.align.judge.pairing import STEP, aligned, content_of, split, without_repeats
 from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged, worst
-from telechat_moe.tools.align.operators.approx import Array
-
-_STEP = "|"  # separates the number of a step from the key of a call
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A divergent call.
-
-    Attributes:
-        step: Step.
-        order: Position in the order of the run.
-        verdict: What is wrong with it.
-        call: The call; None: the target lacks it.
-        family: Kind of fault, see ``fault_kind.py``; ``unknown`` where no kind explains it.
-        evidence: Why it is that kind.
-        residual: Difference from what it should be, over the bound, where both are known.
-        phase: Phase of the step, see ``context.py``; None: known from the key alone.
-        modules: Module, or weight, of the reference and of the target in which two programs differ first.
-        layer: Number of its layer, from the data flow where its name does not say it.
-        values: What the runs have at the worst element, by side; only of the first finding.
-        about: What is known around the call, for the first one of a rank; a reproducer is made from it.
-    """
-
-    step: int
-    rank: int
-    order: float
-    verdict: Verdict
-    call: Call | None
-    family: str = "unknown"
-    evidence: str = ""
-    residual: Array | None = field(default=None, repr=False, compare=False)
-    phase: Phase | None = None
-    modules: tuple[str, str] | None = None
-    layer: int | None = None
-    values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
-    about: "Wrong | Exchange | None" = field(default=None, repr=False, compare=False)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as plain JSON types."""
-        v, call = self.verdict, self.call
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "phase": (self.phase or call.phase).value if call else None,
-            "layer": layer_of(call) if call and self.layer is None else self.layer,
-            "modules": self.modules
-            and dict(zip(("reference", "target"), self.modules, strict=True)),
-            "operator": v.key,
-            "tensor": v.place,
-            "family": self.family,
-            "evidence": self.evidence,
-            "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
-            "reason": v.reason,
-            "basis": v.basis,
-            "element": list(v.element),
-            "values": dict(self.values),
-            "wrong_elements": v.wrong,
-            "elements": v.elements,
-            "source": call.source if call else None,
-        }
-
 
 Ranks = Mapping[int, RankDump]
-Seen = tuple[int, int, str, str, float]
 Progress = Callable[[str, int, int | None], None]
 """Called with what is being done, how many of how many things are done."""
 Run = tuple[int, tuple[str, ...]]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a comparison.
-
-    Attributes:
-        verdict: ``pass``, ``diverged``, or ``inconclusive``, see ``coverage.py``.
-        findings: Divergent calls, the first ones first.
-        judged: How many tensors were judged, by status.
-        unknown: Why calls were not judged, with the number of calls for each reason.
-        calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
-        reason: Why nothing can be concluded.
-        coverage: What was judged of each phase.
-        settings: Settings that differ between programs of two frameworks, by module.
-    """
-
-    verdict: str
-    findings: list[Finding] = field(default_factory=list[Finding])
-    judged: Mapping[str, int] = field(default_factory=dict[str, int])
-    unknown: Mapping[str, int] = field(default_factory=dict[str, int])
-    reason: str = ""
-    calls: list[Seen] = field(default_factory=list[Seen], repr=False)
-    coverage: Coverage = field(default_factory=Coverage)
-    settings: list[str] = field(default_factory=list[str])
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks on which the first divergent call is wrong."""
-        if not self.findings:
-            return []
-        first = self.findings[0]
-        where = first.step, first.verdict.key
-        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == where})
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the outcome as plain JSON types."""
-        return {
-            "verdict": self.verdict,
-            "reason": self.reason,
-            "first": self.findings[0].as_json() if self.findings else None,
-            "ranks": self.ranks,
-            "findings": [f.as_json() for f in self.findings],
-            "settings": self.settings,
-            "judged": dict(self.judged),
-            "not_judged": dict(self.unknown),
-            **self.coverage.as_json(),
-        }
 
 
 @dataclass
@@ -173,6 +63,7 @@ def bisect(
     first: bool = False,
     itself: bool = False,
     progress: Progress | None = None,
+    standard: Standard | None = None,
 ) -> Outcome:
     """Compare a run with a reference of the same layout; see the module.
 
@@ -181,11 +72,12 @@ def bisect(
         first: Stop at the first divergent operator of each rank; only what was judged until then is counted.
         itself: The reference is the target: calls that cannot be recomputed are not judged by it.
         progress: Called as calls are recomputed.
+        standard: Judge tensors by a published standard, in place of recomputation and data flow.
     """
     common = [key for key in sorted(target.ranks) if key in reference.ranks]
     if not common:
         return Outcome("inconclusive", reason="the dumps have no step and rank in common")
-    run = _Comparison(known, first, itself, progress or (lambda what, done, total: None))
+    run = _Comparison(known, first, itself, progress or _quiet, standard)
     for place in sorted({*target.ranks} ^ {*reference.ranks}):
         run.alone(target if place in target.ranks else reference, place, place in target.ranks)
     names: dict[tuple[int, int], dict[str, str]] = {}
@@ -202,7 +94,7 @@ def bisect(
     for step in sorted({step for step, _ in common}):
         here = {rank: dump for (s, rank), dump in ours.items() if s == step}
         theirs_here = {rank: believed[step, rank] for rank in here}
-        findings += run.of_collectives(theirs_here, here)
+        findings += run.of_collectives(theirs_here, here) if standard is None else []
     for rank in sorted({rank for _, rank in common}):
         steps = [step for step, other in common if other == rank]
         theirs = _joined([believed[s, rank] for s in steps])
@@ -221,12 +113,23 @@ def bisect(
     return Outcome(verdict, findings, *counts, reason, run.seen, run.coverage)
 
 
+def _quiet(what: str, done: int, total: int | None) -> None:
+    """Show no progress."""
+
+
 class _Comparison:
     """One comparison: its counts, and the results that are known already."""
 
-    def __init__(self, known: Known | None, first: bool, itself: bool, progress: Progress) -> None:
+    def __init__(
+        self,
+        known: Known | None,
+        first: bool,
+        itself: bool,
+        progress: Progress,
+        standard: Standard | None,
+    ) -> None:
         self.known, self.first, self.itself = known or Known(), first, itself
-        self.progress = progress
+        self.progress, self.standard = progress, standard
         self.remembers = known is not None
         self.judged, self.unknown = Counter[str](), Counter[str]()
         self.coverage = Coverage()
@@ -245,6 +148,8 @@ class _Comparison:
 
     def of_rank(self, reference: RankDump, target: RankDump, others: Ranks) -> list[Finding]:
         """Return the divergent calls of a rank, in order."""
+        if self.standard is not None:
+            return self._by_standard(self.standard, reference, target)
         ours, theirs = DataFlow(target), self.known.flow(reference)
         self.theirs[target.rank] = theirs
         wrong: dict[str, list[Verdict]] = {}
@@ -281,13 +186,13 @@ class _Comparison:
         begins: Mapping[str, int],
     ) -> None:
         places = {key: i for i, key in enumerate(target.calls)}
-        known = [(_split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
+        known = [(split(k, target.step)[0], places[k] - begins[k]) for k in wrong if k in places]
         limit = min([self.limit, *known])
         other = None if self.itself else OtherRun(reference, target)
         kind = "api" if any(c.kind == "api" for c in target.calls.values()) else "module"
         for i, (key, call) in enumerate(target.calls.items()):
             self.progress(f"rank {target.rank}: calls", i, len(target.calls))
-            step, name = _split(key, target.step)
+            step, name = split(key, target.step)
             if call.kind != kind or call.only_numbers:
                 continue
             others = self.open.get((step, target.rank, name), [])
@@ -309,15 +214,48 @@ class _Comparison:
                 said = f"{first.place}: beyond its bound in both runs (`align replay` shows it)"
                 verdicts = [not_judged(key, said, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
-            self.judged.update(v.status for v in verdicts)
-            self.coverage.add(call, [*verdicts, *others])
-            self.seen.append((step, target.rank, name, first.status, first.ratio))
-            if first.status == "not judged":
-                self.unknown[first.reason] += 1
+            self._see((step, target.rank, name), call, verdicts, others)
             if first.status == "diverged":
                 wrong.setdefault(key, []).append(first)
                 if self.first:
                     return
+
+    def _by_standard(
+        self, standard: Standard, reference: RankDump, target: RankDump
+    ) -> list[Finding]:
+        """Return the calls of a rank with a tensor that fails a standard."""
+        found: list[Finding] = []
+        begins = _begins(target)
+        for i, (key, call) in enumerate(target.calls.items()):
+            self.progress(f"rank {target.rank}: calls", i, len(target.calls))
+            at = (*_where(target, key), split(key, target.step)[1])
+            verdicts = standard.verdicts(call, reference, target)
+            if verdicts:
+                first = self._see(at, call, verdicts)
+                if first.status == "diverged":
+                    said = f"beyond {standard.profile.name}"
+                    found.append(Finding(*at[:2], i - begins[key], first, call, evidence=said))
+        for key, call in reference.calls.items():
+            if key not in target.calls:
+                at = (*_where(reference, key), split(key, reference.step)[1])
+                self._see(at, call, [not_judged(key, "the target does not run this call")])
+        return [_in_step(f) for f in found]
+
+    def _see(
+        self,
+        at: tuple[int, int, str],
+        call: Call,
+        verdicts: list[Verdict],
+        others: Sequence[Verdict] = (),
+    ) -> Verdict:
+        """Count the verdicts of a call, ``others`` only in the coverage; return the one that decides."""
+        first = worst(verdicts)
+        self.judged.update(v.status for v in verdicts)
+        self.coverage.add(call, [*verdicts, *others])
+        self.seen.append((*at, first.status, first.ratio))
+        if first.status == "not judged":
+            self.unknown[first.reason] += 1
+        return first
 
     def _verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
         forward, settings = (run.calls.get(call.forward_key) for run in (target, reference))
@@ -337,7 +275,7 @@ class _Comparison:
         self.judged[verdict.status] += 1
         if verdict.status == "not judged":
             self.unknown[verdict.reason] += 1
-            step, key = _split(verdict.key, target.step)
+            step, key = split(verdict.key, target.step)
             self.open.setdefault((step, target.rank, key), []).append(verdict)
 
     def _limit(self, findings: list[Finding]) -> None:
@@ -364,24 +302,19 @@ class _Comparison:
         """Return a finding; that of a collective gets its phase."""
         if f.phase is not None or f.call is None or not is_exchange(f.call):
             return f
-        name = f"{f.step}{_STEP}{f.call.key}" if joined else f.call.key
+        name = f"{f.step}{STEP}{f.call.key}" if joined else f.call.key
         return replace(f, phase=phase_of(replace(f.call, key=name), self.theirs[f.rank]))
 
 
-def _split(key: str, step: int) -> tuple[int, str]:
-    number, mark, rest = key.partition(_STEP)
-    return (int(number), rest) if mark else (step, key)
-
-
 def _where(target: RankDump, key: str) -> tuple[int, int]:
-    return _split(key, target.step)[0], target.rank
+    return split(key, target.step)[0], target.rank
 
 
 def _begins(target: RankDump) -> dict[str, int]:
     """Return for each call the position of the first call of its step."""
     first: dict[int, int] = {}
     return {
-        key: first.setdefault(_split(key, target.step)[0], i) for i, key in enumerate(target.calls)
+        key: first.setdefault(split(key, target.step)[0], i) for i, key in enumerate(target.calls)
     }
 
 
@@ -392,7 +325,7 @@ def _own_name(finding: Finding, names: Mapping[str, str]) -> Finding:
 
 def _in_step(finding: Finding) -> Finding:
     """Return a finding of joined steps with its own step and key."""
-    step, key = _split(finding.verdict.key, finding.step)
+    step, key = split(finding.verdict.key, finding.step)
     said = re.sub(r"(\d+)[|](\S+)", r"\2 of step \1", finding.verdict.reason)
     return _renamed(replace(finding, step=step), key, said)
 
@@ -409,7 +342,7 @@ def _joined(dumps: list[RankDump]) -> RankDump:
     calls: dict[str, Call] = {}
     for dump in dumps:
         for key, call in dump.calls.items():
-            name = f"{dump.step}{_STEP}{key}"
+            name = f"{dump.step}{STEP}{key}"
             calls[name] = replace(call, key=name)
     return replace(dumps[0], calls=calls)
 

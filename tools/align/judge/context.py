@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.pairing import STEP
 from telechat_moe.tools.align.judge.points import weight_of
 from telechat_moe.tools.align.judge.verdict import Verdict
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h)\.(\d+)(?:\.|$)")
 _GRADIENT = re.compile(r"(Grad|Backward)(V\d)?$")
-_STEP = "|"  # separates the number of a step from the key of a call, where steps are joined
 
 
 def phase_of(call: Call, flow: DataFlow) -> Phase:
@@ -23,12 +23,12 @@ def phase_of(call: Call, flow: DataFlow) -> Phase:
     """
     if call.stage is not Phase.FORWARD or call.key not in flow.order:
         return call.stage
-    step = call.key.partition(_STEP)[0] if _STEP in call.key else ""
+    step = call.key.partition(STEP)[0] if STEP in call.key else ""
     at = flow.order[call.key]
     back = [
         flow.order[key]
         for key, other in flow.dump.calls.items()
-        if other.phase is Phase.BACKWARD and (not step or key.startswith(step + _STEP))
+        if other.phase is Phase.BACKWARD and (not step or key.startswith(step + STEP))
     ]
     if not back:
         return _in_graph(call.key, flow)
@@ -46,7 +46,7 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
 
     A call between two of them is backward, too (such as a fused operator); calls after all of them are the optimizer's.
     """
-    step = key.partition(_STEP)[0] + _STEP if _STEP in key else ""
+    step = key.partition(STEP)[0] + STEP if STEP in key else ""
     calls = {k: c for k, c in flow.dump.calls.items() if k.startswith(step)}
     back = {k for k, c in calls.items() if c.stage is Phase.BACKWARD or _GRADIENT.search(c.name)}
     if key in back:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from telechat_moe.tools.align.dump import statistics
+from telechat_moe.tools.align.dump import fingerprint, statistics
+from telechat_moe.tools.align.dump.fingerprint import Fingerprint
 from telechat_moe.tools.align.dump.records import Stats, TensorRecord
 from telechat_moe.tools.align.dump.value_files import chunks
 from telechat_moe.tools.align.numerics import einsum
@@ -62,6 +63,10 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
         return None
     if golden.read is not None and target.read is not None:
         return _of_values(golden.load(), target.load())
+    if golden.fingerprint is not None or target.fingerprint is not None:
+        one, other = fingerprint.of_record(golden), fingerprint.of_record(target)
+        if one is not None and other is not None:
+            return _of_fingerprints(one, other, golden.dtype == target.dtype)
     crcs = checksum(golden, target), checksum(target, golden)
     if None not in crcs and crcs[0] == crcs[1] and golden.dtype == target.dtype:
         return Distance(np.zeros(1), np.zeros(1), exact=True, basis="checksum")
@@ -69,6 +74,15 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     if found is None and None not in crcs and golden.dtype == target.dtype:
         return Distance(np.full(1, np.inf), np.zeros(1), most=np.inf, basis="checksum")
     return found
+
+
+def _of_fingerprints(golden: Fingerprint, target: Fingerprint, same: bool) -> Distance:
+    """Return the estimated distance; like statistics, it does not show that all values agree."""
+    if same and fingerprint.equal(target, golden):
+        return Distance(np.zeros(1), np.zeros(1), exact=True, basis="checksum")
+    found = fingerprint.distance(target, golden)
+    far = np.inf if math.isnan(found) else found
+    return Distance(np.full(1, far), np.full(1, golden.norm), most=far, basis="statistics")
 
 
 def checksum(record: TensorRecord, other: TensorRecord) -> str | None:

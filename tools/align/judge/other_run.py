@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.decisions import explained_by_scores
 from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
+from telechat_moe.tools.align.judge.pins import explained_by_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find

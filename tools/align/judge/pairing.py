@@ -1,18 +1,66 @@
 """Pair the calls of two runs by name, order and content."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from typing import Any, cast
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
+from telechat_moe.tools.align.judge.pins import narrowest
+from telechat_moe.tools.align.numerics import FLOATS
 from telechat_moe.tools.align.operators import find
 
+STEP = "|"
+"""Separates the number of a step from the key of a call, where the steps of a rank are joined."""
+
 _EXTRA = "+"  # appended to the key of a call that the reference does not make
+
+
+def split(key: str, step: int) -> tuple[int, str]:
+    """Return the step and the own key of a call; ``step`` where its key names none."""
+    number, mark, rest = key.partition(STEP)
+    return (int(number), rest) if mark else (step, key)
+
+
+def differ_in_layout(reference: Dump, target: Dump) -> bool:
+    """Return whether two runs have different layouts or frameworks, or other operators or inner types in a graph."""
+    steps = [step for step in target.steps if step in reference.steps]
+    if not steps:
+        return False
+    a, b = reference.at(steps[0]), target.at(steps[0])
+    graphs = all(any(key.startswith("Primitive.") for key in ranks[0].calls) for ranks in (a, b))
+    if graphs and narrowest_of(a) != narrowest_of(b):
+        return True
+    alike = not graphs and {r.framework for r in a} == {r.framework for r in b}
+    if not alike and not _same_calls(a[0], b[0]):
+        return True
+    one, other = _layouts(a), _layouts(b)
+    return one != other and bool(one or other)
+
+
+def _same_calls(one: RankDump, other: RankDump) -> bool:
+    """Return whether most calls of two runs have equal keys, as of one script on torch and on MSAdapter."""
+    keys = [
+        {k for k, c in dump.calls.items() if c.kind != "parameters_grad"} for dump in (one, other)
+    ]
+    return 2 * len(keys[0] & keys[1]) > max(map(len, keys))
+
+
+def _layouts(ranks: Sequence[RankDump]) -> set[Any]:
+    found = (t.layout for call in ranks[0].calls.values() for _, t in call.tensors())
+    return {(x.mesh, x.axes) for x in found if x is not None}
+
+
+def narrowest_of(ranks: Sequence[RankDump]) -> str:
+    """Return the narrowest type that a run computes in, in tensors or within fused operators."""
+    inner = (c.kwargs.get("bf16") for rank in ranks for c in rank.calls.values())
+    kinds = [narrowest(rank) for rank in ranks]
+    kinds += ["bfloat16"] if any(isinstance(v, Scalar) and v.value is True for v in inner) else []
+    return min(kinds, key=lambda d: FLOATS[d].bits)
 
 
 def aligned(reference: RankDump, target: RankDump) -> tuple[RankDump, dict[str, str]]:

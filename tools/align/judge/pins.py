@@ -23,7 +23,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
 )
 from telechat_moe.tools.align.judge.data_flow import Place
-from telechat_moe.tools.align.judge.decisions import explained, narrowest
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
@@ -304,3 +303,79 @@ def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -
                 scores, _ = choice.of(call)
                 believed.chosen(dump, call, choice, Held(scores, np.zeros(())))
     return sum(int(chosen.flipped.sum()) for chosen in believed.seen)
+
+
+# ------------------------------------------------------------------ choices of one call in two runs
+
+
+def explained_by_scores(reference: Call, target: Call, place: str) -> bool:
+    """Return whether both runs' indices at a place are those of the largest, or smallest, of each run's own scores.
+
+    In order, if the reference's are. The reference shows which input holds the scores, and along which dimension the choice was made; so fused routers
+    need no list of names.
+    """
+    records = [dict(call.tensors()).get(place) for call in (reference, target)]
+    if any(r is None or r.read is None for r in records):
+        return False
+    chosen = [np.asarray(r.load()) for r in records if r is not None]
+    pairs = zip(_floats(reference), _floats(target), strict=False)
+    for (name, mine), (other, theirs) in pairs:
+        if name != other or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
+            continue
+        for axis in _axes(mine.shape, chosen[0].shape):
+            wide = mine.shape[axis]
+            indices = [
+                _along(c if c.ndim == len(mine.shape) else np.expand_dims(c, axis), axis)
+                for c in chosen
+            ]
+            if any(i.size and not 0 <= i.min() <= i.max() < wide for i in indices):
+                continue
+            scores = [_along(np.asarray(r.load(), np.float64), axis) for r in (mine, theirs)]
+            for sign in (1.0, -1.0):
+                both = [*zip((sign * s for s in scores), indices, strict=True)]
+                right, own = (bool(explained(*pair).all()) for pair in both)
+                if right and (_in_order(*both[0]) or wide > indices[0].shape[1]):
+                    return own and _in_order(*both[1]) >= _in_order(*both[0])
+    return False
+
+
+def _in_order(scores: Array, chosen: Array) -> bool:
+    """Return whether the chosen candidates of each row are in the order of their scores, highest first."""
+    return bool(np.all(np.diff(np.take_along_axis(scores, chosen, 1), axis=1) <= 0))
+
+
+def _floats(call: Call) -> list[tuple[str, TensorRecord]]:
+    return [(place, r) for place, r in call.given() if is_float(r.dtype) and r.shape]
+
+
+def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
+    """Return the dimensions along which indices of that shape may have been chosen, the last first."""
+    found: list[int] = []
+    for d in reversed(range(len(scores))):
+        kept = scores[:d] + scores[d + 1 :]
+        same = len(indices) == len(scores) and indices[:d] + indices[d + 1 :] == kept
+        if (same and indices[d] <= scores[d]) or indices == kept:
+            found.append(d)
+    return found
+
+
+def _along(x: Array, axis: int) -> Array:
+    """Return an array of integers or scores as a matrix with one dimension along the rows."""
+    return np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
+
+
+def explained(scores: Array, chosen: Array) -> Array:
+    """Return for each row whether the chosen candidates are its highest scores, each chosen once."""
+    picked = np.take_along_axis(scores, chosen, 1)
+    rest = scores.copy()
+    np.put_along_axis(rest, chosen, -np.inf, 1)
+    distinct = np.ones(len(chosen), np.bool_)
+    if chosen.shape[1] > 1:
+        distinct = (np.diff(np.sort(chosen, 1), axis=1) > 0).all(1)
+    return distinct & (picked.min(1) >= rest.max(1))
+
+
+def narrowest(dump: RankDump) -> str:
+    """Return the floating-point type with the fewest bits among the tensors of a dump."""
+    kinds = filter(is_float, dump.dtypes)
+    return min(kinds, key=lambda k: FLOATS[k].bits, default="float32")

@@ -26,7 +26,7 @@ from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
 
 if TYPE_CHECKING:
-    from telechat_moe.tools.align.judge.bisect import Finding
+    from telechat_moe.tools.align.judge.outcome import Finding
 
 DATA, SCRIPT = "call.npz", "reproduce.py"
 _NEIGHBOURS = 4

@@ -9,8 +9,9 @@ import numpy as np
 
 from telechat_moe import html
 from telechat_moe.html import Html, code
-from telechat_moe.tools.align.judge.bisect import Outcome
 from telechat_moe.tools.align.judge.coverage import ENOUGH
+from telechat_moe.tools.align.judge.outcome import Outcome
+from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.operators.approx import Array
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 from telechat_moe.units import size_text
@@ -28,7 +29,11 @@ def page(report: Mapping[str, Any]) -> str:
 
 
 def plain(
-    outcome: Outcome, reference: str, target: str, graph: Mapping[str, Any] | None = None
+    outcome: Outcome,
+    reference: str,
+    target: str,
+    graph: Mapping[str, Any] | None = None,
+    standard: Standard | None = None,
 ) -> dict[str, Any]:
     """Return everything that the page shows as plain JSON types: what ``align bisect --json`` writes.
 
@@ -37,12 +42,15 @@ def plain(
         reference: Name of the trusted run.
         target: Name of the judged run.
         graph: The neighbourhood of the first divergent call, from ``neighbourhood.py``.
+        standard: The published standard that tensors were judged by.
     """
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
-        "sentence": sentence(outcome),
+        "sentence": sentence(outcome, standard),
         "next": following(outcome, reference, target),
     }
+    if standard is not None:
+        report["standard"] = standard.as_json()
     if outcome.findings:
         first = outcome.findings[0]
         report["neighbours"] = _near(outcome)
@@ -70,6 +78,7 @@ def body(report: Mapping[str, Any]) -> str:
         if report.get("neighbours"):
             parts += ["<h2>Before and after, in the order of the run</h2>", _neighbours(report)]
         parts += ["<h2>All wrong calls</h2>", _findings(report["findings"])]
+    parts += [_standard(report["standard"])] if report.get("standard") else []
     judged = counts(report, report.get("judged") or {})
     parts += ["<h2>What was judged</h2>", judged]
     if report.get("next"):
@@ -78,7 +87,7 @@ def body(report: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def sentence(outcome: Outcome) -> str:
+def sentence(outcome: Outcome, standard: Standard | None = None) -> str:
     """Return one sentence on the outcome of the comparison."""
     judged, unknown = outcome.judged.get("pass", 0), outcome.judged.get("not judged", 0)
     by_other = outcome.coverage.by_other_run
@@ -87,9 +96,11 @@ def sentence(outcome: Outcome) -> str:
         if outcome.reason and judged:
             said = f"{outcome.reason[0].upper()}{outcome.reason[1:]}"
             return f"Nothing that was judged is wrong, but too little was. {said}.{others}"
-        return outcome.reason or (
-            f"{judged} tensors are what their operators must give, within the derived bounds; {unknown} were not judged.{others}"
-        )
+        meet = "are what their operators must give, within the derived bounds"
+        if standard is not None:
+            by = f", {standard.replayed} of them are right by replay after other choices"
+            meet = f"meet {standard.profile.name}{by if standard.replayed else ''}"
+        return outcome.reason or f"{judged} tensors {meet}; {unknown} were not judged.{others}"
     first = outcome.findings[0]
     where = f"step {first.step}, rank {', '.join(map(str, outcome.ranks))}"
     family = f" ({first.family}: {first.evidence})" if first.evidence else ""
@@ -102,7 +113,7 @@ def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, s
     """Return the three commands that help most after an outcome, and what each shows."""
     a, b = shlex.quote(reference), shlex.quote(target)
     compare = (
-        f"align compare {a} {b}",
+        f"align bisect {a} {b} --standard mixed",
         "how far every tensor is apart, by a published standard",
     )
     if outcome.verdict == "diverged":
@@ -113,7 +124,7 @@ def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, s
         found = [alone, (f"align replay {a}", "whether the reference itself is right"), compare]
     elif outcome.verdict == "pass":
         small = (
-            f"align compare {a} {b} --profile ecosystem",
+            f"align bisect {a} {b} --standard ecosystem",
             "whether the kernels are as exact as a benchmark allows",
         )
         found = [
@@ -378,6 +389,24 @@ def _findings(findings: Sequence[Mapping[str, Any]]) -> str:
     titles = ["step ", "rank ", "call", "tensor", "what"]
     said = "<p class=soft>Those after the first may follow from it.</p>"
     return said + html.table(titles, rows, most=50)
+
+
+def _standard(standard: Mapping[str, Any]) -> str:
+    """Return the tensors that are furthest apart by a standard."""
+    rows = [
+        [
+            html.verdict(t["status"]),
+            t["step"],
+            t["rank"],
+            code(f"{t['operator']} {t['tensor']}"),
+            t["reason"],
+        ]
+        for t in standard["tensors"]
+    ]
+    titles = ["", "step ", "rank ", "tensor", "why"]
+    notes = html.items([*standard["notes"], *(f"chosen otherwise: {f}" for f in standard["flips"])])
+    title = escape(f"Tensors by {standard['name']} ({standard['source']}), worst first")
+    return f"<h2>{title}</h2>{html.table(titles, rows, most=25)}{notes}"
 
 
 def counts(report: Mapping[str, Any], judged: Mapping[str, int]) -> str:

@@ -24,7 +24,6 @@ _KEYS = {
     "phases": ("phases", "recipe"),
     "bisect": ("first", "findings", "judged"),
     "replay": ("closest", "wrong"),
-    "compare": ("profile", "rows", "basis"),
     "merge": ("merged", "how"),
     "loss": ("gate", "power", "inputs"),
     "ckpt": ("beyond", "a", "b"),
@@ -121,7 +120,7 @@ def body(one: Document) -> str:
     Raises:
         BadInputError: It lacks content that its verb writes.
     """
-    told = one.verb in ("replay", "compare", "merge")  # others say it themselves
+    told = one.verb in ("replay", "merge")  # others say it themselves
     try:
         said = html.tag("p", summary(one), "sentence") if told else ""
         return said + _BODIES[one.verb](one.data)
@@ -156,8 +155,6 @@ def summary(one: Document) -> str:
         unknown = data["tensors"].get("not judged", 0)
         said = f"{count - unknown:,} tensors are what their operators must give"
         return f"{said}; {unknown:,} were not judged." if unknown else f"{said}, all of them."
-    if one.verb == "compare":
-        return data["reason"] or f"By {data['profile']}: " + _tallied(data["tensors"])
     if one.verb == "merge":
         return f"{data['merged']:,} of {data['tensors']:,} tensors merged into {data['out']}."
     if one.verb == "ckpt":
@@ -168,7 +165,7 @@ def summary(one: Document) -> str:
 def judged(one: Document) -> tuple[int, int]:
     """Return how many tensors (in phases and losses: checks) were judged, and how many were not."""
     data = one.data
-    if one.verb in ("replay", "compare", "bisect"):
+    if one.verb in ("replay", "bisect"):
         counts = data["judged" if one.verb == "bisect" else "tensors"]
         unknown = counts.get("not judged", 0)
         return sum(counts.values()) - unknown, unknown
@@ -256,20 +253,6 @@ def _replay(data: Mapping[str, Any]) -> str:
     return "".join([*parts, "<h3>What was judged</h3>", bisect_page.counts(data, data["tensors"])])
 
 
-def _compare(data: Mapping[str, Any]) -> str:
-    rows = [{**row, "tensor": f"{row['key']} {row['place']}"} for row in data["rows"]]
-    columns = {"status": "", "step": "step ", "rank": "rank ", "tensor": "tensor"}
-    columns |= {"metric": "metric", "observed": "observed ", "limit": "limit ", "reason": "why"}
-    parts = ["<h3>Tensors, worst first</h3>", _listed(rows, columns)]
-    flips = {f"choices, {name}": len(said) for name, said in data["flips"].items() if said}
-    said = [line for name in ("illegal", "not judged", "legal") for line in data["flips"][name]]
-    if said:
-        title = f"{len(said)} decisions differ"
-        parts.append(html.details(title, html.items(said[:_ROWS])))
-    counts = bisect_page.counts(data, {**data["tensors"], **flips})
-    return "".join([*parts, "<h3>What was judged</h3>", counts])
-
-
 def _merge(data: Mapping[str, Any]) -> str:
     parts: list[str] = []
     if data["problems"]:
@@ -349,7 +332,6 @@ def _operators(found: Sequence[Mapping[str, Any]]) -> str:
 _BODIES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "bisect": bisect_page.body,
     "replay": _replay,
-    "compare": _compare,
     "merge": _merge,
     "loss": _loss,
     "ckpt": _ckpt,

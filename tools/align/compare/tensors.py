@@ -1,0 +1,90 @@
+"""Compare two tensors by a published standard, in chunks, so that memory stays bounded."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from telechat_moe.tools.align.compare.measures import Array, Check, Chunk, Measure
+from telechat_moe.tools.align.compare.profiles import Profile
+from telechat_moe.tools.align.dump import value_files
+from telechat_moe.tools.align.numerics import is_float
+
+CHUNK = 1 << 13
+"""Elements of a chunk: in float64 they fit a core's cache, and malloc does not return them to the system each time."""
+
+
+class Compared(NamedTuple):
+    """What a standard says of a tensor.
+
+    Attributes:
+        status: ``not judged``: the standard does not apply.
+        checks: Lines of the standard.
+        note: What a reader must know, or why it was not judged.
+        element: Index of the worst element; empty: the worst line is of the tensor as a whole.
+    """
+
+    status: Literal["pass", "diverged", "not judged"]
+    checks: list[Check]
+    note: str = ""
+    element: tuple[int, ...] = ()
+
+    @property
+    def worst(self) -> Check | None:
+        """The line that decides."""
+        return max(self.checks, key=lambda c: (not c.ok, c.ratio), default=None)
+
+
+def compare(profile: Profile, arrays: Sequence[Array], dtype: str, golden_dtype: str) -> Compared:
+    """Compare a tensor with the reference's.
+
+    Args:
+        arrays: Values of the target, of the reference and, for a standard that needs it, of a third run.
+        dtype: Type that the target was computed in.
+        golden_dtype: Type of the reference.
+    """
+    target, golden = arrays[:2]
+    if golden.shape != target.shape:
+        said = f"shape {list(target.shape)}, reference {list(golden.shape)}"
+        return Compared("diverged", [], said)
+    said = f"type {dtype}, reference {golden_dtype}"
+    if dtype != golden_dtype and profile.same_dtype:
+        return Compared("diverged", [], said)
+    if is_float(dtype) != is_float(golden_dtype):
+        return Compared("not judged", [], said)
+    measure = profile.measure(dtype, golden_dtype)
+    if measure is None:
+        return Compared("not judged", [], f"{profile.name} has no line for {said}")
+    if not target.size:
+        return Compared("pass", [])
+    for chunk in chunks(arrays):
+        measure.add(chunk)
+    for array in arrays:
+        value_files.release(array)
+    return _result(measure, target)
+
+
+def chunks(arrays: Sequence[Array]) -> Iterator[Chunk]:
+    """Yield chunks of tensors of one shape, in the order of their elements; complex numbers as pairs."""
+    begin = 0
+    for _, parts in value_files.chunks(arrays, CHUNK):
+        target, golden, *bench = map(_reals, parts) if parts[0].dtype.kind == "c" else parts
+        yield Chunk(target, golden, begin, bench[0] if bench else None)
+        begin += target.size
+
+
+def _reals(x: Array) -> Array:
+    x = np.ascontiguousarray(x)
+    return x.view(x.real.dtype)
+
+
+def _result(measure: Measure, values: Array) -> Compared:
+    checks = measure.checks()
+    if measure.undefined:
+        return Compared("not judged", [], measure.undefined)
+    found = Compared("pass" if all(c.ok for c in checks) else "diverged", checks, measure.note)
+    at = found.worst.at if found.worst else None
+    if at is None or not values.ndim:
+        return found
+    at //= 2 if values.dtype.kind == "c" else 1
+    return found._replace(element=tuple(int(i) for i in np.unravel_index(at, values.shape)))

@@ -1,0 +1,121 @@
+"""What a comparison of two runs comes to: findings, the first one first, with the coverage of what was judged."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from telechat_moe.tools.align.dump.records import Call, Phase
+from telechat_moe.tools.align.judge.collectives import Exchange
+from telechat_moe.tools.align.judge.context import layer_of
+from telechat_moe.tools.align.judge.coverage import Coverage
+from telechat_moe.tools.align.judge.divergent_call import Wrong
+from telechat_moe.tools.align.judge.verdict import Verdict
+from telechat_moe.tools.align.operators.approx import Array
+
+Seen = tuple[int, int, str, str, float]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A divergent call.
+
+    Attributes:
+        step: Step.
+        order: Position in the order of the run.
+        verdict: What is wrong with it.
+        call: The call; None: the target lacks it.
+        family: Kind of fault, see ``fault_kind.py``; ``unknown`` where no kind explains it.
+        evidence: Why it is that kind.
+        residual: Difference from what it should be, over the bound, where both are known.
+        phase: Phase of the step, see ``context.py``; None: known from the key alone.
+        modules: Module, or weight, of the reference and of the target in which two programs differ first.
+        layer: Number of its layer, from the data flow where its name does not say it.
+        values: What the runs have at the worst element, by side; only of the first finding.
+        about: What is known around the call, for the first one of a rank; a reproducer is made from it.
+    """
+
+    step: int
+    rank: int
+    order: float
+    verdict: Verdict
+    call: Call | None
+    family: str = "unknown"
+    evidence: str = ""
+    residual: Array | None = field(default=None, repr=False, compare=False)
+    phase: Phase | None = None
+    modules: tuple[str, str] | None = None
+    layer: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict[str, float], compare=False)
+    about: Wrong | Exchange | None = field(default=None, repr=False, compare=False)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as plain JSON types."""
+        v, call = self.verdict, self.call
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "phase": (self.phase or call.phase).value if call else None,
+            "layer": layer_of(call) if call and self.layer is None else self.layer,
+            "modules": self.modules
+            and dict(zip(("reference", "target"), self.modules, strict=True)),
+            "operator": v.key,
+            "tensor": v.place,
+            "family": self.family,
+            "evidence": self.evidence,
+            "observed_over_bound": v.ratio if v.ratio < float("inf") else None,
+            "reason": v.reason,
+            "basis": v.basis,
+            "element": list(v.element),
+            "values": dict(self.values),
+            "wrong_elements": v.wrong,
+            "elements": v.elements,
+            "source": call.source if call else None,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a comparison.
+
+    Attributes:
+        verdict: ``pass``, ``diverged``, or ``inconclusive``, see ``coverage.py``.
+        findings: Divergent calls, the first ones first.
+        judged: How many tensors were judged, by status.
+        unknown: Why calls were not judged, with the number of calls for each reason.
+        calls: Every call in order, with its worst verdict (step, rank, key, status, ratio).
+        reason: Why nothing can be concluded.
+        coverage: What was judged of each phase.
+        settings: Settings that differ between programs of two frameworks, by module.
+    """
+
+    verdict: str
+    findings: list[Finding] = field(default_factory=list[Finding])
+    judged: Mapping[str, int] = field(default_factory=dict[str, int])
+    unknown: Mapping[str, int] = field(default_factory=dict[str, int])
+    reason: str = ""
+    calls: list[Seen] = field(default_factory=list[Seen], repr=False)
+    coverage: Coverage = field(default_factory=Coverage)
+    settings: list[str] = field(default_factory=list[str])
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks on which the first divergent call is wrong."""
+        if not self.findings:
+            return []
+        first = self.findings[0]
+        where = first.step, first.verdict.key
+        return sorted({f.rank for f in self.findings if (f.step, f.verdict.key) == where})
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the outcome as plain JSON types."""
+        return {
+            "verdict": self.verdict,
+            "reason": self.reason,
+            "first": self.findings[0].as_json() if self.findings else None,
+            "ranks": self.ranks,
+            "findings": [f.as_json() for f in self.findings],
+            "settings": self.settings,
+            "judged": dict(self.judged),
+            "not_judged": dict(self.unknown),
+            **self.coverage.as_json(),
+        }

@@ -1,0 +1,249 @@
+"""Judge the calls of a run by a published standard, in place of derived bounds.
+
+Every tensor of a call must meet the standard against the reference's. A choice (of experts, arg-max, sort) that came
+out otherwise is legal if isolated replay gives it from its own scores. From then on, calls that fail the standard are
+judged by isolated replay, too, because their inputs may follow from the choice; so are calls of all ranks, and of the
+steps after it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from telechat_moe.tools.align.compare.measures import Check
+from telechat_moe.tools.align.compare.profiles import Profile
+from telechat_moe.tools.align.compare.tensors import Compared, compare
+from telechat_moe.tools.align.dump.records import Array, Call, Dump, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.distance import checksum, distance
+from telechat_moe.tools.align.judge.pairing import aligned, split
+from telechat_moe.tools.align.judge.pins import explained_by_scores
+from telechat_moe.tools.align.judge.replay import replay_call
+from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
+from telechat_moe.tools.align.numerics import is_float
+
+LARGEST = 1 << 22
+"""The most elements of a call that is replayed: in float64, with their bounds, they must fit into memory."""
+
+_FOLLOWS = "follows from tokens that were routed differently"
+
+
+class Judged(NamedTuple):
+    """What a standard says of a tensor of a step and rank; ``checks`` has its lines."""
+
+    step: int
+    rank: int
+    verdict: Verdict
+    checks: Sequence[Check] = ()
+
+
+class Standard:
+    """A published standard, and what it says of each tensor of a run.
+
+    Args:
+        profile: The standard.
+        reference: The trusted run.
+        target: The judged run.
+        third: A third run, for standards that need one.
+
+    Attributes:
+        tensors: Each tensor, in order.
+        replayed: How many tensors pass by isolated replay.
+        flips: Choices that legally came out otherwise, as step, rank and key.
+    """
+
+    def __init__(
+        self, profile: Profile, reference: Dump, target: Dump, third: Dump | None = None
+    ) -> None:
+        self.profile = profile
+        self.tensors: list[Judged] = []
+        self.replayed = 0
+        self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
+        self.flips: list[tuple[int, int, str]] = []
+        self._reference, self._target, self._third = reference, target, third
+        self._thirds: dict[tuple[int, int], RankDump | None] = {}
+
+    def verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
+        """Return the verdicts of a call of the target on its tensors."""
+        step, key = split(call.key, target.step)
+        golden = reference.calls.get(call.key)
+        if golden is None:
+            return [not_judged(call.key, "the reference does not run this call")]
+        third = self._third_of(step, target.rank)
+        other = third.calls.get(key) if third is not None else None
+        mine, theirs, thirds = (dict(c.tensors()) if c else {} for c in (call, golden, other))
+        found = [
+            self._tensor(call.key, p, mine.get(p), theirs.get(p), thirds.get(p))
+            for p in mine | theirs
+        ]
+        wrong = any(v.status == "diverged" for v in found)
+        if wrong and (step, self._orders.get((step, target.rank, key), math.inf)) >= self._first:
+            found = self._replayed(found, call, reference, target)
+        self.tensors += [
+            Judged(step, target.rank, replace(v, key=key), self._checks.get((v.key, v.place), ()))
+            for v in found
+        ]
+        self._checks.clear()
+        return found
+
+    def of(self, key: str, place: str, arrays: Sequence[Array], dtype: str, golden: str) -> Verdict:
+        """Return what the standard says of a tensor: values of target, reference and maybe third run."""
+        return self._verdict(key, place, compare(self.profile, arrays, dtype, golden), arrays[0])
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the standard and the tensors, worst first, as plain JSON types."""
+        order = ("diverged", "not judged", "pass")
+        verdicts = [(t, t.verdict) for t in self.tensors]
+        worst = sorted(verdicts, key=lambda t: (order.index(t[1].status), -t[1].ratio))
+        cases, judged = self.profile.cases, sum(v.status != "not judged" for _, v in worst)
+        few = f"{self.profile.name} requires {cases:,} cases; these dumps have {judged:,}"
+        return {
+            "name": self.profile.name,
+            "source": self.profile.source,
+            "notes": [few] if judged < cases else [],
+            "replayed": self.replayed,
+            "flips": [f"{key} of step {step}, rank {rank}" for step, rank, key in self.flips],
+            "tensors": [
+                {
+                    "step": t.step,
+                    "rank": t.rank,
+                    "operator": v.key,
+                    "tensor": v.place,
+                    "status": v.status,
+                    "observed_over_limit": finite(v.ratio),
+                    "element": [*v.element],
+                    "reason": v.reason,
+                    "checks": [
+                        {
+                            "metric": c.metric,
+                            "observed": finite(c.observed),
+                            "limit": c.limit,
+                            "ok": c.ok,
+                        }
+                        for c in t.checks
+                    ],
+                }
+                for t, v in worst
+            ],
+        }
+
+    def _tensor(
+        self,
+        key: str,
+        place: str,
+        mine: TensorRecord | None,
+        theirs: TensorRecord | None,
+        third: TensorRecord | None,
+    ) -> Verdict:
+        if mine is None or theirs is None:
+            said = f"the {'target' if mine is None else 'reference'} has no tensor there"
+            return not_judged(key, said, place)
+        if mine.shape != theirs.shape and mine.layout != theirs.layout:
+            said = f"laid out differently, {list(mine.shape)} and {list(theirs.shape)}: `align merge` both first"
+            return not_judged(key, said, place)
+        if mine.read is None or theirs.read is None:
+            return self._without_values(key, place, mine, theirs)
+        arrays = [mine.load(), theirs.load()]
+        if self.profile.third and is_float(mine.dtype):
+            if third is None or third.read is None or third.shape != mine.shape:
+                return not_judged(key, "the third run has no values of this tensor", place)
+            arrays.append(third.load())
+        return self.of(key, place, arrays, mine.dtype, theirs.dtype)
+
+    def _without_values(
+        self, key: str, place: str, mine: TensorRecord, theirs: TensorRecord
+    ) -> Verdict:
+        found, sums = distance(theirs, mine), (checksum(theirs, mine), checksum(mine, theirs))
+        exact = self.profile.name == "bitwise" or not is_float(mine.dtype)
+        if found is not None and found.exact and not self.profile.nan_differs:
+            return Verdict(key, place, "pass", reason="equal bits", elements=math.prod(mine.shape))
+        if exact and mine.dtype == theirs.dtype and None not in sums and sums[0] != sums[1]:
+            return Verdict(key, place, "diverged", math.inf, "other bits")
+        said = "no values, which a standard needs; without --standard, statistics can show a fault"
+        return not_judged(key, said, place)
+
+    def _verdict(self, key: str, place: str, found: Compared, values: Array) -> Verdict:
+        worst = found.worst
+        self._checks[key, place] = found.checks
+        said = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []
+        said += [found.note] if found.note else []
+        ratio = worst.ratio if worst else math.inf if found.status == "diverged" else 0.0
+        text = "; ".join(said)
+        return Verdict(key, place, found.status, ratio, text, found.element, elements=values.size)
+
+    def _replayed(
+        self, found: list[Verdict], call: Call, reference: RankDump, target: RankDump
+    ) -> list[Verdict]:
+        """Return the verdicts of a call after a choice that came out otherwise; inputs are judged where they are made."""
+        settings, forward = (run.calls.get(call.forward_key) for run in (reference, target))
+        small = sum(math.prod(t.shape) for _, t in call.tensors()) <= LARGEST
+        able = small and call.kind == "api"
+        answers = replay_call(call, forward, settings) if able else []
+        known = {v.place: v for v in answers if v.status != "not judged"}
+        left: list[Verdict] = []
+        for v in found:
+            chosen = _whole(dict(call.tensors())[v.place].dtype)
+            if v.status != "diverged":
+                left.append(v)
+            elif v.place in known:
+                left.append(replace(known[v.place], reason=f"by replay: {known[v.place].reason}"))
+                self.replayed += known[v.place].status == "pass"
+            elif chosen and explained_by_scores(reference.calls[call.key], call, v.place):
+                left.append(Verdict(v.key, v.place, "pass", reason="chosen by its own scores"))
+            elif v.place.startswith("output"):
+                left.append(not_judged(v.key, _FOLLOWS, v.place))
+            if chosen and v.status == "diverged" and left and left[-1].status == "pass":
+                self.flips.append((*_place(call, target), v.key))
+        return left
+
+    def _third_of(self, step: int, rank: int) -> RankDump | None:
+        at = step, rank
+        if at not in self._thirds:
+            third = self._third.ranks.get(at) if self._third is not None else None
+            self._thirds[at] = third and aligned(self._reference.ranks[at], third)[0]
+        return self._thirds[at]
+
+    @cached_property
+    def _orders(self) -> dict[tuple[int, int, str], int]:
+        """The position of each call of the reference in its step."""
+        dumps = self._reference.ranks.items()
+        return {(*at, key): i for at, dump in dumps for i, key in enumerate(dump.calls)}
+
+    @cached_property
+    def _first(self) -> tuple[float, float]:
+        """Step and position of the first call whose integers came out otherwise; infinite: none did."""
+        found = [(math.inf, math.inf)]
+        for at in self._reference.ranks.keys() & self._target.ranks.keys():
+            golden = self._reference.ranks[at]
+            calls = aligned(golden, self._target.ranks[at])[0].calls
+            moved = (k for k, c in golden.calls.items() if k in calls and _chose(c, calls[k]))
+            first = next(moved, None)
+            found += [(at[0], self._orders[(*at, first)])] if first is not None else []
+        return min(found)
+
+
+def finite(x: float) -> float | None:
+    """Return a number; None if it is infinite or NaN, which JSON has not."""
+    return x if math.isfinite(x) else None
+
+
+def _place(call: Call, target: RankDump) -> tuple[int, int]:
+    return split(call.key, target.step)[0], target.rank
+
+
+def _whole(dtype: str) -> bool:
+    return dtype.startswith(("int", "uint", "bool"))
+
+
+def _chose(golden: Call, target: Call) -> bool:
+    """Return whether a call made other integers."""
+    theirs = dict(golden.made())
+    for place, mine in target.made():
+        other = theirs.get(place)
+        if other is None or mine.read is None or other.read is None or not _whole(mine.dtype):
+            continue
+        found = distance(other, mine)
+        if found is None or found.whole:
+            return True
+    return False
