@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from logical_cases import Case, InvalidError, corrupt, expected, random_case
 
-from telechat_moe.tools.align.dump.logical import logical
+from telechat_moe.tools.align.dump.logical import Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
-from telechat_moe.tools.align.dump.shard_values import Shard
 
 
 def merged(case: Case, limit: int = 1 << 20):

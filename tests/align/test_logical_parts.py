@@ -14,13 +14,13 @@ from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
     Bound,
     CopiesDifferError,
+    Shard,
     logical,
     logical_regions,
     merge,
 )
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout, TensorRecord
-from telechat_moe.tools.align.dump.shard_values import Shard
 
 
 def numbered(*shape: int) -> np.ndarray:
@@ -371,9 +371,8 @@ def test_memory_stays_bounded(tmp_path) -> None:
 import sys
 from pathlib import Path
 import numpy as np
-from telechat_moe.tools.align.dump.logical import logical
+from telechat_moe.tools.align.dump.logical import Shard, logical
 from telechat_moe.tools.align.dump.records import TensorLayout, TensorRecord
-from telechat_moe.tools.align.dump.shard_values import Shard
 folder = Path(sys.argv[1]); shape = (3 << 12, 1 << 13)
 for r in range(4):
     file = folder / f"{r}.npy"

@@ -15,8 +15,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.sharding.shards import WeightShards
 from telechat_moe.tools.align.compare.checkpoints import compare_checkpoints, open_checkpoint
 from telechat_moe.tools.align.dump import recipe_layout
-from telechat_moe.tools.align.dump.logical import logical, merge
-from telechat_moe.tools.align.dump.shard_values import Shard
+from telechat_moe.tools.align.dump.logical import Shard, logical, merge
 
 
 def run(*argv: str) -> int:

@@ -16,9 +16,8 @@ import numpy as np
 from telechat_moe import tensor_files
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.compare.measures import errors
-from telechat_moe.tools.align.dump.logical import Logical, logical_regions
-from telechat_moe.tools.align.dump.records import Array
-from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
+from telechat_moe.tools.align.dump.logical import Logical, Shard, logical_regions
+from telechat_moe.tools.align.dump.records import Array, TensorRecord
 from telechat_moe.tools.align.dump.value_files import widen
 from telechat_moe.tools.align.numerics import is_float, ulps
 
@@ -39,7 +38,7 @@ class StoredTensor:
     group: str
     dtype: str
     shape: tuple[int, ...]
-    shards: list[tuple[Region, ShardValues]]
+    shards: list[tuple[Region, TensorRecord]]
 
     def merged(self) -> Logical:
         """Return the tensor, merged from its shards as it is read."""
@@ -103,7 +102,7 @@ def _canonical(dtype: str) -> str:
     return "bfloat16" if dtype == "BF16" else tensor_files.DTYPES[dtype].name
 
 
-def _values(entry: tensor_files.Entry) -> ShardValues:
+def _values(entry: tensor_files.Entry) -> TensorRecord:
     """Return a stored tensor, which is mapped when it is read; bfloat16 as its bits."""
     dtype = np.dtype("<u2") if entry.dtype == "BF16" else tensor_files.DTYPES[entry.dtype]
 
@@ -115,7 +114,7 @@ def _values(entry: tensor_files.Entry) -> ShardValues:
         except (OSError, ValueError) as error:
             raise BadInputError(f"{entry.file}: cannot be read ({error})") from None
 
-    return ShardValues(entry.shape, _canonical(entry.dtype), load)
+    return TensorRecord(_canonical(entry.dtype), entry.shape, read=load)
 
 
 # ------------------------------------------------------------------------------------ comparison

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.logical import CopiesDifferError, logical
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError, coordinates, describe, position
 from telechat_moe.tools.align.dump.records import TensorLayout
-from telechat_moe.tools.align.dump.shard_values import Shard, ShardValues
 
 MOST = 4096
 """The most candidates that are tried."""
@@ -69,7 +68,7 @@ def infer(
         BadInputError: Values were not dumped or cannot be read.
     """
     ranks = tuple(sorted(p.rank for p in shards))
-    shapes = {ShardValues.of(p.values).shape for p in shards}
+    shapes = {p.values.shape for p in shards}
     if len(shapes) != 1:
         raise LayoutError(
             f"shards of {len(shapes)} different shapes; a layout with unequal shards must be given"
@@ -111,8 +110,8 @@ def _tried(shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]
         for _, block in whole.blocks():
             digest.update(np.ascontiguousarray(block).data)
     except CopiesDifferError as error:
-        return Candidate(layout, error.copies.compared, str(error))
-    return Candidate(layout, whole.copies.compared, None, digest.hexdigest())
+        return Candidate(layout, len(error.copies.compared), str(error))
+    return Candidate(layout, len(whole.copies.compared), None, digest.hexdigest())
 
 
 def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
@@ -122,7 +121,7 @@ def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
         sizes = dict(zip(layout.axes, layout.mesh, strict=True))
         places = tuple(
             tuple(position(axes, sizes, place) for axes in layout.dims)
-            for place in coordinates(layout, sizes).values()
+            for place in coordinates(layout).values()
         )
         if places not in seen:
             seen.add(places)

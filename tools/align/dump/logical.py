@@ -10,32 +10,45 @@ Values are read in blocks of the whole tensor, so a tensor of any size merges in
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.ranges import (
     LayoutError,
+    Runs,
     ShardKey,
     ShardMap,
+    ShardRanges,
     locate,
     locate_regions,
 )
-from telechat_moe.tools.align.dump.records import TensorLayout, TensorRecord
-from telechat_moe.tools.align.dump.shard_values import (
-    Array,
-    Indexer,
-    RegionCopy,
-    Shard,
-    ShardValues,
-    intersect,
-    picked,
-)
-from telechat_moe.tools.align.dump.value_files import boxes, write_npy_header
+from telechat_moe.tools.align.dump.records import Array, TensorLayout, TensorRecord
+from telechat_moe.tools.align.dump.value_files import boxes
 from telechat_moe.tools.align.numerics import is_float, ulps
 
 BLOCK_BYTES = 16 << 20
+Box = tuple[slice, ...]
+Indexer = slice | Array
+"""Positions along a dimension: a range, or their numbers."""
+
+_NPY: Any = np.lib.format  # NumPy's stubs leave it without types
+
+
+class Shard(NamedTuple):
+    """The values that one rank holds.
+
+    Attributes:
+        values: Array or record.
+        call: Number of the call, where the calls of a rank hold different shards (micro-batches).
+    """
+
+    rank: int
+    values: TensorRecord | Array
+    call: int = 0
 
 
 class Bound(NamedTuple):
@@ -78,12 +91,12 @@ class Copies:
     """The results of comparing copies while a tensor was merged.
 
     Attributes:
-        compared: Number of copies that were compared with the first copy; 0: every shard is held once.
+        compared: Copies that were compared with the first copy; none: every shard is held once.
         bitwise: Whether all copies are equal to the last bit.
         differences: Copies beyond the bound, by rank and call.
     """
 
-    compared: int = 0
+    compared: set[ShardKey] = field(default_factory=set[ShardKey])
     bitwise: bool = True
     differences: dict[ShardKey, Difference] = field(default_factory=dict[ShardKey, Difference])
 
@@ -96,6 +109,9 @@ class Copies:
             return "differ"
         return "bitwise" if self.bitwise else "within bound"
 
+    def __str__(self) -> str:
+        return "; ".join(map(str, list(self.differences.values())[:4]))
+
 
 class CopiesDifferError(LayoutError):
     """Copies of one shard differ: a fault of the run, or a layout that wrongly declares copies (exit code 4).
@@ -106,7 +122,7 @@ class CopiesDifferError(LayoutError):
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
-        super().__init__("; ".join(map(str, list(copies.differences.values())[:4])))
+        super().__init__(str(copies))
 
 
 class Merged(NamedTuple):
@@ -125,14 +141,6 @@ class Merged(NamedTuple):
     copies: Copies
 
 
-@dataclass(frozen=True)
-class _Region:
-    """A region of the whole tensor: for each term of a reduction its copies."""
-
-    dims: tuple[Any, ...]
-    terms: list[list[RegionCopy]]
-
-
 class Logical:
     """A tensor that is merged as it is read.
 
@@ -148,24 +156,30 @@ class Logical:
 
     def __init__(
         self,
-        shards: Mapping[ShardKey, ShardValues],
+        shards: Mapping[ShardKey, TensorRecord],
         where: ShardMap,
         bound: Bound | None = None,
         keep: bool = False,
     ) -> None:
         self.shape, self.bound, self.keep, self.copies = where.shape, bound, keep, Copies()
-        self.dtype = _one_dtype(shards)
-        self._plan, self._regions = where, _regions(shards, where)
-        self._seen: set[ShardKey] = set()
-        first = [term[0] for region in self._regions for term in region.terms]
-        self.ranks = tuple(sorted({key.rank for copy in first for key in copy.keys}))
+        self._plan, self._shards, self._keys = where, shards, sorted(shards)
+        first = self._keys[0]
+        self.dtype = shards[first].dtype
+        for key in self._keys:
+            if shards[key].dtype != self.dtype:
+                raise LayoutError(f"{key} holds {shards[key].dtype}, {first} {self.dtype}")
+        holders: dict[ShardRanges, int] = {}
+        for key in self._keys:
+            holders.setdefault(where.places[key], key.rank)
+        self._copied = len(holders) < len(self._keys)
+        self.ranks = tuple(sorted({*holders.values()}))
 
     @property
     def mean(self) -> bool:
         """Whether values are means of terms."""
         return self._plan.divide > 1
 
-    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[tuple[slice, ...], Array]]:
+    def blocks(self, limit: int = BLOCK_BYTES) -> Iterator[tuple[Box, Array]]:
         """Yield the whole tensor in C order, block by block; a tensor without elements as one block.
 
         Args:
@@ -175,7 +189,7 @@ class Logical:
             CopiesDifferError: After the last block, if copies differ and ``keep`` is not set.
             BadInputError: A file is broken.
         """
-        self.copies, self._seen = Copies(), set()
+        self.copies = Copies()
         empty = [tuple(slice(0, n) for n in self.shape)]
         for box in boxes(self.shape, max(1, limit // 8)) if math.prod(self.shape) else empty:
             yield box, self._block(box)
@@ -184,12 +198,11 @@ class Logical:
 
     def merge(self) -> Merged:
         """Return the whole tensor in memory; raises like :meth:`blocks`."""
-        whole: Array | None = None
-        for box, block in self.blocks():
-            if whole is None:
+        whole: Array = np.empty(0)
+        for i, (box, block) in enumerate(self.blocks()):
+            if i == 0:
                 whole = np.empty(self.shape, block.dtype)
             whole[box] = block
-        assert whole is not None  # there is a block
         return Merged(whole, self.dtype, self.ranks, self.copies)
 
     def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
@@ -203,78 +216,83 @@ class Logical:
             for _, block in self.blocks(limit):
                 stored = np.dtype(dtype or block.dtype)
                 if not file.tell():
-                    write_npy_header(file, stored, self.shape)
+                    header = {"descr": stored.str, "fortran_order": False, "shape": self.shape}
+                    _NPY.write_array_header_1_0(file, header)
                 file.write(np.ascontiguousarray(block, stored).data)
 
-    def _block(self, box: tuple[slice, ...]) -> Array:
-        target: Array | None = None
-        for region in self._regions:
-            found = [
-                intersect(runs, s.start, s.stop) for runs, s in zip(region.dims, box, strict=True)
-            ]
-            if any(f is None for f in found) and target is not None:
-                continue
-            pairs = [f if f is not None else (slice(0, 0), slice(0, 0)) for f in found]
-            values = self._reduced(region, [own for _, own in pairs], [g for g, _ in pairs], box)
-            if target is None:
-                target = np.empty([s.stop - s.start for s in box], values.dtype)
-            assert target is not None
-            target[picked([g for g, _ in pairs], target.shape)] = values
-        assert target is not None  # a plan has a shard
-        return target
-
-    def _reduced(
-        self, region: _Region, own: list[Indexer], where: list[Indexer], box: tuple[slice, ...]
-    ) -> Array:
-        total: Array | None = None
-        for term in region.terms:
-            first, references = term[0].read(own)
-            for other in term[1:]:
-                copy, holders = other.read(own)
-                for (holder, mine), (reference, _) in zip(holders, references, strict=True):
-                    self._compare(holder, copy, reference, first, mine, where, box)
-            if self._plan.reduce is None:
-                return first
-            if total is None:
-                total = _first_term(first, self._plan.reduce)
-            else:
-                _COMBINE[self._plan.reduce](total, first, out=total, casting="unsafe")
-        assert total is not None
+    def _block(self, box: Box) -> Array:
+        """Return a block of the whole, with terms combined."""
+        reduce, terms = self._plan.reduce, dict[int, list[ShardKey]]()
+        for key in self._keys:
+            terms.setdefault(self._plan.places[key].term, []).append(key)
+        total = self._term(terms.pop(0), box)
+        if reduce is None:
+            return total
+        total = _widened(total, reduce)
+        for _, keys in sorted(terms.items()):
+            _COMBINE[reduce](total, self._term(keys, box), out=total, casting="unsafe")
         return total / self._plan.divide if self._plan.divide > 1 else total
+
+    def _term(self, keys: Sequence[ShardKey], box: Box) -> Array:
+        """Return a block of one term from the first copy of each element; compare the others with it."""
+        extent = [s.stop - s.start for s in box]
+        found: Array | None = None
+        # The number of the shard that each element is from; 0: it is not known yet.
+        holder: Array = np.zeros(extent if self._copied else 0, np.int32)
+        for i, key in enumerate(keys, 1):
+            part = _part(self._shards[key], self._plan.places[key], box)
+            if part is None:
+                continue
+            at, values = part
+            if found is None:
+                found = np.empty(extent, values.dtype)
+            if values.dtype != found.dtype:
+                raise LayoutError(f"copies are stored as {values.dtype} and {found.dtype}")
+            known: Array = holder[at] > 0 if self._copied else np.zeros(())
+            if not known.any():
+                found[at] = values
+                if self._copied:
+                    holder[at] = i
+                continue
+            self._compare(key, keys, box, at, values, found, holder)
+            if not known.all():
+                found[at] = np.where(known, found[at], values)
+                holder[at] = np.where(known, holder[at], i)
+        if found is None:  # a block without elements
+            found = np.empty(extent, self._shards[keys[0]].load().dtype)
+        return found
 
     def _compare(
         self,
         key: ShardKey,
-        copy: Array,
-        reference: ShardKey,
-        first: Array,
-        mine: Array,
-        where: list[Indexer],
-        box: tuple[slice, ...],
+        keys: Sequence[ShardKey],
+        box: Box,
+        at: Any,
+        values: Array,
+        found: Array,
+        holder: Array,
     ) -> None:
-        """Compare a rank's elements of a copy with the first copy; record the differences."""
-        if key not in self._seen and mine.any() and copy.size:
-            self._seen.add(key)
-            self.copies.compared += 1
-        wrong = _unequal_bits(copy, first) & mine
+        """Compare a shard's values with those that are known at their positions of a block; record the differences."""
+        first = found[at]
+        self.copies.compared.add(key)
+        wrong = _unequal_bits(values, first) & (holder[at] > 0)
         if not wrong.any():
             return
         self.copies.bitwise = False
         if self.bound is not None:
-            wrong &= _beyond(copy, first, self.bound, self.dtype)
+            wrong &= _beyond(values, first, self.bound, self.dtype)
         count = int(wrong.sum())
         if not count:
             return
         if (known := self.copies.differences.get(key)) is not None:
             self.copies.differences[key] = replace(known, elements=known.elements + count)
             return
-        at = tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
-        numbers: list[Array] = [
-            np.arange(s.start, s.stop)[w] for s, w in zip(box, where, strict=True)
-        ]
-        index = tuple(int(n[i]) for n, i in zip(numbers, at, strict=True))
+        one = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+        number = np.arange(found.size).reshape(found.shape)[at][one]
+        place = np.unravel_index(int(number), found.shape)
+        index = tuple(s.start + int(i) for s, i in zip(box, place, strict=True))
         self.copies.differences[key] = Difference(
-            key, reference, count, index, copy[at].item(), first[at].item()
+            key, keys[int(holder[at][one]) - 1], count, index, values[one].item(), first[one].item()
         )
 
 
@@ -297,11 +315,11 @@ def logical(
         LayoutError: Layout, shards and shape contradict each other; a shard is missing or present twice.
         BadInputError: Values were not dumped.
     """
-    sources = _sources(shards)
-    layout = layout if layout is not None else _common_layout(shards)
-    shapes = {key: source.shape for key, source in sources.items()}
+    records = _records(shards)
+    layout = layout if layout is not None else _common_layout(records)
+    shapes = {key: record.shape for key, record in records.items()}
     where = locate(layout, shapes, None if shape is None else tuple(shape))
-    return Logical(sources, where, bound, keep)
+    return Logical(records, where, bound, keep)
 
 
 def logical_regions(
@@ -315,13 +333,13 @@ def logical_regions(
     Where the calls of a rank hold different shards (micro-batches, whose number may differ between ranks), the keys
     are (rank, call).
     """
-    sources = _sources(shards)
+    records = _records(shards)
     ranges = locate_regions(
         {ShardKey(*k) if isinstance(k, tuple) else ShardKey(k): r for k, r in regions.items()},
-        {key: source.shape for key, source in sources.items()},
+        {key: record.shape for key, record in records.items()},
         tuple(shape),
     )
-    return Logical(sources, ranges)
+    return Logical(records, ranges)
 
 
 def merge(
@@ -336,72 +354,115 @@ def merge(
     return logical(shards, layout, shape, bound=bound, keep=keep).merge()
 
 
-def _common_layout(shards: Sequence[Shard]) -> TensorLayout:
-    """Return the common layout of all records, of which there is one or more."""
-    layouts = [s.values.layout if isinstance(s.values, TensorRecord) else None for s in shards]
-    for shard, layout in zip(shards, layouts, strict=True):
-        if layout is None:
-            raise LayoutError(f"rank {shard.rank} does not say how its shard is laid out")
-        if layout != layouts[0]:
-            raise LayoutError(f"rank {shard.rank} names another layout than rank {shards[0].rank}")
-    assert layouts[0] is not None
-    return layouts[0]
-
-
 # ------------------------------------------------------------------------------------- helpers
 
 
-def _sources(shards: Sequence[Shard]) -> dict[ShardKey, ShardValues]:
-    found: dict[ShardKey, ShardValues] = {}
+def _records(shards: Sequence[Shard]) -> dict[ShardKey, TensorRecord]:
+    found: dict[ShardKey, TensorRecord] = {}
     for shard in shards:
         key = ShardKey(shard.rank, shard.call)
         if key in found:
             raise LayoutError(f"{key} gives two shards")
-        found[key] = ShardValues.of(shard.values)
+        values = shard.values
+        if not isinstance(values, TensorRecord):
+            array = np.asarray(values)
+            values = TensorRecord(array.dtype.name, array.shape, read=partial(np.asarray, array))
+        if values.read is None:
+            raise BadInputError("the values of this tensor were not dumped, only statistics")
+        found[key] = values
     if not found:
         raise LayoutError("there are no shards")
     return found
 
 
-def _one_dtype(shards: Mapping[ShardKey, ShardValues]) -> str:
-    first, known = next(iter(shards.items()))
-    for key, source in shards.items():
-        if source.dtype != known.dtype:
-            raise LayoutError(f"{key} holds {source.dtype}, {first} {known.dtype}")
-    return known.dtype
+def _common_layout(records: Mapping[ShardKey, TensorRecord]) -> TensorLayout:
+    """Return the common layout of all records, of which there is one or more."""
+    first = next(iter(records))
+    for key, record in records.items():
+        if record.layout is None:
+            raise LayoutError(f"{key} does not say how its shard is laid out")
+        if record.layout != records[first].layout:
+            raise LayoutError(f"{key} names another layout than {first}")
+    layout = records[first].layout
+    assert layout is not None
+    return layout
 
 
-def _regions(shards: Mapping[ShardKey, ShardValues], where: ShardMap) -> list[_Region]:
-    """Group shards by region, term and flat range; copies in the order of keys."""
-    grouped: dict[Any, dict[int, dict[Any, list[ShardKey]]]] = {}
-    for key in sorted(where.places):
-        place = where.places[key]
-        terms = grouped.setdefault(place.dims, {})
-        terms.setdefault(place.term, {}).setdefault(place.flat, []).append(key)
-    regions: list[_Region] = []
-    for dims, terms in grouped.items():
-        shape = [sum(b - a for a, b in runs) for runs in dims]
-        regions.append(_Region(dims, [_copies(shards, terms[t], shape) for t in sorted(terms)]))
-    return regions
+def _part(record: TensorRecord, place: ShardRanges, box: Box) -> tuple[Any, Array] | None:
+    """Return the positions in a block of what a shard holds of it, as an index, and the values; None: it holds nothing."""
+    found = [_overlap(runs, s.start, s.stop) for runs, s in zip(place.dims, box, strict=True)]
+    pairs = [pair for pair in found if pair is not None]
+    if len(pairs) < len(found):
+        return None
+    where, own = [w for w, _ in pairs], [o for _, o in pairs]
+    if place.flat is None:
+        return _picked(where, [s.stop - s.start for s in box]), _taken(record, own)
+    begin, end = place.flat
+    lengths = [sum(b - a for a, b in runs) for runs in place.dims]
+    held: list[Array] = [np.arange(n)[o] for n, o in zip(lengths, own, strict=True)]
+    inner = math.prod(lengths[1:])
+    if held and (int(held[0].max() + 1) * inner <= begin or int(held[0].min()) * inner >= end):
+        return None
+    numbers: Array = np.zeros((), np.int64)  # positions in the flattened region
+    for n, i in zip(lengths, held, strict=True):
+        numbers = np.add.outer(numbers * n, i)
+    inside: Array = (numbers >= begin) & (numbers < end)
+    if not inside.any():
+        return None
+    chosen: Array = numbers[inside] - begin
+    low = int(chosen.min())
+    values: Array = _taken(record, [slice(low, int(chosen.max()) + 1)])[chosen - low]
+    if not box:
+        return ..., values.reshape(())
+    at: list[Array] = [np.arange(s.stop - s.start)[w] for w, s in zip(where, box, strict=True)]
+    return tuple(a[n] for a, n in zip(at, np.nonzero(inside), strict=True)), values
 
 
-def _copies(
-    shards: Mapping[ShardKey, ShardValues],
-    parts: Mapping[Any, list[ShardKey]],
-    shape: Sequence[int],
-) -> list[RegionCopy]:
-    """Return the copies of a region; flat shards are joined copy by copy."""
-    ordered = sorted(f for f in parts if f and f[0] < f[1]) or list(parts)[:1]
-    return [
-        RegionCopy(shape, [(k, shards[k], flat) for k, flat in zip(keys, ordered, strict=True)])
-        for keys in zip(*(parts[flat] for flat in ordered), strict=True)
-    ]
+def _overlap(runs: Runs, low: int, high: int) -> tuple[Indexer, Indexer] | None:
+    """Return the elements of a dimension between ``low`` and ``high`` that a shard holds.
+
+    Returns:
+        Positions counted from ``low``, and positions in the shard; None: the shard has nothing there.
+    """
+    parts: list[tuple[int, int, int]] = []
+    local = 0
+    for a, b in runs:
+        begin, end = max(a, low), min(b, high)
+        if begin < end:
+            parts.append((begin - low, local + begin - a, end - begin))
+        local += b - a
+    if len(parts) == 1:
+        where, own, n = parts[0]
+        return slice(where, where + n), slice(own, own + n)
+    if not parts:
+        return None
+    return (
+        np.concatenate([np.arange(where, where + n) for where, _, n in parts]),
+        np.concatenate([np.arange(own, own + n) for _, own, n in parts]),
+    )
 
 
-def _first_term(x: Array, kind: str) -> Array:
-    """Return a copy of the first term, in the type in which terms are combined."""
+def _taken(record: TensorRecord, indexers: Sequence[Indexer]) -> Array:
+    """Return elements of a record, maybe a view; of a mapped file only these are read."""
+    values = record.load()
+    if values.shape != record.shape:
+        raise BadInputError(
+            f"a shard has the shape {list(values.shape)}, the dump says {list(record.shape)}"
+        )
+    return np.asarray(values[_picked(indexers, record.shape)])
+
+
+def _picked(indexers: Sequence[Indexer], shape: Sequence[int]) -> Any:
+    """Return positions along each dimension of an array as the index that selects all their combinations."""
+    if sum(not isinstance(i, slice) for i in indexers) <= 1:
+        return (*indexers, ...)
+    return np.ix_(*(np.arange(n)[i] for i, n in zip(indexers, shape, strict=True)))
+
+
+def _widened(x: Array, kind: str) -> Array:
+    """Return the first term in the type in which terms are combined."""
     if kind in ("max", "min"):
-        return x.copy()
+        return x
     if kind == "all":
         return x.astype(np.bool_)
     wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.int64}
@@ -419,8 +480,6 @@ _COMBINE = {
 
 def _unequal_bits(a: Array, b: Array) -> Array:
     """Return where two arrays of one type differ in any bit."""
-    if a.dtype != b.dtype:
-        raise LayoutError(f"copies are stored as {a.dtype} and {b.dtype}")
     if a.dtype.itemsize in (1, 2, 4, 8):
         bits = np.dtype(f"u{a.dtype.itemsize}")
         return np.asarray(a.view(bits) != b.view(bits))
@@ -432,12 +491,7 @@ def _beyond(a: Array, b: Array, bound: Bound, dtype: str) -> Array:
     if a.dtype.kind not in "fiub":
         return np.ones(a.shape, np.bool_)
     x, y = a.astype(np.float64), b.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        near = (
-            (x == y)
-            | (np.isnan(x) & np.isnan(y))
-            | (np.abs(x - y) <= bound.atol + bound.rtol * np.abs(y))
-        )
+    near = np.isclose(x, y, bound.rtol, bound.atol, equal_nan=True)
     if bound.ulp and is_float(dtype):
         near |= ulps(x, y, dtype) <= bound.ulp
     return ~near

@@ -20,7 +20,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.infer_layout import infer
 from telechat_moe.tools.align.dump.layer_numbers import LayerNumbers
 from telechat_moe.tools.align.dump.layout_dict import from_dict
-from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, logical
+from telechat_moe.tools.align.dump.logical import Bound, CopiesDifferError, Logical, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import (
     Call,
@@ -30,7 +30,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.dump.shard_values import Shard
 from telechat_moe.tools.align.dump.value_files import WIDENED
 from telechat_moe.tools.align.numerics import is_float
 
@@ -295,8 +294,7 @@ class _Merger:
             except LayoutError as error:
                 copies, problem = "none", str(error)
             else:
-                differing = "; ".join(map(str, list(whole.copies.differences.values())[:4])) or None
-                verdict = whole.copies.verdict
+                verdict, differing = whole.copies.verdict, str(whole.copies) or None
                 self.outcomes.append(Outcome(self.key, place, ranks, how, verdict, differing))
                 return record
         self.outcomes.append(Outcome(self.key, place, ranks, how, copies, problem, merged=False))

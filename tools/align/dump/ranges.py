@@ -7,11 +7,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from telechat_moe.errors import TelechatMoeError
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout
@@ -63,14 +62,12 @@ class ShardMap:
     Attributes:
         places: The ranges of each shard.
         reduce: How the terms of a partial value combine; None: there is only one.
-        terms: Number of terms.
         divide: Divisor of their sum (``mean``).
     """
 
     shape: Shape
     places: Mapping[ShardKey, ShardRanges]
     reduce: str | None = None
-    terms: int = 1
     divide: int = 1
 
 
@@ -86,35 +83,30 @@ def locate(
         LayoutError: The layout contradicts itself, the shards, or the shape.
     """
     _check_axes(layout)
-    reduce = _reduction(layout)
-    sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-    found = coordinates(layout, sizes)
-    _check_keys(found, shapes)
-    lengths = _lengths(layout, sizes, shapes, shape)
+    _check_dimensions(layout)
+    found = coordinates(layout)
+    _check_keys(found, shapes, "no shard of {}, which the layout lists")
+    _check_keys(shapes, found, "a shard of {}, which the layout does not list")
+    shards = _Shards(layout)
+    lengths = _lengths(layout, shards, shapes, shape)
     places: dict[ShardKey, ShardRanges] = {}
-    flat_sizes: Sequence[int] | None = None
     for key, place in found.items():
-        dims = tuple(_runs(layout, sizes, d, n, place) for d, n in enumerate(lengths))
+        dims = tuple(shards.runs(d, n, place) for d, n in enumerate(lengths))
         local = tuple(sum(b - a for a, b in runs) for runs in dims)
         flat = None
         if layout.flat:
-            flat_sizes = _flat_sizes(layout, sizes, math.prod(local))
-            p = position(layout.flat, sizes, place)
-            begin = sum(flat_sizes[:p])
-            flat = (begin, begin + flat_sizes[p])
-            local = (flat_sizes[p],)
+            runs = shards.runs(FLAT, shards.length(FLAT, math.prod(local)), place)
+            flat = runs[0] if runs else (0, 0)
+            local = (flat[1] - flat[0],)
         if shapes[key] != local:
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        term = position(tuple(layout.partial), sizes, place)
-        places[key] = ShardRanges(dims, term, flat)
+        places[key] = ShardRanges(dims, position(tuple(layout.partial), shards.sizes, place), flat)
     whole = tuple(shape) if shape is not None else tuple(lengths)
-    terms = math.prod(sizes[a] for a in layout.partial)
-    divide = math.prod(sizes[a] for a, kind in layout.partial.items() if kind == "mean")
-    _check_tiling(tuple(lengths), [p.dims for p in places.values()])
-    return ShardMap(whole, places, reduce, terms, divide)
+    divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
+    return ShardMap(whole, places, _reduction(layout), divide)
 
 
 def locate_regions(
@@ -127,12 +119,10 @@ def locate_regions(
     Raises:
         LayoutError: Regions overlap, leave gaps, or do not fit shards or shape.
     """
-    if set(regions) != set(shapes):
-        odd = sorted(set(regions) ^ set(shapes))[0]
-        raise LayoutError(f"{odd} has {'no shard' if odd in regions else 'no region'}")
+    _check_keys(regions, shapes, "{} has no shard")
+    _check_keys(shapes, regions, "{} has no region")
     if not regions:
         raise LayoutError("there are no shards")
-    places: dict[ShardKey, ShardRanges] = {}
     for key, region in regions.items():
         if len(region) != len(shape) or any(
             not 0 <= a <= b <= n for (a, b), n in zip(region, shape, strict=False)
@@ -143,15 +133,15 @@ def locate_regions(
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
             )
-        places[key] = ShardRanges(tuple(((a, b),) if b > a else () for a, b in region))
+    places = {key: ShardRanges(tuple(joined([r]) for r in x)) for key, x in regions.items()}
     counts = Counter(p.dims for p in places.values())
     if len(set(counts.values())) > 1:
         (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
         raise LayoutError(
             f"region {_text(r[0] for r in rare if r)} has {few} copies, others {many}"
         )
-    _check_tiling(tuple(shape), list(counts))
-    return ShardMap(tuple(shape), places)
+    _check_tiling(shape, {tuple(region) for region in regions.values()})
+    return ShardMap(shape, places)
 
 
 def describe(layout: TensorLayout) -> str:
@@ -177,19 +167,16 @@ def _check_axes(layout: TensorLayout) -> None:
     for axis, n in zip(layout.axes, layout.mesh, strict=True):
         if n < 1:
             raise LayoutError(f"the axis {axis} has {n} devices, expected 1 or more")
-    used = [a for axes in layout.dims for a in axes] + list(layout.partial) + list(layout.flat)
+    cutting = [a for axes in layout.dims for a in axes]
+    used = [*cutting, *layout.partial, *layout.flat]
     _once(used, "the axis {} is used twice: it can shard one dimension, or hold terms, or copies")
-    known = set(layout.axes)
     named = {*used, *layout.interleaved, *layout.local, *([layout.calls] if layout.calls else [])}
-    for axis in sorted(named - known):
+    for axis in sorted(named.difference(layout.axes)):
         raise LayoutError(f"the axis {axis!r} is not one of the mesh: {', '.join(layout.axes)}")
-    cutting = {a for axes in layout.dims for a in axes}
-    for axis in sorted(layout.local):
-        if axis not in cutting or axis == layout.calls:
-            raise LayoutError(f"the axis {axis} is used in a tensor but shards no dimension of it")
-    for axis in sorted(layout.interleaved - cutting):
-        raise LayoutError(f"the axis {axis} is interleaved but shards no dimension")
-    _check_dimensions(layout)
+    for axis in sorted((layout.local | layout.interleaved).difference(cutting)):
+        raise LayoutError(f"the axis {axis} is local or interleaved but shards no dimension")
+    if layout.calls in layout.local:
+        raise LayoutError(f"the axis {layout.calls} lies within a tensor and cannot be its calls")
 
 
 def _check_dimensions(layout: TensorLayout) -> None:
@@ -197,18 +184,17 @@ def _check_dimensions(layout: TensorLayout) -> None:
     rank = len(layout.dims)
     if len(layout.block) > rank or any(b < 1 for b in layout.block):
         raise LayoutError(f"blocks {list(layout.block)} do not fit {rank} dimensions")
-    for what in ("sizes", "owned", "padded"):
-        for d in getattr(layout, what):
-            if not (0 <= d < rank or (d == FLAT and layout.flat and what != "owned")):
-                raise LayoutError(f"{what} of dimension {d}: there are {rank} dimensions")
-    for d in range(rank):
-        explicit = [w for w in ("sizes", "owned") if d in getattr(layout, w)]
-        special = layout.interleaved | layout.local
-        if len(explicit) > 1 or (explicit and special & set(layout.dims[d])):
+    flat = {FLAT} if layout.flat else set[int]()
+    for d in {*layout.sizes, *layout.padded} - flat | {*layout.owned}:
+        if not 0 <= d < rank:
+            raise LayoutError(f"settings of dimension {d}: there are {rank} dimensions")
+    for d, axes in enumerate(layout.dims):
+        special = (layout.interleaved | layout.local).intersection(axes)
+        if (d in layout.sizes) + (d in layout.owned) + bool(special) > 1:
             raise LayoutError(
-                f"dimension {d} is described twice: {', '.join(explicit)}, interleaved or local axes"
+                f"dimension {d} is described twice, by sizes, owned indices, interleaved or local axes"
             )
-        for axis in layout.interleaved.intersection(layout.dims[d][:-1]):
+        for axis in layout.interleaved.intersection(axes[:-1]):
             raise LayoutError(
                 f"dimension {d}: the interleaved axis {axis} must be the last that shards it"
             )
@@ -218,6 +204,11 @@ def _once(names: Iterable[object], sentence: str) -> None:
     for name, count in Counter(names).items():
         if count > 1:
             raise LayoutError(sentence.format(name, count))
+
+
+def _check_keys(some: Iterable[ShardKey], others: Iterable[ShardKey], sentence: str) -> None:
+    if odd := sorted(set(some) - set(others)):
+        raise LayoutError(sentence.format(", ".join(map(str, odd[:8]))))
 
 
 def _reduction(layout: TensorLayout) -> str | None:
@@ -233,116 +224,115 @@ def _reduction(layout: TensorLayout) -> str | None:
     return None if not kinds else "sum" if sums else kinds[0]
 
 
-def coordinates(layout: TensorLayout, sizes: Mapping[str, int]) -> dict[ShardKey, dict[str, int]]:
+def coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
     """Return the position of each shard in the mesh."""
-    devices = [a for a in layout.axes if a not in layout.local and a != layout.calls]
-    extent = [sizes[a] for a in devices]
-    if math.prod(extent) != len(layout.ranks):
+    extent = {
+        a: n
+        for a, n in zip(layout.axes, layout.mesh, strict=True)
+        if a not in layout.local and a != layout.calls
+    }
+    if math.prod(extent.values()) != len(layout.ranks):
         raise LayoutError(
-            f"the mesh {' x '.join(f'{a} {sizes[a]}' for a in devices) or '1'} has {math.prod(extent)} devices, "
-            f"{len(layout.ranks)} ranks are listed"
+            f"the mesh {' x '.join(f'{a} {n}' for a, n in extent.items()) or '1'} has "
+            f"{math.prod(extent.values())} devices, {len(layout.ranks)} ranks are listed"
         )
     _once(layout.ranks, "rank {} is listed {} times")
     if min(layout.ranks) < 0:
         raise LayoutError(f"rank {min(layout.ranks)} < 0")
+    calls = layout.mesh[layout.axes.index(layout.calls)] if layout.calls else 1
     found: dict[ShardKey, dict[str, int]] = {}
-    for i, rank in enumerate(layout.ranks):
-        place = dict(zip(devices, map(int, np.unravel_index(i, extent)), strict=True))
-        for call in range(sizes[layout.calls] if layout.calls else 1):
+    for rank, at in zip(layout.ranks, np.ndindex(*extent.values()), strict=True):
+        for call in range(calls):
+            place = dict(zip(extent, at, strict=True))
             found[ShardKey(rank, call)] = place | ({layout.calls: call} if layout.calls else {})
     return found
-
-
-def _check_keys(coordinates: Mapping[ShardKey, object], shapes: Mapping[ShardKey, Shape]) -> None:
-    for found, others, said in (
-        (coordinates, shapes, "no shard of {}, which the layout lists"),
-        (shapes, coordinates, "a shard of {}, which the layout does not list"),
-    ):
-        if odd := sorted(set(found) - set(others)):
-            raise LayoutError(said.format(", ".join(map(str, odd[:8]))))
 
 
 # -------------------------------------------------------------------------------------- cutting
 
 
 def _lengths(
-    layout: TensorLayout,
-    sizes: Mapping[str, int],
-    shapes: Mapping[ShardKey, Shape],
-    shape: Shape | None,
+    layout: TensorLayout, shards: "_Shards", shapes: Mapping[ShardKey, Shape], shape: Shape | None
 ) -> list[int]:
     """Return the length of each dimension, filler included."""
-    rank = len(layout.dims)
+    rank, first = len(layout.dims), next(iter(shapes.values()))
     if shape is not None and len(shape) != rank:
         raise LayoutError(
             f"the whole tensor {list(shape)} has {len(shape)} dimensions, the layout {rank}"
         )
-    if shape is None and (layout.flat or layout.padded):
+    if shape is not None:
+        return [shards.length(d, n) for d, n in enumerate(shape)]
+    if layout.flat or layout.padded:
         raise LayoutError(
             f"{describe(layout)} hides the shape of the whole tensor; it must be given"
         )
-    first = next(iter(shapes.values()))
-    if shape is None and len(first) != rank:
+    if len(first) != rank:
         raise LayoutError(f"a shard {list(first)} has {len(first)} dimensions, the layout {rank}")
-    found: list[int] = []
-    for d, axes in enumerate(layout.dims):
-        shards = math.prod(sizes[a] for a in axes if a not in layout.local)
-        told = None
-        if d in layout.owned:
-            told = _owned_length(layout.owned[d], shards, d)
-        elif d in layout.sizes:
-            told = _sizes_length(layout.sizes[d], shards, f"dimension {d}")
-        given = layout.padded.get(d, None if shape is None else shape[d])
-        if shape is not None and given is not None and given < shape[d]:
-            raise LayoutError(f"dimension {d} is {shape[d]} long and only {given} with filler")
-        if told is not None and given is not None and told != given:
+    return [
+        shards.length(d, None if d in shards.said else n * shards.number(d))
+        for d, n in enumerate(first)
+    ]
+
+
+class _Shards:
+    """The shards of each dimension of a layout; of :data:`FLAT` those of a flattened shard."""
+
+    def __init__(self, layout: TensorLayout) -> None:
+        self.layout = layout
+        self.sizes = dict(zip(layout.axes, layout.mesh, strict=True))
+        self.said: dict[int, list[Runs]] = {}
+        """The ranges of each shard of a dimension, where the layout lists them."""
+        for d, lengths in layout.sizes.items():
+            if any(n < 0 for n in lengths):
+                raise LayoutError(f"{_name(d)} has shards of the lengths {list(lengths)}")
+            ends = accumulate(lengths)
+            self.said[d] = [joined([(b - n, b)]) for n, b in zip(lengths, ends, strict=True)]
+        for d, owned in layout.owned.items():
+            held = Counter(i for part in owned for i in part)
+            for i, count in held.items():
+                if count > 1 or not 0 <= i < len(held):
+                    raise LayoutError(
+                        f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(held)} in all"
+                    )
+            self.said[d] = [joined((i, i + 1) for i in part) for part in owned]
+
+    def axes(self, d: int) -> tuple[str, ...]:
+        return self.layout.flat if d == FLAT else self.layout.dims[d]
+
+    def number(self, d: int) -> int:
+        return math.prod(self.sizes[a] for a in self.axes(d) if a not in self.layout.local)
+
+    def length(self, d: int, least: int | None) -> int:
+        """Return the length of a dimension with filler; ``least`` is that without, None if it is not known."""
+        length = least if least is None else self.layout.padded.get(d, least)
+        if least is not None and length is not None and length < least:
+            raise LayoutError(f"{_name(d)} is {least} long and only {length} with filler")
+        if d not in self.said:
+            assert length is not None  # the caller knows it
+            return length
+        if len(self.said[d]) != self.number(d):
             raise LayoutError(
-                f"the shards of dimension {d} are {told} long together, the tensor {given}"
+                f"{_name(d)} is sharded into {self.number(d)}, {len(self.said[d])} shards are listed"
             )
-        length = told if told is not None else given if given is not None else first[d] * shards
-        found.append(length)
-    return found
+        total = sum(b - a for runs in self.said[d] for a, b in runs)
+        if length is not None and length != total:
+            raise LayoutError(f"the shards of {_name(d)} are {total} long together, it is {length}")
+        return total
 
-
-def _owned_length(owned: Sequence[Sequence[int]], shards: int, d: int) -> int:
-    if len(owned) != shards:
-        raise LayoutError(
-            f"dimension {d} is sharded into {shards}, the indices of {len(owned)} shards are given"
-        )
-    counts = Counter(i for part in owned for i in part)
-    total = sum(map(len, owned))
-    for index, count in counts.items():
-        if count > 1 or not 0 <= index < total:
-            why = f"by {count} shards" if count > 1 else f"but the shards hold {total} in all"
-            raise LayoutError(f"index {index} of dimension {d} is owned {why}")
-    return total
-
-
-def _sizes_length(lengths: Sequence[int], shards: int, what: str) -> int:
-    if len(lengths) != shards or any(n < 0 for n in lengths):
-        raise LayoutError(f"{what} is sharded into {shards}, the lengths {list(lengths)} are given")
-    return sum(lengths)
-
-
-def _flat_sizes(layout: TensorLayout, sizes: Mapping[str, int], elements: int) -> Sequence[int]:
-    shards = math.prod(sizes[a] for a in layout.flat)
-    padded = layout.padded.get(FLAT, elements)
-    if FLAT in layout.sizes:
-        total = _sizes_length(layout.sizes[FLAT], shards, "the flattened tensor")
-        if total != padded:
-            raise LayoutError(
-                f"the flat shards have {total} elements together, the tensor {padded}"
-            )
-        return layout.sizes[FLAT]
-    if padded < elements:
-        raise LayoutError(
-            f"the flattened tensor has {elements} elements, only {padded} with filler"
-        )
-    if padded % shards:
-        raise LayoutError(
-            f"{padded} flattened elements cannot be divided into {shards} equal shards"
-        )
-    return [padded // shards] * shards
+    def runs(self, d: int, length: int, place: Mapping[str, int]) -> Runs:
+        """Return the ranges of one shard of a dimension."""
+        if d in self.said:
+            return self.said[d][position(self.axes(d), self.sizes, place, self.layout.local)]
+        block = dict(enumerate(self.layout.block)).get(d, 1)
+        found: list[tuple[int, int]] = [(0, length)]
+        for axis in self.axes(d):
+            n = self.sizes[axis]
+            choose: Sequence[int] = range(n) if axis in self.layout.local else (place[axis],)
+            turns = block if axis in self.layout.interleaved else 0
+            found = [
+                run for part in found for p in choose for run in _cut(part, n, p, turns, d, axis)
+            ]
+        return joined(found)
 
 
 def position(
@@ -359,39 +349,15 @@ def position(
     return number
 
 
-def _runs(
-    layout: TensorLayout, sizes: Mapping[str, int], d: int, length: int, place: Mapping[str, int]
-) -> Runs:
-    """Return the ranges of one shard of a dimension."""
-    axes = layout.dims[d]
-    number = position(axes, sizes, place, layout.local)
-    if d in layout.owned:
-        return joined((i, i + 1) for i in layout.owned[d][number])
-    if d in layout.sizes:
-        begin = sum(layout.sizes[d][:number])
-        return joined([(begin, begin + layout.sizes[d][number])])
-    block = layout.block[d] if d < len(layout.block) else 1
-    found: list[tuple[int, int]] = [(0, length)]
-    for axis in axes:
-        n = sizes[axis]
-        choose: Sequence[int] = range(n) if axis in layout.local else (place[axis],)
-        found = [
-            run
-            for part in found
-            for p in choose
-            for run in _cut(part, n, p, block if axis in layout.interleaved else 0, d, axis)
-        ]
-    return joined(found)
-
-
 def _cut(
     run: tuple[int, int], n: int, p: int, block: int, d: int, axis: str
 ) -> list[tuple[int, int]]:
     """Return the ranges of shard p of n of a range; with blocks, shards take turns."""
     begin, length = run[0], run[1] - run[0]
     if length % (n * max(block, 1)):
+        what = "flattened elements" if d == FLAT else f"indices of dimension {d}"
         raise LayoutError(
-            f"dimension {d}: {length} cannot be divided into {n} equal shards over {axis}"
+            f"{length} {what} cannot be divided into {n} equal shards over {axis}"
             + (f" in blocks of {block}" if block > 1 else "")
         )
     if not block:
@@ -411,55 +377,30 @@ def joined(runs: Iterable[tuple[int, int]]) -> Runs:
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------- coverage
-
-
-def _check_tiling(lengths: Shape, regions: Sequence[tuple[Runs, ...]]) -> None:
+def _check_tiling(shape: Shape, regions: Iterable[Sequence[tuple[int, int]]]) -> None:
     """Refuse regions that overlap or leave elements uncovered."""
-    distinct = list(dict.fromkeys(regions))
-    if math.prod(lengths) == 0:
-        return
-    per_dimension = [list(dict.fromkeys(r[d] for r in distinct)) for d in range(len(lengths))]
-    grid = math.prod(map(len, per_dimension)) == len(distinct)
-    if grid and all(_tiles(parts, n) for parts, n in zip(per_dimension, lengths, strict=True)):
-        return
     edges = [
-        np.unique([0, n, *(x for runs in parts for run in runs for x in run)])
-        for parts, n in zip(per_dimension, lengths, strict=True)
+        np.unique([0, n, *(x for region in regions for x in region[d])])
+        for d, n in enumerate(shape)
     ]
     cells = [len(e) - 1 for e in edges]
     if math.prod(cells) > _MAX_CELLS:
         raise LayoutError(
-            f"shards lie in too many ranges to check that they cover {list(lengths)} once"
+            f"shards lie in too many regions to check that they cover {list(shape)} once"
         )
     count = np.zeros(cells, np.int32)
-    for region in distinct:
-        inside = [_inside(e, runs) for e, runs in zip(edges, region, strict=True)]
-        count[np.ix_(*inside)] += 1
-    wrong = np.argwhere(count != 1)
-    if len(wrong):
-        at = [int(e[i]) for e, i in zip(edges, wrong[0], strict=True)]
-        times = int(count[tuple(wrong[0])])
-        raise LayoutError(
-            f"element {at} of {list(lengths)} is held by "
-            + ("no shard" if not times else f"{times} different shards")
-        )
+    for region in regions:
+        ends = [np.searchsorted(e, run) for e, run in zip(edges, region, strict=True)]
+        count[tuple(slice(a, b) for a, b in ends)] += 1
+    for cell in np.argwhere(count != 1):
+        at = [int(e[i]) for e, i in zip(edges, cell, strict=True)]
+        times = int(count[tuple(cell)])
+        holders = f"{times} different shards" if times else "no shard"
+        raise LayoutError(f"element {at} of {list(shape)} is held by {holders}")
 
 
-def _tiles(parts: Sequence[Runs], length: int) -> bool:
-    runs = sorted(run for part in parts for run in part)
-    return (
-        bool(runs)
-        and runs[0][0] == 0
-        and runs[-1][1] == length
-        and all(a[1] == b[0] for a, b in pairwise(runs))
-    )
-
-
-def _inside(edges: NDArray[np.int64], runs: Runs) -> NDArray[np.int64]:
-    """Return the numbers of the cells between edges that the ranges cover."""
-    found = [np.arange(*np.searchsorted(edges, run), dtype=np.int64) for run in runs]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+def _name(d: int) -> str:
+    return "the flattened tensor" if d == FLAT else f"dimension {d}"
 
 
 def _text(region: Iterable[tuple[int, int]]) -> str:

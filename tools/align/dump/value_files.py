@@ -393,9 +393,3 @@ def _described(content: bytes) -> _Tensor:
     if not isinstance(found, _Tensor):
         raise ValueError("not one tensor")
     return found
-
-
-def write_npy_header(file: Any, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
-    """Write the header of a ``.npy`` file; values follow in C order."""
-    header = {"descr": _NPY.dtype_to_descr(dtype), "fortran_order": False, "shape": tuple(shape)}
-    _NPY.write_array_header_1_0(file, header)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.logical import CopiesDifferError, merge
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, merge
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
-from telechat_moe.tools.align.dump.shard_values import Shard
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
