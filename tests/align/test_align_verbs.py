@@ -82,7 +82,7 @@ def test_the_same_run_passes(dumps, tmp_path):
     report = json.loads(done.stdout)
     assert (done.returncode, report["verdict"], report["not_judged"]) == (0, "pass", {})
     assert report["judged"]["pass"] > 500
-    assert verb("replay", dumps / "again").returncode == 0
+    assert verb("bisect", dumps / "again").returncode == 0
 
 
 def test_the_first_wrong_call_is_named(dumps, tmp_path):

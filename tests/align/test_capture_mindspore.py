@@ -10,13 +10,13 @@ pytestmark = pytest.mark.mindspore
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn, ops
+from replayed import replay
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.ops.attention import FlashAttention
 from telechat_moe.tools.align.capture.mindspore import Tapped, capture
 from telechat_moe.tools.align.dump import fingerprint, msprobe
 from telechat_moe.tools.align.dump import statistics as metrics
-from telechat_moe.tools.align.judge.replay import replay
 
 X = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((4, 8)).astype(np.float32)

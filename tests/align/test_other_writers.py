@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("verb", ["inspect", "replay", "bisect", "convert"])
+@pytest.mark.parametrize("verb", ["inspect", "bisect", "convert"])
 def test_what_would_be_passed_over_is_refused(tmp_path, capsys, name, verb):
     spoil, said = REFUSED[name]
     spoil(tmp_path / "other")
@@ -182,7 +182,7 @@ def test_a_native_dump_is_read_by_every_verb(tmp_path, capsys):
     path.write_text(
         titles + 'MatMul,Default/MatMul-op0,0,0,1,output,0,128,float32,"(4, 8)",1.5\r\n'
     )
-    for verb in (["replay", path], ["bisect", path, path]):
+    for verb in (["bisect", path], ["bisect", path, path]):
         assert main(["align", *map(str, verb)]) == 4
     assert "inconclusive" in capsys.readouterr().out
 

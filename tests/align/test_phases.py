@@ -90,7 +90,7 @@ def test_three_phases_pass(passed, given):
     assert all(0 <= o["observed_over_bound"] <= 1 for o in operators)
     assert sum(o["observed_over_bound"] == 0 for o in operators) <= 1  # rows that are only moved
     assert any("Ascend" in why for why in report["phases"][0]["not_judged"])
-    assert set(report["phases"][1]["reports"]) == {"replay", "bisect"}
+    assert set(report["phases"][1]["reports"]) == {"alone", "bisect"}
     page = (given / "out" / "phases.html").read_text()
     assert "flash attention, C++" in page
     assert "<svg" in page

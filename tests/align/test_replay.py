@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from recorded import calls, rank_dump, record, run_case
+from replayed import replay
 
 from telechat_moe.tools.align.capture.torch_functions import capture
 from telechat_moe.tools.align.dump.records import Phase
-from telechat_moe.tools.align.judge.replay import replay
 
 F = torch.nn.functional
 pytestmark = pytest.mark.torch

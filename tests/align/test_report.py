@@ -161,7 +161,7 @@ def test_every_verb_that_gives_a_verdict_is_read(files, found, tmp_path):
     write(found[1], tmp_path / "bad")
     golden, bad = tmp_path / "golden", tmp_path / "bad"
     made = {
-        "replay": verb("replay", bad, "--json", tmp_path / "replay.json"),
+        "alone": verb("bisect", bad, "--json", tmp_path / "alone.json"),
         "bisect": verb("bisect", golden, bad, "--json", tmp_path / "bisect.json"),
         "merge": verb("merge", bad, tmp_path / "merged", "--json", tmp_path / "merge.json"),
     }
@@ -179,7 +179,7 @@ def test_every_verb_that_gives_a_verdict_is_read(files, found, tmp_path):
     assert done.returncode == 1, done.stderr
     shown = Page((tmp_path / "r.html").read_text())
     assert (shown.loads, shown.open, shown.count("section")) == ([], [], 4)
-    for name in made:
+    for name in ("bisect", "merge", "loss"):
         assert f"{name}: " in shown.text
     assert ElementTree.parse(tmp_path / "r.xml").getroot().get("tests") == "4"
     assert verb("report", tmp_path / "merge.json").returncode == 0

@@ -9,9 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from recorded import calls, rank_dump, run_case
+from replayed import replay
 
 from telechat_moe.tools.align.dump.records import Phase
-from telechat_moe.tools.align.judge.replay import replay, replay_call
+from telechat_moe.tools.align.judge.replay import replay_call
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,6 @@ from telechat_moe.cli.align import (
     map,
     merge,
     phases,
-    replay,
     report,
     show,
 )
@@ -23,14 +22,14 @@ telechat-moe align inspect dump
 telechat-moe align golden_dump dump --html align.html
 """
 MODULES = (
-    *(capture, show, map, merge, replay),
+    *(capture, show, map, merge),
     *(bisect, loss, ckpt, convert, report, phases),
 )
 
 VERB = Verb(
     name="align",
     help="name the operator that diverged between two platforms or layouts",
-    description="Compare runs operator by operator, on any platform and layout. Two dumps alone are `bisect`.",
+    description="Compare runs operator by operator, on any platform and layout. Dumps alone are `bisect`.",
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive"},
     default="bisect",

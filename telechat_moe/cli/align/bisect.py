@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from telechat_moe.cli.arguments import add_runs
 from telechat_moe.cli.output import (
     VERDICT_CODES,
     show_counts,
@@ -19,6 +18,9 @@ from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
 NOTES = """\
+Of one dump alone every operator is recomputed from its own inputs, and every collective from what its ranks sent; what
+only a second run can tell (wrong weights, other settings, a tensor changed on its way) is not.
+
 Each call of TARGET is recomputed in float64 from its own inputs, with REFERENCE's settings; integers must be equal,
 numbers within a bound derived from types and lengths. Inputs must be what the calls before made, gradients the sum of
 what all uses sent, collectives what the ranks of the group gave. Differences that a call inherits from its inputs do
@@ -54,6 +56,7 @@ sort) that comes out differently is legal if replay gives it from its own scores
 are judged by replay. docs/align_standards.md has all numbers and their sources.
 """
 EXAMPLES = """\
+telechat-moe align bisect npu_dump
 telechat-moe align bisect gpu_dump npu_dump --html align.html
 telechat-moe align bisect gpu_dump npu_dump --reproducer wrong && python wrong/reproduce.py
 telechat-moe align bisect tp2 dp2_ep2
@@ -64,7 +67,13 @@ telechat-moe align bisect golden npu_dump --standard ascend-l1 --benchmark gpu_d
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    add_runs(parser)
+    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="dump of the run to judge (none: REFERENCE is judged by itself)",
+    )
     parser.add_argument(
         "--map",
         metavar="FILE",
@@ -110,17 +119,26 @@ def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import across_layouts, bisect, pairing, reproduce
+    from telechat_moe.tools.align.judge.collectives import with_groups
     from telechat_moe.tools.align.judge.standard import Standard
     from telechat_moe.tools.align.maps.links import read_map
     from telechat_moe.tools.align.report import bisect_page as page
     from telechat_moe.tools.align.report.neighbourhood import around
 
     profile = _standard(args)
-    paths = [args.reference, args.target, *([args.benchmark] if args.benchmark else [])]
-    reference, target, *third = [summary.read(Path(path)) for path in paths]
+    alone = args.target is None
+    if alone and (args.map or args.rtol or args.standard):
+        raise UsageError("--map, --rtol and --standard need two dumps: REFERENCE TARGET")
+    name = args.reference if alone else args.target
+    reference = summary.read(Path(args.reference))
+    target = reference if alone else summary.read(Path(args.target))
+    third = [summary.read(Path(args.benchmark))] if args.benchmark else []
     standard = profile and Standard(profile, reference, target, *third)
     with bars() as move:
-        if args.map is not None or pairing.differ_in_layout(reference, target):
+        if alone:
+            grouped = with_groups(target)
+            outcome = bisect.bisect(grouped, target, itself=True, progress=move)
+        elif args.map is not None or pairing.differ_in_layout(reference, target):
             if third:
                 raise UsageError("--benchmark is for runs with the same calls")
             links = [] if args.map is None else read_map(Path(args.map))
@@ -132,9 +150,9 @@ def run(args: argparse.Namespace) -> int:
             outcome = bisect.bisect(reference, target, progress=move, standard=standard)
     first = outcome.findings[0] if outcome.findings else None
     graph = around(target, first.step, first.rank, first.verdict.key) if first else None
-    report = page.plain(outcome, args.reference, args.target, graph, standard)
+    report = page.plain(outcome, args.reference, name, graph, standard)
     write_text("--html ", args.html, lambda: page.page(report))
-    write_text("--junit ", args.junit, lambda: page.junit(outcome, args.target))
+    write_text("--junit ", args.junit, lambda: page.junit(outcome, name))
     if args.reproducer and first:
         reproduce.write(first, Path(args.reproducer))
     if not write_json(args.json, report):
@@ -185,7 +203,7 @@ def _show(outcome: Any, report: Any) -> None:
 VERB = Verb(
     name="bisect",
     help="name the first wrong call of a run",
-    description="Name the first call of TARGET that is wrong, and what kind of fault it looks like.",
+    description="Name the first call of TARGET (or of REFERENCE, alone) that is wrong, and the kind of fault.",
     notes=NOTES,
     examples=EXAMPLES,
     exits={0: "pass", 1: "diverged", 4: "inconclusive: too little was judged"},

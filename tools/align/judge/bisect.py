@@ -105,8 +105,9 @@ def bisect(
     findings.sort(key=lambda f: (f.step, f.order, f.rank))
     if findings:
         f = findings[0]
-        runs = (run[f.step, f.rank].calls.get(f.verdict.key) for run in (believed, ours))
-        findings[0] = replace(f, values=values_at(f.verdict, *runs))
+        calls = [run[f.step, f.rank].calls.get(f.verdict.key) for run in (believed, ours)]
+        values = values_at(f.verdict, None if itself else calls[0], calls[1])
+        findings[0] = replace(f, values=values)
     findings = [_own_name(f, names[f.step, f.rank]) for f in findings]
     verdict, reason = answer(bool(findings), run.coverage)
     counts = +run.judged, +run.unknown  # those that are left
@@ -211,7 +212,7 @@ class _Comparison:
             first = worst(verdicts)
             known = 0.0 if self.itself else 4 * _also_wrong(key, reference)
             if first.status == "diverged" and first.ratio <= known:
-                said = f"{first.place}: beyond its bound in both runs (`align replay` shows it)"
+                said = f"{first.place}: beyond its bound in both runs (`align` of one run shows it)"
                 verdicts = [not_judged(key, said, v.place) if v is first else v for v in verdicts]
                 first = worst(verdicts)
             self._see((step, target.rank, name), call, verdicts, others)

@@ -5,14 +5,14 @@ expert does not affect later operators. The formula of the definition is compute
 reference's settings if there is a reference run; integers must match exactly.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.collectives import flat, kind_of
+from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.judge.collectives import flat
 from telechat_moe.tools.align.judge.inferred import inferred, with_settings
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
@@ -21,13 +21,6 @@ from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.indexing import CHOOSES, same_choice
 from telechat_moe.tools.align.operators.registry import UNFIT, NotJudgedError
-
-
-def replay(dump: RankDump) -> Iterable[list[Verdict]]:
-    """Yield the verdicts of each operator of a rank, in the order of the dump."""
-    for call in dump.calls.values():
-        if call.kind == "api" and kind_of(call) is None and not call.only_numbers:
-            yield replay_call(call, dump.calls.get(call.forward_key))
 
 
 def replay_call(call: Call, forward: Call | None, settings: Call | None = None) -> list[Verdict]:
@@ -113,7 +106,7 @@ def arguments_of(
     return formula.bind(positional, named), tensors
 
 
-def _both(values: list[Value], settings: list[Value]) -> Iterable[tuple[Value, Value]]:
+def _both(values: list[Value], settings: list[Value]) -> Iterator[tuple[Value, Value]]:
     for i, value in enumerate(values):
         yield value, settings[i] if i < len(settings) else value
     for extra in settings[len(values) :]:

@@ -167,7 +167,7 @@ def _step(plan: PhasesPlan) -> Phase:
             _align("capture", plan.recipe, "--out", target, "--steps", "0", *settings)
             _mark(plan, target)
     reports: dict[str, Any] = {}
-    wanted = [("replay", ["replay", target])]
+    wanted = [("alone", ["bisect", target])]
     if plan.reference is not None:
         more = [] if plan.map is None else ["--map", plan.map]
         wanted.append(("bisect", ["bisect", plan.reference, target, *more]))

@@ -121,7 +121,7 @@ def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, s
             f"align bisect {a} {b} --reproducer wrong",
             "the wrong call alone, as data and a script to mend it by",
         )
-        found = [alone, (f"align replay {a}", "whether the reference itself is right"), compare]
+        found = [alone, (f"align bisect {a}", "whether the reference itself is right"), compare]
     elif outcome.verdict == "pass":
         small = (
             f"align bisect {a} {b} --standard ecosystem",
@@ -137,7 +137,7 @@ def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, s
             f"align inspect {b} --calls",
             "what the dump holds; below is what to dump for a verdict",
         )
-        found = [held, (f"align replay {b}", "what of it is right by itself"), compare]
+        found = [held, (f"align bisect {b}", "what of it is right by itself"), compare]
     return [{"command": f"telechat-moe {command}", "shows": said} for command, said in found]
 
 

@@ -23,7 +23,6 @@ from telechat_moe.tools.align.report.junit import JunitCase, suite
 _KEYS = {
     "phases": ("phases", "recipe"),
     "bisect": ("first", "findings", "judged"),
-    "replay": ("closest", "wrong"),
     "merge": ("merged", "how"),
     "loss": ("gate", "power", "inputs"),
     "ckpt": ("beyond", "a", "b"),
@@ -120,7 +119,7 @@ def body(one: Document) -> str:
     Raises:
         BadInputError: It lacks content that its verb writes.
     """
-    told = one.verb in ("replay", "merge")  # others say it themselves
+    told = one.verb == "merge"  # others say it themselves
     try:
         said = html.tag("p", summary(one), "sentence") if told else ""
         return said + _BODIES[one.verb](one.data)
@@ -146,15 +145,6 @@ def summary(one: Document) -> str:
         return data.get("sentence") or _of_bisect(data)
     if one.verb == "loss":
         return data["sentence"]
-    if one.verb == "replay":
-        count, wrong = sum(data["tensors"].values()), len(data["wrong"])
-        if wrong:
-            return f"{wrong} of {count:,} tensors are not what their operators must give."
-        if data.get("reason"):
-            return data["reason"]
-        unknown = data["tensors"].get("not judged", 0)
-        said = f"{count - unknown:,} tensors are what their operators must give"
-        return f"{said}; {unknown:,} were not judged." if unknown else f"{said}, all of them."
     if one.verb == "merge":
         return f"{data['merged']:,} of {data['tensors']:,} tensors merged into {data['out']}."
     if one.verb == "ckpt":
@@ -165,8 +155,8 @@ def summary(one: Document) -> str:
 def judged(one: Document) -> tuple[int, int]:
     """Return how many tensors (in phases and losses: checks) were judged, and how many were not."""
     data = one.data
-    if one.verb in ("replay", "bisect"):
-        counts = data["judged" if one.verb == "bisect" else "tensors"]
+    if one.verb == "bisect":
+        counts = data["judged"]
         unknown = counts.get("not judged", 0)
         return sum(counts.values()) - unknown, unknown
     if one.verb == "merge":
@@ -239,18 +229,6 @@ def _cell(value: Any) -> Any:
 def _listed(found: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """Return a table of objects: ``columns`` has the title of each of their keys that is shown."""
     return _table([*columns.values()], [[one[key] for key in columns] for one in found])
-
-
-def _replay(data: Mapping[str, Any]) -> str:
-    ratio = {"observed_over_bound": "observed / bound "}
-    where = {"step": "step ", "rank": "rank ", "call": "call", "tensor": "tensor"}
-    parts: list[str] = []
-    if data["wrong"]:
-        parts += ["<h3>Wrong</h3>", _listed(data["wrong"], where | ratio | {"reason": "what"})]
-    if data["closest"]:
-        parts.append("<h3>Closest to their bound, and within it</h3>")
-        parts.append(_listed(data["closest"], {"tensor": "tensor"} | ratio))
-    return "".join([*parts, "<h3>What was judged</h3>", bisect_page.counts(data, data["tensors"])])
 
 
 def _merge(data: Mapping[str, Any]) -> str:
@@ -331,7 +309,6 @@ def _operators(found: Sequence[Mapping[str, Any]]) -> str:
 
 _BODIES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "bisect": bisect_page.body,
-    "replay": _replay,
     "merge": _merge,
     "loss": _loss,
     "ckpt": _ckpt,
