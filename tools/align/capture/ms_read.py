@@ -266,5 +266,4 @@ def _bytes(path: Path, entry: Written) -> bytes:
 
 
 def _load(path: Path, entry: Written) -> Array:
-    content = _bytes(path, entry)
-    return from_bytes(content, entry.dtype).reshape(entry.shape)
+    return from_bytes(_bytes(path, entry), entry.dtype).reshape(entry.shape)

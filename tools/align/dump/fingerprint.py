@@ -15,7 +15,6 @@ import math
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,6 @@ BUCKETS = 241
 _ROWS = 32
 _BLOCK = _ROWS * BUCKETS
 _CHUNK = 4 * _BLOCK  # a few of these in float64 fit a core's cache
-_MANY = 4096  # blocks whose hashes are computed at once
 _HEADER = struct.Struct("<4sHHQQQQd")
 _MAGIC = b"TCF1"
 _FLAGS = 3  # checksum and squares are given
@@ -145,30 +143,20 @@ class _Sketch:
         self.buckets = np.zeros(BUCKETS)
         self.special = self.checksum = 0
         self.squares = 0.0
-        self._spare = np.empty(0)
 
     def add(self, flat: Array, begin: int) -> None:
         """Add elements from ``begin`` on."""
         first, shift = divmod(begin, _BLOCK)
         if shift or flat.size % _BLOCK:
-            padded = self._zeros(shift + flat.size, flat.dtype)
+            padded = np.zeros(-(-(shift + flat.size) // _BLOCK) * _BLOCK, flat.dtype)
             padded[shift : shift + flat.size] = flat
             flat = padded
         for i in range(0, flat.size, _CHUNK):
             self._blocks(flat[i : i + _CHUNK].reshape(-1, _BLOCK), first + i // _BLOCK)
 
-    def _zeros(self, size: int, dtype: Any) -> Array:
-        """Return whole blocks of zeros, in memory that the next call reuses."""
-        size = -(-size // _BLOCK) * _BLOCK
-        if self._spare.dtype != dtype or self._spare.size < size:
-            self._spare = np.empty(size, dtype)
-        found = self._spare[:size]
-        found.fill(0)
-        return found
-
     def _blocks(self, values: Array, first: int) -> None:
         signs, odds = _places()
-        shifts, block_signs, block_odds = _hashes_from(first, first + len(values))
+        shifts, block_signs, block_odds = _hashes(first, len(values))
         terms = einsum("qp,p->q", _mix(values), odds) * block_odds
         self.checksum = (self.checksum + int(terms.sum(dtype=np.uint64))) % (1 << 64)
         lanes = einsum("qkb,kb->qb", self._wide(values).reshape(-1, _ROWS, BUCKETS), signs)
@@ -200,31 +188,17 @@ def _splitmix(x: Array) -> Array:
 @lru_cache(1)
 def _places() -> tuple[Array, Array]:
     """Return the sign and the odd factor of each position in a block."""
-    _, signs, odds = _hashes(np.arange(_BLOCK, dtype=np.uint64) + np.uint64(1 << 40))
+    _, signs, odds = _hashes(1 << 40, _BLOCK)
     return signs.reshape(_ROWS, BUCKETS), odds
 
 
-def _hashes(block: Array) -> tuple[Array, Array, Array]:
-    """Return shift, sign and odd factor of numbers."""
-    bits = _splitmix(block)
+@lru_cache(1 << 15)
+def _hashes(first: int, count: int) -> tuple[Array, Array, Array]:
+    """Return shift, sign and odd factor of so many numbers from the first on."""
+    bits = _splitmix(np.arange(first, first + count, dtype=np.uint64))
     signs = 1.0 - 2.0 * (bits >> np.uint64(63)).astype(np.float64)
     shifts = ((bits & np.uint64(0xFFFFFFFF)) % np.uint64(BUCKETS)).astype(np.int64)
     return shifts, signs, _splitmix(bits) | np.uint64(1)
-
-
-def _hashes_from(first: int, end: int) -> tuple[Array, Array, Array]:
-    """Return shift, sign and odd factor of blocks."""
-    many, i = divmod(first, _MANY)
-    if i + end - first > _MANY:
-        return _hashes(np.arange(first, end, dtype=np.uint64))
-    shifts, signs, odds = _many_hashes(many)
-    here = slice(i, i + end - first)
-    return shifts[here], signs[here], odds[here]
-
-
-@lru_cache(64)
-def _many_hashes(i: int) -> tuple[Array, Array, Array]:
-    return _hashes(np.arange(i * _MANY, (i + 1) * _MANY, dtype=np.uint64))
 
 
 def _mix(values: Array) -> Array:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, logical
-from telechat_moe.tools.align.dump.ranges import LayoutError, coordinates, describe, position
+from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, describe, locate
 from telechat_moe.tools.align.dump.records import TensorLayout
 
 MOST = 4096
@@ -77,7 +77,7 @@ def infer(
     if len(local) != len(shape) or any(a < 1 or n % a for n, a in zip(shape, local, strict=False)):
         return Inferred(None, f"shards {list(local)} do not divide the tensor {list(shape)}", ())
     ratios = [n // a for n, a in zip(shape, local, strict=True)]
-    layouts = _distinct(_candidates(ratios, ranks, mesh))
+    layouts = _distinct(_candidates(ratios, ranks, mesh), local)
     tried = tuple(_tried(shards, layout, tuple(shape)) for layout in layouts)
     return _decided(tried, ratios, len(ranks))
 
@@ -114,15 +114,12 @@ def _tried(shards: Sequence[Shard], layout: TensorLayout, shape: tuple[int, ...]
     return Candidate(layout, len(whole.copies.compared), None, digest.hexdigest())
 
 
-def _distinct(layouts: Iterator[TensorLayout]) -> Iterator[TensorLayout]:
+def _distinct(layouts: Iterator[TensorLayout], local: tuple[int, ...]) -> Iterator[TensorLayout]:
     """Leave out layouts that locate every shard where an earlier one does."""
-    seen: set[tuple[tuple[int, ...], ...]] = set()
+    seen: set[object] = set()
     for layout in layouts:
-        sizes = dict(zip(layout.axes, layout.mesh, strict=True))
-        places = tuple(
-            tuple(position(axes, sizes, place) for axes in layout.dims)
-            for place in coordinates(layout).values()
-        )
+        shapes = {ShardKey(rank): local for rank in layout.ranks}
+        places = tuple(locate(layout, shapes).places.items())
         if places not in seen:
             seen.add(places)
             if len(seen) > MOST:

@@ -67,7 +67,7 @@ def to_dict(layout: TensorLayout) -> dict[str, Any]:
         found["Calls"] = layout.calls
     for key, given in (("Sizes", layout.sizes), ("Owned", layout.owned), ("Padded", layout.padded)):
         if given:
-            found[key] = {"flat" if d == FLAT else str(d): _plain(x) for d, x in given.items()}
+            found[key] = {"flat" if d == FLAT else str(d): x for d, x in given.items()}
     return found
 
 
@@ -172,7 +172,3 @@ def _ints(found: Any) -> tuple[int, ...]:
     if not is_sequence(found):
         raise TypeError(f"{found!r} is no list")
     return tuple(map(_int, found))
-
-
-def _plain(x: Any) -> Any:
-    return [_plain(i) for i in x] if is_sequence(x) else x

@@ -323,25 +323,18 @@ class _Merger:
     ) -> Iterator[tuple[str, TensorLayout, tuple[int, ...] | None]]:
         """Yield the layouts to try, each with its source."""
         told = self.said.of(self.key, place)
-        known = {id(r.layout): r.layout for _, r in found}
-        layouts = list(known.values())
-        shape = None
+        how, layout, shape = "dump", found[0][1].layout, None
         if told is not None:
             how, (layout, shape) = "said", told
         elif inferred is not None:
             how, layout = "inferred", inferred
-        elif all(x is not None for x in layouts):
-            how, layout = "dump", layouts[0]
-            if any(x != layout for x in layouts):
-                return
-        elif any(x is not None for x in layouts):
+        elif any(record.layout != layout for _, record in found):
             return
-        else:
+        elif layout is None:
             ranks = tuple(sorted({part.rank for part, _ in found}))
             dims = ((),) * len(found[0][1].shape)
             how = "one rank" if len(ranks) == 1 else "copies"
             layout = TensorLayout((len(ranks),), ("rank",), ranks, dims)
-        assert layout is not None
         if self.said.calls == 1 or layout.calls is not None or max(p.micro for p, _ in found) == 0:
             yield how, layout, shape
             return

@@ -84,7 +84,7 @@ def locate(
     """
     _check_axes(layout)
     _check_dimensions(layout)
-    found = coordinates(layout)
+    found = _coordinates(layout)
     _check_keys(found, shapes, "no shard of {}, which the layout lists")
     _check_keys(shapes, found, "a shard of {}, which the layout does not list")
     shards = _Shards(layout)
@@ -103,7 +103,7 @@ def locate(
                 f"{key} holds a shard of shape {list(shapes[key])}; a tensor {list(shape or lengths)} laid out as "
                 f"{describe(layout)} has {list(local)} there"
             )
-        places[key] = ShardRanges(dims, position(tuple(layout.partial), shards.sizes, place), flat)
+        places[key] = ShardRanges(dims, _position(tuple(layout.partial), shards.sizes, place), flat)
     whole = tuple(shape) if shape is not None else tuple(lengths)
     divide = math.prod(shards.sizes[a] for a, kind in layout.partial.items() if kind == "mean")
     return ShardMap(whole, places, _reduction(layout), divide)
@@ -133,7 +133,7 @@ def locate_regions(
             raise LayoutError(
                 f"{key} holds a shard of shape {list(shapes[key])}, its region {_text(region)} is {list(found)}"
             )
-    places = {key: ShardRanges(tuple(joined([r]) for r in x)) for key, x in regions.items()}
+    places = {key: ShardRanges(tuple(_joined([r]) for r in x)) for key, x in regions.items()}
     counts = Counter(p.dims for p in places.values())
     if len(set(counts.values())) > 1:
         (rare, few), (_, many) = counts.most_common()[-1], counts.most_common()[0]
@@ -224,7 +224,7 @@ def _reduction(layout: TensorLayout) -> str | None:
     return None if not kinds else "sum" if sums else kinds[0]
 
 
-def coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
+def _coordinates(layout: TensorLayout) -> dict[ShardKey, dict[str, int]]:
     """Return the position of each shard in the mesh."""
     extent = {
         a: n
@@ -286,7 +286,7 @@ class _Shards:
             if any(n < 0 for n in lengths):
                 raise LayoutError(f"{_name(d)} has shards of the lengths {list(lengths)}")
             ends = accumulate(lengths)
-            self.said[d] = [joined([(b - n, b)]) for n, b in zip(lengths, ends, strict=True)]
+            self.said[d] = [_joined([(b - n, b)]) for n, b in zip(lengths, ends, strict=True)]
         for d, owned in layout.owned.items():
             held = Counter(i for part in owned for i in part)
             for i, count in held.items():
@@ -294,7 +294,7 @@ class _Shards:
                     raise LayoutError(
                         f"index {i} of {_name(d)} is owned {count} times by shards that hold {len(held)} in all"
                     )
-            self.said[d] = [joined((i, i + 1) for i in part) for part in owned]
+            self.said[d] = [_joined((i, i + 1) for i in part) for part in owned]
 
     def axes(self, d: int) -> tuple[str, ...]:
         return self.layout.flat if d == FLAT else self.layout.dims[d]
@@ -322,7 +322,7 @@ class _Shards:
     def runs(self, d: int, length: int, place: Mapping[str, int]) -> Runs:
         """Return the ranges of one shard of a dimension."""
         if d in self.said:
-            return self.said[d][position(self.axes(d), self.sizes, place, self.layout.local)]
+            return self.said[d][_position(self.axes(d), self.sizes, place, self.layout.local)]
         block = dict(enumerate(self.layout.block)).get(d, 1)
         found: list[tuple[int, int]] = [(0, length)]
         for axis in self.axes(d):
@@ -332,10 +332,10 @@ class _Shards:
             found = [
                 run for part in found for p in choose for run in _cut(part, n, p, turns, d, axis)
             ]
-        return joined(found)
+        return _joined(found)
 
 
-def position(
+def _position(
     axes: Sequence[str],
     sizes: Mapping[str, int],
     place: Mapping[str, int],
@@ -366,7 +366,7 @@ def _cut(
     return [(i, i + block) for i in range(begin + p * block, begin + length, n * block)]
 
 
-def joined(runs: Iterable[tuple[int, int]]) -> Runs:
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
     """Return ranges without empty ones, with neighbours joined."""
     found: list[tuple[int, int]] = []
     for a, b in runs:
