@@ -37,28 +37,23 @@ class LayerNumbers:
             if n not in owner:
                 raise LayoutError(f"layer {n} of {len(owner)} is on no stage")
 
-    def layer(self, stage: int, chunk: int, local: int) -> int:
-        """Return the number of a layer in the whole model.
-
-        Raises:
-            LayoutError: The stage and chunk hold fewer layers.
-        """
-        numbers = self.layers.get((stage, chunk))
-        if numbers is None or not 0 <= local < len(numbers):
-            held = "do not exist" if numbers is None else f"hold {len(numbers)} layers"
-            raise LayoutError(f"layer {local} of {_name((stage, chunk))}, which {held}")
-        return numbers[local]
-
     def rename(self, name: str, stage: int, chunk: int = 0) -> str:
         """Return a name with the number of its layer in the whole model; a name without a layer stays as it is.
 
         ``layers.1.attention`` of chunk 1 on stage 0 is ``layers.5.attention`` with 8 layers on 2 x 2 chunks.
+
+        Raises:
+            LayoutError: The stage and chunk hold fewer layers.
         """
         found = LAYER.search(name)
         if found is None:
             return name
-        number = self.layer(stage, chunk, int(found["number"]))
-        return f"{name[: found.start()]}{found['head']}.{number}{name[found.end() :]}"
+        local, numbers = int(found["number"]), self.layers.get((stage, chunk), ())
+        if local >= len(numbers):
+            raise LayoutError(
+                f"layer {local} of {_name((stage, chunk))}, which hold {len(numbers)} layers"
+            )
+        return f"{name[: found.start()]}{found['head']}.{numbers[local]}{name[found.end() :]}"
 
 
 def _name(stage: tuple[int, int]) -> str:

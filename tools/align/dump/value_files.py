@@ -108,13 +108,11 @@ def widen(bits: Array, dtype: str) -> Array:
         return np.left_shift(bits.astype(np.uint32), np.uint32(16)).view(np.float32)
     if dtype == "float8_e5m2":
         return (bits.astype(np.uint16) << 8).view(np.float16).astype(np.float32)
-    code = np.arange(256)
-    exponent, fraction = code >> 3 & 15, code & 7
-    table = np.where(
-        exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent.astype(float) - 10)
-    )
-    table[code & 127 == 127] = np.nan
-    return np.where(code < 128, table, -table).astype(np.float32)[bits]
+    # A float16 has the same fraction further left, and an exponent whose bias is 8 more.
+    code = bits.astype(np.uint16)
+    half = ((code & 0x80) << 8 | (code & 0x7F) << 7).view(np.float16)
+    wide = half.astype(np.float32) * np.float32(256)
+    return np.where(code & 0x7F == 0x7F, np.copysign(np.float32(np.nan), wide), wide)
 
 
 def from_bytes(content: bytes, dtype: str) -> Array:
@@ -131,8 +129,7 @@ def _widened(bits: Array) -> Array:
         wide.flags.writeable = False
         return wide
     with tempfile.TemporaryFile() as file:
-        file.truncate(2 * bits.nbytes)
-        wide = np.ndarray(bits.shape, np.float32, mmap.mmap(file.fileno(), 2 * bits.nbytes))
+        wide = np.memmap(file, np.float32, "w+", shape=bits.shape)
     for i in range(0, bits.size, _STEP):
         wide[i : i + _STEP] = widen(np.asarray(bits[i : i + _STEP]), "bfloat16")
         release(bits)
