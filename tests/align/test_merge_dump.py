@@ -179,7 +179,7 @@ def test_layers_of_virtual_stages_stand_in_the_order_of_the_model() -> None:
         calls = [
             call(
                 f"Cell.{c}.layers.0.Block.{way}.0",
-                [tensor([10 * stages.layer(r, c, 0)])],
+                [tensor([10 * stages.layers[r, c][0]])],
                 phase=phase,
             )
             for way, phase in (("forward", Phase.FORWARD), ("backward", Phase.BACKWARD))

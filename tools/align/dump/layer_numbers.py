@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from telechat_moe.tools.align.dump.ranges import LayoutError
 
-LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d+)(?=\.|$)")
+_LAYER = re.compile(r"(?P<head>(?:^|\.)(?:layers|layer|h|blocks))\.(?P<number>\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LayerNumbers:
         Raises:
             LayoutError: The stage and chunk hold fewer layers.
         """
-        found = LAYER.search(name)
+        found = _LAYER.search(name)
         if found is None:
             return name
         local, numbers = int(found["number"]), self.layers.get((stage, chunk), ())
