@@ -39,14 +39,14 @@ def scalar(value):
     return tensor(np.float32(value))
 
 
-def update(weight, grad, layout=None):
+def update(weight, grad, layout=None, named="w"):
     grad, w, v = grad.astype(np.float64), weight.astype(np.float64), np.zeros(weight.shape)
     kwargs = {
         "weight": tensor(weight, layout), "momentum_buffer": tensor(v, layout), "lr": scalar(RATE),
         "grad": tensor(grad, layout), "momentum": scalar(0.9),
     }  # fmt: skip
     made = [tensor(w - float(RATE) * grad, layout), tensor(grad, layout)]
-    name = "Optimizer.w.ApplyMomentum"
+    name = f"Optimizer.{named}.ApplyMomentum"
     return Call(f"{name}.0.forward", "api", name, 0, Phase.OPTIMIZER, [], kwargs, made)
 
 
@@ -170,6 +170,28 @@ def test_tolerance_and_maps(tmp_path):
     (tmp_path / "map.json").write_text('[{"name": "g", "reference": "a b"}]')
     with pytest.raises(BadInputError, match="no map of tensors"):
         read_map(tmp_path / "map.json")
+
+
+def test_a_wrong_gradient_comes_before_those_that_clipping_scaled_with_it(tmp_path):
+    names = [f"w{i}" for i in range(8)]
+    right = dump(tmp_path, {0: [update(WEIGHT, GRADIENT, named=n) for n in names]})
+    wrong = [update(WEIGHT, GRADIENT * (1.8 if n == "w5" else 0.9), named=n) for n in names]
+    found = across(right, dump(tmp_path, {0: wrong})).findings
+    assert found[0].verdict.key == "Optimizer.w5.ApplyMomentum.0.forward"
+    assert found[0].evidence.startswith("1.8 times")
+    assert {f.verdict.key.split(".")[1] for f in found} == set(names)
+
+
+def test_an_operator_that_is_wrong_comes_before_tensors_that_follow_on_other_ranks(tmp_path):
+    def added(number, total):
+        key = f"Primitive.Add.{number}.forward"
+        x = tensor(WEIGHT * (number + 1))
+        return Call(key, "api", "Primitive.Add", number, Phase.FORWARD, [x, x], {}, [tensor(total)])
+
+    calls = [added(i, WEIGHT * 2 * (i + 1)) for i in range(3)]
+    wrong = dump(tmp_path, {0: [update(WEIGHT, 2 * GRADIENT)], 1: [*calls, added(3, WEIGHT)]})
+    found = across(one(tmp_path), wrong).findings
+    assert [f.verdict.key.split(".")[0] for f in found[:2]] == ["Primitive", "Optimizer"]
 
 
 def test_the_ranks_that_hold_the_other_terms():

@@ -46,6 +46,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 AMPLIFIED = 8.0
 """How much further apart gradients may be than their weights (5 in the median of such pairs)."""
 
+_FEW = 4  # tensors that are wrong by one factor for a reason of their own
+_BEHIND = 1e9  # more than a run has calls
+
 _STATE = re.compile(r"^(gradient|weight|exp_avg|exp_avg_sq|momentum_buffer) of | (before|after)$")
 
 TOLERANCE: Mapping[str, float] = {
@@ -111,7 +114,7 @@ def across(
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
     own = {f.verdict.key for f in outcome.findings}
-    findings.sort(key=lambda f: (f.step, f.order, f.verdict.key not in own, f.rank))
+    findings.sort(key=lambda f: (f.step, f.verdict.key not in own, f.order, f.rank))
     word, reason = answer(bool(findings), outcome.coverage)
     found = replace(
         outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
@@ -231,8 +234,15 @@ class _Points:
     def in_order(self, findings: list[Finding]) -> list[Finding]:
         """Return the findings of a step in the order of the data flow; the first with what is known about both sides."""
         points, self.wrong = self.wrong, []
+        factors = Counter(f.evidence for f in findings if f.evidence)
+        # One wrong gradient changes the norm, so clipping scales all others by one factor.
+        clipped = {f.verdict.key for f in findings if factors[f.evidence] > _FEW}
         placed = [
-            (replace(f, order=self.sides.position(other)), one, other)
+            (
+                replace(f, order=self.sides.position(other) + _BEHIND * (f.verdict.key in clipped)),
+                one,
+                other,
+            )
             for f, (one, other) in zip(findings, points, strict=True)
         ]
         placed.sort(key=lambda p: p[0].order)
