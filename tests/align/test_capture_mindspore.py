@@ -224,3 +224,38 @@ def test_filters(tmp_path):
     assert not msprobe.read(tmp_path / "b").ranks[0, 0].calls
     with pytest.raises(BadInputError, match="it exists"):
         capture(Step(), Tensor(X), out=tmp_path / "b")
+
+
+class Branches(nn.Cell):
+    """The gradient of a slice, assigned in one of two branches."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.sums = Parameter(Tensor(np.zeros((6, 8), np.float32)), name="sums")
+        self.gradient = ops.GradOperation()
+
+    def part(self, x):
+        return (x[1:4, ::2] * x[1:4, ::2]).sum()
+
+    def construct(self, x):
+        gradient = self.gradient(self.part)(x)
+        if gradient.sum() < 1e6:
+            ops.assign(self.sums, gradient)
+        else:
+            ops.assign(self.sums, -gradient)
+        return self.sums + 0.0
+
+
+def test_the_branch_that_did_not_run_is_not_recorded(tmp_path):
+    capture(Branches(), Tensor(X), out=tmp_path / "dump")
+    rank = msprobe.read(tmp_path / "dump").ranks[0, 0]
+    assert sum("Assign" in key for key in rank.calls) == 1
+    assert all(t.read is not None for call in rank.calls.values() for _, t in call.tensors())
+    found = [v.status for found in replay(rank) for v in found if "StridedSliceGrad" in v.key]
+    assert found == ["pass"]
+
+
+def test_uses_of_a_tensor_share_its_file(recorded):
+    _, _, rank = recorded
+    made = named(rank, ".SumExt").inputs[0]
+    assert any(t.path == made.path for _, t in named(rank, ".SiLU").made())

@@ -1,5 +1,7 @@
 """Roundings carried along the data flow, against the same run in double precision."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ import tiny_moe
 from recorded import rank_dump
 
 from telechat_moe.tools.align.capture.torch_functions import capture
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.propagate import Followed
 from telechat_moe.tools.align.numerics import is_float
 
@@ -70,3 +73,24 @@ def test_in_a_narrow_type_too():
     assert len(found) > 300
     assert unknown < len(found)  # sums that autograd adds up between calls are not always found
     assert max(ratio for ratio, _ in found) < 1.5
+
+
+def test_equal_tensors_are_told_apart_by_their_files():
+    """Two calls make the same in a dump, but not where the program is followed; a third takes the first one's."""
+
+    def tensor(name, values):
+        return TensorRecord("float32", values.shape, path=Path(name), read=lambda: values)
+
+    def added(number, terms, made):
+        key = f"Primitive.Add.{number}.forward"
+        return Call(key, "api", "Primitive.Add", number, Phase.FORWARD, terms, {}, [made])
+
+    one, two, equal = (np.arange(8, dtype=np.float32) * n for n in (1, 2, 7))
+    outputs = [tensor(name, equal) for name in ("a.npy", "b.npy", "c.npy")]
+    calls = [
+        added(0, [tensor("x.npy", one), tensor("x.npy", one)], outputs[0]),
+        added(1, [tensor("y.npy", two), tensor("y.npy", two)], outputs[1]),
+        added(2, [outputs[0], tensor("x.npy", one)], outputs[2]),
+    ]
+    followed = Followed([rank_dump({call.key: call for call in calls})])
+    np.testing.assert_array_equal(followed.made[0, (calls[2].key, "output.0")].value, 3 * one)

@@ -37,7 +37,8 @@ side_effect_mem side_effect_io side_effect_propagate side_effect_backprop side_e
 primitive_target IsFeatureMapInputList IsFeatureMapOutput in_layout out_layout in_strategy out_strategy
 gen_strategy keep_alive keep_value_node_input comm_reuse no_eliminate rank_list group_rank_ids group_ranks
 rank_size index fusion mean_flag module mirror_user_id BatchParallel self_define_shard recompute cust_aicpu
-split_count num N n use_locking checkpoint parameter_start pipeline_begin pipeline_end pipeline_param recompute_comm_op
+split_count num N n use_locking strided_slice_flag interleave_num micro_interleaved_add_flag checkpoint parameter_start
+pipeline_begin pipeline_end pipeline_param recompute_comm_op
 """
 _NOISE = frozenset(_NO_MATTER.split())
 """Attributes that do not affect what is computed."""

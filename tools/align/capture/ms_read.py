@@ -98,6 +98,7 @@ class Reader:
         self.plan, self.folder, self.mode = plan, folder, mode
         self.layouts, self.groups = layouts or {}, groups or {}
         self.index = index(folder)
+        self._records: dict[tuple[int, int], TensorRecord] = {}
 
     def calls(self) -> dict[str, Call]:
         """Return the operators that ran, in order."""
@@ -114,7 +115,7 @@ class Reader:
         return found
 
     def _runs(self, node: TappedOperator) -> int:
-        taps = [tap for out in node.outputs for t in tensors(out) for tap in t.taps.values()]
+        taps = [tap for out in node.outputs for t in tensors(out) for tap in _taps(t, node.graph)]
         return max((len(self.index.get(tap, ())) for tap in taps), default=0)
 
     def _calls(self, node: TappedOperator, run: int) -> Iterator[Call]:
@@ -173,12 +174,18 @@ class Reader:
         return self._record(value, graph, run)
 
     def _record(self, tensor: Tensor, graph: str, run: int) -> TensorRecord:
-        taps = [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
-        runs: Any = next((r for tap in taps if (r := self.index.get(tap))), ())
+        """Return a tensor's record, the same one wherever the tensor is used."""
+        tap = next((tap for tap in _taps(tensor, graph) if tap in self.index), None)
         layout = self.layouts.get(id(tensor))
-        if not runs:
+        if tap is None:
             return TensorRecord(tensor.dtype, tensor.shape, layout=layout)
-        entry = runs[min(run, len(runs) - 1)]
+        runs = self.index[tap]
+        site = tap, min(run, len(runs) - 1)
+        if site not in self._records:
+            self._records[site] = self._written(runs[site[1]], layout)
+        return self._records[site]
+
+    def _written(self, entry: Written, layout: TensorLayout | None) -> TensorRecord:
         if self.mode == VALUES:
             read = partial(_load, self.folder / "values.bin", entry)
             return TensorRecord(entry.dtype, entry.shape, layout=layout, read=read)
@@ -190,6 +197,11 @@ class Reader:
             stats = Stats(*([None] * 4 if 0 in entry.shape else numbers))
             return TensorRecord(entry.dtype, entry.shape, stats, layout=layout)
         return TensorRecord(entry.dtype, entry.shape, layout=layout, fingerprint=content)
+
+
+def _taps(tensor: Tensor, graph: str) -> list[int]:
+    """Return the taps of a tensor in a graph (a branch may not run), or else in others."""
+    return [tensor.taps[graph]] if graph in tensor.taps else list(tensor.taps.values())
 
 
 def edges(nodes: Sequence[TappedOperator]) -> dict[int, list[tuple[str, list[Tensor]]]]:

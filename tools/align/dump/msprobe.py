@@ -61,6 +61,7 @@ _ALIASES = {
 _MAX_DEPTH = 64
 _MAX_DIMS = 64
 _CACHE_BYTES = 48 << 20
+_SMALL, _MANY = 1 << 14, 1 << 12  # bytes and number of the tensors that are kept in memory
 
 
 def read(root: Path | str) -> Dump:
@@ -209,7 +210,7 @@ def _read_rank(root: Path, folder: Path, step: int, rank: int) -> RankDump:
     data = content.get("data")
     if not is_object(data):
         raise BadInputError(f"{path}: key data: an object of calls expected, found {short(data)}")
-    context = _Context(path, folder / DATA, root)
+    context = _Context(path, folder / DATA, root, {})
     about = {
         key: context._replace(key=key).want("", content.get(key), str, "text") or ""
         for key in ("framework", "task", "level")
@@ -239,6 +240,7 @@ class _Context(NamedTuple):
     path: Path
     data: Path
     root: Path
+    small: dict[Any, Any]
     key: str = ""
 
     def bad(self, place: str, found: Any, expected: str) -> BadInputError:
@@ -356,10 +358,16 @@ def _tensor(context: _Context, place: str, entry: Mapping[str, Any]) -> TensorRe
 
 
 def _load(context: _Context, place: str, path: Path, dtype: str, shape: tuple[int, ...]) -> Any:
+    if (path, dtype, shape) in context.small:
+        return context.small[path, dtype, shape]
     try:
-        return value_files.load(path, dtype, shape, context.root)
+        values = value_files.load(path, dtype, shape, context.root)
     except BadInputError as error:
         raise BadInputError(f"{error} (key {short(context.key)}, {place})") from None
+    if values.nbytes <= _SMALL and len(context.small) < _MANY:
+        values.flags.writeable = False
+        context.small[path, dtype, shape] = values
+    return values
 
 
 def _data_file(context: _Context, place: str, name: Any) -> Path | None:
@@ -421,7 +429,7 @@ def _parents(path: Path, root: Path) -> dict[str, str | None]:
         if is_list(parent):  # Megatron: parent and micro-step
             parent = parent[0] if parent else None
         if key != "megatron_micro_step_number":
-            context = _Context(path, root, root, key)
+            context = _Context(path, root, root, {}, key)
             found[key] = context.want("", parent, str, "the key of a module or null")
     return found
 

@@ -66,6 +66,8 @@ class _Writer:
         self._torch = rank.framework == "pytorch"
         self._values = values
         self._names: set[str] = set()
+        self._files: dict[int, str] = {}
+        """The file of each record, by its ``id``: a record that several calls share is written once."""
 
     def write(self) -> None:
         _folder(self._folder)
@@ -143,7 +145,9 @@ class _Writer:
         if mark is not None:
             entry[FINGERPRINT] = mark.hex()
         if values is not None and self._values:
-            entry["data_name"] = self._save(place, record.dtype, values)
+            if id(record) not in self._files:
+                self._files[id(record)] = self._save(place, record.dtype, values)
+            entry["data_name"] = self._files[id(record)]
         return entry
 
     def _stats(self, dtype: str, stats: Stats) -> dict[str, Any]:

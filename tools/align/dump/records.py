@@ -93,7 +93,7 @@ class TensorRecord:
         shape: Shape on this rank.
         stats: Statistics from the dump.
         crc: Checksum from the dump, as written there.
-        path: File with the values; None: not dumped.
+        path: File with the values; None: not dumped. Places of one file are the same tensor.
         layout: Its layout over devices; None: unknown.
         requires_grad: Value in the dump.
         fingerprint: Sketch and checksum, if the capture made them (``fingerprint.py``).
@@ -205,13 +205,9 @@ class Call:
 
     @cached_property
     def _places(self) -> tuple[tuple[str, TensorRecord], ...]:
-        return tuple(self._walk())
-
-    def _walk(self) -> Iterator[tuple[str, TensorRecord]]:
-        yield from _tensors("input", self.inputs)
-        yield from _tensors("input", self.kwargs)
-        yield from _tensors("parameters", self.parameters)
-        yield from _tensors("output", self.outputs)
+        given = [*_tensors("input", self.inputs), *_tensors("input", self.kwargs)]
+        rest = [*_tensors("parameters", self.parameters), *_tensors("output", self.outputs)]
+        return (*given, *rest)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ operator's own derivatives (to first order, errors of different elements indepen
 but at other points, so the squared difference of two runs is twice the sum of squares. Weights and data are exact.
 """
 
+import math
 from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import replace
@@ -63,7 +64,8 @@ class Followed:
         self.made: dict[tuple[int, Place], Held] = {}
         """Tensors by rank, call and place; one is missing where its call, or a call before it, cannot be recomputed."""
         self._flows = {dump.rank: DataFlow(dump) for dump in ranks}
-        self._held: dict[int, dict[bytes, Held | None]] = {r: {} for r in self._flows}  # by content
+        self._held: dict[int, dict[Any, Held | None]] = {r: {} for r in self._flows}
+        """By the tensor's file, which all its uses may share, and by content."""
         self._before = before._held if before is not None else {}
         self._sites: dict[Any, dict[int, Any]] = {}
         self._counts: Counter[Any] = Counter()
@@ -106,7 +108,8 @@ class Followed:
         pinned = self.pins.weights(dump) if self.pins is not None else {}
         for place, values in pinned.items():
             own = Held(values, np.zeros(()))
-            self.made[dump.rank, place] = held[_content(tensors[place].load())] = own
+            self.made[dump.rank, place] = own
+            held |= dict.fromkeys(_keys(tensors[place]), own)
         for call in dump.calls.values():
             if call.kind != "api":
                 continue
@@ -129,26 +132,28 @@ class Followed:
         for place, record in call.made():
             if record.read is None:
                 continue
-            own, content = found.get(place), _content(record.load())
-            if own is not None and own.value.size == _size(record):
+            own, keys = found.get(place), _keys(record)
+            if own is not None and own.value.size == math.prod(record.shape):
                 sigma = _shaped(own.sigma.astype(np.float32), record)
                 own = Held(own.value.reshape(record.shape), sigma)
-                self.made[rank, (call.key, place)] = self._held[rank][content] = own
+                self.made[rank, (call.key, place)] = own
+                self._held[rank] |= dict.fromkeys(keys, own)
                 if not is_float(record.dtype) and 1 < own.value.size <= _COUNTS:
                     values = record.load()
                     if not np.array_equal(values, own.value):
                         self._changed[rank].add(tuple(values.reshape(-1).tolist()))
             else:
-                self._held[rank].setdefault(content, None)
+                for key in keys:
+                    self._held[rank].setdefault(key, None)
 
     def _taken(self, rank: int, place: Place, record: TensorRecord) -> Held | None:
         """Return what a call is given here; None: not known."""
-        values = record.load()
-        content = _content(values)
+        values, keys = record.load(), _keys(record)
         for known in (self._held[rank], self._before.get(rank, {})):
-            if content in known:
-                own = known[content]
-                return own and Held(own.value.reshape(record.shape), _shaped(own.sigma, record))
+            for key in keys:
+                if key in known:
+                    own = known[key]
+                    return own and Held(own.value.reshape(record.shape), _shaped(own.sigma, record))
         if not self._comes_back(rank, place) or not values.size or values.min() == values.max():
             return Held(values, np.zeros(()))
         flow = self._flows[rank]
@@ -312,19 +317,16 @@ def _term(held: Held, record: TensorRecord) -> Approx | Array:
     return Approx(held.value, record.dtype, record.dtype, held.sigma, 8 * held.sigma)
 
 
-def _content(values: Array) -> bytes:
-    """Return a digest of values, and of the shape where they are all alike."""
+def _keys(record: TensorRecord) -> list[Any]:
+    """Return what a tensor is found by: its file, or else a digest of its values (and shape where they are all alike)."""
+    values = record.load()
     plain = values.size < 2 or values.min() == values.max()
-    return digest(values) + (repr(values.shape).encode() if plain else b"")
+    content = digest(values) + (repr(values.shape).encode() if plain else b"")
+    return [content] if record.path is None else [record.path, content]
 
 
 def _shaped(sigma: Array, record: TensorRecord) -> Array:
     return sigma.reshape(record.shape) if sigma.ndim else sigma
-
-
-def _unit(dtype: str) -> float:
-    """Return the relative standard deviation of a rounding: errors are uniform within 1 unit roundoff."""
-    return FLOATS[dtype].unit * 3**-0.5
 
 
 def _stored(x: Approx, dtype: str, exact: bool) -> Held:
@@ -332,7 +334,8 @@ def _stored(x: Approx, dtype: str, exact: bool) -> Held:
     sigma = np.broadcast_to(x.sigma, x.shape)
     if is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit:
         least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
-        sigma = np.hypot(sigma, _unit(dtype) * np.maximum(np.abs(x.value), least))
+        rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
+        sigma = np.hypot(sigma, rounding * np.maximum(np.abs(x.value), least))
     return Held(x.value, sigma)
 
 
@@ -348,8 +351,7 @@ def allowed(squares: float, size: float) -> float:
 def can_follow(ranks: Sequence[RankDump]) -> bool:
     """Return whether the dump of a step has values, and not too many."""
     records = [t for dump in ranks for call in dump.calls.values() for _, t in call.tensors()]
-    return any(t.read is not None for t in records) and sum(map(_size, records)) <= MOST
-
-
-def _size(record: TensorRecord) -> int:
-    return int(np.prod(record.shape))
+    return (
+        any(t.read is not None for t in records)
+        and sum(math.prod(t.shape) for t in records) <= MOST
+    )

@@ -1,5 +1,6 @@
 """MindSpore's primitives in a compiled graph, whose arguments differ from those of the functions of the same name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,14 @@ moves(
     repeats=True,
     register=primitive,
 )
+
+
+@primitive("StridedSliceGrad", f"input shape begin end strides {_MASKS}", exact=True)
+def _strided_grad(a: Arguments) -> Any:
+    """Return the gradient of a slice at the places that it was taken from, and zeros elsewhere."""
+    shape = tuple(ints(a.shape))
+    at = _strided(np.arange(math.prod(shape)).reshape(shape), a).reshape(-1)
+    return scatter_add((math.prod(shape),), at, floating(a.input).reshape(-1)).reshape(*shape)
 
 
 @primitive("Gather", "input index dim batch_dims=0", exact=True)
