@@ -180,10 +180,8 @@ def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | 
     if expected.size != found.size:
         said = f"{name} has {found.size} elements, {maker[0]} made {expected.size}"
         return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
-    right = _expected(expected.reshape(found.shape), tensor.dtype)
-    verdict = judge(*place, found, right, tensor.dtype)
-    said = f"{name} is not what {maker[0]} made ({maker[1]}): {verdict.reason}"
-    return replace(verdict, place=name, status="diverged", ratio=np.inf, reason=said)
+    what = f"is not what {maker[0]} made ({maker[1]})"
+    return _wrong(place, tensor, expected.reshape(found.shape), what)
 
 
 def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
@@ -199,9 +197,14 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
         narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)
     if _same(expected, found, narrow) or _same(found, expected, narrow):
         return None
-    verdict = judge(*place, found, _expected(expected, tensor.dtype), tensor.dtype)
-    said = f"{name} comes from outside and is not the reference's: {verdict.reason}"
-    return replace(verdict, place=name, status="diverged", ratio=np.inf, reason=said)
+    return _wrong(place, tensor, expected, "comes from outside and is not the reference's")
+
+
+def _wrong(place: Place, tensor: TensorRecord, expected: Array, what: str) -> Verdict:
+    right = Approx(expected, tensor.dtype) if is_float(tensor.dtype) else expected
+    verdict = judge(*place, tensor.load(), right, tensor.dtype)
+    said = f"{place[1]} {what}: {verdict.reason}"
+    return replace(verdict, place=place[1], status="diverged", ratio=np.inf, reason=said)
 
 
 def _same(values: Array, found: Array, dtype: str) -> bool:
@@ -209,10 +212,6 @@ def _same(values: Array, found: Array, dtype: str) -> bool:
     if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
         return True
     return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)
-
-
-def _expected(values: Array, dtype: str) -> Approx | Array:
-    return Approx(values, dtype) if is_float(dtype) else values
 
 
 def wrong_sums(reference: DataFlow, target: DataFlow) -> Iterator[Verdict]:

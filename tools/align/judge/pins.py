@@ -60,7 +60,10 @@ class Choice(NamedTuple):
     def of(self, call: Call) -> tuple[Array, Array]:
         """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
         records = dict(call.tensors())
-        return _scores(records, self), _rows(records[self.chosen].load()).astype(np.int64)
+        scores, index = (_rows(records[place].load()) for place in (self.scores, self.chosen))
+        if self.bias:
+            scores = scores + records[self.bias].load()
+        return self.sign * scores.astype(np.float64), index.astype(np.int64)
 
     def made(self, call: Call, scores: Array, index: Array) -> list[TensorRecord]:
         """Return the outputs of a call that has chosen certain indices, for formulas that follow its own scores."""
@@ -128,23 +131,8 @@ def _candidates(call: Call) -> Iterator[Choice]:
                     yield from (Choice(place, name, bias, sign) for sign in (1.0, -1.0))
 
 
-def _scores(records: dict[str, TensorRecord], choice: Choice) -> Array:
-    values = _rows(records[choice.scores].load())
-    if choice.bias:
-        values = values + records[choice.bias].load()
-    return choice.sign * values.astype(np.float64)
-
-
 def _rows(x: Array) -> Array:
     return x.reshape(-1, x.shape[-1])
-
-
-def choices(calls: Sequence[Call]) -> Iterator[tuple[Array, Array]]:
-    """Yield scores and indices of all choices among calls."""
-    for call in calls:
-        choice = choice_of(call)
-        if choice is not None:
-            yield choice.of(call)
 
 
 class Chosen(NamedTuple):
@@ -193,13 +181,14 @@ class Believed:
         """The scores and indices of all choices, by the number of candidates and of slots."""
         found: dict[tuple[int, int], list[tuple[Array, Array]]] = {}
         for dump in self.ranks:
-            for scores, index in choices([*dump.calls.values()]):
-                found.setdefault((scores.shape[1], index.shape[1]), []).append((scores, index))
-        joined = {
-            key: [np.concatenate(parts) for parts in zip(*pairs, strict=True)]
+            for call in dump.calls.values():
+                if (choice := choice_of(call)) is not None:
+                    scores, index = choice.of(call)
+                    found.setdefault((scores.shape[1], index.shape[1]), []).append((scores, index))
+        return {
+            key: (np.concatenate([s for s, _ in pairs]), np.concatenate([i for _, i in pairs]))
             for key, pairs in found.items()
         }
-        return {key: (scores, index) for key, (scores, index) in joined.items()}
 
     def weights(self, dump: RankDump) -> dict[Place, Array]:
         """Return the weights and states before the step, for a rank's inputs of updates."""

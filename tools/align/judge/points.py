@@ -119,29 +119,16 @@ def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
     key, first = calls[0][1].key, pieces[0].values
     assert isinstance(first, TensorRecord)
     have = tuple(dict.fromkeys(p.rank for p in pieces))
+    alone = len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1)
     try:
-        if len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1):
-            return Point(
-                _applied(calls[0][1], place, first.load()),
-                first.dtype,
-                have[0],
-                key,
-                place,
-                ranks=have,
-            )
-        merged = merge(pieces, first.layout)
-    except CopiesDifferError as error:
-        return Point(None, first.dtype, have[0], key, place, str(error), have, True)
+        values = first.load() if alone else merge(pieces, first.layout).values
     except (LayoutError, BadInputError, LookupError) as error:
-        return Point(None, first.dtype, have[0], key, place, str(error), have)
-    values = _applied(calls[0][1], place, merged.values)
-    return Point(values, merged.dtype, have[0], key, place, ranks=have)
-
-
-def _applied(call: Call, place: str, values: Array) -> Array:
-    """Return a gradient as its update applies it: an update that clips is given the gradient before clipping."""
-    factor = factor_of(call, place)
-    return values if factor is None else values * factor.load().astype(np.float64)
+        differs = isinstance(error, CopiesDifferError)
+        return Point(None, first.dtype, have[0], key, place, str(error), have, differs)
+    factor = factor_of(calls[0][1], place)
+    if factor is not None:
+        values = values * factor.load().astype(np.float64)
+    return Point(values, first.dtype, have[0], key, place, ranks=have)
 
 
 def factor_of(call: Call, place: str) -> TensorRecord | None:

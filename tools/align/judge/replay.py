@@ -70,7 +70,8 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     if not any(v.not_finite for v in verdicts):
         return verdicts
     fed = (r for call in calls for r in flat([*call.inputs, *call.kwargs.values()]))
-    if not any(is_float(r.dtype) and _has_no_value(r.load()) for r in fed):
+    given = (r.load() for r in fed if is_float(r.dtype))
+    if not any(np.any(np.isnan(x) | np.isposinf(x)) for x in given):
         return verdicts
     return [
         not_judged(v.key, f"{v.place}: NaN or infinity in the inputs and in the result", v.place)
@@ -78,10 +79,6 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
         else v
         for v in verdicts
     ]
-
-
-def _has_no_value(x: Array) -> bool:
-    return bool(np.any(np.isnan(x) | np.isposinf(x)))
 
 
 def arguments_of(
