@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
-from mindspore.parallel.nn import GradAccumulation, Pipeline
+from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
 
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
 from telechat_moe.model.router import Router
@@ -81,12 +81,14 @@ class RankStep(UpdateStep):
         self.network: nn.Cell = LossVector(model)
         if shared_graph:
             self.network.cell_init_args = "lazy_inline_LossVector"
-        self.accumulates = micro_batches > 1 or pipeline
+        self.accumulates = pipeline or (micro_batches > 1 and shared_graph)
         self.sharded = optimizer_sharding
         self.alone = tuple(alone) or (False,) * len(self.weights)
+        if pipeline or micro_batches > 1:
+            # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
+            alternative = GradAccumulation if shared_graph else MicroBatchInterleaved
+            self.network = (Pipeline if pipeline else alternative)(self.network, micro_batches)
         if self.accumulates:
-            wrap = Pipeline if pipeline else GradAccumulation
-            self.network = wrap(self.network, micro_batches)
             self.accu_grads = self.weights.clone(prefix="accu_grads", init="zeros")
         self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)

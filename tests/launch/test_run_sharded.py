@@ -172,3 +172,14 @@ def test_one_process_has_the_same_batches(data: Path, tmp_path: Path) -> None:
 def test_two_stages_compute_what_one_process_does(data: Path, tmp_path: Path) -> None:
     given = arguments(data, tmp_path / "run", 2, **PP2)
     assert main([*given, "--steps", "8", "--compare"]) == 0
+
+
+@pytest.mark.slow
+def test_accumulation_without_stages_computes_what_one_process_does(
+    data: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, object] = {**DP2_EP2, "runner_config__gradient_accumulation_steps": 2}
+    changes["callbacks__1__gradient_accumulation_steps"] = 2
+    changes |= {"runner_config__batch_size": 1, "model__model_config__batch_size": 1}
+    given = arguments(data, tmp_path / "run", 2, **changes)
+    assert main([*given, "--steps", "4", "--compare"]) == 0
