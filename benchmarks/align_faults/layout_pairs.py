@@ -1,10 +1,11 @@
-"""Runs of one small recipe in twelve layouts, in real processes: do pairs of them pass, and are planted faults found?
+"""Runs of one small recipe in fourteen layouts, in real processes: do pairs of them pass, and are planted faults found?
 
-    python -m benchmarks.align_faults.layout_pairs FOLDER --pairs 60 --faults 5
+    python -m benchmarks.align_faults.layout_pairs FOLDER --pairs 60 --faults 5 --real --jobs 2 --json FILE
 
 Three steps of each layout are captured, with clipping and without; dumps that FOLDER has are used again. The experts'
 rows of the router are equal in threes but for the last bit, so a third of the tokens takes other experts in another
-layout. A fault is one tensor of the target's dump: what an operator made, what a call or an update was given.
+layout. A fault is one tensor of the target's dump: what an operator made, what a call or an update was given; ``--real``
+adds ten that processes computed (:data:`REAL`). Each fault is judged up to its step.
 Exit codes: 0, and 1 if a right pair is called wrong or a fault is missed.
 """
 
@@ -14,14 +15,18 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
+from benchmarks.ops.measure import processor
 from telechat_moe.checkpoint import checkpoint
 from telechat_moe.data import write_indexed
 from telechat_moe.recipe import load
@@ -30,6 +35,7 @@ from telechat_moe.tools.align.dump import summary
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.outcome import Outcome
+from telechat_moe.tools.align.judge.pins import chose_otherwise
 from telechat_moe.tools.align.numerics import is_float
 
 RECIPE, STEPS, ROWS = "telechat3_moe/pretrain_tiny.yaml", 3, 4
@@ -40,8 +46,19 @@ _MODEL = {
     "num_nextn_predict_layers": 0, "seq_length": 16, "max_position_embeddings": 16,
 }  # fmt: skip
 _TIED = [0, 0, 0, 3, 3, 3, 6, 6]  # the row of the router that each expert has
-_HALF = ["runner_config.batch_size=2", "model.model_config.batch_size=2"]
-_STAGES = [*_HALF, "callbacks.1.micro_batch_num=2", "model.model_config.offset=[0,1]"]
+
+
+def _rows(count: int) -> list[str]:
+    return [f"runner_config.batch_size={count}", f"model.model_config.batch_size={count}"]
+
+
+def _stages(micro: int) -> list[str]:
+    return [f"callbacks.1.micro_batch_num={micro}", "model.model_config.offset=[0,1]"]
+
+
+def _accumulated(steps: int) -> list[str]:
+    key = "gradient_accumulation_steps"
+    return [f"runner_config.{key}={steps}", f"callbacks.1.{key}={steps}"]
 
 
 def _parallel(**degrees: Any) -> list[str]:
@@ -49,30 +66,51 @@ def _parallel(**degrees: Any) -> list[str]:
     return settings + [f"parallel_config.{name}={value}" for name, value in degrees.items()]
 
 
+_SP = {"use_seq_parallel": True}
 LAYOUTS = {
     "one": [],
     "plain": ["telechat_moe.operators.default=plain"],
-    "dp2": _parallel(data_parallel=2) + _HALF,
-    "zero": [*_parallel(data_parallel=2), *_HALF, "parallel.enable_parallel_optimizer=True"],
-    "dp2_ep2": _parallel(data_parallel=2, expert_parallel=2) + _HALF,
-    "tp2": _parallel(model_parallel=2),
-    "tp2_sp": _parallel(model_parallel=2, use_seq_parallel=True),
-    "tp2_recompute": [
-        *_parallel(model_parallel=2, use_seq_parallel=True),
-        "recompute_config.recompute=True",
+    "dp2": [*_parallel(data_parallel=2), *_rows(2)],
+    "zero": [
+        *_parallel(data_parallel=2),
+        *_rows(2),
+        "parallel.enable_parallel_optimizer=True",
+        "parallel.parallel_optimizer_config.parallel_optimizer_threshold=0",
     ],
-    "tp2_ep2": _parallel(model_parallel=2, use_seq_parallel=True, expert_parallel=2),
-    "pp2": _parallel(pipeline_stage=2, micro_batch_num=2) + _STAGES,
-    "tp2_pp2": _parallel(
-        model_parallel=2, use_seq_parallel=True, pipeline_stage=2, micro_batch_num=2
-    )
-    + _STAGES,
-    "dp2_tp2_ep2": _parallel(
-        data_parallel=2, model_parallel=2, expert_parallel=2, use_seq_parallel=True
-    )
-    + _HALF,
-}
+    "dp2_ep2": [*_parallel(data_parallel=2, expert_parallel=2), *_rows(2)],
+    "tp2": _parallel(model_parallel=2),
+    "tp2_sp": _parallel(model_parallel=2, **_SP),
+    "tp2_recompute": [*_parallel(model_parallel=2, **_SP), "recompute_config.recompute=True"],
+    "tp2_ep2": _parallel(model_parallel=2, expert_parallel=2, **_SP),
+    "pp2": [*_parallel(pipeline_stage=2, micro_batch_num=2), *_rows(2), *_stages(2)],
+    "tp2_pp2": [
+        *_parallel(model_parallel=2, pipeline_stage=2, micro_batch_num=2, **_SP), *_rows(2), *_stages(2),
+    ],
+    "dp2_tp2_ep2": [
+        *_parallel(data_parallel=2, model_parallel=2, expert_parallel=2, **_SP), *_rows(2),
+    ],
+    "dp2_accumulated": [*_parallel(data_parallel=2), *_rows(1), *_accumulated(2)],
+    "cp2_pp2": [
+        *_parallel(context_parallel=2, pipeline_stage=2, micro_batch_num=4), *_rows(1), *_stages(4),
+        "model.model_config.use_flash_attention=True",
+    ],
+}  # fmt: skip
 """What each layout sets; the batch of a step is the same."""
+
+PLANT = Path(__file__).parents[1] / "peers" / "plant_wrong_group.py"
+REAL = (
+    ("one", "dp2_tp2_ep2", "group", "layers.1.attention.q_up.weight"),
+    ("tp2", "dp2_tp2_ep2", "group", "layers.0.ffn.down.weight"),
+    ("dp2_ep2", "dp2", "missing", "layers.0.ffn.up.weight"),
+    ("plain", "tp2_sp", "missing", "layers.2.ffn_norm.weight"),
+    ("pp2", "dp2_accumulated", "doubled", "layers.1.moe.router.weight"),
+    ("one", "tp2_ep2", "doubled", "layers.1.attention.kv_norm.weight"),
+    ("tp2_pp2", "dp2_ep2", "scaled", "layers.2.attention.out.weight"),
+    ("dp2", "tp2_recompute", "scaled", "layers.0.input_norm.weight"),
+    ("zero", "tp2", "bias", "layers.1.moe.router.expert_bias"),
+    ("tp2_sp", "pp2", "bias", "layers.2.moe.router.expert_bias"),
+)
+"""Faults in real processes: reference, layout, fault and weight of ``plant_wrong_group.py``."""
 
 
 def _write_recipe(folder: Path, name: str, clip: bool, start: Path | None) -> Path:
@@ -144,8 +182,8 @@ def judge(reference: Dump, target: Dump) -> Outcome:
 # ------------------------------------------------------------------ faults
 
 
-def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int, str]] | None:
-    """Return a dump up to a step with one wrong tensor, and the step and key of its call; None: no place.
+def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int, int, str]] | None:
+    """Return a dump up to a step with one wrong tensor, and the step, rank and key of its call; None: no place.
 
     Args:
         kind: ``made``, ``sent back`` or ``reduced``: what an operator of that phase made; ``given``: what an operator
@@ -167,9 +205,8 @@ def plant(target: Dump, kind: str, rng: random.Random) -> tuple[Dump, tuple[int,
     row = rng.randrange(len(values))
     values[row] = values[row] * np.float32(1.5) + np.float32(np.abs(values).max() * 0.01)
     calls = {**rank.calls, key: _with(call, place, values)}
-    ranks = {k: v for k, v in target.ranks.items() if k[0] <= step}
-    ranks[step, rank.rank] = replace(rank, calls=calls)
-    return Dump(target.root, ranks), (step, key)
+    ranks = {**until(target, step).ranks, (step, rank.rank): replace(rank, calls=calls)}
+    return Dump(target.root, ranks), (step, rank.rank, key)
 
 
 def _fits(kind: str, call: Call, place: str) -> bool:
@@ -200,7 +237,7 @@ def _with(call: Call, place: str, values: Any) -> Call:
     def changed(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [changed(f"{name}.{i}", v) for i, v in enumerate(value)]
-        return replace(value, read=lambda: values) if name == place else value
+        return replace(value, path=None, read=lambda: values) if name == place else value
 
     return replace(
         call,
@@ -213,45 +250,102 @@ def _with(call: Call, place: str, values: Any) -> Call:
 # ------------------------------------------------------------------ pairs
 
 
-def run(
-    folder: Path, layouts: list[str], pairs: int, faults: int, seed: int = 0
-) -> Iterator[dict[str, Any]]:
+def until(dump: Dump, step: int) -> Dump:
+    """Return a dump up to a step."""
+    return Dump(dump.root, {k: v for k, v in dump.ranks.items() if k[0] <= step})
+
+
+def of_pair(folder: Path, a: str, b: str, clip: bool, faults: int) -> list[dict[str, Any]]:
+    """Return what was found of a pair, and of each fault in its target."""
+    reference, target = (summary.read(capture(folder, name, clip)) for name in (a, b))
+    about = {"reference": a, "target": b, "clip": clip}
+    flips = sum(chose_otherwise(reference.at(n), target.at(n)) for n in target.steps)
+    found = [about | {"flips": flips} | _timed(reference, target)]
+    rng = random.Random(f"{a} {b} {clip}")
+    for i in range(faults):
+        kinds = (KINDS[i % len(KINDS)], "made")  # one rank alone reduces nothing
+        planted = next(p for kind in kinds if (p := plant(target, kind, rng)) is not None)
+        wrong, (step, rank, key) = planted
+        one = _timed(until(reference, step), wrong)
+        exact = one["step"] == step and one["operator"] == key and rank in one["ranks"]
+        fault = {"fault": kinds[0], "planted": [step, rank, key], "exact": exact}
+        found.append(about | one | fault)
+    return found
+
+
+def of_process(folder: Path, a: str, b: str, fault: str, weight: str) -> dict[str, Any]:
+    """Return what was found of a fault that the target's processes computed.
+
+    The right call is the reduction of the weight's gradient, or its update where the reduction is missing; of an
+    expert bias the choice in the next step.
+    """
+    out = folder / f"{b}_{fault}_{weight}"
+    if not out.exists():
+        recipe = _write_recipe(folder, b, True, _tied(folder))
+        words = [PLANT, recipe, "--fault", fault, "--weight", weight, "--out", out, "--steps", 2]
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"{b} {fault} {weight}: {done.stderr}")
+    target = summary.read(out)
+    one = _timed(until(summary.read(capture(folder, a, True)), max(target.steps)), target)
+    where, key = (one["step"], one["operator"]), one["operator"] or ""
+    exact = where[0] == 0 and f".{weight}." in key
+    if fault == "bias":  # choices are numbered in the order of layers
+        exact = where == (1, f"Primitive.TopK.{int(weight.split('.')[1]) - 1}.forward")
+    about = {"reference": a, "target": b, "clip": True, "fault": fault, "planted": weight}
+    return about | one | {"exact": exact, "process": True}
+
+
+def run(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what was found of each pair, and of each fault."""
-    rng = random.Random(seed)
+    folder, layouts = args.folder.absolute(), args.layouts.split(",")
+    rng = random.Random(args.seed)
     able = [(a, b, clip) for clip in (True, False) for a, b in combinations(layouts, 2)]
-    chosen = rng.sample(able, min(pairs, len(able)))
-    for a, b, clip in chosen:
-        a, b = (a, b) if rng.random() < 0.5 else (b, a)
-        reference, target = (summary.read(capture(folder, name, clip)) for name in (a, b))
-        about = {"reference": a, "target": b, "clip": clip}
-        yield about | _timed(reference, target)
-        for i in range(faults):
-            kind = KINDS[i % len(KINDS)]
-            planted = plant(target, kind, rng)
-            if planted is not None:
-                wrong, (step, key) = planted
-                found = _timed(
-                    Dump(
-                        reference.root, {k: v for k, v in reference.ranks.items() if k[0] == step}
-                    ),
-                    wrong,
-                )
-                exact = (found["step"], found["operator"]) == (step, key)
-                yield about | found | {"fault": kind, "planted": key, "exact": exact}
+    pairs = [
+        (b, a, clip) if rng.random() < 0.5 else (a, b, clip)
+        for a, b, clip in rng.sample(able, min(args.pairs, len(able)))
+    ]
+    for name, clip in sorted({(name, clip) for a, b, clip in pairs for name in (a, b)}):
+        capture(folder, name, clip)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        waiting = [pool.submit(of_pair, folder, *pair, args.faults) for pair in pairs]
+        for done in as_completed(waiting):
+            yield from done.result()
+    for fault in REAL if args.real else ():
+        yield of_process(folder, *fault)
 
 
 def _timed(reference: Dump, target: Dump) -> dict[str, Any]:
     begin = time.perf_counter()
     outcome = judge(reference, target)
+    seconds = round(time.perf_counter() - begin, 1)
     first = outcome.findings[0] if outcome.findings else None
+    about = first.as_json() if first else {"step": None, "operator": None, "layer": None}
     return {
         "verdict": outcome.verdict,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "step": first.step if first else None,
-        "operator": first.verdict.key if first else None,
+        "seconds": seconds,
+        **{name: about[name] for name in ("step", "operator", "layer")},
+        "ranks": outcome.ranks,
         "said": first.verdict.reason if first else outcome.reason,
         "judged": dict(outcome.judged),
     }
+
+
+def summed(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result in a sentence."""
+    right = [f for f in found if "fault" not in f]
+    said = [f"{len(right)} right pairs: {sum(f['verdict'] == 'pass' for f in right)} pass, "
+            f"{sum(f['verdict'] == 'diverged' for f in right)} diverged"]  # fmt: skip
+    for what, process in (("in dumps", False), ("in processes", True)):
+        wrong = [f for f in found if "fault" in f and f.get("process", False) == process]
+        missed = sum(f["verdict"] != "diverged" for f in wrong)
+        exact = sum(f["exact"] for f in wrong)
+        said.append(f"{len(wrong)} faults {what}: {missed} missed, {exact} at the right call")
+    seconds = [f["seconds"] for f in right] or [0.0]
+    said.append(f"a pair takes {median(seconds):.0f} s in the median, {max(seconds):.0f} at most")
+    return "; ".join(said)
 
 
 def _main() -> int:
@@ -262,21 +356,21 @@ def _main() -> int:
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="names, with commas")
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--faults", type=int, default=0, help="in each pair, one step each")
+    parser.add_argument("--real", action="store_true", help="ten faults in processes, too")
+    parser.add_argument("--jobs", type=int, default=1, help="pairs that are judged at once")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
-    for one in run(
-        args.folder.absolute(), args.layouts.split(","), args.pairs, args.faults, args.seed
-    ):
+    for one in run(args):
         found.append(one)
         print(json.dumps(one), flush=True)
-    right = [f for f in found if "fault" not in f]
-    wrong = [f for f in found if "fault" in f]
-    alarms = sum(f["verdict"] == "diverged" for f in right)
-    missed = sum(f["verdict"] != "diverged" for f in wrong)
-    passed = sum(f["verdict"] == "pass" for f in right)
-    print(f"{len(right)} right pairs: {passed} pass, {alarms} diverged; {len(wrong)} faults: {missed} missed, "
-          f"{sum(f['exact'] for f in wrong)} at the right call; at most {max(f['seconds'] for f in found)} s")  # fmt: skip
+    print(summed(found))
+    if args.json:
+        report = {"machine": processor(), "jobs": args.jobs, "said": summed(found), "found": found}
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    alarms = any("fault" not in f and f["verdict"] == "diverged" for f in found)
+    missed = any("fault" in f and f["verdict"] != "diverged" for f in found)
     return 1 if alarms or missed else 0
 
 

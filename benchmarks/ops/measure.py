@@ -41,7 +41,7 @@ def main() -> None:
         for name in args.only:
             cases += MEASURES[name](threads, args.quick, tell)
     result = {
-        "machine": f"{_processor()}, {os.cpu_count()} CPUs, {native.isa()}, {native.gemm_backend()}",
+        "machine": f"{processor()}, {os.cpu_count()} CPUs, {native.isa()}, {native.gemm_backend()}",
         "threads": args.threads,
         "targets": [{**t._asdict(), "met": t.met} for t in targets(cases)],
         "cases": [case.as_dict() for case in cases],
@@ -49,7 +49,8 @@ def main() -> None:
     args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the name of this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))

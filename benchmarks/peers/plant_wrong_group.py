@@ -1,7 +1,8 @@
-"""Capture a step of a sharded recipe in which one gradient is reduced wrongly, to see that it is found.
+"""Capture steps of a sharded recipe in which one gradient is reduced wrongly, to see that it is found.
 
 ``--fault group`` sums it over the wrong ranks (the recipe needs two groups of equal size, such as data parallel 2 and
-tensor parallel 2), ``missing`` not at all, ``doubled`` twice::
+tensor parallel 2), ``missing`` not at all, ``doubled`` twice; ``scaled`` adds its sum to itself. ``bias`` moves an
+expert bias (``--weight layers.1.moe.router.expert_bias``) the wrong way, which the next step shows::
 
     python plant_wrong_group.py mine.yaml --weight layers.1.attention.out.weight --out planted
     telechat-moe align capture mine.yaml --out clean
@@ -15,20 +16,29 @@ from dataclasses import replace
 from typing import Any
 
 from telechat_moe.graph.compile import RankGraph
-from telechat_moe.graph.mindir import Model, Operation, value_of
+from telechat_moe.graph.mindir import Editor, Model, Operation, value_of
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.capture.mindspore import capture_recipe
 
 
 def with_fault(graph: RankGraph, weight: str, fault: str) -> RankGraph:
-    """Return a rank's graph in which the gradient of a weight is reduced wrongly."""
+    """Return a rank's graph with a fault at a weight; a stage without an expert bias stays as it is."""
     model = Model(graph.mindir)
     for operation in list(model.operations()):
         whose = [value_of(a) for a in operation.node.primal_attr if a.name == "mirror_user_id"]
+        moves = fault == "bias" and operation.kind == "AssignAdd"
+        if moves and operation.node.input[0].endswith(weight):
+            effects = ["side_effect_mem"]
+            kind = Editor(model, None).primitive("AssignSub", operation.primitive, effects)
+            operation.node.op_type = kind
+            sys.stderr.write(f"rank {graph.rank}: {weight} moves the wrong way\n")
+            return replace(graph, mindir=model.proto.SerializeToString())
         if operation.kind == "AllReduce" and weight in whose:
             said = FAULTS[fault](model, operation, graph)
             sys.stderr.write(f"rank {graph.rank}: {weight} {said}\n")
             return replace(graph, mindir=model.proto.SerializeToString())
+    if fault == "bias":
+        return graph
     sys.exit(f"rank {graph.rank}: no reduction of the gradient of {weight}")
 
 
@@ -62,19 +72,30 @@ def _missing(model: Model, operation: Operation, graph: RankGraph) -> str:
 
 
 def _doubled(model: Model, operation: Operation, graph: RankGraph) -> str:
-    made = operation.node.output[0]
-    again = f"{made}_again"
-    for body in model.graphs():
-        nodes = list(body.node)
-        if operation.node not in nodes:
-            continue
-        _handed_on(model, operation, made, again)
-        own = type(operation.node)()
-        own.CopyFrom(operation.node)
-        own.name, own.input[0], own.output[0] = f"{own.name}_again", made, again
-        body.node.insert(nodes.index(operation.node) + 1, own)
-        break
+    own = _added(model, operation)
+    own.input[0] = operation.node.output[0]
     return "reduced twice"
+
+
+def _scaled(model: Model, operation: Operation, graph: RankGraph) -> str:
+    own = _added(model, operation)
+    own.op_type = Editor(model, None).primitive("Add")
+    del own.input[:], own.primal_attr[:]
+    own.input.extend([operation.node.output[0]] * 2)
+    return "added to itself"
+
+
+def _added(model: Model, operation: Operation) -> Any:
+    """Return a copy of an operation's node, added behind it, whose output others take in its place."""
+    made = operation.node.output[0]
+    own = type(operation.node)()
+    own.CopyFrom(operation.node)
+    own.name = own.output[0] = f"{made}_again"
+    _handed_on(model, operation, made, own.output[0])
+    body = next(g for g in model.graphs() if operation.node in g.node)
+    at = list(body.node).index(operation.node) + 1
+    body.node.insert(at, own)
+    return body.node[at]
 
 
 def _handed_on(model: Model, operation: Operation, made: str, other: str) -> None:
@@ -92,21 +113,23 @@ FAULTS: Mapping[str, Callable[[Model, Operation, RankGraph], Any]] = {
     "group": _group,
     "missing": _missing,
     "doubled": _doubled,
+    "scaled": _scaled,
 }
 
 
 def main() -> None:
-    """Capture one step."""
+    """Capture the first steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe")
     parser.add_argument("--out", required=True)
     parser.add_argument("--weight", default="layers.1.attention.out.weight")
-    parser.add_argument("--fault", default="group", choices=FAULTS)
+    parser.add_argument("--fault", default="group", choices=[*FAULTS, "bias"])
+    parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     args = parser.parse_args()
     recipe = load(args.recipe, args.overrides)
     edit = lambda graph: with_fault(graph, args.weight, args.fault)  # noqa: E731
-    capture_recipe(recipe, args.out, range(1), edit=edit)
+    capture_recipe(recipe, args.out, range(args.steps), edit=edit)
 
 
 if __name__ == "__main__":
