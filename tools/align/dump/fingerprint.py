@@ -145,16 +145,10 @@ class _Sketch:
         self.squares = 0.0
 
     def add(self, flat: Array, begin: int) -> None:
-        """Add elements from ``begin`` on."""
-        first, shift = divmod(begin, _BLOCK)
-        if shift or flat.size % _BLOCK:
-            padded = np.zeros(-(-(shift + flat.size) // _BLOCK) * _BLOCK, flat.dtype)
-            padded[shift : shift + flat.size] = flat
-            flat = padded
-        for i in range(0, flat.size, _CHUNK):
-            self._blocks(flat[i : i + _CHUNK].reshape(-1, _BLOCK), first + i // _BLOCK)
-
-    def _blocks(self, values: Array, first: int) -> None:
+        """Add elements from ``begin`` on, the first of a block."""
+        if filler := -flat.size % _BLOCK:
+            flat = np.concatenate([flat, np.zeros(filler, flat.dtype)])
+        values, first = flat.reshape(-1, _BLOCK), begin // _BLOCK
         signs, odds = _places()
         shifts, block_signs, block_odds = _hashes(first, len(values))
         terms = einsum("qp,p->q", _mix(values), odds) * block_odds

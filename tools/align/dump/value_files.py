@@ -206,19 +206,21 @@ def boxes(shape: Sequence[int], elements: int) -> Iterator[tuple[slice, ...]]:
 
 
 def chunks(arrays: Sequence[Array], elements: int) -> Iterator[tuple[int, list[Array]]]:
-    """Yield flat chunks of arrays of one shape, with the index of their first element; release what was read.
+    """Yield flat chunks of arrays of one shape, in C order, with the index of their first element.
+
+    What was read of mapped arrays is released. A chunk may be overwritten by the next one.
 
     Args:
         arrays: Arrays, maybe mapped.
-        elements: About as many elements make a chunk; exactly, if all arrays are contiguous.
+        elements: As many elements make a chunk; the last one may have fewer.
     """
-    flat = all(a.flags.c_contiguous for a in arrays)
-    lines = [a.reshape(-1) for a in arrays] if flat else list(arrays)
     begin = released = 0
-    for box in boxes(lines[0].shape, elements):
-        parts = [np.ascontiguousarray(line[box]).reshape(-1) for line in lines]
-        yield begin, parts
-        begin += parts[0].size
+    flags: Any = ["external_loop", "buffered", "zerosize_ok"]
+    each: Any = [["readonly", "contig"]] * len(arrays)
+    for parts in np.nditer(arrays, flags, each, order="C", buffersize=elements):
+        found: list[Array] = list(parts) if len(arrays) > 1 else [np.asarray(parts)]
+        yield begin, found
+        begin += found[0].size
         if begin - released >= _RELEASE:
             released = begin
             for array in arrays:
