@@ -11,6 +11,7 @@ Exit codes: 0, and 1 if a right pair is called wrong or a fault is missed.
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -328,7 +329,7 @@ def _timed(reference: Dump, target: Dump) -> dict[str, Any]:
         "seconds": seconds,
         **{name: about[name] for name in ("step", "operator", "layer")},
         "ranks": outcome.ranks,
-        "said": first.verdict.reason if first else outcome.reason,
+        "said": (first.verdict.reason if first else outcome.reason)[:160],
         "judged": dict(outcome.judged),
     }
 
@@ -346,6 +347,14 @@ def summed(found: Sequence[Mapping[str, Any]]) -> str:
     seconds = [f["seconds"] for f in right] or [0.0]
     said.append(f"a pair takes {median(seconds):.0f} s in the median, {max(seconds):.0f} at most")
     return "; ".join(said)
+
+
+def write(path: Path, found: Sequence[Mapping[str, Any]], jobs: int) -> None:
+    """Write the result as JSON, a line for each pair and fault."""
+    machine = f"{processor()}, {os.cpu_count()} CPUs"
+    head = json.dumps({"machine": machine, "jobs": jobs, "said": summed(found)}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(one)}" for one in found)
+    path.write_text(f'{head[:-2]},\n "found": [\n{lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def _main() -> int:
@@ -367,8 +376,7 @@ def _main() -> int:
         print(json.dumps(one), flush=True)
     print(summed(found))
     if args.json:
-        report = {"machine": processor(), "jobs": args.jobs, "said": summed(found), "found": found}
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(args.json, found, args.jobs)
     alarms = any("fault" not in f and f["verdict"] == "diverged" for f in found)
     missed = any("fault" in f and f["verdict"] != "diverged" for f in found)
     return 1 if alarms or missed else 0

@@ -1,4 +1,4 @@
-"""Pairs of layouts in real processes: three layouts, one pair of them clean and with a fault of each kind; minutes."""
+"""Pairs of layouts in real processes: three of them, a fault of each kind in a dump, one in processes; four minutes."""
 
 import random
 
@@ -13,8 +13,12 @@ from telechat_moe.tools.align.judge.pins import chose_otherwise
 
 
 @pytest.fixture(scope="module")
-def dumps(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("layouts")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def dumps(folder):
     return {n: summary.read(layout_pairs.capture(folder, n, True)) for n in ("one", "tp2", "pp2")}
 
 
@@ -28,6 +32,16 @@ def test_layouts_whose_tokens_flip_pass(dumps, pair):
 
 @pytest.mark.parametrize("kind", layout_pairs.KINDS)
 def test_a_wrong_tensor_is_named(dumps, kind):
-    wrong, (step, key) = layout_pairs.plant(dumps["tp2"], kind, random.Random(0))
-    first = layout_pairs.judge(dumps["one"], wrong).findings[0]
-    assert (first.step, first.verdict.key) == (step, key)
+    planted = layout_pairs.plant(dumps["tp2"], kind, random.Random(0))
+    assert planted is not None
+    wrong, (step, rank, key) = planted
+    outcome = layout_pairs.judge(layout_pairs.until(dumps["one"], step), wrong)
+    assert (outcome.findings[0].step, outcome.findings[0].verdict.key) == (step, key)
+    assert rank in outcome.ranks
+
+
+def test_an_expert_bias_that_processes_moved_wrongly_is_named(dumps, folder):
+    fault = ("one", "tp2", "bias", "layers.1.moe.router.expert_bias")
+    found = layout_pairs.of_process(folder, *fault)
+    assert found["verdict"] == "diverged"
+    assert found["exact"], found

@@ -16,7 +16,12 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "upstream": ("tests/interop",),
     "graph": ("tests/graph",),
     "pipeline": ("tests/pipeline",),
-    "align": ("tests/align", "benchmarks/align_", "benchmarks/peers"),
+    "align": (
+        "tests/align",
+        "benchmarks/align_",
+        "benchmarks/align_faults/test_layout_pairs",
+        "benchmarks/peers",
+    ),
     "plan": ("tests/plan", "benchmarks/plan_", "benchmarks/overlap"),
     "ops": ("tests/ops",),
     "mindspore210": ("tests/test_versions.py",),
