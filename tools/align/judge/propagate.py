@@ -175,10 +175,8 @@ class Followed:
     def _fed(self, rank: int, call: Call) -> tuple[Call, dict[str, Held]]:
         """Return a call with the tensors that it is given here, and these by place."""
         given: dict[str, Held] = {}
-        for place, record in call.given():
-            own = self.made.get((rank, (call.key, place))) or self._taken(
-                rank, (call.key, place), record
-            )
+        for place, _ in call.given():
+            own = self.of(rank, (call.key, place))
             if own is None:
                 raise ValueError("what goes in is not known")
             given[place] = own
@@ -234,10 +232,8 @@ class Followed:
         found, left = dict[str, Held](), iter(results)
         for place, record in call.made():
             x = next((r for r in left if not back or r.shape == record.shape), None)
-            if isinstance(x, Approx):
+            if x is not None:
                 found[place] = _stored(x, record.dtype, formula.exact)
-            elif x is not None:
-                found[place] = Held(np.asarray(x), np.zeros(()))
         return found
 
     # ------------------------------------------------------------------ exchanges
@@ -264,10 +260,8 @@ class Followed:
             return {}  # the sizes follow from other choices
         results = KINDS[kind][0]([p["input"] for p in parts], group, parts)
         x = results[group.index(rank)]
-        made = [(p, t) for p, t in call.made()]
-        if isinstance(x, Approx):
-            return {made[0][0]: _stored(x, made[0][1].dtype, True)} if len(made) == 1 else {}
-        return {made[0][0]: Held(np.asarray(x), np.zeros(()))} if len(made) == 1 else {}
+        made = call.made()
+        return {p: _stored(x, t.dtype, True) for p, t in made} if len(made) == 1 else {}
 
     def _message(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
         """Send, or return what comes: the n-th message of one rank to another."""
@@ -329,8 +323,10 @@ def _shaped(sigma: Array, record: TensorRecord) -> Array:
     return sigma.reshape(record.shape) if sigma.ndim else sigma
 
 
-def _stored(x: Approx, dtype: str, exact: bool) -> Held:
-    """Return a result after it is stored in its tensor."""
+def _stored(x: Approx | Array, dtype: str, exact: bool) -> Held:
+    """Return a result after it is stored in its tensor; integers are exact."""
+    if not isinstance(x, Approx):
+        return Held(np.asarray(x), np.zeros(()))
     sigma = np.broadcast_to(x.sigma, x.shape)
     if is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit:
         least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
