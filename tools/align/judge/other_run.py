@@ -24,7 +24,7 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.distance import VAGUE, Distance, differing, distance
-from telechat_moe.tools.align.judge.pins import explained_by_scores
+from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import find
@@ -38,7 +38,8 @@ GAINS = 1.0, 8.0
 
 _BASIS = "other run"
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
-_ROWS = 32  # from which on rows show a gain
+_ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
+_FEW = 4
 _CANCELS = 256.0  # the largest gain of a row that an operator makes small
 _PEAK = 40.0  # of an element, relative to the root mean square of all; normal noise has 6
 _OMITTED = 0.05  # share of rows that a pass may leave out
@@ -49,7 +50,7 @@ _ROWWISE = frozenset(
 )  # operators whose rows do not mix
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Answer:
     """How a call answers to its inputs.
 
@@ -78,6 +79,14 @@ class _Answer:
         found = [d.whole for d in self.made.values() if d is not None and np.isfinite(d.whole)]
         came = float(np.sqrt(sum(d.whole**2 for d in self.given)))
         return max(found) / (came + self.own) if found and self.known else None
+
+    @cached_property
+    def worst(self) -> float | None:
+        """The largest gain of a row; None: not known."""
+        made = [d for d in self.made.values() if d is not None and d.basis == "values"]
+        gains = [d.rows / (self.rows(len(d.rows)) + self.own) for d in made] if self.known else []
+        finite = [float(g.max()) for g in gains if g.size and np.isfinite(g).all()]
+        return max(finite) if finite else None
 
     @property
     def most(self) -> float:
@@ -162,8 +171,11 @@ class OtherRun:
             return _passed(call, place)
         if not any(d.whole for d in answer.given):
             return _wrong(call, place, made, made.rows, "differs, though the inputs are equal")
-        if explained_by_scores(self.reference.calls[call.key], call, place):
+        own = by_own_scores(self.reference.calls[call.key], call, place)
+        if own is not None and own:
             return _passed(call, place)
+        if own is not None:
+            return _wrong(call, place, made, made.rows, "is not what its own scores give")
         said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
         return not_judged(call.key, f"{why}; {place}: {said}, from other inputs", place)
 
@@ -175,7 +187,7 @@ class OtherRun:
                 came = np.where(d.rows > 0, np.inf, came)
         if made.basis == "statistics":
             came = np.maximum(came, self._usual[call.key])
-        conditions = answer.conditions(made)
+        conditions = np.minimum(answer.conditions(made), self._worst(call))
         with np.errstate(invalid="ignore", divide="ignore"):
             gains = made.rows / (came + answer.own) / conditions
             gains = np.nan_to_num(gains, nan=0.0, posinf=np.inf)
@@ -220,14 +232,30 @@ class OtherRun:
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""
-        peers = [k for k in self._peers.get(_kind(call), []) if k != call.key]
+        peers, alike = self._like(call)
         gains = [g for key in peers if (g := self._answer(key).gain) is not None]
-        if len(gains) > 1:
-            usual = float(np.clip(median(gains), *GAINS))
+        if gains:
+            usual = float(np.clip(median(gains) if alike else max(gains), *GAINS))
             return usual, usual
         rows = rows[np.isfinite(rows)]
-        most = float(np.clip(np.quantile(rows, 0.9), *GAINS)) if len(rows) >= _ROWS else GAINS[1]
-        return GAINS[0], most
+        if len(rows) < _FEW:
+            return GAINS
+        most = np.quantile(rows, 0.9) if len(rows) >= _ROWS else 2 * np.median(rows)
+        return GAINS[0], float(np.clip(most, *GAINS))
+
+    def _worst(self, call: Call) -> float:
+        """Return how much more than usual a row may gain at most: several times what a row of its peers does."""
+        peers, alike = self._like(call)
+        worst = [g for key in peers if (g := self._answer(key).worst) is not None]
+        return max(1.0, 2 * max(worst)) if worst and alike else _CANCELS
+
+    def _like(self, call: Call) -> tuple[list[str], bool]:
+        """Return the peers of a call, and whether there are several with its widths; else those of any width."""
+        alike, others = (
+            [k for k in self._peers.get(kind, []) if k != call.key]
+            for kind in (_kind(call), _kind(call)[:2])
+        )
+        return (alike, True) if len(alike) > 1 else (others, False)
 
     @cached_property
     def _peers(self) -> dict[Any, list[str]]:
@@ -235,6 +263,7 @@ class OtherRun:
         for key, call in self.target.calls.items():
             if key in self.reference.calls:
                 found.setdefault(_kind(call), []).append(key)
+                found.setdefault(_kind(call)[:2], []).append(key)
         return found
 
     @cached_property

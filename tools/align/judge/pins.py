@@ -28,6 +28,9 @@ from telechat_moe.tools.align.judge.points import STATES, named, put_together, w
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 
+_ROUNDINGS = (
+    16.0  # of scores, by which a choice may seem wrong: an operator may round within itself
+)
 _AT_ONCE = 1 << 22  # elements that are compared at once
 
 
@@ -297,35 +300,45 @@ def chose_otherwise(reference: Sequence[RankDump], target: Sequence[RankDump]) -
 # ------------------------------------------------------------------ choices of one call in two runs
 
 
-def explained_by_scores(reference: Call, target: Call, place: str) -> bool:
-    """Return whether both runs' indices at a place are those of the largest, or smallest, of each run's own scores.
+def by_own_scores(reference: Call, target: Call, place: str) -> bool | None:
+    """Return whether the target's indices at a place are those of its own largest (or smallest) scores.
 
-    In order, if the reference's are. The reference shows which input holds the scores, and along which dimension the choice was made; so fused routers
-    need no list of names.
+    In order, if the reference's are. The reference shows which input holds the scores, and along which dimension they
+    are chosen from, so fused routers need no list of names. None: its indices are no choice by an input, or the
+    target's are off by no more than roundings within the operator explain.
     """
     records = [dict(call.tensors()).get(place) for call in (reference, target)]
     if any(r is None or r.read is None for r in records):
-        return False
-    chosen = [np.asarray(r.load()) for r in records if r is not None]
-    pairs = zip(_floats(reference), _floats(target), strict=False)
-    for (name, mine), (other, theirs) in pairs:
-        if name != other or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
+        return None
+    one, other = (np.asarray(r.load()) for r in records if r is not None)
+    for (name, mine), (same, theirs) in zip(_floats(reference), _floats(target), strict=False):
+        if name != same or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
             continue
-        for axis in _axes(mine.shape, chosen[0].shape):
+        for axis in _axes(mine.shape, one.shape):
             wide = mine.shape[axis]
-            indices = [
+            right, own = (
                 _along(c if c.ndim == len(mine.shape) else np.expand_dims(c, axis), axis)
-                for c in chosen
-            ]
-            if any(i.size and not 0 <= i.min() <= i.max() < wide for i in indices):
+                for c in (one, other)
+            )
+            if right.size and not 0 <= right.min() <= right.max() < wide:
                 continue
             scores = [_along(np.asarray(r.load(), np.float64), axis) for r in (mine, theirs)]
             for sign in (1.0, -1.0):
-                both = [*zip((sign * s for s in scores), indices, strict=True)]
-                right, own = (bool(explained(*pair).all()) for pair in both)
-                if right and (_in_order(*both[0]) or wide > indices[0].shape[1]):
-                    return own and _in_order(*both[1]) >= _in_order(*both[0])
-    return False
+                golden, ours = (sign * s for s in scores)
+                ranked = _in_order(golden, right)
+                if explained(golden, right).all() and (ranked or wide > right.shape[1]):
+                    return _chosen_by(ours, own, ranked, FLOATS[theirs.dtype].unit)
+    return None
+
+
+def _chosen_by(scores: Array, chosen: Array, ranked: bool, unit: float) -> bool | None:
+    if chosen.size and not 0 <= chosen.min() <= chosen.max() < scores.shape[1]:
+        return False
+    short = _short(scores, chosen)
+    if np.all(short <= 0):
+        return not ranked or _in_order(scores, chosen)
+    near = np.all(short <= _ROUNDINGS * unit * np.abs(_finite(scores)).max(1))
+    return None if near else False
 
 
 def _in_order(scores: Array, chosen: Array) -> bool:
@@ -355,13 +368,20 @@ def _along(x: Array, axis: int) -> Array:
 
 def explained(scores: Array, chosen: Array) -> Array:
     """Return for each row whether the chosen candidates are its highest scores, each chosen once."""
+    return _short(scores, chosen) <= 0
+
+
+def _short(scores: Array, chosen: Array) -> Array:
+    """Return by how much each row's lowest chosen score is below one not chosen; infinite where one is chosen twice."""
     picked = np.take_along_axis(scores, chosen, 1)
     rest = scores.copy()
     np.put_along_axis(rest, chosen, -np.inf, 1)
     distinct = np.ones(len(chosen), np.bool_)
     if chosen.shape[1] > 1:
         distinct = (np.diff(np.sort(chosen, 1), axis=1) > 0).all(1)
-    return distinct & (picked.min(1) >= rest.max(1))
+    with np.errstate(invalid="ignore"):  # infinity less infinity: nothing is left, or all is masked
+        short = np.nan_to_num(rest.max(1) - picked.min(1), nan=0.0, posinf=np.inf, neginf=-np.inf)
+    return np.where(distinct, short, np.inf)
 
 
 def narrowest(dump: RankDump) -> str:

@@ -18,7 +18,7 @@ from telechat_moe.tools.align.compare.tensors import Compared, compare
 from telechat_moe.tools.align.dump.records import Array, Call, Dump, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.distance import checksum, distance
 from telechat_moe.tools.align.judge.pairing import aligned, split
-from telechat_moe.tools.align.judge.pins import explained_by_scores
+from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 from telechat_moe.tools.align.numerics import is_float
@@ -189,7 +189,7 @@ class Standard:
             elif v.place in known:
                 left.append(replace(known[v.place], reason=f"by replay: {known[v.place].reason}"))
                 self.replayed += known[v.place].status == "pass"
-            elif chosen and explained_by_scores(reference.calls[call.key], call, v.place):
+            elif chosen and by_own_scores(reference.calls[call.key], call, v.place):
                 left.append(Verdict(v.key, v.place, "pass", reason="chosen by its own scores"))
             elif v.place.startswith("output"):
                 left.append(not_judged(v.key, _FOLLOWS, v.place))
