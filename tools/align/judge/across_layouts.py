@@ -114,7 +114,16 @@ def across(
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
     own = {f.verdict.key for f in outcome.findings}
-    findings.sort(key=lambda f: (f.step, f.verdict.key not in own, f.order, f.rank))
+    begins = {f"input.{state}" for state in STATES}  # nothing within the step can have changed them
+    findings.sort(
+        key=lambda f: (
+            f.step,
+            f.verdict.place not in begins and not f.verdict.place.startswith("parameters"),
+            f.verdict.key not in own,
+            f.order,
+            f.rank,
+        )
+    )
     word, reason = answer(bool(findings), outcome.coverage)
     found = replace(
         outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
