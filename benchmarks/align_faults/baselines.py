@@ -145,11 +145,26 @@ def pairs(call: Call, other: Call) -> tuple[Pairs, Pairs]:
     return found
 
 
+def inputs_agree(inputs: Pairs, outputs: Pairs) -> bool:
+    """Return whether outputs differ by a thousandth of their size, and no input does (relative L2, whole tensors)."""
+    return not any(map(_apart, inputs)) and any(map(_apart, outputs))
+
+
+def _apart(pair: tuple[Array, Array, str]) -> bool:
+    target, golden = (x.astype(np.float64).reshape(-1) for x in pair[:2])
+    if target.size != golden.size or not np.array_equal(np.isfinite(target), np.isfinite(golden)):
+        return True
+    off = np.where(np.isfinite(golden), target - golden, 0.0)
+    return float(np.linalg.norm(off)) > 1e-3 * float(np.linalg.norm(np.nan_to_num(golden)))
+
+
 METHODS = (
     "msprobe tensor mode",
     "msprobe -da",
     "allclose of each operator",
     "allclose end to end",
+    "first other bits, or checksum",
+    "inputs equal to 0.001, outputs not",
 )
 
 
@@ -169,6 +184,10 @@ def judged(reference: Dump, target: Dump) -> dict[str, str | None]:
         last = call.phase is Phase.OPTIMIZER or call.name == "Functional.cross_entropy"
         if found[METHODS[3]] is None and last and call.phase is not Phase.BACKWARD:
             found[METHODS[3]] = "" if not_close(outputs[:1]) else None
+        if found[METHODS[4]] is None and any(not np.array_equal(a, b) for a, b, _ in outputs):
+            found[METHODS[4]] = key
+        if found[METHODS[5]] is None and inputs_agree(inputs, outputs):
+            found[METHODS[5]] = key
         if all(name is not None for name in found.values()):
             break
     return found

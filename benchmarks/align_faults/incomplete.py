@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.align_faults import baselines
 from benchmarks.align_faults.engine import Planted
 from benchmarks.align_faults.faults import CLASSES
 from benchmarks.align_faults.oracle import seen_on
@@ -86,17 +87,24 @@ def noise(rng: np.random.Generator) -> tuple[str, str]:
     return dtype, ("split", "reversed", "wide")[int(rng.integers(3))]
 
 
-def right(kind: str, number: int, seed: int) -> str:
-    """Return the verdict on a right pair."""
+Named = dict[str, str | None]
+
+
+def right(kind: str, number: int, seed: int) -> tuple[str, Named]:
+    """Return the verdict on a right pair, and what other methods name in it."""
     rng = np.random.default_rng([seed, number, 2])
     base = Base(LAYOUTS[number % 3], seed=int(rng.integers(1000)), ties=bool(rng.integers(2)))
     dtype, order = noise(rng)
     pair = base, replace(base, dtype=dtype, order=order)
-    return bisect(*[less(run(one).dump(), kind) for one in pair]).verdict
+    dumps = [less(run(one).dump(), kind) for one in pair]
+    return bisect(*dumps).verdict, baselines.judged(*dumps)
 
 
-def wrong(kind: str, number: int, seed: int) -> tuple[str, bool] | None:
-    """Return the verdict on a fault, and whether its call is named; None: it has no place, or shows nowhere."""
+def wrong(kind: str, number: int, seed: int) -> tuple[str, bool, dict[str, bool]] | None:
+    """Return the verdict on a fault, and whether its call is named, also by other methods.
+
+    None: it has no place, or shows nowhere.
+    """
     rng = np.random.default_rng([seed, number, 1])
     fault = [*CLASSES.values()][int(rng.integers(len(CLASSES)))]
     planned = plant(fault, LAYOUTS, int(rng.integers(100_000)))
@@ -116,10 +124,13 @@ def wrong(kind: str, number: int, seed: int) -> tuple[str, bool] | None:
     if not engine.applied or not seen_on(planted, 0):
         return None
     reference = run(replace(base, dtype="float32", order="blas")).dump()
-    outcome = bisect(less(reference, kind), less(engine.dump(), kind))
+    dumps = less(reference, kind), less(engine.dump(), kind)
+    outcome = bisect(*dumps)
     name = _name(able[0].name) if kind == "vendor" else able[0].name
     keys = {key.replace(able[0].name, name, 1) for key in able[0].keys}
-    return outcome.verdict, bool(outcome.findings) and outcome.findings[0].verdict.key in keys
+    named = bool(outcome.findings) and outcome.findings[0].verdict.key in keys
+    others = {n: key in keys for n, key in baselines.judged(*dumps).items()}
+    return outcome.verdict, named, others
 
 
 def main() -> int:
@@ -134,19 +145,26 @@ def main() -> int:
     args = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)  # faults give infinities
     rows: list[list[object]] = []
+    peers: list[list[object]] = []
     for kind in args.dumps:
         begin = time.perf_counter()
-        clean = Counter(right(kind, i, args.seed) for i in range(args.clean))
+        pairs = [right(kind, i, args.seed) for i in range(args.clean)]
+        clean = Counter(verdict for verdict, _ in pairs)
         tried = (wrong(kind, i, args.seed) for i in range(args.faults))
         found = [one for one in tried if one is not None]
-        detected = sum(verdict == "diverged" for verdict, _ in found)
-        exact = sum(named for _, named in found)
-        alarms = [clean["diverged"], clean["pass"], clean["inconclusive"]]
+        detected = sum(verdict == "diverged" for verdict, *_ in found)
+        exact = sum(named for _, named, _ in found)
+        for method in baselines.METHODS:
+            alarms = sum(named[method] is not None for _, named in pairs)
+            peers.append([kind, method, sum(named[method] for *_, named in found), alarms])
+        verdicts = [clean["diverged"], clean["pass"], clean["inconclusive"]]
         rows.append(
-            [kind, len(found), detected, exact, *alarms, f"{time.perf_counter() - begin:.0f}"]
+            [kind, len(found), detected, exact, *verdicts, f"{time.perf_counter() - begin:.0f}"]
         )
     titles = ["dumps", "faults ", "detected ", "exact "]
     show_table([*titles, "alarms ", "pass ", "inconclusive ", "s "], rows)
+    print()
+    show_table(["dumps", "other method", "exact ", "alarms "], peers)
     return int(any(row[4] for row in rows))
 
 
