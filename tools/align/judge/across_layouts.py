@@ -35,7 +35,7 @@ from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weig
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.sides import Sides
-from telechat_moe.tools.align.judge.standard import Judged, Standard
+from telechat_moe.tools.align.judge.standard import Standard
 from telechat_moe.tools.align.judge.verdict import Status, Verdict
 from telechat_moe.tools.align.maps.links import Link, check_map, linked
 from telechat_moe.tools.align.maps.tensor_map import tensor_map
@@ -377,7 +377,7 @@ class _Points:
         assert other.values is not None
         arrays = [other.values, one.values.reshape(other.values.shape)]
         found = standard.of(other.key, name, arrays, other.dtype, one.dtype)
-        standard.tensors.append(Judged(step, other.rank, found))
+        standard.keep(step, other.rank, [found])
         return found.status, f"{name}: {found.reason}", found.ratio
 
     def _followed(

@@ -80,12 +80,16 @@ class Standard:
         wrong = any(v.status == "diverged" for v in found)
         if wrong and (step, self._orders.get((step, target.rank, key), math.inf)) >= self._first:
             found = self._replayed(found, call, reference, target)
-        self.tensors += [
-            Judged(step, target.rank, replace(v, key=key), self._checks.get((v.key, v.place), ()))
-            for v in found
-        ]
-        self._checks.clear()
+        self.keep(step, target.rank, found)
         return found
+
+    def keep(self, step: int, rank: int, found: Sequence[Verdict]) -> None:
+        """Add the verdicts of a call, which :meth:`of` may have given, to the tensors."""
+        for v in found:
+            key = split(v.key, step)[1]
+            checks = self._checks.get((v.key, v.place), ())
+            self.tensors.append(Judged(step, rank, replace(v, key=key), checks))
+        self._checks.clear()
 
     def of(self, key: str, place: str, arrays: Sequence[Array], dtype: str, golden: str) -> Verdict:
         """Return what the standard says of a tensor: values of target, reference and maybe third run."""
