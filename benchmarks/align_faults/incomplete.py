@@ -96,8 +96,8 @@ def right(kind: str, number: int, seed: int) -> tuple[str, Named]:
     base = Base(LAYOUTS[number % 3], seed=int(rng.integers(1000)), ties=bool(rng.integers(2)))
     dtype, order = noise(rng)
     pair = base, replace(base, dtype=dtype, order=order)
-    dumps = [less(run(one).dump(), kind) for one in pair]
-    return bisect(*dumps).verdict, baselines.judged(*dumps)
+    theirs, ours = (less(run(one).dump(), kind) for one in pair)
+    return bisect(theirs, ours).verdict, baselines.judged(theirs, ours)
 
 
 def wrong(kind: str, number: int, seed: int) -> tuple[str, bool, dict[str, bool]] | None:
