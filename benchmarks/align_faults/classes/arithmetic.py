@@ -238,7 +238,7 @@ add(
 )
 add(
     "gradient without a normalising term",
-    "unknown | part",
+    "missing row sum",
     backward({"softmax"}),
     always("result", _no_term),
 )

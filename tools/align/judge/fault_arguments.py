@@ -10,6 +10,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.operators.reductions import wrong_softmax
 
 if TYPE_CHECKING:
     from telechat_moe.tools.align.judge.divergent_call import Wrong
@@ -60,6 +61,26 @@ def other_mask(x: Array, finding: "Wrong") -> Answer | None:
                 if _left(x, finding, _with(given, {place: _holding(value, mask)})) is not None:
                     return family, f"{_name(place)} {said}"
     return None
+
+
+def wrong_backward(x: Array, finding: "Wrong") -> Answer | None:
+    """Return which wrong derivative of a softmax explains a gradient; None: none does."""
+    right = finding.wanted() if "output" in finding.verdict.place else None
+    for said, backward in _SOFTMAX.items() if right is not None else ():
+        with wrong_softmax(backward), np.errstate(all="ignore"):
+            expected = finding.expected(None, finding.settings)
+        if _unexplained(x, expected, finding.dtype, right[0] if right else None) is not None:
+            own = "softmax" in finding.call.name.lower() and "sum" in said
+            return "missing row sum" if own else "wrong softmax backward", said
+    return None
+
+
+_SOFTMAX: dict[str, Callable[[Approx, Approx, Approx], Approx]] = {
+    "the row's sum is not subtracted": lambda y, g, total: y * g,
+    "the row's sum is added": lambda y, g, total: y * (g + total),
+    "only the Jacobian's diagonal is used": lambda y, g, total: y * (1 - y) * g,
+    "the result's factor is left out": lambda y, g, total: g - total,
+}
 
 
 def _left(x: Array, finding: "Wrong", changed: Call) -> float | None:

@@ -4,9 +4,10 @@ Each kind is a hypothesis that must explain the whole tensor: under it, the diff
 hypothesis that does is the answer; one that merely comes close is not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ from telechat_moe.tools.align.judge.fault_arguments import (
     leaves,
     other_arguments,
     other_mask,
+    wrong_backward,
 )
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import values_of
@@ -55,6 +57,11 @@ class _Difference:
         """Where it is wrong."""
         return np.abs(self.x - self.value) > self.bound
 
+    def fits(self, explained: Array, room: Array | float = 0.0) -> bool:
+        """Return whether an explanation holds for all elements, and leaves far less of the error than there was."""
+        room = 2 * self.bound + spacing(self.x, self.tensor.dtype) + room
+        return close(self.x, explained, room) and _better(self.x, explained, self.value)
+
     def explained(self) -> Answer | None:
         """Return the first hypothesis that explains the whole tensor."""
         return next(filter(None, (hypothesis(self) for hypothesis in _HYPOTHESES)), None)
@@ -83,9 +90,9 @@ def family_of(finding: "Wrong") -> Answer:
     masked = any(t.dtype == "bool" for _, t in call.tensors())
     if finding.wrong_outputs > 1 or (masked and not np.all(np.isfinite(x))):
         answer = answer or other_arguments(x, finding)
-    answer = answer or difference.explained()
+    answer = answer or difference.explained() or wrong_backward(x, finding)
     answer = answer or finding.elsewhere(found) or other_arguments(x, finding)
-    answer = answer or _precision(difference) or _region(difference)
+    answer = answer or _row_sum(difference) or _precision(difference) or _region(difference)
     if answer is None and finding.comes_from_outside:
         size = float(np.linalg.norm(value)) or 1.0
         apart = float(np.linalg.norm(x - value)) / size
@@ -175,6 +182,7 @@ def _of_integers(found: Array, value: Array) -> Answer:
 
 # ------------------------------------------------------------------ hypotheses
 
+_MOST_TERMS = 4096  # of a product's sums, whose weights are solved for
 _MOST_ROUNDINGS = 64  # of a narrow accumulator, in units of the largest value
 
 
@@ -229,14 +237,12 @@ def _better(x: Array, explained: Array, value: Array) -> bool:
 
 
 def _offset(d: _Difference) -> Answer | None:
-    x, value, bound = d.x, d.value, d.bound
+    x, value = d.x, d.value
     places: list[tuple[str, int | None]] = [("element", None)]
     places += [(f"place of dimension {i}", i) for i in range(x.ndim) if x.shape[i] >= 4]
     for word, axis in places if x.size >= 4 and np.all(np.isfinite(x)) else ():
         c = np.median(x - value, axis, keepdims=axis is not None)
-        explained = value + c
-        room = 2 * bound + 1e-7 * np.abs(c) + spacing(x, d.tensor.dtype)
-        if close(x, explained, room) and _better(x, explained, value):
+        if d.fits(value + c, 1e-7 * np.abs(c)):
             by = f"{float(c):.6g}" if axis is None else "the same"
             return "offset", f"every {word} is off by {by}"
     return None
@@ -313,6 +319,84 @@ def _dropped(d: _Difference) -> Answer | None:
     return None
 
 
+def _dropout(d: _Difference) -> Answer | None:
+    """Test whether some elements are 0 and the rest scaled by 1 / (1 - p), p being their share."""
+    gone, kept = (d.x == 0) & d.wrong, d.x != 0
+    square = float(np.square(d.value[kept]).sum())
+    if not gone.any() or kept.sum() < 4 or not square:
+        return None
+    k = float((d.x[kept] * d.value[kept]).sum()) / square
+    p, share = 1 - 1 / k if k else 0.0, float(gone.mean())
+    likely = p > 0.001 and abs(share - p) < 5 * (p * (1 - p) / d.x.size) ** 0.5
+    if not likely or not d.fits(np.where(gone, 0.0, k * d.value), 2 * abs(k) * d.bound):
+        return None
+    return "dropout", f"p {p:.4g}: {share:.2g} of the elements are 0, the rest are scaled"
+
+
+def _added_twice(d: _Difference) -> Answer | None:
+    for place, term in d.call.given() if d.finding is not None else ():
+        like = term.shape and term.shape == d.x.shape[d.x.ndim - len(term.shape) :]
+        if not like or not is_float(term.dtype) or term.read is None:
+            continue
+        if d.fits(d.value + term.load()):
+            return "added twice", f"{place} is added once more than it should be"
+    return None
+
+
+def _lost_part(d: _Difference) -> Answer | None:
+    """Test whether a product lacks terms of its sums, such as one part of split-K, by a weight for each term."""
+    for p, q in _factors(d):
+        missing = (d.value - d.x).reshape(len(p), p.shape[1], q.shape[2])
+        gram = (np.swapaxes(p, 1, 2) @ p * (q @ np.swapaxes(q, 1, 2))).sum(0)
+        weights = (np.swapaxes(p, 1, 2) @ missing * q).sum((0, 2))
+        gram += np.eye(len(gram)) * 1e-12 * np.trace(gram)
+        if not np.any(np.diag(gram)) or not np.all(np.isfinite(weights)):
+            continue
+        lost = np.flatnonzero(_solved(gram, weights) > 0.5)
+        explained = d.value - (p[..., lost] @ q[:, lost]).reshape(d.x.shape)
+        if 0 < len(lost) < len(gram) and d.fits(explained):
+            whole = lost[-1] - lost[0] + 1 == len(lost)
+            said = f"{lost[0]} to {lost[-1]}" if whole else ", ".join(map(str, lost[:6]))
+            return "lost part of K", f"{len(lost)} of {len(gram)} terms are not added: {said}"
+    return None
+
+
+def _solved(matrix: Array, right: Array) -> Array:
+    return np.linalg.solve(matrix, right)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _factors(d: _Difference) -> Iterator[tuple[Array, Array]]:
+    """Yield arguments as stacks of matrices whose product has the size of the result and more elements than terms."""
+    forward = d.finding.forward if d.finding is not None else None
+    calls = {c.key: c for c in (d.call, forward) if c is not None}.values()
+    given = [t for c in calls for _, t in c.given() if is_float(t.dtype) and t.read is not None]
+    forms: list[list[Array]] = []
+    for x in (t.load().astype(np.float64) for t in given if len(t.shape) > 1):
+        stacks = [x.reshape(1, -1, x.shape[-1]), x.reshape(-1, *x.shape[-2:])]
+        forms.append([y for s in stacks[: x.ndim - 1] for y in (s, np.swapaxes(s, 1, 2))])
+    for a, b in permutations(forms, 2):
+        for p, q in product(a, b):
+            fit = len(p) == len(q) and p.shape[2] == q.shape[1] <= _MOST_TERMS
+            if fit and q.shape[1] < len(p) * p.shape[1] * q.shape[2] == d.x.size:
+                yield p, q
+
+
+def _row_sum(d: _Difference) -> Answer | None:
+    """Test whether each row is off by its own multiple of the result or of an argument."""
+    rows = d.wrong.reshape(-1, d.x.shape[-1]).any(1) if d.x.ndim > 1 else np.zeros(0)
+    if len(rows) < 2 or rows.mean() < 0.5 or d.x.shape[-1] < 4 or d.finding is None:
+        return None
+    forward = d.finding.forward
+    given = [*d.call.given(), *([*forward.given(), *forward.made()] if forward else ())]
+    known = [(p, t.load()) for p, t in given if t.shape == d.x.shape and t.read is not None]
+    for name, y in [("the result", d.value), *known]:
+        square = np.square(y.astype(np.float64)).sum(-1, keepdims=True)
+        k = ((d.x - d.value) * y).sum(-1, keepdims=True) / np.where(square > 0, square, 1.0)
+        if d.fits(d.value + k * y, 2 * np.abs(k) * d.bound):
+            return "missing row sum", f"each row is off by its own multiple of {name}"
+    return None
+
+
 def _precision(d: _Difference) -> Answer | None:
     """Test whether the result was rounded to, or accumulated in, a narrower type."""
     x, size = d.x, np.abs(d.value)
@@ -360,5 +444,8 @@ _HYPOTHESES: tuple[Callable[[_Difference], Answer | None], ...] = (
     _moved,
     _clipped,
     _dropped,
+    _dropout,
+    _added_twice,
     _offset,
+    _lost_part,
 )

@@ -7,7 +7,7 @@ import numpy as np
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import where
-from telechat_moe.tools.align.operators.reductions import log_softmax, softmax
+from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
 
 
@@ -99,7 +99,7 @@ def weighted(score: Approx, v: Approx) -> Approx:
         plain, flash = (coming * p).sum(-1, True), (g * y).sum(-1, True)
         more = np.hypot(plain.sigma, flash.sigma), plain.limit + flash.limit
         total = plain.like(plain.value, *more)
-        return p * (coming - total)
+        return softmax_gradient(p, coming, total)
 
     result.parents = ((score, back), result.parents[1])
     return result

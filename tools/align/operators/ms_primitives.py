@@ -11,7 +11,12 @@ from telechat_moe.tools.align.operators.elementwise import floating, integers, p
 from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.linear import product
-from telechat_moe.tools.align.operators.reductions import layer_normed, log_softmax, softmax
+from telechat_moe.tools.align.operators.reductions import (
+    layer_normed,
+    log_softmax,
+    softmax,
+    softmax_gradient,
+)
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, ops, primitive
 from telechat_moe.tools.align.operators.shapes import cut, ints, move, moves
 
@@ -309,7 +314,7 @@ def _log_softmax_grad(a: Arguments) -> Any:
 def _softmax_grad(a: Arguments) -> Any:
     """Compute ``y (g - sum(g y))``."""
     y, g = floating(a.output), floating(a.grad)
-    return y * (g - (g * y).sum(a.dims(len(y.shape)), True))
+    return softmax_gradient(y, g, (g * y).sum(a.dims(len(y.shape)), True))
 
 
 @primitive("PowTensorScalar", "input exponent", stores=True)

@@ -1,0 +1,158 @@
+"""Faults planted by NumPy in single calls are named with the word of the field, and what is known of them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telechat_moe.tools.align.dump.records import (
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+)
+from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.judge.verdict import judge
+from telechat_moe.tools.align.operators.approx import Approx
+
+RNG = np.random.default_rng(5)
+NORMAL = RNG.standard_normal
+X, W, G = NORMAL((24, 32)), NORMAL((16, 32)), NORMAL((24, 16))
+A, B = NORMAL((24, 16)), NORMAL((24, 16))
+Q, K, V, DY = (NORMAL((2, 3, 12, 8)) for _ in range(4))
+TYPES = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+
+
+def stored(x, dtype):
+    """Round to a type by arithmetic on float32's bits."""
+    x = np.ascontiguousarray(x, np.float32)
+    if dtype == "float32":
+        return x
+    bits = x.view(np.uint32)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + even) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def exp_rows(x):
+    return np.exp(x - x.max(-1, keepdims=True))
+
+
+def softmax(x):
+    return exp_rows(x) / exp_rows(x).sum(-1, keepdims=True)
+
+
+def attention_gradients(q, k, v, dy, row_sum=True):
+    p = softmax(q @ np.swapaxes(k, -1, -2) * 8**-0.5)
+    dp = dy @ np.swapaxes(v, -1, -2)
+    ds = p * (dp - row_sum * (dp * p).sum(-1, keepdims=True)) * 8**-0.5
+    return ds @ k, np.swapaxes(ds, -1, -2) @ q, np.swapaxes(p, -1, -2) @ dy
+
+
+def attention(q, k, v):
+    return softmax(q @ np.swapaxes(k, -1, -2) * 8**-0.5) @ v
+
+
+def without(k):
+    """Return X W^T without some of the terms."""
+    kept = np.setdiff1d(np.arange(32), k)
+    return lambda x, w: x[:, kept] @ w[:, kept].T
+
+
+def dropped_out(y, p, seed=1):
+    kept = np.random.default_rng(seed).random(y.shape) >= p
+    return np.where(kept, y / (1 - p), 0.0)
+
+
+def lost_tokens(x, w, g):
+    return g @ w, g[:18].T @ x[:18]
+
+
+# operator, inputs, right result, wrong result, gradient; what it is called and what the evidence says
+FORWARD = {
+    "last block of K": ("Functional.linear", (X, W), lambda x, w: x @ w.T, without(range(24, 32)),
+                        "lost part of K", "8 of 32 terms are not added: 24 to 31"),
+    "block of split-K": ("Torch.matmul", (X, W.T), lambda x, w: x @ w, lambda x, w: without(range(8, 16))(x, w.T),
+                         "lost part of K", "8 to 15"),
+    "every fourth of K": ("Functional.linear", (X, W), lambda x, w: x @ w.T, without(range(1, 32, 4)),
+                          "lost part of K", "8 of 32 terms are not added: 1, 5, 9"),
+    "block of stacked K": ("Torch.matmul", (Q, np.swapaxes(K, -1, -2)), lambda q, k: q @ k,
+                           lambda q, k: q[..., :6] @ k[..., :6, :], "lost part of K", "6 to 7"),
+    "shared expert twice": ("Torch.add", (A, B), lambda a, b: a + b, lambda a, b: a + b + b,
+                            "added twice", "input.1"),
+    "softmax without its sum": ("Functional.softmax", (A,), softmax, exp_rows, "missing row sum", "each row"),
+    "dropout": ("Torch.add", (X, X[::-1]), lambda a, b: a + b, lambda a, b: dropped_out(a + b, 0.1),
+                "dropout", "p 0.1"),
+    "dropout of a product": ("Functional.linear", (X, W), lambda x, w: x @ w.T,
+                             lambda x, w: dropped_out(x @ w.T, 0.25), "dropout", "p 0.25"),
+}  # fmt: skip
+BACKWARD = {
+    "softmax without row sum": ("Functional.softmax", (A,), softmax, lambda a, g: (softmax(a) * (g - (g * softmax(a)).sum(-1, keepdims=True)),),
+                                lambda a, g: (softmax(a) * g,), G, "missing row sum", "not subtracted"),
+    "softmax with its diagonal": ("Functional.softmax", (A,), softmax, lambda a, g: (softmax(a) * (g - (g * softmax(a)).sum(-1, keepdims=True)),),
+                                  lambda a, g: (softmax(a) * (1 - softmax(a)) * g,), G, "wrong softmax backward", "diagonal"),
+    "attention without row sum": ("Functional.scaled_dot_product_attention", (Q, K, V), attention, attention_gradients,
+                                  lambda q, k, v, g: attention_gradients(q, k, v, g, row_sum=False), DY, "wrong softmax backward", "not subtracted"),
+    "tokens of a weight's gradient": ("Functional.linear", (X, W), lambda x, w: x @ w.T,
+                                      lambda x, w, g: (g @ w, g.T @ x), lost_tokens, G, "lost part of K", "18 to 23"),
+}  # fmt: skip
+
+
+def dump(name, inputs, output, dtype, gradients=None, coming=None):
+    def record(x):
+        values = stored(x, dtype)
+        return TensorRecord(dtype, values.shape, read=lambda: values)
+
+    given = [*map(record, inputs), *([Scalar("int", -1)] if "softmax" in name else [])]
+    key = f"{name}.0.forward"
+    calls = {key: Call(key, "api", name, 0, Phase.FORWARD, given, {}, [record(np.asarray(output))])}
+    if gradients is not None:
+        key, going = f"{name}.0.backward", list(map(record, gradients))
+        calls[key] = Call(key, "api", name, 0, Phase.BACKWARD, [record(coming)], {}, going)
+    return Dump(Path("run"), {(0, 0): RankDump(0, 0, "pytorch", "tensor", "L1", calls)})
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", FORWARD)
+def test_a_wrong_result_is_named(name, dtype):
+    operator, inputs, right, wrong, family, said = FORWARD[name]
+    inputs = [stored(x, dtype).astype(np.float64) for x in inputs]
+    runs = [dump(operator, inputs, f(*inputs), dtype) for f in (right, wrong)]
+    assert bisect(runs[0], runs[0]).verdict == "pass"
+    found = bisect(*runs).findings[0]
+    assert (found.family, said in found.evidence) == (family, True), found.evidence
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", BACKWARD)
+def test_a_wrong_gradient_is_named(name, dtype):
+    operator, inputs, forward, right, wrong, coming, family, said = BACKWARD[name]
+    *inputs, coming = (stored(x, dtype).astype(np.float64) for x in (*inputs, coming))
+    y = forward(*inputs)
+    runs = [dump(operator, inputs, y, dtype, f(*inputs, coming), coming) for f in (right, wrong)]
+    assert bisect(runs[0], runs[0]).verdict == "pass"
+    found = bisect(*runs).findings
+    assert {(f.family, said in f.evidence) for f in found} == {(family, True)}, found
+
+
+@pytest.mark.parametrize("bias", [1e-4, 4e-4])
+def test_a_bias_below_the_rounding_of_bfloat16_is_seen(bias):
+    """Elements near the middle of two numbers are rounded to the wrong one, which no correct sum does."""
+    a, b = (stored(NORMAL((128, 128)), "bfloat16").astype(np.float64) for _ in range(2))
+    expected = Approx(a).matmul(Approx(b))
+    verdicts = [
+        judge("", "output.0", stored(k * (a @ b), "bfloat16"), expected, "bfloat16")
+        for k in (1.0, 1 + bias)
+    ]
+    assert [v.status for v in verdicts] == ["pass", "diverged"]
+
+
+def test_a_correct_sum_in_bfloat16_may_be_biased():
+    """A small term is rounded away from almost every element, so the mean of the errors proves nothing."""
+    x = stored(np.abs(NORMAL((256, 256))), "bfloat16").astype(np.float64)
+    expected = Approx(x, "bfloat16") + 1e-4
+    y = stored(x + 1e-4, "bfloat16").astype(np.float64)
+    errors = (y - expected.value) / expected.sigma
+    assert judge("", "output.0", y, expected, "bfloat16").status == "pass"
+    assert errors.mean() * errors.size**0.5 < -8
