@@ -234,8 +234,8 @@ class _Comparison:
             if verdicts:
                 first = self._see(at, call, verdicts)
                 if first.status == "diverged":
-                    said = f"beyond {standard.profile.name}"
-                    found.append(Finding(*at[:2], i - begins[key], first, call, evidence=said))
+                    kind = "beyond the standard", standard.profile.name
+                    found.append(Finding(*at[:2], i - begins[key], first, call, *kind))
         for key, call in reference.calls.items():
             if key not in target.calls:
                 at = (*_where(reference, key), split(key, reference.step)[1])

@@ -47,7 +47,7 @@ def plain(
     report = outcome.as_json() | {
         "runs": {"reference": reference, "target": target},
         "sentence": sentence(outcome, standard),
-        "next": following(outcome, reference, target),
+        "next": following(outcome, reference, target, standard is not None),
     }
     if standard is not None:
         report["standard"] = standard.as_json()
@@ -109,13 +109,17 @@ def sentence(outcome: Outcome, standard: Standard | None = None) -> str:
     return f"{first.verdict.key} is the first wrong call, {where}{family}."
 
 
-def following(outcome: Outcome, reference: str, target: str) -> list[dict[str, str]]:
+def following(
+    outcome: Outcome, reference: str, target: str, by_standard: bool = False
+) -> list[dict[str, str]]:
     """Return the three commands that help most after an outcome, and what each shows."""
     a, b = shlex.quote(reference), shlex.quote(target)
     compare = (
         f"align bisect {a} {b} --standard mixed",
         "how far every tensor is apart, by a published standard",
     )
+    if by_standard:
+        compare = f"align bisect {a} {b}", "which operator is wrong by itself, by derived bounds"
     if outcome.verdict == "diverged":
         alone = (
             f"align bisect {a} {b} --reproducer wrong",
@@ -161,6 +165,10 @@ def values_text(first: Mapping[str, Any]) -> str:
     return ", ".join(f"{side} {value:.9g}" for side, value in values.items()) or "-"
 
 
+def _of_all(wrong: int, elements: int) -> str:
+    return f"{wrong:,} of {elements:,}" if wrong else f"of {elements:,}"
+
+
 def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
     ratio = first["observed_over_bound"]
     rows = [
@@ -174,7 +182,7 @@ def _facts(first: Mapping[str, Any], ranks: Sequence[int]) -> str:
         ("observed / bound", "must be equal" if ratio is None else f"{ratio:.3g}"),
         ("where", first["reason"]),
         ("values there", values_text(first)),
-        ("wrong elements", f"{first['wrong_elements']:,} of {first['elements']:,}"),
+        ("wrong elements", _of_all(first["wrong_elements"], first["elements"])),
     ]
     if first.get("source"):
         rows.append(("source", code(first["source"])))
