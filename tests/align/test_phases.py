@@ -206,7 +206,7 @@ def test_a_run_of_another_recipe_is_not_gone_on_with(given, tmp_path, monkeypatc
 
 
 def test_missing_files_are_named(given, tmp_path):
-    with pytest.raises(workflow.BadInputError, match="replay: exit code 3"):
+    with pytest.raises(workflow.BadInputError, match="bisect: exit code 3"):
         workflow.run(plan(given, out=given / "out", target=tmp_path / "none"))
 
 

@@ -332,6 +332,8 @@ def by_own_scores(reference: Call, target: Call, place: str) -> bool | None:
 
 
 def _chosen_by(scores: Array, chosen: Array, ranked: bool, unit: float) -> bool | None:
+    if np.isnan(scores).any():
+        return None
     if chosen.size and not 0 <= chosen.min() <= chosen.max() < scores.shape[1]:
         return False
     short = _short(scores, chosen)
