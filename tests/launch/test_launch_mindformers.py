@@ -45,7 +45,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(
     assert main([*arguments, "--set", f"output_dir={whole}"]) == 0
     expected = losses(whole / "log" / "worker_0.log")
     assert len(expected) == STEPS
-    output = tmp_path / "output"
+    output = tmp_path / "trained"
     capsys.readouterr()
 
     def strike() -> None:
