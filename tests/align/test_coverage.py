@@ -14,7 +14,7 @@ from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, T
 from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.coverage import Coverage, advice, answer
 from telechat_moe.tools.align.maps.links import Link
-from telechat_moe.tools.align.report import combined
+from telechat_moe.tools.align.report import bisect_page
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
 
@@ -70,7 +70,6 @@ def test_each_phase_counts_for_itself():
 
 def test_nothing_is_no_pass():
     assert answer(False, Coverage()) == ("inconclusive", "not a single tensor could be judged")
-    assert combined.verdict([]) == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -100,10 +99,9 @@ def test_a_run_that_cannot_be_recomputed_is_inconclusive_everywhere(tmp_path, ca
     share = {"calls": 2, "judged_calls": 1, "bytes": 256, "judged_bytes": 128}
     assert (found["verdict"], found["coverage"]) == ("inconclusive", {"forward": share})
     assert [(o["calls"], o["bytes"]) for o in found["to_dump"]] == [(1, 128)]
-    page = combined.page([combined.read(report)])
+    page = bisect_page.page(found)
     assert "What to dump to have the rest judged" in page
     assert "1 of 2, 50%" in page
-    assert main(["align", "report", str(report)]) == 4
 
 
 def test_wrong_in_both_runs_is_not_judged():

@@ -1,8 +1,6 @@
-"""The page over several reports: it stands alone, says what the reports say, and refuses what is none."""
+"""The pages of a bisection and of the three phases: they stand alone and say what the reports say."""
 
 import json
-import subprocess
-import sys
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -13,13 +11,13 @@ torch = pytest.importorskip("torch")
 
 from planted import result, run
 
-from telechat_moe.tools.align.dump.msprobe_write import write
+from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.judge.bisect import bisect
 from telechat_moe.tools.align.loss import page as loss_page
 from telechat_moe.tools.align.loss import read as loss_read
 from telechat_moe.tools.align.loss import verdict as loss
+from telechat_moe.tools.align.phases.page import page as phases_page
 from telechat_moe.tools.align.report import bisect_page as page
-from telechat_moe.tools.align.report import combined as report
 from telechat_moe.tools.align.report import neighbourhood as around
 
 pytestmark = pytest.mark.torch
@@ -70,13 +68,12 @@ def found():
     outcome = bisect(golden, bad)
     first = outcome.findings[0]
     graph = around.around(bad, first.step, first.rank, first.verdict.key)
-    return json.loads(json.dumps(page.plain(outcome, "golden", "bad", graph))), bad
+    return json.loads(json.dumps(page.plain(outcome, "golden", "bad", graph))), bad, outcome
 
 
 @pytest.fixture(scope="module")
-def files(found, tmp_path_factory):
+def judged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reports")
-    (folder / "bisect.json").write_text(json.dumps(found[0]))
     rng = np.random.default_rng(0)
     curves = []
     for name in ("base1", "base2", "run"):
@@ -84,13 +81,19 @@ def files(found, tmp_path_factory):
         rows = [f"{i},{2 + rng.normal(0, 0.01):.6f}" for i in range(1200)]
         path.write_text("step,loss\n" + "\n".join(rows))
         curves.append(loss_read.read(str(path)))
-    judged = loss.judge(curves[:-1], curves[-1])
-    (folder / "loss.json").write_text(json.dumps(judged.plain()))
-    return folder
+    return loss.judge(curves[:-1], curves[-1])
+
+
+def phases(**reports):
+    """Return a report of two phases, the second with reports of other verbs."""
+    first = {"title": "operators alone", "verdict": "inconclusive", "sentence": "by <none>"}
+    second = {"title": "one step", "verdict": "diverged", "sentence": "wrong", "reports": reports}
+    found = [first | {"not_judged": {"<why>": 1}}, second | {"not_judged": {}}]
+    return {"verdict": "diverged", "recipe": "<x>", "sentence": "one step: wrong", "phases": found}
 
 
 def test_the_graph_is_the_data_flow(found):
-    data, bad = found
+    data, bad, _ = found
     first = data["first"]["operator"]
     graph = data["graph"]
     nodes = {n["key"]: n["distance"] for n in graph["nodes"]}
@@ -117,97 +120,42 @@ def test_the_picture_shows_where_it_is_wrong(found):
     assert fields.shape == tuple(found[0]["picture"]["shape"])
 
 
-def test_the_page_stands_alone_and_says_it_all(files):
-    documents = [report.read(files / name) for name in ("loss.json", "bisect.json")]
-    assert report.verdict(documents) == "diverged"
-    shown = Page(report.page(documents))
+def test_the_page_stands_alone_and_says_it_all(found, judged):
+    shown = Page(phases_page(phases(bisect=found[0], loss=judged.plain())))
     assert shown.loads == []
     assert shown.open == []
-    assert shown.text.startswith("Alignment: diverged") or "Alignment: diverged" in shown.text
+    assert "Alignment: diverged" in shown.text
     assert "Functional.linear.9.forward is the first wrong call" in shown.text
-    assert shown.count("a", "card") == 2
     assert shown.count("g", "first") == 1
-    assert shown.count("section") == 2
     assert shown.count("svg") >= 4  # graph, residual, two of the loss
-    assert "0 were not judged" in shown.text or "What was judged" in shown.text
-    cases = ElementTree.fromstring(report.junit(documents))
-    assert (cases.get("tests"), cases.get("failures")) == ("2", "1")
+    assert "What was judged" in shown.text
+    assert "not judged: <why>" in shown.text
 
 
-def test_curves_that_changed_are_not_drawn(files, tmp_path):
-    data = json.loads((files / "loss.json").read_text())
+def test_the_pages_of_the_verbs_are_the_same_drawings(found, judged):
+    shown = phases_page(phases(bisect=found[0], loss=judged.plain()))
+    for body, alone in ((page.body(found[0]), page.page(found[0])),
+                        (loss_page.body(judged), loss_page.page(judged))):  # fmt: skip
+        assert body in alone
+        assert body in shown
+
+
+def test_a_curve_that_is_gone_is_named(judged, tmp_path):
+    data = judged.plain()
     gone = data | {"inputs": [i | {"path": str(tmp_path / "gone.csv")} for i in data["inputs"]]}
-    assert "The curves cannot be drawn" in report.body(report.document("x", gone))
-    other = data | {"sentence": "pass: another"}
-    assert "have changed since" in report.body(report.document("x", other))
-    assert "<svg" in report.body(report.document("x", data))
+    with pytest.raises(BadInputError, match=r"gone\.csv"):
+        phases_page(phases(loss=gone))
 
 
-def test_the_pages_of_the_verbs_are_the_same_drawings(found, files):
-    body = page.body(found[0])
-    assert body in report.page([report.document("x", found[0])])
-    curves = [loss_read.read(str(files / f"{n}.csv")) for n in ("base1", "base2", "run")]
-    drawn = loss_page.body(loss.judge(curves[:-1], curves[-1]))
-    assert drawn in report.page([report.read(files / "loss.json")])
-
-
-def verb(*arguments):
-    command = [sys.executable, "-m", "telechat_moe.cli", "align", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_every_verb_that_gives_a_verdict_is_read(files, found, tmp_path):
-    write(run(), tmp_path / "golden")
-    write(found[1], tmp_path / "bad")
-    golden, bad = tmp_path / "golden", tmp_path / "bad"
-    made = {
-        "alone": verb("bisect", bad, "--json", tmp_path / "alone.json"),
-        "bisect": verb("bisect", golden, bad, "--json", tmp_path / "bisect.json"),
-        "merge": verb("merge", bad, tmp_path / "merged", "--json", tmp_path / "merge.json"),
-    }
-    assert [d.returncode for d in made.values()] == [1, 1, 0], [d.stderr for d in made.values()]
-    names = [tmp_path / f"{name}.json" for name in made]
-    done = verb(
-        "report",
-        *names,
-        files / "loss.json",
-        "--html",
-        tmp_path / "r.html",
-        "--junit",
-        tmp_path / "r.xml",
-    )
-    assert done.returncode == 1, done.stderr
-    shown = Page((tmp_path / "r.html").read_text())
-    assert (shown.loads, shown.open, shown.count("section")) == ([], [], 4)
-    for name in ("bisect", "merge", "loss"):
-        assert f"{name}: " in shown.text
-    assert ElementTree.parse(tmp_path / "r.xml").getroot().get("tests") == "4"
-    assert verb("report", tmp_path / "merge.json").returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("{", "not JSON"),
-        ("[]", "no report of"),
-        ('{"verdict": "pass"}', "no report of"),
-        ('{"verdict": "fine", "first": null, "findings": [], "judged": {}}', "no report of"),
-        (
-            '{"verdict": "diverged", "first": {"operator": 1}, "findings": [], "judged": {}}',
-            "broken report",
-        ),
-    ],
-)
-def test_what_is_no_report_is_refused(content, said, tmp_path):
-    (tmp_path / "x.json").write_text(content)
-    with pytest.raises(report.BadInputError, match=said):
-        report.page([report.read(tmp_path / "x.json")])
+def test_junit_has_a_case_for_each_step_and_rank_and_each_check(found, judged):
+    cases = ElementTree.fromstring(page.junit(found[2], "bad"))
+    assert (cases.get("tests"), cases.get("failures")) == ("1", "1")
+    cases = ElementTree.fromstring(loss_page.junit(judged))
+    assert (cases.get("tests"), cases.get("failures")) == ("8", "0")
 
 
 def test_names_cannot_break_the_page(found):
     data = json.loads(json.dumps(found[0]).replace("golden", "<script>alert(1)</script>"))
-    assert "<script" not in report.page([report.document("<img src=x>", data)])
-
-
-def test_nothing_judged_is_no_pass():
-    assert report.verdict([]) == "inconclusive"
+    shown = phases_page(phases(**{"<img src=x>": data}))
+    assert "<script" not in shown
+    assert "<img" not in shown

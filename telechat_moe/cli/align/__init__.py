@@ -12,7 +12,6 @@ from telechat_moe.cli.align import (
     map,
     merge,
     phases,
-    report,
     show,
 )
 from telechat_moe.cli.verb import Verb
@@ -23,7 +22,7 @@ telechat-moe align golden_dump dump --html align.html
 """
 MODULES = (
     *(capture, show, map, merge),
-    *(bisect, loss, ckpt, convert, report, phases),
+    *(bisect, loss, ckpt, convert, phases),
 )
 
 VERB = Verb(

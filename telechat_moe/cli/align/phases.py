@@ -42,7 +42,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the phases, print; return the exit code."""
     from telechat_moe.tools.align.phases import workflow
-    from telechat_moe.tools.align.report import combined
+    from telechat_moe.tools.align.phases.page import page
 
     out = Path(args.out)
     if any(path.is_file() for path in (out, *out.parents)):
@@ -62,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
         say=(lambda text: None) if args.json == "-" else print,
     )
     report = workflow.run(plan)
-    page = combined.page([combined.document("phases.json", report)])
-    (out / "phases.html").write_text(page, encoding="utf-8")
+    (out / "phases.html").write_text(page(report), encoding="utf-8")
     code = VERDICT_CODES[report["verdict"]]
     if not write_json(args.json, report):
         print(f"\n{report['verdict']}: {report['sentence']}\n{out / 'phases.html'}")

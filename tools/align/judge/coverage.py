@@ -148,8 +148,3 @@ def answer(wrong: bool, coverage: Coverage | None = None, problem: str = "") -> 
         return "diverged", ""
     said = problem or (coverage.lacks() if coverage is not None else "")
     return ("inconclusive", said) if said else ("pass", "")
-
-
-def worst_of(verdicts: Iterable[str]) -> str:
-    """Return the worst verdict; without any, nothing was judged."""
-    return min(verdicts, key=VERDICTS.index, default="inconclusive")

@@ -179,14 +179,11 @@ def _step(plan: PhasesPlan) -> Phase:
 
 
 def _of_reports(reports: dict[str, Any], alone: bool) -> Phase:
-    from telechat_moe.tools.align.report.combined import document, summary
-
-    documents = [document(name, data) for name, data in reports.items()]
-    worst = min(documents, key=lambda d: VERDICTS.index(d.verdict))
+    worst = min(reports.values(), key=lambda r: VERDICTS.index(r["verdict"]))
     why = "no reference dump was given, each operator was judged by its own inputs"
     unknown = {f"weights, data and settings: {why}": 1} if alone else {}
-    found = {"verdict": worst.verdict, "sentence": summary(worst)}
-    return {**found, "reports": reports, "not_judged": unknown}
+    said = {key: worst[key] for key in ("verdict", "sentence")}
+    return {**said, "reports": reports, "not_judged": unknown}
 
 
 def _settings(overrides: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Answers of the verbs as pages and as JUnit XML.
+"""The outcome of a bisection as a page, and answers as JUnit XML.
 
-May import judge and loss. Begin with `combined.py`.
+May import judge. Begin with `bisect_page.py`.
 """
