@@ -11,15 +11,16 @@ Three kinds of noise are distinguished:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from itertools import combinations, pairwise
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.align.loss import migration_standard as gates
 from telechat_moe.tools.align.loss import statistics as stats
+from telechat_moe.tools.align.narrowing import is_object, is_sequence
 
 Floats = NDArray[np.float64]
 
@@ -87,92 +88,130 @@ class Spike:
 
 
 @dataclass
-class LossComparison:
-    """Curves on their common steps, and the findings about them."""
+class Report:
+    """The verdict and its evidence; :meth:`plain` is what ``--json`` writes.
+
+    Attributes:
+        steps: Common steps of the curves; the three fields after it hold their losses there.
+        bases: Losses of the base runs.
+        target: Losses of the judged run.
+        every: Training steps from one value to the next.
+        settings: Thresholds of the tests.
+        inputs: Path, kind, metric and steps of each curve.
+        verdict: pass, diverged or inconclusive.
+        sentence: The verdict for a person.
+        reasons: Why it is inconclusive; empty if it is not.
+        findings: What noise does not explain, the earliest first.
+        gate: The published standard's answer; None if no step can be report.
+        bias: Mean difference, its error, interval and test; None where noise could not be estimated.
+        power: What difference the test would have found.
+        noise: Noise of the differences: ``spread`` of single steps, ``correlation_time`` in values, ``inflation`` of
+            standard errors, ``wander`` (lasting differences of equivalent runs, as a standard deviation).
+        spikes: Jumps of either curve.
+        notes: What a reader should know.
+        difference: Relative difference at each step; NaN where a loss is not finite.
+        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
+    """
 
     steps: NDArray[np.int64]
     bases: list[Floats]
     target: Floats
     every: int
     settings: Settings
-    findings: list[Finding] = field(default_factory=list[Finding])
+    inputs: list[dict[str, Any]]
+    verdict: str = ""
+    sentence: str = ""
     reasons: list[str] = field(default_factory=list[str])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    gate: gates.Gate | None = None
+    bias: dict[str, float] | None = None
+    power: dict[str, float] | None = None
+    noise: dict[str, float] | None = None
+    spikes: list[Spike] = field(default_factory=list[Spike])
     notes: list[str] = field(default_factory=list[str])
+    difference: Floats | None = None
+    envelope: Floats | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the report as plain data without the curves."""
+        curves = ("bases", "target", "every", "difference", "envelope")
+        ends = self.steps[[0, -1]].tolist() if len(self.steps) else [None, None]
+        steps = {"compared": len(self.steps), "first": ends[0], "last": ends[1]}
+        return _json({k: v for k, v in vars(self).items() if k not in curves} | {"steps": steps})
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """What was measured. Differences are relative; ``difference`` has NaN where a loss is not finite.
-
-    Attributes:
-        difference: Difference at each compared step.
-        blocks: Blocks of the difference, with the inflation that the base runs require.
-        time: Correlation time.
-        spread: Spread of single steps.
-        mean: Test of the mean.
-        error: Standard error of the mean, including the drift of equivalent runs.
-        wander: The drift that the error includes.
-        interval: 90 % interval of these runs' mean.
-        margin: Margin that the mean must keep within.
-        envelope: Half-width in which the smoothed difference of equivalent runs stays (95 %).
-    """
-
-    difference: Floats
-    blocks: stats.Blocks
-    time: float
-    spread: float
-    mean: stats.MeanTest
-    error: float
-    wander: float
-    interval: stats.Interval
-    margin: float
-    envelope: Floats
+def _json(value: Any) -> Any:
+    """Return JSON types: an object for a dataclass, null for what is not finite."""
+    if is_dataclass(value):
+        value = vars(value)
+    if is_object(value):
+        return {key: _json(item) for key, item in value.items()}
+    if is_sequence(value):
+        return [_json(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def examine(
-    compared: LossComparison, finite: NDArray[np.bool_], gate: gates.Gate
-) -> Evidence | None:
-    """Test the differences; add findings, reasons and notes to the comparison. Return None: there are too few steps."""
-    settings = compared.settings
+def examine(report: Report, finite: NDArray[np.bool_]) -> None:
+    """Test the differences at the finite steps; add what is found to the report, unless there are too few steps."""
+    settings = report.settings
     kept = np.flatnonzero(finite)
-    logs = [np.log(x[kept]) for x in compared.bases]
-    d = np.log(compared.target[kept]) - np.mean(logs, axis=0)
-    steps = compared.steps[kept]
+    logs = [np.log(x[kept]) for x in report.bases]
+    d = np.log(report.target[kept]) - np.mean(logs, axis=0)
+    steps = report.steps[kept]
     if len(d) < 5 * stats.MIN_BLOCKS:
         said = f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
-        compared.reasons.append(said)
-        return None
+        report.reasons.append(said)
+        return
     tamed = stats.tame(d)
     white = stats.whiten(tamed)
     share = settings.alpha / 5
     spread = stats.spread(tamed - stats.levels(tamed))
     chaos = _chaos(d, spread)
-    factor, margin, apart = _base_noise(compared, logs, share, chaos)
+    factor, margin, apart = _base_noise(report, logs, share, chaos)
     if len(d) / white.time < stats.MIN_BLOCKS:
-        compared.reasons.append(
+        report.reasons.append(
             f"the difference is correlated over {white.time:.0f} values; at least "
-            f"{int(stats.MIN_BLOCKS * white.time) * compared.every:,} steps are needed"
+            f"{int(stats.MIN_BLOCKS * white.time) * report.every:,} steps are needed"
         )
         factor *= 2  # the noise is poorly known: only differences far beyond it count
     blocks = stats.Blocks.of(white).inflated(factor)
-    early = chaos and _early(compared, d, steps, spread, white.time)
+    early = chaos and _early(report, d, steps, spread, white.time)
     wander, freedom = _wander(d, logs, spread) if chaos else (0.0, np.inf)
-    drift = _Drift(0.0, 0.0)
+    drift = 0.0, 0.0
     if chaos and not early:
-        drift = _Drift(stats.t_limit(freedom, share) * wander, apart)
+        drift = stats.t_limit(freedom, share) * wander, apart
     error = blocks.error if early else float(np.hypot(blocks.error, wander))
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)
-    jumps = _jumps(compared, kept)
-    _single_steps(compared, jumps, steps, stats.outliers(d, share, settings.spike), share)
-    _first_loss(compared, d, steps, gate)
+    _single_steps(
+        report, _jumps(report, kept), steps, stats.outliers(d, share, settings.spike), share
+    )
+    _first_loss(report, d, steps)
     scanned = stats.scan(blocks, 3 * share, settings.negligible)
-    _lasting(compared, tamed, white, steps, blocks, scanned, drift)
-    interval, envelope = stats.equivalence(blocks), _envelope(blocks, wander, finite)
-    difference = np.full(len(finite), np.nan)
-    difference[finite] = d
-    estimates = blocks, white.time, spread, mean, error, wander
-    return Evidence(difference, *estimates, interval, margin, envelope)
+    _lasting(report, tamed, white, steps, blocks, scanned, drift)
+    report.noise = {
+        "spread": spread,
+        "correlation_time": white.time,
+        "inflation": blocks.inflation,
+        "wander": wander,
+    }
+    low, high = stats.equivalence(blocks)
+    report.bias = {
+        "mean": blocks.mean,
+        "error": error,
+        "low": low,
+        "high": high,
+        "margin": margin,
+        **mean._asdict(),
+        "effective_steps": len(report.steps) / white.time,
+    }
+    report.power = {
+        "seen_95": stats.detectable(error, 0.95, mean.limit),
+        "margin": stats.power(error, margin, mean.limit),
+    }
+    report.difference = np.full(len(finite), np.nan)
+    report.difference[finite] = d
+    report.envelope = _envelope(blocks, wander, finite)
 
 
 def _chaos(d: Floats, spread: float) -> bool:
@@ -191,16 +230,14 @@ def _wander(d: Floats, logs: Sequence[Floats], spread: float) -> tuple[float, fl
     return float(np.sqrt(variance * ratio)), freedom
 
 
-def _early(
-    compared: LossComparison, d: Floats, steps: NDArray[np.int64], spread: float, time: float
-) -> bool:
+def _early(report: Report, d: Floats, steps: NDArray[np.int64], spread: float, time: float) -> bool:
     """Look for a systematic difference before rounding errors have grown.
 
     Grown rounding errors change their sign from time to time. A target that computes something else departs smoothly:
     many steps in a row on one side, far above the rounding of the first losses. Such steps are evidence however small
     they are, and a finding if they are not negligible.
     """
-    floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(compared))
+    floor = 30 * max(ROUNDING, float(np.abs(d[:2]).max()), _resolution(report))
     grown = np.flatnonzero(np.abs(d) > 0.5 * spread)
     end = int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)
     side = np.where(np.abs(d[:end]) > floor, np.sign(d[:end]), 0.0)
@@ -216,16 +253,16 @@ def _early(
         f"equal computations would agree within {100 * floor:.0e} %"
     )
     p = min(1.0, 2.0 ** (1 - (last - first) / time) * end)
-    if abs(most) > compared.settings.negligible:
-        compared.findings.append(Finding("early departure", a, b, most, a, a, p, text))
+    if abs(most) > report.settings.negligible:
+        report.findings.append(Finding("early departure", a, b, most, a, a, p, text))
     else:
-        compared.notes.append(text)
+        report.notes.append(text)
     return True
 
 
-def _resolution(compared: LossComparison) -> float:
+def _resolution(report: Report) -> float:
     """Return the relative size of the last digit in the files."""
-    values = np.concatenate([compared.target[:64], *(b[:64] for b in compared.bases)])
+    values = np.concatenate([report.target[:64], *(b[:64] for b in report.bases)])
     values = values[np.isfinite(values)]
     for digits in range(2, 8):
         if np.allclose(values, np.round(values, digits), rtol=0, atol=1e-9):
@@ -233,21 +270,14 @@ def _resolution(compared: LossComparison) -> float:
     return 0.0
 
 
-class _Drift(NamedTuple):
-    """Lasting differences of equivalent runs: how large they may be, and how large they are between base runs."""
-
-    allowed: float
-    shown: float
-
-
 def _base_noise(
-    compared: LossComparison, logs: list[Floats], share: float, chaos: bool
+    report: Report, logs: list[Floats], share: float, chaos: bool
 ) -> tuple[float, float, float]:
     """Return by how much base runs exceed noise among themselves, the margin they leave, and their distance.
 
     Where they diverge through rounding alone, their lasting differences are drift and not badly estimated noise.
     """
-    factor, margin, apart = 1.0, compared.settings.margin, 0.0
+    factor, margin, apart = 1.0, report.settings.margin, 0.0
     for one, other in combinations(logs, 2):
         e = stats.tame(other - one)
         apart = max(apart, abs(float(e[len(e) // 3 :].mean())))
@@ -260,17 +290,17 @@ def _base_noise(
             # One pair shows such an excess only roughly, so twice the excess is allowed.
             factor = max(factor, 2 * excess if excess > 1 else 1.0)
     if factor > 1:
-        compared.notes.append(
+        report.notes.append(
             f"base runs differ from each other more than noise explains: errors are taken {factor:.1f} times larger"
         )
-    if margin > compared.settings.margin:
+    if margin > report.settings.margin:
         said = f"base runs differ by {margin:.2%} on average: the margin is relaxed to that"
-        compared.notes.append(said)
+        report.notes.append(said)
     return factor, margin, apart
 
 
 def _single_steps(
-    compared: LossComparison,
+    report: Report,
     jumps: Sequence[Floats],
     steps: NDArray[np.int64],
     singles: list[tuple[int, float]],
@@ -284,13 +314,13 @@ def _single_steps(
         jump = f"{np.expm1(jumps[who == 'target'][at]):+.1%}"
         text = f"{where}: the {who} alone jumps by {jump}, a difference of {np.expm1(size):+.1%}"
         found = Finding("single step", first, last, size, first, last, share, text)
-        compared.findings.append(found)
+        report.findings.append(found)
 
 
-def _jumps(compared: LossComparison, kept: NDArray[np.int64]) -> list[Floats]:
+def _jumps(report: Report, kept: NDArray[np.int64]) -> list[Floats]:
     """Return how far the logarithms of the mean base and of the target are above their surroundings."""
-    base = np.mean([np.log(x[kept]) for x in compared.bases], axis=0)
-    curves = base, np.log(compared.target[kept])
+    base = np.mean([np.log(x[kept]) for x in report.bases], axis=0)
+    curves = base, np.log(report.target[kept])
     return [curve - stats.rolling_median(curve, 51) for curve in curves]
 
 
@@ -300,14 +330,13 @@ def _events(at: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [group for group in groups if len(group)]
 
 
-def _first_loss(
-    compared: LossComparison, d: Floats, steps: NDArray[np.int64], gate: gates.Gate
-) -> None:
+def _first_loss(report: Report, d: Floats, steps: NDArray[np.int64]) -> None:
     """Judge the first loss, which is computed before any update: noise that grows later does not excuse it."""
     rest = d[1:31]
     first = int(steps[0])
-    known = any(f.first == first for f in compared.findings)
-    if gate.first.ok or known or first != compared.steps[0]:
+    known = any(f.first == first for f in report.findings)
+    gate = report.gate
+    if gate is None or gate.first.ok or known or first != report.steps[0]:
         return
     usual = float(np.sqrt(np.mean(np.square(rest))))
     if abs(d[0]) > 10 * usual:
@@ -316,26 +345,30 @@ def _first_loss(
             f"{len(rest)} are off by {usual:.2%}"
         )
         found = Finding("first loss", first, first, float(d[0]), first, first, None, text)
-        compared.findings.append(found)
+        report.findings.append(found)
 
 
 def _lasting(
-    compared: LossComparison,
+    report: Report,
     tamed: Floats,
     white: stats.Whitened,
     steps: NDArray[np.int64],
     blocks: stats.Blocks,
     scanned: stats.Scan,
-    drift: _Drift,
+    drift: tuple[float, float],
 ) -> None:
-    """Look for a mean other than 0, over the run or a stretch of it, that equivalent runs do not show."""
-    limit = compared.settings.negligible
-    test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, compared.settings.alpha / 5)
+    """Look for a mean other than 0, over the run or a stretch of it, that equivalent runs do not show.
+
+    ``drift``: how large lasting differences of equivalent runs may be, and how large they are between base runs.
+    """
+    allowed, shown = drift
+    limit = report.settings.negligible
+    test = stats.mean_test(blocks.mean, blocks.error, blocks.freedom, report.settings.alpha / 5)
     certain = abs(test.statistic) > test.limit
     part = abs(scanned.statistic) > scanned.limit
     if not part and not (certain and abs(blocks.mean) > limit):
         said = f"a mean difference of {blocks.mean:+.4%} is certain, and negligible"
-        compared.notes += [f"{said} (below {limit:.2%})"] if certain else []
+        report.notes += [f"{said} (below {limit:.2%})"] if certain else []
         return
     first, last, since = _when(tamed, white, blocks, scanned if part else None)
     size = float(tamed[first:last].mean())
@@ -350,16 +383,16 @@ def _lasting(
     side = "higher" if size > 0 else "lower"
     how = _shape(tamed[first:last])
     text = f"the target's loss is {abs(np.expm1(size)):.2%} {side} {when}{how}"
-    if abs(size) < drift.allowed:
+    if abs(size) < allowed:
         text += "; these runs first differ by rounding alone, and then equivalent runs may differ permanently by up to"
-        if abs(size) <= max(drift.shown, compared.settings.margin):
-            compared.notes.append(f"{text} {drift.allowed:.2%}")
+        if abs(size) <= max(shown, report.settings.margin):
+            report.notes.append(f"{text} {allowed:.2%}")
         else:
-            compared.reasons.append(f"{text} {drift.allowed:.2%}; more base runs would decide")
+            report.reasons.append(f"{text} {allowed:.2%}; more base runs would decide")
         return
     text += f"; noise of single steps does this with a probability of {p:.0e}"
     kind = "lasting difference" if lasting else "passing difference"
-    compared.findings.append(Finding(kind, at, end, size, low, high, p, text))
+    report.findings.append(Finding(kind, at, end, size, low, high, p, text))
 
 
 def _when(
@@ -395,12 +428,12 @@ def _shape(d: Floats) -> str:
     return ", growing" if change * blocks.mean > 0 else ", fading"
 
 
-def find_spikes(compared: LossComparison, finite: NDArray[np.bool_]) -> list[Spike]:
+def find_spikes(report: Report, finite: NDArray[np.bool_]) -> list[Spike]:
     """List jumps of either curve, matched within two values."""
     kept = np.flatnonzero(finite)
     if len(kept) < 30:
         return []
-    jumps = _jumps(compared, kept)
+    jumps = _jumps(report, kept)
     high = [over > np.maximum(6 * stats.local_spread(over), 0.03) for over in jumps]
     found: list[Spike] = []
     for group in _events(np.flatnonzero(high[0] | high[1])):
@@ -409,7 +442,7 @@ def find_spikes(compared: LossComparison, finite: NDArray[np.bool_]) -> list[Spi
         where = "both" if mine and its else "target" if mine else "base"
         heights = [float(np.expm1(jump[group].max())) for jump in jumps]
         top = group[int(np.argmax(jumps[mine][group]))]
-        found.append(Spike(int(compared.steps[kept[top]]), heights[0], heights[1], where))
+        found.append(Spike(int(report.steps[kept[top]]), heights[0], heights[1], where))
     return found
 
 

@@ -14,8 +14,8 @@ runs show it only roughly. "Around 0" has no number in the guide: the share of p
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ SLACK = (3.0, 1.5)
 """The allowed multiple of the base runs' own error: of the first loss, of the average."""
 
 
-class Check(NamedTuple):
+@dataclass(frozen=True)
+class Check:
     """One line of the standard: the value found, the value allowed (with relaxation), and whether it is met."""
 
     absolute: float
@@ -45,7 +46,8 @@ class Check(NamedTuple):
     ok: bool
 
 
-class Gate(NamedTuple):
+@dataclass(frozen=True)
+class Gate:
     """The standard's answer: ``verdict`` is pass, fail or not judged."""
 
     verdict: str

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from telechat_moe import html
 from telechat_moe.html import Axes, Html
 from telechat_moe.tools.align.loss import statistics as stats
-from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS, Report
+from telechat_moe.tools.align.loss.evidence import Report
+from telechat_moe.tools.align.loss.verdict import DIVERGED, PASS
 from telechat_moe.tools.align.report.junit import JunitCase, suite
 
 Floats = NDArray[np.float64]
@@ -28,7 +29,7 @@ def body(report: Report) -> str:
     sentence = sentence[:1].upper() + sentence[1:]
     bases = ", ".join(i["path"] for i in report.inputs[:-1])
     parts = [html.tag("p", f"{name} against {bases}", "soft"), html.tag("p", sentence, "sentence")]
-    if len(report.compared.steps) > 1:
+    if len(report.steps) > 1:
         parts += [_curves(report), _differences(report), _beginning(report)]
     parts += ["<h2>What was checked</h2>", _checks(report)]
     if report.findings:
@@ -81,7 +82,7 @@ def _mean(values: Floats, width: int) -> Floats:
 
 
 def _curves(report: Report) -> str:
-    steps, target, bases = report.compared.steps, report.compared.target, report.compared.bases
+    steps, target, bases = report.steps, report.target, report.bases
     mean = np.mean(bases, axis=0)
     both = np.concatenate([mean, target])
     good = both[np.isfinite(both)]
@@ -107,20 +108,20 @@ def _curves(report: Report) -> str:
 
 
 def _differences(report: Report) -> str:
-    if report.evidence is None:
+    if report.difference is None or report.envelope is None:
         return ""
-    steps, bases = report.compared.steps, report.compared.bases
-    d: Floats = np.expm1(report.evidence.difference) * 100.0
+    steps, bases = report.steps, report.bases
+    d: Floats = np.expm1(report.difference) * 100.0
     known = np.isfinite(d)
     good, width = d[known], max(3, len(steps) // 25) | 1
     tamed = d.copy()
     tamed[known] = stats.tame(good)  # otherwise a spike would lift the whole window around it
     smooth = _mean(tamed, width)
-    envelope = report.evidence.envelope * 100
+    envelope = report.envelope * 100
     logs = np.log(np.where(np.array(bases) > 0, bases, np.nan))
     others = [_mean((x - logs.mean(axis=0)) * 100, width) for x in logs] if len(logs) > 1 else []
     reach = [np.abs(smooth[np.isfinite(smooth)]).max(), 1.3 * np.nanmax(envelope)]
-    reach += [1.25 * float(np.quantile(np.abs(good), 0.9)), report.compared.settings.margin * 125]
+    reach += [1.25 * float(np.quantile(np.abs(good), 0.9)), report.settings.margin * 125]
     top = 1.1 * float(max(reach))
     axes = _axes(steps, -top, top)
     drawn = np.flatnonzero(np.isfinite(envelope))
@@ -151,17 +152,17 @@ def _differences(report: Report) -> str:
 
 def _beginning(report: Report) -> str:
     """Draw how differences grow from rounding, on a logarithmic scale; nothing where they were never that small."""
-    evidence = report.evidence
-    if evidence is None or not evidence.wander:
+    noise = report.noise
+    if report.difference is None or not noise or not noise["wander"]:
         return ""
-    d = np.abs(evidence.difference)
-    grown = np.flatnonzero(d > 0.5 * evidence.spread)
+    d = np.abs(report.difference)
+    grown = np.flatnonzero(d > 0.5 * noise["spread"])
     count = min(len(d), max(60, 2 * int(grown[min(4, len(grown) - 1)]) if len(grown) else len(d)))
-    steps = report.compared.steps[:count]
+    steps = report.steps[:count]
     axes = _axes(steps, -8.0, 0.0, 240)
     powers = [(power, f"{10.0 ** (power + 2):g} %") for power in range(-8, 1, 2)]
     parts = [axes.grid(up=powers, labels=("step", ""))]
-    logs = np.log(np.array(report.compared.bases)[:, :count])
+    logs = np.log(np.array(report.bases)[:, :count])
     pairs = combinations(range(len(logs)), 2)
     parts += [_line(axes, steps, _log(logs[b] - logs[a]), "base", 1.4) for a, b in pairs]
     parts.append(_line(axes, steps, _log(d[:count]), "target", 2.4))
@@ -217,7 +218,7 @@ def _standard(report: Report) -> list[tuple[str, str, str, str]]:
     gate = report.gate
     if gate is None:
         return rows
-    least = report.compared.settings.steps
+    least = report.settings.steps
     few = gate.steps < least
     for name, check in (("first loss", gate.first), ("average error", gate.average)):
         found = f"{check.absolute:.5f} or {check.relative:.3%}"

@@ -341,14 +341,7 @@ def onset(d: Floats, coefficients: Floats, doubt: float = 1.0) -> Onset:
     return Onset(at + order, min(low, at) + order, max(high, at) + order)
 
 
-class Interval(NamedTuple):
-    """The 90 % confidence interval of the mean difference."""
-
-    low: float
-    high: float
-
-
-def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> Interval:
+def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     """Return the 90 % interval of the mean from a bootstrap over blocks.
 
     Two one-sided tests at 5 % each show equivalence within a margin if the whole interval is within it.
@@ -359,7 +352,7 @@ def equivalence(blocks: Blocks, draws: int = 2000, seed: int = 0) -> Interval:
     # Resampling repeats each block's deviation; count / (count - 1) undoes its loss of variance.
     deviation = (blocks.means[picks].mean(axis=1) - blocks.mean) * np.sqrt(count / (count - 1))
     ends = cast("Floats", np.quantile(deviation * blocks.inflation, [0.05, 0.95]))
-    return Interval(blocks.mean - float(ends[1]), blocks.mean - float(ends[0]))
+    return blocks.mean - float(ends[1]), blocks.mean - float(ends[0])
 
 
 def power(error: float, bias: float, limit: float) -> float:
