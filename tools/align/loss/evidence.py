@@ -159,8 +159,8 @@ def examine(report: Report, finite: NDArray[np.bool_]) -> None:
     d = np.log(report.target[kept]) - np.mean(logs, axis=0)
     steps = report.steps[kept]
     if len(d) < 5 * stats.MIN_BLOCKS:
-        said = f"{len(d)} comparable steps; statistics need {5 * stats.MIN_BLOCKS} at least"
-        report.reasons.append(said)
+        need = f"statistics need {5 * stats.MIN_BLOCKS} at least"
+        report.reasons.append(f"{len(d)} comparable steps; {need}")
         return
     tamed = stats.tame(d)
     white = stats.whiten(tamed)
@@ -177,9 +177,8 @@ def examine(report: Report, finite: NDArray[np.bool_]) -> None:
     blocks = stats.Blocks.of(white).inflated(factor)
     early = chaos and _early(report, d, steps, spread, white.time)
     wander, freedom = _wander(d, logs, spread) if chaos else (0.0, np.inf)
-    drift = 0.0, 0.0
-    if chaos and not early:
-        drift = stats.t_limit(freedom, share) * wander, apart
+    drifts = chaos and not early
+    drift = (stats.t_limit(freedom, share) * wander, apart) if drifts else (0.0, 0.0)
     error = blocks.error if early else float(np.hypot(blocks.error, wander))
     freedom = blocks.freedom if early else min(blocks.freedom, freedom)
     mean = stats.mean_test(blocks.mean, error, freedom, share)

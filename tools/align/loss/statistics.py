@@ -63,11 +63,10 @@ def local_spread(values: Floats, width: int = 60) -> Floats:
 
 
 def rolling_median(values: Floats, width: int) -> Floats:
-    """Return the median over a centred window of an odd width; at the ends, over the values that are there."""
-    half = min(width, len(values) | 1) // 2
-    padded = np.concatenate([values[half:0:-1], values, values[-2 : -half - 2 : -1]])
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1)
-    return np.median(windows, axis=1)
+    """Return the median over a centred window of an odd width; beyond the ends the values are mirrored."""
+    from scipy.ndimage import median_filter
+
+    return median_filter(values, min(width, len(values) | 1), mode="mirror")
 
 
 def levels(d: Floats) -> Floats:
@@ -380,10 +379,11 @@ def outliers(d: Floats, alpha: float, least: float) -> list[tuple[int, float]]:
     Returns:
         Index and difference of each finding.
     """
+    from scipy.ndimage import maximum_filter1d
+
     level = rolling_median(d, 31)
-    scale = local_spread(d - level)
     # Where noise sets in, its size just afterwards counts.
-    scale = np.lib.stride_tricks.sliding_window_view(np.pad(scale, 60, "edge"), 121).max(axis=1)
+    scale = maximum_filter1d(local_spread(d - level), 121, mode="nearest")
     unit = (d - level) / scale
     found: list[tuple[int, float]] = []
     for sign in (1.0, -1.0):
