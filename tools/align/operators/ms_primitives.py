@@ -40,6 +40,14 @@ def loose(x: Approx, argument: Any) -> Approx:
     return x.like(x.value, sigma, limit, [(x, lambda g: g)])
 
 
+def _sigmoid(x: Approx) -> Approx:
+    """Return a sigmoid that is differentiated at its own loose result."""
+    y = loose(x.sigmoid(), x)
+    s = y.stop()
+    y.parents = ((x, lambda g: g * s * (1 - s)),)
+    return y
+
+
 @primitive(
     "MatMul BatchMatMul MatMulExt BatchMatMulExt",
     "input other transpose_a=False transpose_b=False | transpose_x1=False transpose_x2=False",
@@ -231,7 +239,10 @@ def _axes(a: Arguments) -> range:
 def _softmax(a: Arguments) -> Any:
     x = floating(a.input)
     dim = a.dims(len(x.shape))[0]
-    return loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
+    y = loose(softmax(x, dim), x.value - x.value.max(dim, keepdims=True))
+    known = y.stop()
+    y.parents = ((x, lambda g: softmax_gradient(known, g, (g * known).sum(dim, True))),)
+    return y
 
 
 @primitive("LogSoftmax LogSoftmaxExt", "input dim=-1", stores=True, dim=_axes)
@@ -244,7 +255,7 @@ def _log_softmax(a: Arguments) -> Any:
 @primitive("SiLU", "input", stores=True)
 def _silu(a: Arguments) -> Any:
     x = floating(a.input)
-    return x * loose(x.sigmoid(), x)
+    return x * _sigmoid(x)
 
 
 @primitive("Exp", "input | base=-1.0 scale=1.0 shift=0.0")
@@ -263,7 +274,7 @@ def _log(a: Arguments) -> Any:
 ops(
     "input",
     {
-        "Sigmoid": lambda a: loose(floating(a.input).sigmoid(), a.input),
+        "Sigmoid": lambda a: _sigmoid(floating(a.input)),
         "Tanh": lambda a: floating(a.input).tanh().plus(TANH * floating(a.input).unit),
     },
     register=primitive,

@@ -27,8 +27,7 @@ from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.numerics import round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.ms_custom import rotate_pairs
-from telechat_moe.tools.align.operators.ms_primitives import LOG, loose
+from telechat_moe.tools.align.operators.ms_primitives import LOG
 
 ROWS = 256
 """The number of tokens of a case, and of positions in attention."""
@@ -111,7 +110,8 @@ def _linear(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         columns = fewer(min(outer, COLUMNS), inner)
         taken = [x(fewer(rows, inner), inner), x(columns, inner, scale=inner**-0.5)]
         build = partial(matmul.matmul, compute)
-        found.append(OperatorCase("matmul", f"{inner} to {outer}", build, taken, _product))
+        formula = named("Primitive.TelechatMatmul")
+        found.append(OperatorCase("matmul", f"{inner} to {outer}", build, taken, formula))
     return found
 
 
@@ -127,7 +127,8 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         OperatorCase("cross_entropy", f"{classes} classes", build, [logits], formula, constants),
     ]
     for width in sorted({hidden, config.q_lora_rank or hidden, config.kv_lora_rank or hidden}):
-        taken, formula = [x(fewer(rows, width), width)], partial(_rms_norm, width, eps)
+        taken = [x(fewer(rows, width), width)]
+        formula = named("rms_norm", (width,), np.ones(width), eps)
         build = partial(norm.RMSNorm, width, eps)
         found.append(OperatorCase("rms_norm", f"width {width}", build, taken, formula))
     dense = config.intermediate_size
@@ -137,10 +138,6 @@ def _pointwise(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
     return found
 
 
-def _rms_norm(width: int, eps: float, backend: str, a: Approx) -> Approx:
-    return call("rms_norm", a, (width,), a.constant(np.ones(width)), eps)[0]
-
-
 def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     wide = config.qk_pos_emb_head_dim or config.qk_rope_head_dim
     heads = min(config.num_attention_heads, _HEADS)
@@ -148,7 +145,7 @@ def _turning(config: Any, rows: int, x: Draw) -> OperatorCase:
     cos, sin = (t[None, :rows, None] for t in tables)
     pairs = bool(config.rope_interleave)
     what, build = f"width {wide}, theta {config.rope_theta}", partial(rope.Rope, wide, pairs)
-    formula = partial(_rotated, cos, sin, pairs)
+    formula = named("Primitive.TelechatRope", cos, sin, interleaved=pairs)
     return OperatorCase("rope", what, build, [x(1, rows, heads, wide)], formula, [cos, sin])
 
 
@@ -169,7 +166,7 @@ def _routing(config: Any, rows: int, x: Draw) -> OperatorCase:
     count, scale = config.n_routed_experts, config.routed_scaling_factor or 1.0
     rule = routing.Rule(count, config.num_experts_per_tok, scale=scale)
     build, taken, bias = partial(routing.routing, rule), [x(rows, count)], np.zeros(count, "f4")
-    return OperatorCase("routing", f"{count} experts", build, taken, sigmoid, [bias])
+    return OperatorCase("routing", f"{count} experts", build, taken, _sigmoid, [bias])
 
 
 def _products(config: Any) -> set[tuple[int, int]]:
@@ -189,43 +186,30 @@ def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
     return [o for o in made if isinstance(o, Approx)]
 
 
-def sigmoid(backend: str, a: Approx) -> Approx:
-    """Return a sigmoid with the precision of a backend."""
-    y = a.sigmoid()
-    if backend == "plain":
-        y = loose(y, a)
-        known = y.stop()
-        y.parents = ((a, lambda g: g * known * (1 - known)),)
-    return y
+def named(name: str, *constants: Any, plain: str = "", **settings: Any) -> Callable[..., Approx]:
+    """Return a case's formula: that of the registry, with constants after the inputs; of plain backends maybe another."""
+
+    def formula(backend: str, *inputs: Approx) -> Approx:
+        used = plain if plain and backend == "plain" else name
+        return call(used, *inputs, *constants, **settings)[0]
+
+    return formula
+
+
+_sigmoid = named("sigmoid", plain="Primitive.Sigmoid")
+_softmax = named("softmax", -1, plain="Primitive.Softmax")
 
 
 def _swiglu(backend: str, gate: Approx, up: Approx) -> Approx:
-    s = sigmoid(backend, gate).stop()
+    s = _sigmoid(backend, gate).stop()
     y = gate * s
-    y.parents = ((gate, lambda g: g * (s * (gate.stop() * (1 - s) + 1))),)
+    y.parents = ((gate, lambda g: g * (s * (gate.stop() * (1 - s) + 1))),)  # as programs do
     return y * up
-
-
-def _softmax(backend: str, a: Approx) -> Approx:
-    y = call("softmax", a, -1)[0]
-    if backend == "plain":
-        y = loose(y, a - a.value.max(-1, keepdims=True))
-        known = y.stop()
-        y.parents = ((a, lambda g: known * (g - (g * known).sum(-1, True))),)
-    return y
 
 
 def _loss(labels: Array, backend: str, a: Approx) -> Approx:
     found = call("cross_entropy", a, labels)[0].reshape(1)
     return found.plus(LOG * 2.0**-24) if backend == "plain" else found
-
-
-def _product(backend: str, a: Approx, b: Approx) -> Approx:
-    return a.matmul(b.swap(-1, -2))
-
-
-def _rotated(cos: Array, sin: Array, pairs: bool, backend: str, a: Approx) -> Approx:
-    return rotate_pairs(a, cos, sin, pairs)
 
 
 def _attention(scale: float, backend: str, q: Approx, k: Approx, v: Approx) -> Approx:

@@ -16,7 +16,7 @@ from telechat_moe.model.dispatch import DroplessDispatch, build_dispatch, drops
 from telechat_moe.ops import grouped_matmul, permute
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate, where
-from telechat_moe.tools.align.operators.ms_custom import combine_rows, grouped_product
+from telechat_moe.tools.align.operators.ms_custom import combine_rows
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,
     ROWS,
@@ -24,8 +24,8 @@ from telechat_moe.tools.align.phases.cases import (
     OperatorCase,
     call,
     fewer,
+    named,
     rounded,
-    sigmoid,
 )
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import GlobalNorm
@@ -220,16 +220,18 @@ def _grouped(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
         fused = partial(grouped_matmul.FusedGroupedMatmul, compute)
         taken = [x(rows, inner), weight]
         adding = [*taken, coming, x(*weight.shape)]
+        formula = named("Primitive.TelechatGroupedMatmul", sizes)
         found += [
-            OperatorCase("grouped_matmul", what, fused, taken, partial(_products, sizes), [sizes], ["fused"]),
+            OperatorCase("grouped_matmul", what, fused, taken, formula, [sizes], ["fused"]),
             OperatorCase("grouped_matmul", f"{what}, added to the main gradient", into, adding, partial(_added, sizes),
                  [sizes], ["fused"], backward=False),
             OperatorCase("grouped_matmul", what, grouped_matmul.GroupedMatmul,
                  [x(blocks.size, _BLOCK, inner), weight], partial(_block_products, blocks), [blocks], ["plain"]),
         ]  # fmt: skip
     columns, stored = _columns(hidden, wide, experts), rounded(config.compute_dtype)
+    formula = named("Primitive.TelechatGroupedSwiGLU", sizes)
     gates = [x(experts, hidden, columns, scale=hidden**-0.5) for _ in range(2)]
-    both, formula = partial(grouped_matmul.GroupedSwiGLU, compute), partial(_activated, sizes)
+    both = partial(grouped_matmul.GroupedSwiGLU, compute)
     what = f"{hidden} to {wide} with SwiGLU, {experts} experts"
     taken, given = [x(rows, hidden), *gates], ([sizes], ["fused"])
     found.append(OperatorCase("grouped_matmul", what, both, taken, formula, *given, stored=stored))
@@ -250,17 +252,8 @@ def _uneven(rows: int, experts: int) -> Array:
     return np.append(sizes, 0).astype(np.int32)
 
 
-def _products(sizes: Array, backend: str, x: Approx, w: Approx) -> Approx:
-    return grouped_product(x, w, sizes)
-
-
 def _block_products(blocks: Array, backend: str, x: Approx, w: Approx) -> Approx:
     return x.matmul(w[blocks])
-
-
-def _activated(sizes: Array, backend: str, x: Approx, gate: Approx, up: Approx) -> Approx:
-    g, u = (grouped_product(x, w, sizes) for w in (gate, up))
-    return g * sigmoid(backend, g) * u
 
 
 def _added(
