@@ -1,6 +1,7 @@
 """Operators that gather, scatter, sort and choose."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,8 @@ import numpy as np
 from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
-from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, ops
-from telechat_moe.tools.align.operators.shapes import move, moves
+from telechat_moe.tools.align.operators.shapes import arranged, move, moves
 
 
 @op(
@@ -65,23 +65,13 @@ def _setitem(a: Arguments) -> Any:
     places: Array = np.arange(size).reshape(np.shape(plain(a.input)))[at]
     if np.unique(places).size != places.size:
         raise NotJudgedError("writes an element twice: the result depends on the order")
-    if not isinstance(a.input, Approx):
-        out = np.array(plain(a.input))
-        out[at] = plain(a.value)
-        return out
-    row, here = np.arange(size), np.zeros(size, bool)
-    row[places.reshape(-1)] = np.arange(places.size)
-    here[places.reshape(-1)] = True
-    value = floating(a.value, a.input)
-    wide = value.moved(
-        lambda v: (
-            np.broadcast_to(v, places.shape)
-            .reshape(-1)[row % max(places.size, 1)]
-            .reshape(a.input.shape)
-        ),
-        True,
-    )
-    return where(here.reshape(a.input.shape), wide, a.input) if places.size else a.input
+    return arranged(partial(_written, at), a.input, a.value)
+
+
+def _written(at: Any, x: Array, values: Array) -> Array:
+    out = np.array(x)
+    out[at] = values
+    return out
 
 
 def _bool_or_int(part: Any) -> Any:
@@ -138,14 +128,12 @@ def _scatter(a: Arguments) -> Any:
     if a.reduce is not None:
         raise NotJudgedError(f"scatter with reduce {a.reduce!r}")
     index, dim = integers(a.index), int(a.dim)
-    out = np.array(plain(a.input))
-    at = along(index, dim % out.ndim)
-    flat = np.ravel_multi_index(at, out.shape)
-    if len(np.unique(flat)) != flat.size:
+    shape = plain(a.input).shape
+    at = along(index, dim % len(shape))
+    if len(np.unique(np.ravel_multi_index(at, shape))) != index.size:
         raise NotJudgedError("scatter writes an element twice: the result depends on the order")
-    source = plain(a.src)
-    out[at] = source if np.ndim(source) == 0 else source[tuple(slice(0, s) for s in index.shape)]
-    return a.input.constant(out) if isinstance(a.input, Approx) else out
+    source = a.src if np.ndim(plain(a.src)) == 0 else a.src[tuple(slice(0, n) for n in index.shape)]
+    return arranged(partial(_written, at), a.input, source)
 
 
 @op("scatter_add scatter_add_ ScatterAddExt", "input dim index src")

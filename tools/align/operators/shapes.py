@@ -9,7 +9,7 @@ import numpy as np
 from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.numerics import Array
 from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.elementwise import plain
+from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
@@ -148,22 +148,30 @@ def _repeated(x: Any, shape: Any) -> Any:
     return x.spread(shape) if isinstance(x, Approx) else np.broadcast_to(plain(x), shape)
 
 
+def arranged(function: Callable[..., Array], *parts: Any) -> Any:
+    """Return what a NumPy function makes of arrays by moving their elements, with their errors and gradients."""
+    if not any(isinstance(part, Approx) for part in parts):
+        return function(*map(plain, parts))
+    like = next(part for part in parts if isinstance(part, Approx))
+    known = [floating(part, like) for part in parts]
+    places: list[Array] = []
+    for part in known:
+        first = sum(p.size for p in places)
+        places.append(np.arange(first, first + part.value.size).reshape(part.shape))
+    index = function(*places)
+    return concatenate([part.reshape(-1) for part in known], 0).moved(lambda x: x[index], True)
+
+
 @op("cat concat concatenate", "input dim=0", exact=True)
 def _cat(a: Arguments) -> Any:
     parts = [p for p in a.input if np.size(plain(p))] or a.input
-    if isinstance(parts[0], Approx):
-        return concatenate(parts, int(a.dim) % _ndim(parts[0]))
-    return np.concatenate([plain(p) for p in parts], int(a.dim))
+    return arranged(lambda *xs: np.concatenate(xs, int(a.dim)), *parts)
 
 
 @primitive("Stack", "input dim=0", exact=True)
 @op("stack StackExt", "input dim=0", exact=True)
 def _stack(a: Arguments) -> Any:
-    d = int(a.dim)
-    if isinstance(a.input[0], Approx):
-        parts: list[Approx] = [move(p, lambda x: np.expand_dims(x, d)) for p in a.input]
-        return concatenate(parts, d % _ndim(parts[0]))
-    return np.stack([plain(p) for p in a.input], d)
+    return arranged(lambda *xs: np.stack(xs, int(a.dim)), *a.input)
 
 
 @op(
@@ -212,15 +220,12 @@ def _pad(a: Arguments) -> Any:
         width[n - 1 - i] = (pairs[2 * i], pairs[2 * i + 1])
     if any(v < 0 for pair in width for v in pair):
         raise NotJudgedError("pad with negative sizes")
-    shape = _shape(a.input)
-    outside = np.pad(np.zeros(shape, bool), width, constant_values=True)
-    where = tuple(slice(b, b + s) for (b, _), s in zip(width, shape, strict=True))
-    value = 0.0 if a.value is None else float(plain(a.value))
-    if not isinstance(a.input, Approx):
-        return np.pad(plain(a.input), width, constant_values=int(value))
-    x = a.input
-    padded = np.where(outside, value, np.pad(x.value, width))
-    return x.like(padded, parents=[(x, lambda g: g.moved(lambda v: v[where], True))])
+    value = np.asarray(0 if a.value is None else plain(a.value), plain(a.input).dtype)
+
+    def padded(x: Array, v: Array) -> Array:
+        return np.pad(x, width, constant_values=v.item())
+
+    return arranged(padded, a.input, value)
 
 
 def _masked(mask: Callable[..., Array], a: Arguments) -> Any:
