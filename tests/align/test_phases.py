@@ -134,6 +134,8 @@ def test_a_wrong_curve_and_none(passed, given):
 
 WRONG = """
 import json
+import numpy as np
+from mindspore import Tensor
 from telechat_moe.ops import grouped_matmul, norm, permute
 from telechat_moe.recipe import load
 from telechat_moe.tools.align.phases import operators as phase_operators
@@ -146,7 +148,11 @@ class Swapped(swiglu):  # gate and up exchanged
 class Unweighed(back):  # weights a little too large
     def construct(self, y, row, weight):
         return super().construct(y, row, weight * 1.00001)
-grouped_matmul.GroupedSwiGLU, permute.Unpermute = Swapped, Unweighed
+class Shifted(permute.SortPlan):  # rows given to the next expert
+    def construct(self, index):
+        row, pair, sizes = super().construct(index)
+        return row, pair, Tensor(np.roll(sizes.asnumpy(), 1))
+grouped_matmul.GroupedSwiGLU, permute.Unpermute, permute.SortPlan = Swapped, Unweighed, Shifted
 AdamW.scalars = lambda self, step, rate: scalars(self, step + 1, rate)  # bias correction of the next step
 overrides = ["moe_token_drop_policy=probs", "moe_expert_capacity_factor=1.0"]
 report = phase_operators.check(load({recipe!r}, ["model.model_config." + o for o in overrides]))
@@ -171,7 +177,8 @@ def test_wrong_operators_are_named():
     assert len(norms) == 6
     assert len(updates) == 4
     assert wrong == norms | updates | {
-        ("permute", "plain", "back from 2 of 8 experts"),
+        ("permute", "plain", "there and back, 2 of 8 experts"),
+        ("permute", "fused", "there and back, 2 of 8 experts"),
         ("permute", "plain", "there and back, capacity 64 of probs"),
         ("grouped_matmul", "fused", "128 to 96 with SwiGLU, 4 experts"),
     }

@@ -1,22 +1,18 @@
-"""Cases of phase one whose rows depend on the routing, and those of the update. Needs MindSpore.
-
-The order of rows is computed here from the descriptions of each backend in ``ops/permute.py``: sorted by expert in a
-stable order (fused), or padded to blocks of one expert each (plain).
-"""
+"""Cases of phase one whose rows depend on the routing, and those of the update. Needs MindSpore."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from telechat_moe.model.dispatch import DroplessDispatch, build_dispatch, drops
-from telechat_moe.ops import grouped_matmul, permute
+from telechat_moe.model.dispatch import DroplessDispatch, SortedDispatch, build_dispatch, drops
+from telechat_moe.ops import grouped_matmul
+from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.operators.approx import Approx, Array
-from telechat_moe.tools.align.operators.joining import concatenate, where
-from telechat_moe.tools.align.operators.ms_custom import combine_rows
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,
     ROWS,
@@ -35,51 +31,17 @@ _EXPERTS = 4
 _BLOCK = 8
 
 
-class _Rows(NamedTuple):
-    """The rows that pairs of token and expert are moved to.
-
-    Attributes:
-        row: Row of each pair.
-        token: Token of each row; 0 for a row without a pair.
-        taken: Rows that have a pair.
-    """
-
-    row: Array
-    token: Array
-    taken: Array
-
-
 def cases(config: Any, tokens: int, rng: np.random.Generator) -> list[OperatorCase]:
     """Return the cases of a model section's experts, for micro-batches of a number of tokens; none if it has none."""
     if not config.n_routed_experts:
         return []
     draw, rows = Draw(config.compute_dtype, rng), min(tokens, ROWS)
-    found = [*_dispatched(config, rows, draw), *_grouped(config, rows, draw)]
-    return [*found, _dropping(config, rows, draw)] if drops(config) else found
+    limits = [False, True] if drops(config) else [False]
+    found = [_dispatched(config, rows, draw, limit) for limit in limits]
+    return [*found, *_grouped(config, rows, draw)]
 
 
-# ------------------------------------------------------------------ rows in the order of experts
-
-
-def sorted_rows(index: Array) -> _Rows:
-    """Return rows in the order of their experts, with a stable order of pairs."""
-    pair = np.argsort(index.reshape(-1), kind="stable")
-    return _Rows(np.argsort(pair), pair // index.shape[1], np.ones(pair.size, bool))
-
-
-def block_rows(index: Array, experts: int, block: int) -> _Rows:
-    """Return rows in whole blocks of one expert, with as many blocks as the worst routing needs."""
-    flat = index.reshape(-1)
-    blocks = -(-np.bincount(flat, minlength=experts) // block)
-    begin = (np.cumsum(blocks) - blocks) * block
-    row = np.zeros(flat.size, np.int64)
-    for expert in range(experts):
-        mine = flat == expert
-        row[mine] = begin[expert] + np.arange(mine.sum())
-    total = (flat.size + experts * (block - 1)) // block * block
-    token, taken = np.zeros(total, np.int64), np.zeros(total, bool)
-    token[row], taken[row] = np.arange(flat.size) // index.shape[1], True
-    return _Rows(row, token, taken)
+# ------------------------------------------------------------------ tokens to experts and back
 
 
 def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) -> Array:
@@ -89,35 +51,46 @@ def _choices(rows: int, experts: int, per_token: int, rng: np.random.Generator) 
     return np.argsort(-scores, 1)[:, :per_token].astype(np.int32)
 
 
-def _dispatched(config: Any, rows: int, x: Draw) -> list[OperatorCase]:
+def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
+    """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
+    flat = index.reshape(-1)
+    order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
+    kept = np.zeros(flat.size, bool)
+    for expert in np.unique(flat):
+        kept[[i for i in order if flat[i] == expert][:capacity]] = True
+    return kept.reshape(index.shape)
+
+
+def _dispatched(config: Any, rows: int, x: Draw, capacity: bool) -> OperatorCase:
+    """Return the case of dispatch to experts that multiply by :func:`_factors`, and combination."""
     experts, per_token = config.n_routed_experts, config.num_experts_per_tok
     index = _choices(rows, experts, per_token, x.rng)
-    width = min(config.hidden_size, COLUMNS // 4)
-    block = DroplessDispatch(experts).rows(index.size)
-    layouts = {"fused": sorted_rows(index), "plain": block_rows(index, experts, block)}
-    weight = np.abs(x(rows, per_token))
-    what = f"{per_token} of {experts} experts"
-    found: list[OperatorCase] = []
-    for backend, order in layouts.items():
-        size = block if backend == "plain" else 0
-        given = [x(rows, width)], [x(order.token.size, width), weight]
-        words, formulas = ("to", "back from"), (_to_experts, _to_tokens)
-        for back, (taken, word, formula) in enumerate(zip(given, words, formulas, strict=True)):
-            build, formula = partial(_Moved, experts, size, bool(back)), partial(formula, order)
-            case = OperatorCase(
-                "permute", f"{word} {what}", build, taken, formula, [index], [backend]
-            )
-            found.append(case)
-    return found
+    weight = np.abs(x(*index.shape))
+    factors, build = _factors(experts)[index].astype(np.float64), partial(_dropless, experts)
+    what = f"there and back, {per_token} of {experts} experts"
+    if capacity:
+        policy, build = config.moe_token_drop_policy, partial(build_dispatch, config)
+        most = int(np.ceil(config.moe_expert_capacity_factor * index.size / experts))
+        factors *= kept_pairs(index, weight, most, policy == "probs")
+        what = f"there and back, capacity {most} of {policy}"
+
+    def formula(backend: str, a: Approx, w: Approx) -> Approx:
+        a = a.reshape(a.shape[0], 1, a.shape[1])
+        return (w.times(factors).reshape(*w.shape, 1) * a).sum(1)
+
+    taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
+    build = partial(_ThereAndBack, build, experts)
+    return OperatorCase("permute", what, build, taken, formula, [index])
 
 
-def _to_experts(rows: _Rows, backend: str, a: Approx) -> Approx:
-    filled = np.broadcast_to(rows.taken[:, None], (rows.token.size, a.shape[1]))
-    return where(filled, a[rows.token], a.value[rows.token])
+def _factors(experts: int) -> Array:
+    """Return a power of two for each expert, exact in a product, so that rows of another expert show."""
+    return (2.0 ** (np.arange(experts) % 7)).astype(np.float32)
 
 
-def _to_tokens(rows: _Rows, backend: str, y: Approx, weight: Approx) -> Approx:
-    return combine_rows(y, rows.row.reshape(weight.shape), weight)
+def _dropless(experts: int) -> nn.Cell:
+    fused = chosen_backend("permute") == "fused"
+    return SortedDispatch(experts) if fused else DroplessDispatch(experts)
 
 
 class _Fixed(nn.Cell):
@@ -132,73 +105,27 @@ class _Fixed(nn.Cell):
         return tuple(ops.stop_gradient(x) for x in self.core(*inputs))
 
 
-class _Moved(nn.Cell):
-    """Moves tokens to the rows of their experts, or reduces these to weighted sums of tokens; block 0: fused."""
-
-    def __init__(self, experts: int, block: int, back: bool) -> None:
-        super().__init__()
-        self.block, self.back = block, back
-        plain, fused = permute.Permute, permute.FusedPermute
-        if back:
-            plain, fused = permute.Unpermute, permute.FusedUnpermute
-        self.core: Any = plain() if block else fused()
-        self.plan = _Fixed(permute.BlockPlan(experts) if block else permute.SortPlan(experts))
-
-    def construct(self, x: Tensor, *given: Tensor) -> Tensor:
-        """Return ``[rows, H]``, or back ``[T, H]``; given are the chosen experts, before them back the weights."""
-        *weight, index = given
-        if self.block:
-            row, blocks = self.plan(index, self.block)
-            return self.core(x, row, *(weight if self.back else (blocks.shape[0] * self.block,)))
-        row, pair, _ = self.plan(index)
-        return self.core(x, pair, row, *weight)
-
-
-# ------------------------------------------------------------------ experts with a capacity
-
-
-def kept_pairs(index: Array, weight: Array, capacity: int, by_weight: bool) -> Array:
-    """Return the pairs that an expert has capacity for: those of the highest weight, or the first."""
-    flat = index.reshape(-1)
-    order = np.argsort(-weight.reshape(-1), kind="stable") if by_weight else np.arange(flat.size)
-    kept = np.zeros(flat.size, bool)
-    for expert in np.unique(flat):
-        kept[[i for i in order if flat[i] == expert][:capacity]] = True
-    return kept.reshape(index.shape)
-
-
-def _dropping(config: Any, rows: int, x: Draw) -> OperatorCase:
-    """Return the case of dispatch to identity experts and combination: a sum of the weights that are kept."""
-    index = _choices(rows, config.n_routed_experts, config.num_experts_per_tok, x.rng)
-    factor, policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-    weight = np.abs(x(*index.shape))
-    capacity = int(np.ceil(factor * index.size / config.n_routed_experts))
-    keep = kept_pairs(index, weight, capacity, policy == "probs").astype(np.float64)
-
-    def formula(backend: str, a: Approx, w: Approx) -> Approx:
-        a = a.reshape(a.shape[0], 1, a.shape[1])
-        return (w.times(keep).reshape(*w.shape, 1) * a).sum(1)
-
-    taken = [x(rows, min(config.hidden_size, COLUMNS)), weight]
-    what = f"there and back, capacity {capacity} of {policy}"
-    return OperatorCase("permute", what, partial(_ThereAndBack, config), taken, formula, [index])
-
-
 class _ThereAndBack(nn.Cell):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, build: Callable[[], Any], experts: int) -> None:
         super().__init__()
-        self.core: Any = build_dispatch(config)
-        self.core.plan = _Fixed(self.core.plan)
-        if self.core.fused:
-            self.core.sort_plan = _Fixed(self.core.sort_plan)
+        self.core: Any = build()
+        self.factors = _factors(experts)
+        for name in ("plan", "sort_plan"):
+            if hasattr(self.core, name):
+                setattr(self.core, name, _Fixed(getattr(self.core, name)))
 
     def construct(self, x: Tensor, weight: Tensor, index: Tensor) -> Tensor:
         """Return ``[T, H]``."""
-        return self.core(x, index, weight, _unchanged)
+        return self.core(x, index, weight, self.multiplied)
 
-
-def _unchanged(rows: Tensor, group: Any = None) -> Tensor:
-    return rows
+    def multiplied(self, rows: Tensor, group: Any = None) -> Tensor:
+        """Return each row times the factor of its expert; rows are sorted, in blocks, or of one size for each expert."""
+        factors = self.factors
+        if len(rows.shape) == 3:
+            factors = factors if group is None else factors[group.asnumpy()]
+            return rows * Tensor(factors[:, None, None])
+        found = np.repeat(factors, group.asnumpy())
+        return rows * Tensor(np.resize(found, (rows.shape[0], 1)))  # rows after them belong to none
 
 
 # ------------------------------------------------------------------ products of experts
