@@ -204,7 +204,7 @@ def refires(finding: Finding) -> bool:
     """Return whether a finding's reproducer still fails after it was written to a file and read back."""
     with tempfile.TemporaryDirectory() as folder:
         script = reproduce.write(finding, Path(folder))
-        return reproduce.check(script.with_name(reproduce.DATA))[1].status == "diverged"
+        return reproduce.check(script.parent).status == "diverged"
 
 
 def _score(found: Result, fault: Fault, planted: Planted, outcome: Outcome) -> None:

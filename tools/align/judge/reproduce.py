@@ -1,40 +1,48 @@
-"""Isolate a divergent call: its tensors in one file, and a script that fails as long as the call is wrong.
+"""Isolate a divergent call: the calls involved, as two small dumps, and a script that fails as long as it is wrong.
 
-``reproduce.py`` in the folder recomputes what the call should have made and prints observed error over bound. It
-exits with 1 while the result is wrong and with 0 once it is right (for example after ``result.0`` in the file was
-replaced by the output of a repaired operator). It needs NumPy and this package.
+``reference`` and ``target`` in the folder are dumps in msprobe's format; the reference has arguments without values.
+``reproduce.py`` judges one by the other, prints observed error over bound, and exits with 1 while the call is wrong and
+with 0 once it is right (for example after the file of its output in ``target`` was replaced by the output of a repaired
+operator). It needs NumPy and this package.
 """
 
-import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from zipfile import BadZipFile
 
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.collectives import Exchange, judged_collectives
+from telechat_moe.tools.align.dump import msprobe, msprobe_write
+from telechat_moe.tools.align.dump.records import (
+    Array,
+    Call,
+    Dump,
+    Phase,
+    RankDump,
+    Scalar,
+    TensorRecord,
+    Value,
+)
+from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.judge.collectives import Exchange
 from telechat_moe.tools.align.judge.divergent_call import Wrong
 from telechat_moe.tools.align.judge.edges import origin
-from telechat_moe.tools.align.judge.replay import replay_call
-from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, worst
-from telechat_moe.tools.align.numerics import is_float
-from telechat_moe.tools.align.operators.approx import Approx, Array
+from telechat_moe.tools.align.judge.fault_arguments import changed
+from telechat_moe.tools.align.judge.outcome import Finding
+from telechat_moe.tools.align.judge.pairing import split
+from telechat_moe.tools.align.judge.verdict import Verdict, not_judged
 
-if TYPE_CHECKING:
-    from telechat_moe.tools.align.judge.outcome import Finding
-
-DATA, SCRIPT = "call.npz", "reproduce.py"
+SCRIPT = "reproduce.py"
+_RUNS = "reference", "target"
 _NEIGHBOURS = 4
 _TEXT = '''"""{title}
 
 {said}
 
-Recomputes it from the tensors in {data}, prints observed error over bound; exit code 1: still wrong, 0: right.
+Judges the dump in `target` by that in `reference`; exit code 1: still wrong, 0: right.
 """
 
 import sys
@@ -42,11 +50,14 @@ from pathlib import Path
 
 from telechat_moe.tools.align.judge.reproduce import run
 
-sys.exit(run(Path(__file__).with_name("{data}")))
+sys.exit(run(Path(__file__).parent))
 '''
 
+_Place = tuple[int, int, Call]
+"""A call with its step and rank."""
 
-def write(finding: "Finding", folder: Path) -> Path:
+
+def write(finding: Finding, folder: Path) -> Path:
     """Write the reproducer of the first divergent call of a rank; return the script.
 
     Raises:
@@ -55,214 +66,147 @@ def write(finding: "Finding", folder: Path) -> Path:
     if finding.about is None or finding.verdict.basis == "other run":
         said = f"no reproducer of {finding.verdict.key}: it was not found by replay or data flow"
         raise BadInputError(f"{folder}: {said}")
-    tensors: dict[str, Array] = {}
-    about = _described(finding, tensors)
+    said, *runs = _involved(finding, finding.about)
+    title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
+    title, said = (text.replace("\\", "/").replace('"""', "'''") for text in (title, said))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise BadInputError(f"{folder}: not empty; name a folder to make")
-        np.savez(folder / DATA, about=np.array(json.dumps(about)), **tensors)
+        for name, calls in zip(_RUNS, runs, strict=True):
+            msprobe_write.write(_dump(folder / name, calls), folder / name)
         script = folder / SCRIPT
-        title = f"{finding.verdict.key}, step {finding.step}, rank {finding.rank}: {finding.family}"
-        title, said = (
-            text.replace("\\", "/").replace('"""', "'''") for text in (title, about["said"])
-        )
-        script.write_text(_TEXT.format(title=title, said=said, data=DATA), encoding="utf-8")
+        script.write_text(_TEXT.format(title=title, said=said), encoding="utf-8")
     except OSError as error:
         raise BadInputError(f"{folder}: cannot be written: {error.strerror}") from None
     return script
 
 
-def run(data: Path) -> int:
-    """Recompute and print; return 1 while the call is wrong, 0 once it is right, 4 if it cannot be judged."""
-    about, verdict = check(data)
+def run(folder: Path) -> int:
+    """Judge and print; return 1 while the call is wrong, 0 once it is right, 4 if it cannot be judged."""
+    verdict = check(folder)
     ratio = "must be equal" if np.isinf(verdict.ratio) else f"{verdict.ratio:.4g}"
-    sys.stdout.write(
-        f"{about['said']}\n{verdict.status}: observed / bound {ratio}; {verdict.reason}\n"
-    )
+    sys.stdout.write(f"{verdict.status}: observed / bound {ratio}; {verdict.reason}\n")
     return {"pass": 0, "diverged": 1}.get(verdict.status, 4)
 
 
-def check(data: Path) -> tuple[dict[str, Any], Verdict]:
-    """Return the contents of a reproducer and the current verdict.
+def check(folder: Path) -> Verdict:
+    """Return the current verdict on a reproducer: the first finding, or else that of the call last judged.
 
     Raises:
-        BadInputError: The file is missing or broken.
+        BadInputError: A dump is missing or broken.
     """
-    try:
-        with np.load(data, allow_pickle=False) as file:
-            tensors = {name: file[name] for name in file.files}
-        about: dict[str, Any] = json.loads(str(tensors.pop("about")))
-        return about, _KINDS[about["kind"]](about, tensors)
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise BadInputError(f"{data}: no reproducer: {error}") from None
+    target = msprobe.read(folder / "target")
+    outcome = bisect(msprobe.read(folder / "reference"), target)
+    if outcome.findings:
+        return outcome.findings[0].verdict
+    calls = [c for rank in target.ranks.values() for c in rank.calls.values()]
+    if outcome.judged.get("pass") or not any(t.read for c in calls for _, t in c.tensors()):
+        ratio = max((ratio for *_, ratio in outcome.calls), default=0.0)
+        return Verdict(calls[-1].key, "", "pass", ratio, "nothing is beyond its bound")
+    return not_judged(calls[-1].key, "; ".join(outcome.unknown) or outcome.reason)
 
 
-# ------------------------------------------------------------------ writing
+def _dump(root: Path, calls: list[_Place]) -> Dump:
+    """Return a dump of some calls. An additional call has a number, as the format demands."""
+    found: dict[tuple[int, int], dict[str, Call]] = {}
+    for step, rank, call in calls:
+        key = re.sub(r"(\d+)\+", r"9\1", call.key)
+        found.setdefault((step, rank), {})[key] = _copied(
+            replace(call, key=key), lambda record: record.read
+        )
+    return Dump(root, {at: RankDump(*at, "", "", "", own) for at, own in found.items()})
 
 
-def _described(finding: "Finding", tensors: dict[str, Array]) -> dict[str, Any]:
-    verdict, about = finding.verdict, finding.about
-    base = {"key": verdict.key, "place": verdict.place, "said": verdict.reason}
+# ------------------------------------------------------------------ the calls involved
+
+
+def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Place], list[_Place]]:
+    """Return what is wrong in words, and the calls of the reference and of the target that show it."""
+    said = finding.verdict.reason
     if isinstance(about, Exchange):
-        return base | _of_exchange(about, tensors)
-    assert isinstance(about, Wrong)
-    if verdict.place.startswith("output"):
-        forward, settings = about.forward, about.settings
-        return base | {
-            "kind": "operator",
-            "call": _call(about.call, "result", tensors),
-            "forward": None
-            if forward is about.call or forward is None
-            else _call(forward, "forward", tensors),
-            "settings": None if settings is None else _call(settings, None, tensors),
-        }
-    if verdict.place:
-        place = about.call.key, about.verdict.place
-        said, parts = origin(place, about.reference, about.target)
-        record = about.target.tensors[place]
-        tensors["observed"] = record.load()
-        for i, part in enumerate(parts):
-            tensors[f"part.{i}"] = part.load()
-        base["said"] = f"{verdict.place} of {verdict.key} must be {said}"
-        return base | {"kind": "input", "dtype": record.dtype, "parts": len(parts)}
-    runs = {"reference": about.reference.dump.calls, "target": about.target.dump.calls}
-    if all(about.call.key in calls for calls in runs.values()):
-        taken = {name: [p for p, _ in c[about.call.key].tensors()] for name, c in runs.items()}
-        return base | {"kind": "arguments", **taken}
-    return base | {"kind": "calls", **_around(about)}
+        keys, step = about.received.keys.items(), finding.step
+        theirs = [
+            (step, r, _bare(about.reference[r].calls[k]))
+            for r, k in keys
+            if r in about.reference and k in about.reference[r].calls
+        ]
+        return said, theirs, [(step, r, about.target[r].calls[k]) for r, k in keys]
+    place = about.verdict.place
+    if place and not place.startswith("output"):
+        said, ours = _relation(about, finding.step)
+        return said, [(step, rank, _bare(call)) for step, rank, call in ours], ours
+    runs = about.reference.dump.calls, about.target.dump.calls
+    key = about.call.key
+    if place:
+        kept = [
+            {k: calls[k] for k in (about.call.forward_key, key) if k in calls} for calls in runs
+        ]
+        theirs = {k: _bare(c) for k, c in kept[0].items()}
+        return said, [*_placed(theirs, about)], [*_placed(kept[1], about)]
+    if all(key in calls for calls in runs):  # it takes other tensors than in the reference
+        mine = dict(runs[1][key].tensors())
+        given = changed(runs[0][key], lambda at, value: mine.get(at, value))
+        theirs = replace(given, outputs=_bare(given).outputs)
+        return said, [*_placed({key: theirs}, about)], [*_placed({key: runs[1][key]}, about)]
+    near = _near(key, *runs)
+    theirs, ours = ({k: _bare(run[k]) for k in near if k in run} for run in runs)
+    return said, [*_placed(theirs, about)], [*_placed(ours, about)]
 
 
-def _of_exchange(about: Exchange, tensors: dict[str, Array]) -> dict[str, Any]:
-    received = about.received
-    calls: dict[str, Any] = {}
-    believed: dict[str, Any] = {}
-    for rank, key in received.keys.items():
-        calls[str(rank)] = _call(about.target[rank].calls[key], f"rank{rank}", tensors)
-        if rank in about.reference and key in about.reference[rank].calls:
-            believed[str(rank)] = _call(about.reference[rank].calls[key], None, tensors)
-    return {"kind": "exchange", "rank": received.rank, "calls": calls, "reference": believed}
+def _relation(about: Wrong, step: int) -> tuple[str, list[_Place]]:
+    """Return what a wrong input should be, in words, and calls that make it of that.
+
+    A sum is an all-reduce with a rank for each term: both may be computed in any order, in the tensors' own type.
+    """
+    place = about.call.key, about.verdict.place
+    said, parts = origin(place, about.reference, about.target)
+    record = about.target.tensors[place]
+    name = "Tensor.clone" if len(parts) == 1 else "Distributed.all_reduce"
+    key, group = f"{name}.0.forward", Scalar("ProcessGroup", {"group_ranks": [*range(len(parts))]})
+    found: list[_Place] = []
+    for rank, part in enumerate(parts):
+        values = part.load()
+        fits = values.size == np.prod(record.shape)
+        values = values.reshape(record.shape) if fits else values
+        term = replace(part, shape=values.shape, read=lambda x=values: x)
+        named = {"group": group} if len(parts) > 1 else {}
+        made: list[Value] = [record] if rank == 0 else []
+        call = Call(key, "api", name, 0, Phase.FORWARD, [term], named, made)
+        found.append((step, rank, call))
+    return f"{place[1]} of {place[0]} must be {said}; {name} makes it of that", found
 
 
-def _around(about: Wrong) -> dict[str, Any]:
-    """Return the names of the calls around a call that only one run makes."""
-    found: dict[str, Any] = {}
-    for name, flow in (("reference", about.reference), ("target", about.target)):
-        keys = [k for k, c in flow.dump.calls.items() if c.kind == "api"]
-        found[name] = [k.rpartition("|")[2] for k in keys]
-    ours, theirs = found["target"], found["reference"]
-    key = about.call.key.rpartition("|")[2]
-    at = (theirs if key in theirs else ours).index(key)
-    cut = slice(max(0, at - _NEIGHBOURS), at + _NEIGHBOURS + 1)
-    return {"call": key, "reference": theirs[cut], "target": ours[cut]}
+def _placed(calls: Mapping[str, Call], about: Wrong) -> Iterator[_Place]:
+    """Yield calls of a rank with their own steps and keys."""
+    dump = about.target.dump
+    for name, call in calls.items():
+        step, key = split(name, dump.step)
+        yield step, dump.rank, replace(call, key=key)
 
 
-def _call(call: Call, name: str | None, tensors: dict[str, Array]) -> dict[str, Any]:
-    """Return a call as JSON; its tensors are added to a mapping, or left out if no name is given."""
-
-    def plain(place: str, value: Value) -> Any:
-        if isinstance(value, TensorRecord):
-            entry: dict[str, Any] = {"tensor": place, "dtype": value.dtype, "shape": value.shape}
-            if value.requires_grad is not None:
-                entry["requires_grad"] = value.requires_grad
-            if name is not None and value.read is not None:
-                tensors[place] = value.load()
-            return entry
-        if isinstance(value, list):
-            return {"list": [plain(f"{place}.{i}", v) for i, v in enumerate(value)]}
-        if isinstance(value, dict):
-            return {"dict": {k: plain(f"{place}.{k}", v) for k, v in value.items()}}
-        return None if value is None else {"scalar": value.value, "type": value.type}
-
-    own = name or "settings"
-    outputs = own if own == "result" else f"{own}.output"
-    return {
-        "key": call.key,
-        "name": call.name,
-        "phase": call.phase.value,
-        "inputs": [plain(f"{own}.input.{i}", v) for i, v in enumerate(call.inputs)],
-        "kwargs": {k: plain(f"{own}.input.{k}", v) for k, v in call.kwargs.items()},
-        "outputs": [plain(f"{outputs}.{i}", v) for i, v in enumerate(call.outputs)],
-    }
+def _near(key: str, *runs: Mapping[str, Call]) -> list[str]:
+    """Return a call that only one run makes, and the calls before and after it that both make."""
+    own = next(calls for calls in runs if key in calls)
+    both = [k for k, c in own.items() if c.kind == "api" and all(k in calls for calls in runs)]
+    keys = [k for k in own if k == key or k in both]
+    at = keys.index(key)
+    return keys[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
 
 
-# ------------------------------------------------------------------ recomputing
+def _bare(call: Call) -> Call:
+    """Return a call whose tensors have no values."""
+    return _copied(call, lambda record: None)
 
 
-def _read(entry: Mapping[str, Any], tensors: Mapping[str, Array]) -> Call:
-    def value(of: Any) -> Value:
-        if of is None:
-            return None
-        if "tensor" in of:
-            array, grad = tensors.get(of["tensor"]), of.get("requires_grad")
-            read = None if array is None else lambda: array
-            return TensorRecord(of["dtype"], tuple(of["shape"]), requires_grad=grad, read=read)
-        if "list" in of:
-            return [value(v) for v in of["list"]]
-        if "dict" in of:
-            return {k: value(v) for k, v in of["dict"].items()}
-        return Scalar(of["type"], of["scalar"])
+def _copied(call: Call, read: Callable[[TensorRecord], Callable[[], Array] | None]) -> Call:
+    """Return a call with records of nothing but type, shape and, where there is a reader, values."""
 
-    inputs, outputs = ([value(v) for v in entry[name]] for name in ("inputs", "outputs"))
-    kwargs = {k: value(v) for k, v in entry["kwargs"].items()}
-    key, name, phase = entry["key"], entry["name"], Phase(entry["phase"])
-    return Call(key, "api", name, 0, phase, inputs, kwargs, outputs)
+    def copied(place: str, value: Value) -> Value:
+        if not isinstance(value, TensorRecord):
+            return value
+        grad = value.requires_grad
+        return TensorRecord(value.dtype, value.shape, requires_grad=grad, read=read(value))
 
-
-def _operator(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    call = _read(about["call"], tensors)
-    forward = call if about["forward"] is None else _read(about["forward"], tensors)
-    settings = None if about["settings"] is None else _read(about["settings"], {})
-    return worst(replay_call(call, forward, settings))
-
-
-def _exchange(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    ours = {int(r): _read(c, tensors) for r, c in about["calls"].items()}
-    theirs = {int(r): _read(c, {}) for r, c in about["reference"].items()}
-
-    def rank(number: int, call: Call) -> RankDump:
-        return RankDump(0, number, "", "", "", {call.key: call})
-
-    believed = {r: rank(r, replace(c, key=ours[r].key)) for r, c in theirs.items()}
-    for received in judged_collectives([rank(r, c) for r, c in ours.items()], believed):
-        if received.rank == about["rank"]:
-            return received.verdict
-    return not_judged(about["key"], "no call of this rank")
-
-
-def _input(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    found, dtype = tensors["observed"], about["dtype"]
-    sizes = [tensors[f"part.{i}"].size for i in range(about["parts"])]
-    if any(size != found.size for size in sizes):
-        said = f"{found.size} elements, expected {sizes[0]}"
-        return Verdict(about["key"], about["place"], "diverged", np.inf, said)
-    parts = [tensors[f"part.{i}"].reshape(found.shape) for i in range(about["parts"])]
-    expected: Approx | Array = parts[0]
-    if is_float(dtype):
-        stacked = Approx(np.stack(parts), dtype, dtype)
-        expected = stacked.sum(0) if len(parts) > 1 else Approx(parts[0], dtype)
-    verdict = judge(about["key"], about["place"], found, expected, dtype)
-    exact = len(parts) == 1 and not np.array_equal(found, parts[0], equal_nan=True)
-    return replace(verdict, status="diverged") if exact else verdict
-
-
-def _calls(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    """Judge a call that only one run makes: both lists are there to be read and corrected."""
-    if (about["call"] in about["reference"]) == (about["call"] in about["target"]):
-        return Verdict(about["key"], "", "pass")
-    return Verdict(about["key"], "", "diverged", np.inf, about["said"])
-
-
-def _arguments(about: Mapping[str, Any], tensors: Mapping[str, Array]) -> Verdict:
-    """Judge a call whose tensors differ from the reference's."""
-    same = about["reference"] == about["target"]
-    return Verdict(about["key"], "", "pass" if same else "diverged", np.inf, about["said"])
-
-
-_KINDS = {
-    "operator": _operator,
-    "exchange": _exchange,
-    "input": _input,
-    "calls": _calls,
-    "arguments": _arguments,
-}
+    outputs = changed(replace(call, inputs=call.outputs, kwargs={}), copied).inputs
+    return replace(changed(call, copied), outputs=outputs, parameters={})
