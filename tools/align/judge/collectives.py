@@ -112,6 +112,10 @@ KINDS: Mapping[str, tuple[Replay, Sequence[str]]] = {
 """Each kind of collective: what its ranks receive, and the names of its arguments."""
 
 
+MESSAGE = "message"
+"""The kind of a send and the receive that belongs to it, which are no collective."""
+
+
 def kind_of(call: Call) -> str | None:
     """Return the kind of collective that a call is; None: it is not a collective."""
     short = _short(call).replace("_", "")
@@ -125,7 +129,7 @@ class Received(NamedTuple):
         call: The rank's call.
         verdict: The verdict on what it received.
         group: Ranks that belong together.
-        kind: Kind of collective, as in :data:`KINDS`, or ``recv``.
+        kind: Kind of collective, as in :data:`KINDS`, or :data:`MESSAGE`.
         keys: Key of the call on each rank of the group.
         expected: What each rank of the group should have received; empty: unknown.
     """
@@ -152,64 +156,73 @@ def is_exchange(call: Call) -> bool:
     return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
 
 
-def judged_collectives(
+class Meeting(NamedTuple):
+    """The calls of several ranks that belong together: a collective, or a message.
+
+    Attributes:
+        kind: Kind of collective, as in :data:`KINDS`, or :data:`MESSAGE`.
+        group: Ranks that belong together; of a message the one that sends, then the one that receives.
+        keys: Key of the call on each of them that is in the dump.
+        given: A call whose operation is believed.
+    """
+
+    kind: str
+    group: list[int]
+    keys: dict[int, str]
+    given: Call
+
+    def received(self, bound: Mapping[int, Mapping[str, Any]]) -> Pieces:
+        """Return what each rank of the group should receive, by what each has sent: its arguments, see :func:`bind`."""
+        settings = [bound[r] for r in self.group if r in bound]
+        parts = [own["input"] for own in settings]
+        if self.kind == MESSAGE:
+            return [parts[0]] * 2
+        return KINDS[self.kind][0](parts, self.group, settings)
+
+    @property
+    def senders(self) -> list[int]:
+        """The ranks that send something."""
+        return self.group[:1] if self.kind == MESSAGE else self.group
+
+
+def meetings(
     dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
-) -> Iterator[Received]:
-    """Yield what each rank received from each collective and each message.
+) -> list[Meeting]:
+    """Return the calls of all ranks of a step that belong together.
 
     The n-th call of a kind and group on one rank belongs to the n-th on the others, whatever its number in the dump.
 
     Args:
         references: The same ranks of a trusted run, which gives the groups.
     """
-    by_rank = {dump.rank: dump for dump in dumps}
-    found: dict[tuple[str, tuple[int, ...], int], dict[int, str]] = {}
-    about: dict[tuple[str, tuple[int, ...], int], Call] = {}
+    everybody = sorted(dump.rank for dump in dumps)
+    found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
     for dump in dumps:
         count: Counter[tuple[str, tuple[int, ...]]] = Counter()
         believed = (references or {}).get(dump.rank)
         for key, call in dump.calls.items():
-            if (kind := kind_of(call)) is None:
+            if not is_exchange(call):
                 continue
-            given = believed.calls.get(key, call) if believed else call
-            group = tuple(group_of(given) or sorted(by_rank))
-            meeting = kind, group, count[kind, group]
-            count[kind, group] += 1
-            found.setdefault(meeting, {})[dump.rank] = key
-            about.setdefault(meeting, given)
-    for meeting, keys in found.items():
-        yield from _judge_site(meeting[0], list(meeting[1]), keys, by_rank, about[meeting])
-    yield from _messages(by_rank)
+            kind, given = kind_of(call) or MESSAGE, call
+            if kind == MESSAGE:
+                group = _ends(call, dump.rank)
+            else:
+                given = believed.calls.get(key, call) if believed else call
+                group = group_of(given) or everybody
+            name = kind, tuple(group)
+            at = found.setdefault((*name, count[name]), Meeting(kind, group, {}, given))
+            at.keys[dump.rank] = key
+            count[name] += 1
+    return [*found.values()]
 
 
-def _messages(by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
-    """Yield what ranks received in messages: the n-th receive from a rank belongs to its n-th send."""
-    sent: dict[tuple[int, int], list[tuple[str, TensorRecord]]] = {}
-    for dump in by_rank.values():
-        for key, call in dump.calls.items():
-            if _short(call) in _SEND:
-                peer, record = _peer(call, ("dst", "dest_rank", "peer")), _first(call, False)
-                if peer is not None and record is not None:
-                    sent.setdefault((dump.rank, peer), []).append((key, record))
-    for rank, dump in by_rank.items():
-        left = {peer: iter(known) for (peer, to), known in sent.items() if to == rank}
-        for key, call in dump.calls.items():
-            if _short(call) not in _RECEIVE:
-                continue
-            peer, record = _peer(call, ("src", "src_rank", "peer")), _first(call, True)
-            if peer is None or record is None:
-                said = not_judged(key, "who sent it, or what came, is not in the dump")
-                yield Received(rank, call, said, [rank], "recv", {})
-                continue
-            message = next(left.get(peer, iter(())), None)
-            if message is None:
-                said = not_judged(key, f"what rank {peer} sent is not in the dump")
-                yield Received(rank, call, said, [peer, rank], "recv", {})
-                continue
-            expected = _loaded(message[1])
-            verdict = judge(key, "output.0", record.load(), expected, record.dtype)
-            keys = {peer: message[0], rank: key}
-            yield Received(rank, call, verdict, [peer, rank], "recv", keys, [expected] * 2)
+def judged_collectives(
+    dumps: Sequence[RankDump], references: Mapping[int, RankDump] | None = None
+) -> Iterator[Received]:
+    """Yield what each rank received from each collective and each message; arguments as of :func:`meetings`."""
+    by_rank = {dump.rank: dump for dump in dumps}
+    for meeting in meetings(dumps, references):
+        yield from _judge_site(meeting, by_rank)
 
 
 _SEND, _RECEIVE = {"send", "isend"}, {"recv", "irecv", "receive"}
@@ -220,13 +233,15 @@ def _short(call: Call) -> str:
     return rest.split(".")[-1].lower() if family in _FAMILIES else ""
 
 
-def _peer(call: Call, names: Sequence[str]) -> int | None:
-    for name in names:
-        value = call.kwargs.get(name)
-        if isinstance(value, Scalar) and isinstance(value.value, int):
-            return value.value
-    numbers = [v.value for v in call.inputs if isinstance(v, Scalar) and type(v.value) is int]
-    return numbers[0] if numbers else None
+def _ends(call: Call, rank: int) -> list[int]:
+    """Return which rank sends a message of a rank and which receives it; the rank alone: the dump does not show it."""
+    sends = _short(call) in _SEND
+    given = (call.kwargs.get(name) for name in ("dst", "dest_rank", "src", "src_rank", "peer"))
+    numbers = (v.value for v in (*given, *call.inputs) if isinstance(v, Scalar))
+    peer = next((n for n in numbers if type(n) is int), None)
+    if peer is None:
+        return [rank]
+    return [rank, peer] if sends else [peer, rank]
 
 
 def _first(call: Call, made: bool) -> TensorRecord | None:
@@ -247,64 +262,54 @@ def group_of(call: Call) -> list[int] | None:
     return None
 
 
-def _judge_site(
-    kind: str,
-    ranks: list[int],
-    keys: dict[int, str],
-    by_rank: Mapping[int, RankDump],
-    given: Call,
-) -> Iterator[Received]:
+def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[Received]:
+    kind, ranks, keys, given = meeting
+    calls = {rank: by_rank[rank].calls[key] for rank, key in keys.items()}
     expected, why = None, ""
-    absent = [r for r in ranks if r not in keys]
-    if absent:
+    absent = [r for r in meeting.senders if r not in keys]
+    if kind == MESSAGE and len(ranks) < 2:
+        why = "who sent it, or what came, is not in the dump"
+    elif absent:
         why = f"rank {absent[0]} of its group is not in the dump"
     else:
         try:
-            bound = [_bind(kind, by_rank[rank].calls[keys[rank]]) for rank in ranks]
-            parts = [_loaded(b["input"]) for b in bound]
-            bound[0]["op"] = _operation(_bind(kind, given))
-            expected = KINDS[kind][0](parts, ranks, bound)
+            bound = {rank: bind(kind, calls[rank]) for rank in meeting.senders}
+            bound[ranks[0]]["op"] = _operation({} if kind == MESSAGE else _bind(kind, given))
+            for own in bound.values():
+                own["input"] = _loaded(own["input"])
+            expected = meeting.received(bound)
         except (LookupError, ValueError, TypeError) as error:
             why = f"arguments do not fit {given.name}: {error}"
-    for i, rank in enumerate(ranks if expected is not None else keys):
-        key, call = keys[rank], by_rank[rank].calls[keys[rank]]
-        verdict = not_judged(key, why) if expected is None else _judge_rank(key, call, expected[i])
-        yield Received(rank, call, verdict, ranks, kind, keys, expected or ())
+    receivers = ranks if expected is not None else [*keys]
+    for rank in ranks[-1:] if kind == MESSAGE else receivers:
+        if (call := calls.get(rank)) is None or _short(call) in _SEND:
+            continue
+        own = not_judged(call.key, why)
+        if expected is not None:
+            own = _judge_rank(call, expected[ranks.index(rank)])
+        yield Received(rank, call, own, ranks, kind, keys, expected or ())
 
 
-def _judge_rank(key: str, call: Call, expected: Approx | Array) -> Verdict:
-    found = list(flat(call.outputs))
+def _judge_rank(call: Call, expected: Approx | Array) -> Verdict:
+    written = _first(call, True) if _short(call) in _RECEIVE else None
+    found = [written] if written is not None else list(flat(call.outputs))
     if not found:
-        return not_judged(key, "what it received was not dumped")
+        return not_judged(call.key, "what it received was not dumped")
     loaded = [record.load() for record in found]
     values = loaded[0] if len(loaded) == 1 else np.concatenate(loaded, 0)
-    return judge(key, "output.0", values, expected, found[0].dtype)
+    return judge(call.key, "output.0", values, expected, found[0].dtype)
 
 
 def bind(kind: str, call: Call) -> dict[str, Any]:
-    """Return the arguments of a collective by name, with the operation that it sums by.
+    """Return the arguments of a call that sends something by name, with the operation that a collective sums by.
 
     Raises:
         LookupError: Its input is not in the dump.
     """
-    found = _bind(kind, call)
+    found = {"input": _first(call, False)} if kind == MESSAGE else _bind(kind, call)
     if not isinstance(found.get("input"), TensorRecord):
         raise LookupError("its input was not dumped")
     return {**found, "op": _operation(found)}
-
-
-def message_of(call: Call) -> tuple[int, TensorRecord, bool]:
-    """Return the peer of a send or receive, its tensor, and whether it sends.
-
-    Raises:
-        LookupError: Either is not in the dump.
-    """
-    sends = _short(call) in _SEND
-    names = ("dst", "dest_rank", "peer") if sends else ("src", "src_rank", "peer")
-    peer, record = _peer(call, names), _first(call, not sends)
-    if peer is None or record is None:
-        raise LookupError("who sent it, or what came, is not in the dump")
-    return peer, record, sends
 
 
 def _bind(kind: str, call: Call) -> dict[str, Any]:

@@ -11,7 +11,6 @@ but at other points, so the squared difference of two runs is twice the sum of s
 """
 
 import math
-from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,14 +18,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
-from telechat_moe.tools.align.judge.collectives import (
-    KINDS,
-    bind,
-    group_of,
-    is_exchange,
-    kind_of,
-    message_of,
-)
+from telechat_moe.tools.align.judge.collectives import bind, is_exchange, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
@@ -67,8 +59,8 @@ class Followed:
         self._held: dict[int, dict[Any, Held | None]] = {r: {} for r in self._flows}
         """By the tensor's file, which all its uses may share, and by content."""
         self._before = before._held if before is not None else {}
-        self._sites: dict[Any, dict[int, Any]] = {}
-        self._counts: Counter[Any] = Counter()
+        self._meetings = {(r, k): m for m in meetings(ranks) for r, k in m.keys.items()}
+        self._sites: dict[int, dict[int, dict[str, Any]]] = {}
         self._stuck = False
         self._changed: dict[int, set[tuple[int, ...]]] = {r: set() for r in self._flows}
         """Integers that calls of each rank made in the dump, and make otherwise here."""
@@ -240,45 +232,27 @@ class Followed:
 
     def _exchange(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
         """Return what an exchange gives, as soon as all its ranks have come to it."""
-        kind = kind_of(call)
-        if kind is None:
-            return (yield from self._message(rank, call))
-        group = group_of(call) or sorted(self._flows)
-        name = kind, tuple(group)
-        site = self._sites.setdefault((*name, self._counts[rank, name]), {})
-        self._counts[rank, name] += 1
-        fed, given = self._fed(rank, call)
-        bound = bind(kind, fed)
-        place = next(p for p, t in fed.given() if t is bound["input"])
-        site[rank] = {**bound, "input": _term(given[place], bound["input"])}
-        while len(site) < len(group):
-            if self._stuck:
-                return {}
-            yield False
-        parts = [site[r] for r in group]
-        if parts[0].get("input_split_sizes") and any(self._changed.values()):
-            return {}  # the sizes follow from other choices
-        results = KINDS[kind][0]([p["input"] for p in parts], group, parts)
-        x = results[group.index(rank)]
+        meeting = self._meetings[rank, call.key]
+        site = self._sites.setdefault(id(meeting), {})
+        if rank in meeting.senders:
+            site[rank] = {}  # until what goes in is known
+            fed, given = self._fed(rank, call)
+            bound = bind(meeting.kind, fed)
+            place = next(p for p, t in fed.given() if t is bound["input"])
+            site[rank] = {**bound, "input": _term(given[place], bound["input"])}
         made = call.made()
-        return {p: _stored(x, t.dtype, True) for p, t in made} if len(made) == 1 else {}
-
-    def _message(self, rank: int, call: Call) -> Generator[bool, None, dict[str, Held]]:
-        """Send, or return what comes: the n-th message of one rank to another."""
-        peer, record, sends = message_of(call)
-        place = next(p for p, t in call.tensors() if t is record)
-        way = (rank, peer) if sends else (peer, rank)
-        number = self._counts[rank, way]
-        self._counts[rank, way] += 1
-        if sends:
-            self._sites[way, number] = {0: self._taken(rank, (call.key, place), record)}
+        if len(made) != 1:
             return {}
-        while (way, number) not in self._sites:
+        while len(site) < len(meeting.senders):
             if self._stuck:
                 return {}
             yield False
-        came = self._sites[way, number][0]
-        return {place: came} if came is not None else {}
+        if not all(site.values()):
+            return {}
+        if site[meeting.group[0]].get("input_split_sizes") and any(self._changed.values()):
+            return {}  # the sizes follow from other choices
+        x = meeting.received(site)[meeting.group.index(rank)]
+        return {p: _stored(x, t.dtype, True) for p, t in made}
 
 
 def _carry(call: Call, given: dict[str, Held], tensors: Sequence[Approx]) -> None:
