@@ -392,10 +392,10 @@ class _Points:
                 continue
             held = self.followed.applied(dump.rank, other.key, other.place)
             record = dict(dump.calls[other.key].tensors())[other.place]
-            if held is None or not set_part(whole, record.layout, dump.rank, held.value):
+            if held is None or not set_part(whole, record, dump.rank, held.value):
                 return None
             sigma = np.broadcast_to(held.sigma, held.value.shape)
-            set_part(squares, record.layout, dump.rank, np.square(sigma))
+            set_part(squares, record, dump.rank, np.square(sigma))
             seen += 1
         return (whole, float(squares.sum())) if seen and not np.isnan(whole).any() else None
 

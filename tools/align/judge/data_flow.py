@@ -5,8 +5,8 @@ A gradient that no call made is the sum of the gradients that the users of its t
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cache, cached_property
 from typing import TypeVar, cast
 
 import numpy as np
@@ -29,19 +29,15 @@ _BITS = 12  # unless their values have this many significant bits
 _WEIGHTS = {"weight", "bias", "gamma", "beta", "running_mean", "running_var"}
 
 
-@dataclass
 class DataFlow:
     """The data flow of one rank."""
 
-    dump: RankDump
-    tensors: dict[Place, TensorRecord] = field(init=False)
-    order: dict[str, int] = field(init=False)
-    _summed: dict[Place, list[Place]] = field(init=False, default_factory=dict[Place, list[Place]])
-    _kept: dict[Place, bool] = field(init=False, default_factory=dict[Place, bool])
-    _sent: dict[Place, list[Place]] = field(init=False, default_factory=dict[Place, list[Place]])
-    _noise: dict[str, float] | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
+    def __init__(self, dump: RankDump) -> None:
+        self.dump = dump
+        self.summed_from = cache(self._parts_of)
+        self.users_of = cache(self._users_of)
+        self.terms_of = cache(self._terms_of)
+        self._noise: dict[str, float] | None = None
         self.tensors = {
             (key, place): tensor
             for key, call in self.dump.calls.items()
@@ -165,7 +161,7 @@ class DataFlow:
         at = _gradient_place(self.dump.calls[place[0]], self.dump.calls[back], place[1])
         return (back, at) if at is not None and (back, at) in self.tensors else None
 
-    def parts_of(self, place: Place) -> list[Place]:
+    def _parts_of(self, place: Place) -> list[Place]:
         """Return earlier gradients whose sum is a tensor; empty: none were found."""
         record = self.tensors[place]
         if not is_float(record.dtype) or record.read is None:
@@ -200,10 +196,10 @@ class DataFlow:
         forward = key.removesuffix("backward") + "forward"
         return self.users_of((forward, name.replace("input", "output", 1)))
 
-    def terms_of(self, place: Place) -> list[Place]:
+    def _terms_of(self, place: Place) -> list[Place]:
         """Return the terms of a gradient: what its tensor's users sent back, or else gradients that add up to it."""
         users = self._sent_to(place)
-        if users and self.keeps(place, users):
+        if users and sum_verdict(self, place, users).status == "pass":
             return users
         known = place in self.content and not self.sources_of(place)
         return self.summed_from(place) if known else []
@@ -273,24 +269,10 @@ class DataFlow:
         """Return the outputs of a call."""
         return [(key, place) for place, _ in self.dump.calls[key].made()]
 
-    def summed_from(self, place: Place) -> list[Place]:
-        """Return :meth:`parts_of`, cached."""
-        if place not in self._summed:
-            self._summed[place] = self.parts_of(place)
-        return self._summed[place]
-
-    def keeps(self, came: Place, users: list[Place]) -> bool:
-        """Return whether a gradient is the sum of those that its users sent."""
-        if came not in self._kept:
-            self._kept[came] = sum_verdict(self, came, users).status == "pass"
-        return self._kept[came]
-
-    def users_of(self, output: Place) -> list[Place]:
+    def _users_of(self, output: Place) -> list[Place]:
         """Return the gradients that the calls using an output send back for it."""
-        if output not in self._sent:
-            takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
-            self._sent[output] = self._gradients_of(takers)
-        return self._sent[output]
+        takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
+        return self._gradients_of(takers)
 
     def inputs(self) -> Iterator[Place]:
         """Yield the inputs and parameters of every call, in order."""

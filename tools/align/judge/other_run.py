@@ -14,9 +14,9 @@ equal checksums show that tensors are equal.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from statistics import median
 from typing import Any
 
@@ -117,13 +117,12 @@ class _Answer:
         return np.sqrt(total)
 
 
-@dataclass
 class OtherRun:
     """Judges calls of a rank by those of the trusted run, which have the same keys."""
 
-    reference: RankDump
-    target: RankDump
-    _answers: dict[str, _Answer] = field(default_factory=dict[str, _Answer])
+    def __init__(self, reference: RankDump, target: RankDump) -> None:
+        self.reference, self.target = reference, target
+        self._answer = cache(self._answer_of)
 
     def judged(self, call: Call, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """Return the verdicts of a call; where one is "not judged", the other run's answer to it."""
@@ -215,20 +214,23 @@ class OtherRun:
             return not_judged(call.key, f"{why}; {said}", place)
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
 
-    def _answer(self, key: str) -> _Answer:
-        if key not in self._answers:
-            ours, theirs = self.target.calls[key], self.reference.calls[key]
-            fed = [_distance(*pair) for pair in _fed(ours, theirs, self.target, self.reference)]
-            given = [d for d in fed if d is not None]
-            golden = dict(theirs.tensors())
-            made = {p: _distance(t, golden.get(p)) for p, t in ours.made()}
-            flow = [(given[: len(ours.given())], [d for d in made.values() if d is not None])]
-            forward = _forward_key(ours)
-            if forward != key and forward in self.target.calls and forward in self.reference.calls:
-                flow += self._answer(forward).flow
-            own, known = _own(ours, theirs), len(given) == len(fed)
-            self._answers[key] = _Answer(given, made, own, flow if known else [], known)
-        return self._answers[key]
+    def _answer_of(self, key: str) -> _Answer:
+        ours, theirs = self.target.calls[key], self.reference.calls[key]
+        pairs, forward = [(ours, theirs)], ours.forward_key
+        if forward != key and forward in self.target.calls and forward in self.reference.calls:
+            pairs.append((self.target.calls[forward], self.reference.calls[forward]))
+        goldens = [dict(other.tensors()) for _, other in pairs]
+        fed = [
+            _distance(t, golden.get(place))
+            for (mine, _), golden in zip(pairs, goldens, strict=True)
+            for place, t in mine.given()
+        ]
+        given = [d for d in fed if d is not None]
+        made = {p: _distance(t, goldens[0].get(p)) for p, t in ours.made()}
+        flow = [(given[: len(ours.given())], [d for d in made.values() if d is not None])]
+        flow += self._answer(forward).flow if pairs[1:] else []
+        own, known = _own(ours, theirs), len(given) == len(fed)
+        return _Answer(given, made, own, flow if known else [], known)
 
     def _gains(self, call: Call, rows: Array) -> tuple[float, float]:
         """Return the gain that a call usually has, and the largest that it may have."""
@@ -333,11 +335,6 @@ def _of_rows(sizes: Array, count: int) -> Array:
     return sizes if len(sizes) == count else np.full(count, np.sqrt(np.mean(np.square(sizes))))
 
 
-def _forward_key(call: Call) -> str:
-    back = call.phase is Phase.BACKWARD
-    return call.key.replace(".backward", ".forward") if back else call.key
-
-
 def _kind(call: Call) -> Any:
     """Return what peers have in common: operator, phase and widths of their tensors."""
     return call.name, call.phase, tuple((place, t.shape[-1:]) for place, t in call.tensors())
@@ -353,20 +350,6 @@ def _distance(mine: TensorRecord, other: TensorRecord | None) -> Distance | None
     if other is None or is_float(mine.dtype) != is_float(other.dtype):
         return None
     return distance(other, mine) if is_float(mine.dtype) else differing(other, mine)
-
-
-def _fed(
-    ours: Call, theirs: Call, target: RankDump, reference: RankDump
-) -> Iterator[tuple[TensorRecord, TensorRecord | None]]:
-    """Yield what goes into a call in both runs; a backward call is also fed what its forward call was."""
-    calls = [(ours, theirs)]
-    if ours.phase is Phase.BACKWARD:
-        key = _forward_key(ours)
-        mine, other = target.calls.get(key), reference.calls.get(key)
-        calls += [(mine, other)] if mine is not None and other is not None else []
-    for mine, other in calls:
-        golden = dict(other.tensors())
-        yield from ((t, golden.get(place)) for place, t in mine.given())
 
 
 def _own(ours: Call, theirs: Call) -> float:

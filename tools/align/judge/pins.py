@@ -9,7 +9,7 @@ runs. Within that the other run's choice is legal here, whatever this run chose;
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,6 @@ from telechat_moe.tools.align.dump.records import (
     Call,
     Phase,
     RankDump,
-    TensorLayout,
     TensorRecord,
 )
 from telechat_moe.tools.align.judge.data_flow import Place
@@ -177,7 +176,7 @@ class Believed:
         self.ranks, self.kind, self.factor = ranks, kind, factor
         self.seen: list[Chosen] = []
         self._updates = named(ranks, weight_of)
-        self._wholes: dict[tuple[str, str], Array | None] = {}
+        self._whole = cache(self._merged)
 
     @cached_property
     def _choices(self) -> Mapping[tuple[int, int], tuple[Array, Array]]:
@@ -202,22 +201,16 @@ class Believed:
                 state = place.removeprefix("input.")
                 if state not in STATES or record.read is None or weight is None:
                     continue
-                whole = self.whole(weight, place)
-                part = (
-                    None
-                    if whole is None
-                    else part_of(whole, record.layout, dump.rank, record.shape)
-                )
-                if part is not None:
-                    found[key, place] = part
+                whole = self._whole(weight, place)
+                index = None if whole is None else _index(whole.shape, record, dump.rank)
+                if whole is not None and index is not None:
+                    found[key, place] = whole.reshape(-1)[index].reshape(record.shape)
         return found
 
-    def whole(self, weight: str, place: str) -> Array | None:
+    def _merged(self, weight: str, place: str) -> Array | None:
         """Return a tensor of a weight's update, merged over all ranks; None: not known."""
-        if (weight, place) not in self._wholes:
-            merged = put_together(self._updates.get(weight, ()), place)
-            self._wholes[weight, place] = merged and merged.values
-        return self._wholes[weight, place]
+        merged = put_together(self._updates.get(weight, ()), place)
+        return merged and merged.values
 
     def chosen(self, dump: RankDump, call: Call, choice: Choice, scores: Held) -> Array | None:
         """Return the indices that the trusted run chose from such scores; None: not known."""
@@ -253,27 +246,17 @@ def _finite(scores: Array) -> Array:
     return np.nan_to_num(scores, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def part_of(
-    whole: Array, layout: TensorLayout | None, rank: int, shape: tuple[int, ...]
-) -> Array | None:
-    """Return a rank's shard of a whole tensor; None: the layout does not fit."""
-    index = _index(whole.shape, layout, rank, shape)
-    return None if index is None else whole.reshape(-1)[index].reshape(shape)
-
-
-def set_part(whole: Array, layout: TensorLayout | None, rank: int, part: Array) -> bool:
-    """Set a rank's shard of a whole tensor; return whether the layout fits."""
-    index = _index(whole.shape, layout, rank, part.shape)
+def set_part(whole: Array, record: TensorRecord, rank: int, part: Array) -> bool:
+    """Set a rank's shard of a whole tensor; return whether its layout fits."""
+    index = _index(whole.shape, record, rank)
     if index is not None:
         whole.reshape(-1)[index] = part.reshape(-1)
     return index is not None
 
 
-def _index(
-    whole: tuple[int, ...], layout: TensorLayout | None, rank: int, shape: tuple[int, ...]
-) -> Array | None:
+def _index(whole: tuple[int, ...], record: TensorRecord, rank: int) -> Array | None:
     """Return which elements of a flattened tensor a rank has, in its order; None: the layout does not fit."""
-    number = np.arange(math.prod(whole)).reshape(whole)
+    number, layout, shape = np.arange(math.prod(whole)).reshape(whole), record.layout, record.shape
     if layout is None or number.size == math.prod(shape):
         return number.reshape(-1) if number.size == math.prod(shape) else None
     keys = {ShardKey(r): shape for r in layout.ranks}

@@ -5,15 +5,15 @@ their inputs give, the reference is wrong. Else both compute correctly, but some
 in the calls differ, or another formula.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
+from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.fault_arguments import leaves
 from telechat_moe.tools.align.judge.points import Point, weight_of
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.verdict import worst
@@ -44,27 +44,16 @@ class Side(NamedTuple):
         return f"{said} ({self.line})" if self.line else said
 
 
-@dataclass
 class Sides:
     """Both runs in one step, and the tensors that were compared."""
 
-    reference: Sequence[RankDump]
-    target: Sequence[RankDump]
-    agreed: list[tuple[Point, Point]] = field(default_factory=list[tuple[Point, Point]])
-    _flows: dict[int, DataFlow] = field(default_factory=dict[int, DataFlow])
-
-    def flow(self, run: Sequence[RankDump], point: Point) -> DataFlow | None:
-        """Return the data flow of the rank that has a tensor."""
-        dump = next((r for r in run if r.rank == point.rank and point.key in r.calls), None)
-        if dump is None:
-            return None
-        if id(dump) not in self._flows:
-            self._flows[id(dump)] = DataFlow(dump)
-        return self._flows[id(dump)]
+    def __init__(self, reference: Sequence[RankDump], target: Sequence[RankDump]) -> None:
+        self.reference, self.target = ([DataFlow(r) for r in run] for run in (reference, target))
+        self.agreed: list[tuple[Point, Point]] = []
 
     def position(self, point: Point) -> float:
         """Return where a tensor of the target stands in the data flow: at the call that made it, or that uses it first."""
-        flow = self.flow(self.target, point)
+        flow = _flow(self.target, point)
         return 0.0 if flow is None else flow.position((point.key, point.place))
 
     def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
@@ -108,17 +97,17 @@ class Sides:
         ]
 
     def _wrong(self, call: Call) -> str:
-        dump = next(r for r in self.reference if r.calls.get(call.key) is call)
+        dump = next(f.dump for f in self.reference if f.dump.calls.get(call.key) is call)
         found = worst(replay_call(call, dump.calls.get(call.forward_key)))
         return f"{call.key}: {found.reason}" if found.status == "diverged" else ""
 
-    def _side(self, run: Sequence[RankDump], point: Point, agreed: Iterable[Point]) -> Side:
-        flow = self.flow(run, point)
+    def _side(self, run: Sequence[DataFlow], point: Point, agreed: Iterable[Point]) -> Side:
+        flow = _flow(run, point)
         if flow is None:
             return Side("", [], "")
         known: set[bytes] = set()
         for p in agreed:
-            own = self.flow(run, p)
+            own = _flow(run, p)
             if own is not None:
                 places = p.parts or ((p.key, p.place),)
                 known |= {c for place in places if (c := own.content.get(place))}
@@ -133,6 +122,11 @@ class Sides:
             0
         ]  # of a graph, whose names have the module
         return Side(path or own, calls, line)
+
+
+def _flow(run: Sequence[DataFlow], point: Point) -> DataFlow | None:
+    """Return the data flow of the rank that has a tensor."""
+    return next((f for f in run if f.dump.rank == point.rank and point.key in f.dump.calls), None)
 
 
 def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:
@@ -170,23 +164,13 @@ def differing(reference: Sequence[Call], target: Sequence[Call]) -> str:
 def _numbers(call: Call) -> Iterator[tuple[float, str]]:
     """Yield the numbers among the arguments of a call, with words for them."""
     operator = call.name.rsplit(".", 1)[-1]
+    plain = {place.removeprefix("input."): _plain(value) for place, value in leaves(call)}
     if call.phase is Phase.OPTIMIZER:
-        yield from _rule(call)
+        yield from _rule({name: value for name, value in plain.items() if value is not None})
         return
-
-    def flat(name: str, value: Value | Mapping[str, Value]) -> Iterator[tuple[str, object]]:
-        if isinstance(value, list | Mapping):
-            items = enumerate(value) if isinstance(value, list) else value.items()
-            for _, item in items:
-                yield from flat(name, item)
-        elif isinstance(value, Scalar):
-            yield name, value.value
-        elif isinstance(value, TensorRecord) and not value.shape and value.read is not None:
-            yield name, value.load().item()
-
-    pairs = [("", v) for v in call.inputs] + [*call.kwargs.items()]
-    for name, value in (x for n, v in pairs for x in flat(n, v)):
-        title = f"{name} of {operator}" if name else operator
+    for place, value in plain.items():
+        name = place.partition(".")[0]
+        title = operator if name.isdigit() else f"{name} of {operator}"
         if name == "prog":
             bits = [int(b) for b in str(value).split() if b.isdigit() and int(b) > _PROGRAM]
             sizes = {n for _, t in call.tensors() for n in t.shape}
@@ -197,13 +181,18 @@ def _numbers(call: Call) -> Iterator[tuple[float, str]]:
             yield value, f"{value:.6g} ({title})"
 
 
-def _rule(call: Call) -> Iterator[tuple[float, str]]:
+def _plain(value: Value) -> Any:
+    """Return an argument as Python has it; None for a tensor of several elements."""
+    if isinstance(value, TensorRecord):
+        return None if value.shape or value.read is None else value.load().item()
+    return getattr(value, "value", None)
+
+
+def _rule(plain: dict[str, Any]) -> Iterator[tuple[float, str]]:
     """Yield the settings of an update that do not depend on how it is written."""
-    given = {k: v for k, v in call.kwargs.items() if not isinstance(v, list)}
-    betas = call.kwargs.get("betas")
-    given |= dict(zip(("beta1", "beta2"), betas, strict=False)) if isinstance(betas, list) else {}
-    plain = {k: v.value if isinstance(v, Scalar) else v.load().item() for k, v in given.items()
-             if isinstance(v, Scalar) or (isinstance(v, TensorRecord) and not v.shape and v.read)}  # fmt: skip
+    plain |= {
+        n: plain[f"betas.{i}"] for i, n in enumerate(("beta1", "beta2")) if f"betas.{i}" in plain
+    }
     if "lr" in plain and "weight_decay" in plain:
         plain["weight_decay x lr"] = float(plain["weight_decay"]) * float(plain["lr"])
     if "eps" in plain and "beta2" in plain:  # without a step, it was corrected for bias already

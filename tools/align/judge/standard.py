@@ -9,7 +9,7 @@ steps after it.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from telechat_moe.tools.align.compare.measures import Check
@@ -62,7 +62,7 @@ class Standard:
         self._checks: dict[tuple[str, str], Sequence[Check]] = {}  # of the last call
         self.flips: list[tuple[int, int, str]] = []
         self._reference, self._target, self._third = reference, target, third
-        self._thirds: dict[tuple[int, int], RankDump | None] = {}
+        self._third_of = cache(self._aligned)
 
     def verdicts(self, call: Call, reference: RankDump, target: RankDump) -> list[Verdict]:
         """Return the verdicts of a call of the target on its tensors."""
@@ -201,12 +201,9 @@ class Standard:
                 self.flips.append((*_place(call, target), v.key))
         return left
 
-    def _third_of(self, step: int, rank: int) -> RankDump | None:
-        at = step, rank
-        if at not in self._thirds:
-            third = self._third.ranks.get(at) if self._third is not None else None
-            self._thirds[at] = third and aligned(self._reference.ranks[at], third)[0]
-        return self._thirds[at]
+    def _aligned(self, step: int, rank: int) -> RankDump | None:
+        third = self._third.ranks.get((step, rank)) if self._third is not None else None
+        return third and aligned(self._reference.ranks[step, rank], third)[0]
 
     @cached_property
     def _orders(self) -> dict[tuple[int, int, str], int]:
