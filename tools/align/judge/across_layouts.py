@@ -30,7 +30,7 @@ from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
 from telechat_moe.tools.align.judge.pairing import narrowest_of
-from telechat_moe.tools.align.judge.pins import Believed, chose_otherwise, narrowest, set_part
+from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
 from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weight_of
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
@@ -380,36 +380,36 @@ class _Points:
         standard.keep(step, other.rank, [found])
         return found.status, f"{name}: {found.reason}", found.ratio
 
+    def _held(
+        self, other: Point, ranks: Sequence[RankDump]
+    ) -> Iterator[tuple[int, TensorRecord, Held | None]]:
+        """Yield of each rank that has a tensor its record, and it as the followed program makes it."""
+        for dump in ranks:
+            if dump.rank in other.ranks and other.key in dump.calls:
+                held = self.followed and self.followed.applied(dump.rank, other.key, other.place)
+                yield dump.rank, dict(dump.calls[other.key].tensors())[other.place], held
+
     def _followed(
         self, other: Point, y: Array, ranks: Sequence[RankDump]
     ) -> tuple[Array, float] | None:
         """Return a tensor as the followed program makes it, and its sum of squared deviations; None: not known."""
+        whole, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
         if self.followed is None or other.place.removeprefix("input.") in STATES:
             return None
-        whole, squares, seen = np.full(y.shape, np.nan), np.zeros(y.shape), 0
-        for dump in ranks:
-            if dump.rank not in other.ranks or other.key not in dump.calls:
-                continue
-            held = self.followed.applied(dump.rank, other.key, other.place)
-            record = dict(dump.calls[other.key].tensors())[other.place]
-            if held is None or not set_part(whole, record, dump.rank, held.value):
+        for rank, record, held in self._held(other, ranks):
+            if held is None or not set_part(whole, record, rank, held.value):
                 return None
             sigma = np.broadcast_to(held.sigma, held.value.shape)
-            set_part(squares, record, dump.rank, np.square(sigma))
-            seen += 1
-        return (whole, float(squares.sum())) if seen and not np.isnan(whole).any() else None
+            set_part(squares, record, rank, np.square(sigma))
+        return None if np.isnan(whole).any() else (whole, float(squares.sum()))
 
     def _squares(self, other: Point, ranks: Sequence[RankDump], size: int) -> float | None:
         """Return the sum of squared deviations of a tensor of so many elements; None: not known."""
-        found: list[float] = []
-        for dump in ranks:
-            if dump.rank not in other.ranks or other.key not in dump.calls:
-                continue
-            held = self.followed and self.followed.applied(dump.rank, other.key, other.place)
-            if held is None:
-                return None
-            found.append(float(np.mean(np.square(held.sigma, dtype=np.float64))))
-        return float(np.mean(found)) * size if found and self.coarser == 1 else None
+        found = [held for _, _, held in self._held(other, ranks)]
+        known = [np.mean(np.square(h.sigma, dtype=np.float64)) for h in found if h is not None]
+        if not found or len(known) < len(found) or self.coarser != 1:
+            return None
+        return float(np.mean(known)) * size
 
     def _limit(
         self, one: Point, other: Point, y: Array, squares: float | None, before: bool

@@ -122,35 +122,6 @@ def kind_of(call: Call) -> str | None:
     return short if short in KINDS else None
 
 
-class Received(NamedTuple):
-    """What a rank received from a collective.
-
-    Attributes:
-        call: The rank's call.
-        verdict: The verdict on what it received.
-        group: Ranks that belong together.
-        kind: Kind of collective, as in :data:`KINDS`, or :data:`MESSAGE`.
-        keys: Key of the call on each rank of the group.
-        expected: What each rank of the group should have received; empty: unknown.
-    """
-
-    rank: int
-    call: Call
-    verdict: Verdict
-    group: list[int]
-    kind: str
-    keys: dict[int, str]
-    expected: Pieces = ()
-
-
-class Exchange(NamedTuple):
-    """What a rank received, with all ranks of the step in both runs."""
-
-    received: Received
-    target: Mapping[int, RankDump]
-    reference: Mapping[int, RankDump]
-
-
 def is_exchange(call: Call) -> bool:
     """Return whether a call is a collective, a send or a receive."""
     return kind_of(call) is not None or _short(call) in _SEND | _RECEIVE
@@ -183,6 +154,31 @@ class Meeting(NamedTuple):
     def senders(self) -> list[int]:
         """The ranks that send something."""
         return self.group[:1] if self.kind == MESSAGE else self.group
+
+
+class Received(NamedTuple):
+    """What a rank received.
+
+    Attributes:
+        call: The rank's call.
+        verdict: The verdict on what it received.
+        meeting: The calls that belong together.
+        expected: What each rank of the group should have received; empty: unknown.
+    """
+
+    rank: int
+    call: Call
+    verdict: Verdict
+    meeting: Meeting
+    expected: Pieces = ()
+
+
+class Exchange(NamedTuple):
+    """What a rank received, with all ranks of the step in both runs."""
+
+    received: Received
+    target: Mapping[int, RankDump]
+    reference: Mapping[int, RankDump]
 
 
 def meetings(
@@ -287,7 +283,7 @@ def _judge_site(meeting: Meeting, by_rank: Mapping[int, RankDump]) -> Iterator[R
         own = not_judged(call.key, why)
         if expected is not None:
             own = _judge_rank(call, expected[ranks.index(rank)])
-        yield Received(rank, call, own, ranks, kind, keys, expected or ())
+        yield Received(rank, call, own, meeting, expected or ())
 
 
 def _judge_rank(call: Call, expected: Approx | Array) -> Verdict:
@@ -357,14 +353,14 @@ def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str
     if len(values) != 1 or values[0].read is None or not is_float(values[0].dtype):
         return None
     x, dtype = values[0].load().astype(np.float64), values[0].dtype
-    group, rank = received.group, received.rank
+    rank, (kind, group, *_) = received.rank, received.meeting
     for other, own in zip(group, received.expected, strict=False):
         if other != rank and isinstance(own, Approx) and own.shape == x.shape:
             right = received.expected[group.index(rank)]
             same = isinstance(right, Approx) and np.array_equal(own.value, right.value)
             if not same and np.all(np.abs(x - own.value) <= own.bound(dtype)):
                 return "wrong order", f"rank {rank} has what rank {other} should have"
-    if "reduce" not in received.kind or not np.any(x):
+    if "reduce" not in kind or not np.any(x):
         return None
     parts = _parts(received, dumps, x)
     return _weighed(x, parts, received, dtype) or _other_reduction(x, parts, group, dtype)
@@ -373,18 +369,18 @@ def explain(received: Received, dumps: Mapping[int, RankDump]) -> tuple[str, str
 def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[int, Array]:
     """Return what each rank contributed to this rank's tensor."""
     found: dict[int, Array] = {}
-    own = received.keys[received.rank]
+    kind, group, keys, _ = received.meeting
     for rank, dump in dumps.items():
-        call = dump.calls.get(received.keys.get(rank) or own)
+        call = dump.calls.get(keys.get(rank) or received.call.key)
         try:
-            if call is None or kind_of(call) != received.kind:
+            if call is None or kind_of(call) != kind:
                 continue
-            part = _loaded(_bind(received.kind, call)["input"])
+            part = _loaded(_bind(kind, call)["input"])
         except (LookupError, TypeError):
             continue
         value = part.value if isinstance(part, Approx) else part.astype(np.float64)
-        if received.kind != "allreduce" and len(value) == len(x) * len(received.group):
-            at = received.group.index(received.rank)
+        if kind != "allreduce" and len(value) == len(x) * len(group):
+            at = group.index(received.rank)
             value = value[at * len(x) : (at + 1) * len(x)]
         if value.shape == x.shape:
             found[rank] = value
@@ -394,7 +390,7 @@ def _parts(received: Received, dumps: Mapping[int, RankDump], x: Array) -> dict[
 def _weighed(
     x: Array, parts: dict[int, Array], received: Received, dtype: str
 ) -> tuple[str, str] | None:
-    group, rank = received.group, received.rank
+    group, rank = received.meeting.group, received.rank
     ranks = [*(r for r in group if r in parts), *sorted(r for r in parts if r not in group)]
     if rank not in parts or not np.all(np.isfinite(x)):
         return None

@@ -73,25 +73,21 @@ def family_of(finding: "Wrong") -> Answer:
     setting = _wrong_setting(call, finding)
     if setting is not None:
         return setting
-    tensor = dict(call.tensors()).get(verdict.place)
-    right = finding.wanted() if tensor is not None and tensor.read is not None else None
-    if tensor is None or right is None:
+    difference = _difference(finding)
+    if difference is None:
         return "unknown", ""
-    found = tensor.load()
-    if right[0].size != found.size:
-        return "shape", f"shape {list(found.shape)}, expected {list(right[0].shape)}"
-    value, bound = (y.reshape(found.shape) for y in right)
+    x, value, tensor = difference.x, difference.value, difference.tensor
+    if value.shape != x.shape:
+        return "shape", f"shape {list(x.shape)}, expected {list(value.shape)}"
     if not is_float(tensor.dtype):
-        return finding.elsewhere(found) or _of_integers(found, value)
-    x = found.astype(np.float64)
-    difference = _Difference(x, value, bound, call, tensor, finding)
+        return finding.elsewhere(tensor.load()) or _of_integers(x, value)
     # A mask explains best why values pass; several wrong outputs share one cause, which is an argument.
     answer = other_mask(x, finding)
     masked = any(t.dtype == "bool" for _, t in call.tensors())
     if finding.wrong_outputs > 1 or (masked and not np.all(np.isfinite(x))):
         answer = answer or other_arguments(x, finding)
     answer = answer or difference.explained() or wrong_backward(x, finding)
-    answer = answer or finding.elsewhere(found) or other_arguments(x, finding)
+    answer = answer or finding.elsewhere(tensor.load()) or other_arguments(x, finding)
     answer = answer or _row_sum(difference) or _precision(difference) or _region(difference)
     if answer is None and finding.comes_from_outside:
         size = float(np.linalg.norm(value)) or 1.0
@@ -106,7 +102,7 @@ def of_received(received: Received, dumps: Mapping[int, RankDump]) -> Answer:
     tensor = dict(call.tensors()).get(verdict.place)
     if tensor is None or tensor.read is None or not received.expected:
         return "wrong exchange", verdict.reason
-    expected = received.expected[received.group.index(received.rank)]
+    expected = received.expected[received.meeting.group.index(received.rank)]
     found, value = tensor.load(), values_of(expected)
     if value.shape != found.shape:
         return "shape", f"shape {list(found.shape)}, expected {list(value.shape)}"
@@ -124,7 +120,7 @@ def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) 
     content = digest(found)
     for rank, dump in dumps.items():
         for key, call in dump.calls.items():
-            if key == received.keys.get(rank, received.call.key):
+            if key == received.meeting.keys.get(rank, received.call.key):
                 break
             for place, tensor in call.made():
                 same = tensor.shape == found.shape and tensor.read is not None
@@ -133,18 +129,24 @@ def _elsewhere(found: Array, received: Received, dumps: Mapping[int, RankDump]) 
     return None
 
 
-def residual(finding: "Wrong") -> Array | None:
-    """Return the difference of a wrong tensor from the right one, over its bound; None: the right one is unknown."""
+def _difference(finding: "Wrong") -> _Difference | None:
+    """Return a wrong tensor and the right one, in its shape if sizes are equal; None: either is unknown."""
     tensor = dict(finding.call.tensors()).get(finding.verdict.place)
     right = finding.wanted() if tensor is not None and tensor.read is not None else None
-    if right is None or tensor is None:
+    if tensor is None or right is None:
         return None
-    found = tensor.load().astype(np.float64)
-    if right[0].size != found.size:
+    x = tensor.load().astype(np.float64)
+    value, bound = (y.reshape(x.shape) if y.size == x.size else y for y in right)
+    return _Difference(x, value, bound, finding.call, tensor, finding)
+
+
+def residual(finding: "Wrong") -> Array | None:
+    """Return the difference of a wrong tensor from the right one, over its bound; None: the right one is unknown."""
+    d = _difference(finding)
+    if d is None or d.value.shape != d.x.shape:
         return None
-    value, bound = (x.reshape(found.shape) for x in right)
     with np.errstate(all="ignore"):
-        return (found - value) / np.where(bound > 0, bound, 1.0)
+        return (d.x - d.value) / np.where(d.bound > 0, d.bound, 1.0)
 
 
 def _wrong_setting(call: Call, finding: "Wrong") -> Answer | None:

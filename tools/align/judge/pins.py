@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,17 +53,23 @@ class Choice(NamedTuple):
         scores: Place of the scores [..., candidate].
         bias: Place of what is added to the scores [candidate]; empty: nothing.
         sign: -1 where the smallest are chosen.
+        axis: Dimension of the candidates, which the indices may lack.
     """
 
     chosen: str
     scores: str
     bias: str
     sign: float
+    axis: int = -1
 
     def of(self, call: Call) -> tuple[Array, Array]:
         """Return the scores [row, candidate] that a call has in its dump, and its indices [row, slot]."""
         records = dict(call.tensors())
-        scores, index = (_rows(records[place].load()) for place in (self.scores, self.chosen))
+        scores, index = (np.asarray(records[p].load()) for p in (self.scores, self.chosen))
+        index = index if index.ndim == scores.ndim else np.expand_dims(index, self.axis)
+        scores, index = (
+            np.moveaxis(x, self.axis, -1).reshape(-1, x.shape[self.axis]) for x in (scores, index)
+        )
         if self.bias:
             scores = scores + records[self.bias].load()
         return self.sign * scores.astype(np.float64), index.astype(np.int64)
@@ -131,10 +138,6 @@ def _candidates(call: Call) -> Iterator[Choice]:
             for bias in (*biases, ""):
                 if name != bias:
                     yield from (Choice(place, name, bias, sign) for sign in (1.0, -1.0))
-
-
-def _rows(x: Array) -> Array:
-    return x.reshape(-1, x.shape[-1])
 
 
 class Chosen(NamedTuple):
@@ -290,27 +293,25 @@ def by_own_scores(reference: Call, target: Call, place: str) -> bool | None:
     are chosen from, so fused routers need no list of names. None: its indices are no choice by an input, or the
     target's are off by no more than roundings within the operator explain.
     """
-    records = [dict(call.tensors()).get(place) for call in (reference, target)]
-    if any(r is None or r.read is None for r in records):
+    golden, mine = (dict(call.tensors()) for call in (reference, target))
+    index = golden.get(place)
+    if index is None or place not in mine:
         return None
-    one, other = (np.asarray(r.load()) for r in records if r is not None)
-    for (name, mine), (same, theirs) in zip(_floats(reference), _floats(target), strict=False):
-        if name != same or mine.shape != theirs.shape or mine.read is None or theirs.read is None:
+    for name, record in reference.given():
+        other = mine.get(name, index)
+        records = index, mine[place], record, other
+        alike = is_float(record.dtype) and is_float(other.dtype) and record.shape == other.shape
+        if not alike or any(r.read is None for r in records):
             continue
-        for axis in _axes(mine.shape, one.shape):
-            wide = mine.shape[axis]
-            right, own = (
-                _along(c if c.ndim == len(mine.shape) else np.expand_dims(c, axis), axis)
-                for c in (one, other)
-            )
+        for axis, sign in product(_axes(record.shape, index.shape), (1.0, -1.0)):
+            choice = Choice(place, name, "", sign, axis)
+            scores, right = choice.of(reference)
+            wide = scores.shape[1]
             if right.size and not 0 <= right.min() <= right.max() < wide:
                 continue
-            scores = [_along(np.asarray(r.load(), np.float64), axis) for r in (mine, theirs)]
-            for sign in (1.0, -1.0):
-                golden, ours = (sign * s for s in scores)
-                ranked = _in_order(golden, right)
-                if explained(golden, right).all() and (ranked or wide > right.shape[1]):
-                    return _chosen_by(ours, own, ranked, FLOATS[theirs.dtype].unit)
+            ranked = _in_order(scores, right)
+            if explained(scores, right).all() and (ranked or wide > right.shape[1]):
+                return _chosen_by(*choice.of(target), ranked, FLOATS[other.dtype].unit)
     return None
 
 
@@ -331,10 +332,6 @@ def _in_order(scores: Array, chosen: Array) -> bool:
     return bool(np.all(np.diff(np.take_along_axis(scores, chosen, 1), axis=1) <= 0))
 
 
-def _floats(call: Call) -> list[tuple[str, TensorRecord]]:
-    return [(place, r) for place, r in call.given() if is_float(r.dtype) and r.shape]
-
-
 def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
     """Return the dimensions along which indices of that shape may have been chosen, the last first."""
     found: list[int] = []
@@ -344,11 +341,6 @@ def _axes(scores: tuple[int, ...], indices: tuple[int, ...]) -> list[int]:
         if (same and indices[d] <= scores[d]) or indices == kept:
             found.append(d)
     return found
-
-
-def _along(x: Array, axis: int) -> Array:
-    """Return an array of integers or scores as a matrix with one dimension along the rows."""
-    return np.moveaxis(x, axis, -1).reshape(-1, x.shape[axis])
 
 
 def explained(scores: Array, chosen: Array) -> Array:

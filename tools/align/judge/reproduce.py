@@ -125,7 +125,7 @@ def _involved(finding: Finding, about: Wrong | Exchange) -> tuple[str, list[_Pla
     """Return what is wrong in words, and the calls of the reference and of the target that show it."""
     said = finding.verdict.reason
     if isinstance(about, Exchange):
-        keys, step = about.received.keys.items(), finding.step
+        keys, step = about.received.meeting.keys.items(), finding.step
         theirs = [
             (step, r, _bare(about.reference[r].calls[k]))
             for r, k in keys
