@@ -8,7 +8,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
 from telechat_moe.tools.align.judge.edges import wanted
-from telechat_moe.tools.align.judge.replay import arguments_of, expected_gradient
+from telechat_moe.tools.align.judge.replay import arguments_of, believed, expected_gradient
 from telechat_moe.tools.align.judge.verdict import Verdict
 from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators import find
@@ -47,6 +47,11 @@ class Wrong:
         return self.reference.dump.calls.get(self.call.forward_key)
 
     @property
+    def believed(self) -> Call | None:
+        """The forward call with its own tensors and the reference's numbers and flags."""
+        return self.forward and believed(self.forward, self.settings)
+
+    @property
     def comes_from_outside(self) -> bool:
         """Whether the wrong tensor is an input that no call of the reference made: data, or a weight."""
         place = self.call.key, self.verdict.place
@@ -63,30 +68,26 @@ class Wrong:
         word, _, number = self.verdict.place.partition(".")
         return int(number) if word == "output" and number.isdigit() else None
 
-    def expected(
-        self, forward: Call | None = None, settings: Call | None = None
-    ) -> Approx | Array | None:
-        """Return what the wrong output should be, with its own forward call or with another."""
-        forward = forward or self.forward
+    def expected(self, forward: Call | None = None) -> Approx | Array | None:
+        """Return what the wrong output should be, by its own forward call or by another."""
+        forward = forward or self.believed
         if self.number is None or forward is None:
             return None
         if self.call.phase is Phase.BACKWARD:
-            return expected_gradient(self.call, forward, settings, self.number)
-        made = self.all_expected(forward, settings)
+            return expected_gradient(self.call, forward, self.number)
+        made = self.all_expected(forward)
         return made[self.number] if made else None
 
-    def all_expected(
-        self, call: Call, settings: Call | None = None, narrow: str = ""
-    ) -> list[Approx | Array]:
+    def all_expected(self, call: Call, narrow: str = "") -> list[Approx | Array]:
         """Return what all outputs of a forward call should be; empty: no formula gives them.
 
-        Numbers and flags are those of the ``settings``; everything is stored and summed in the ``narrow`` type, if any.
+        Everything is stored and summed in the ``narrow`` type, if any.
         """
         formula = find(call.name)
         if formula is None:
             return []
         try:
-            arguments, tensors = arguments_of(call, formula, settings, bool(narrow))
+            arguments, tensors = arguments_of(call, formula, bool(narrow))
             for tensor in tensors if narrow else ():
                 tensor.stored = tensor.accumulated = narrow
             made = list(formula.compute(arguments))
@@ -96,9 +97,9 @@ class Wrong:
 
     def in_narrow(self, dtype: str) -> tuple[Array, Array] | None:
         """Return what a forward call should make, and the bound for a program that computes in a narrow type."""
-        if self.number is None or self.call.phase is not Phase.FORWARD:
+        if self.number is None or self.believed is None or self.call.phase is not Phase.FORWARD:
             return None
-        made = self.all_expected(self.call, self.settings, dtype)
+        made = self.all_expected(self.believed, dtype)
         found = made[self.number] if made else None
         return (found.value, found.bound(dtype)) if isinstance(found, Approx) else None
 
@@ -106,7 +107,7 @@ class Wrong:
         """Return what the wrong tensor should hold, and the bound."""
         if not self.verdict.place.startswith("output"):
             return wanted((self.call.key, self.verdict.place), self.reference, self.target)
-        found = self.expected(None, self.settings)
+        found = self.expected()
         if found is None:
             return None
         if not isinstance(found, Approx):

@@ -37,8 +37,8 @@ def close(x: Array, value: Array, bound: Array) -> bool:
 
 def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
     """Return the arguments with which a wrong output would be right; None: none were found."""
-    given = _believed(finding)
-    if given is None:
+    given = finding.believed
+    if given is None or finding.number is None:
         return None
     best, answer = np.inf, None
     for changed, family, said in _variants(given, finding):
@@ -52,8 +52,8 @@ def other_arguments(x: Array, finding: "Wrong") -> Answer | None:
 
 def other_mask(x: Array, finding: "Wrong") -> Answer | None:
     """Return the mask with which a wrong output would be right; None: none was found."""
-    given = _believed(finding)
-    if given is None:
+    given = finding.believed
+    if given is None or finding.number is None:
         return None
     for place, value in leaves(given):
         if isinstance(value, TensorRecord) and value.dtype == "bool" and value.read is not None:
@@ -68,7 +68,7 @@ def wrong_backward(x: Array, finding: "Wrong") -> Answer | None:
     right = finding.wanted() if "output" in finding.verdict.place else None
     for said, backward in _SOFTMAX.items() if right is not None else ():
         with wrong_softmax(backward), np.errstate(all="ignore"):
-            expected = finding.expected(None, finding.settings)
+            expected = finding.expected()
         if _unexplained(x, expected, finding.dtype, right[0] if right else None) is not None:
             own = "softmax" in finding.call.name.lower() and "sum" in said
             return "missing row sum" if own else "wrong softmax backward", said
@@ -128,24 +128,6 @@ def _unexplained(
     if np.any(np.isfinite(x) != np.isfinite(golden)):
         return 0.0
     return left / error if error and left <= _MOST_LEFT * error else None
-
-
-def _believed(finding: "Wrong") -> Call | None:
-    """Return the forward call of a wrong output, with its own tensors and the reference's settings; None: unknown."""
-    call, settings = finding.forward, finding.settings
-    if call is None or not finding.verdict.place.startswith("output"):
-        return None
-    if settings is None:
-        return call
-
-    def mixed(own: Value, other: Value) -> Value:
-        if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
-            return [mixed(a, b) for a, b in zip(own, other, strict=True)]
-        return other if isinstance(own, Scalar) and isinstance(other, Scalar) else own
-
-    inputs = [*map(mixed, call.inputs, settings.inputs), *call.inputs[len(settings.inputs) :]]
-    kwargs = {k: mixed(v, settings.kwargs.get(k, v)) for k, v in call.kwargs.items()}
-    return replace(call, inputs=inputs, kwargs=kwargs)
 
 
 def leaves(call: Call) -> list[tuple[str, Value]]:

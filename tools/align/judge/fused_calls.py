@@ -124,7 +124,7 @@ class Replaced:
         narrow = _narrowest(given)
         given = {place: _leaf(value, narrow) for place, value in given.items()}
         try:
-            arguments, tensors = arguments_of(_with(call, given, narrow), formula, None, True)
+            arguments, tensors = arguments_of(_with(call, given, narrow), formula, True)
             floats = [given[p] for p, t in call.tensors() if p in given and is_float(t.dtype)]
             for x, known in zip(tensors, floats, strict=True):
                 if isinstance(known, Approx):

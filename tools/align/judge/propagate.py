@@ -199,7 +199,7 @@ class Followed:
         if formula is None or forward is None:
             return {}
         fed, given = self._fed(dump.rank, forward)
-        arguments, tensors = arguments_of(fed, formula, None, back)
+        arguments, tensors = arguments_of(fed, formula, back)
         _carry(fed, given, tensors)
         if not back:
             arguments.made = [t for _, t in call.made()]

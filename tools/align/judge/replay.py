@@ -5,7 +5,7 @@ expert does not affect later operators. The formula of the definition is compute
 reference's settings if there is a reference run; integers must match exactly.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,9 +41,9 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         if found:
             settings = with_settings(known, found)
         if call.phase is not Phase.BACKWARD:
-            verdicts = _defined(_forward(call, formula, settings), [call])
+            verdicts = _defined(_forward(believed(call, settings), formula), [call])
         else:
-            verdicts = _match(call, *_gradients(call, forward, formula, settings))
+            verdicts = _match(call, *_gradients(call, believed(forward, settings), formula))
             verdicts = _defined(verdicts, [call, forward])
         said = ", ".join(f"{name} {value}" for name, value in found.items())
         return [replace(v, reason=f"{v.reason}; inferred: {said}") if said else v for v in verdicts]
@@ -81,53 +81,52 @@ def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:
     ]
 
 
+def believed(call: Call, settings: Call | None) -> Call:
+    """Return a forward call with its own tensors and the numbers and flags of the reference's call, if there is one."""
+    if settings is None:
+        return call
+
+    def mixed(own: Value, other: Value) -> Value:
+        if isinstance(own, list):
+            if not isinstance(other, list) or len(other) != len(own):
+                return own
+            return [mixed(a, b) for a, b in zip(own, other, strict=True)]
+        if isinstance(own, TensorRecord | Mapping) or (_is_extreme(own) and _is_extreme(other)):
+            return own  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
+        return other if isinstance(other, Scalar) or other is None else own
+
+    inputs = [*map(mixed, call.inputs, settings.inputs), *call.inputs[len(settings.inputs) :]]
+    inputs += [x for x in settings.inputs[len(inputs) :] if isinstance(x, Scalar)]
+    omitted = {n: v for n, v in settings.kwargs.items() if isinstance(v, Scalar)}
+    kwargs = {n: mixed(v, settings.kwargs.get(n, v)) for n, v in call.kwargs.items()}
+    return replace(call, inputs=inputs, kwargs=omitted | kwargs)
+
+
 def arguments_of(
-    call: Call, formula: Formula, settings: Call | None = None, stores: bool = False
+    call: Call, formula: Formula, stores: bool = False
 ) -> tuple[Arguments, list[Approx]]:
     """Return a forward call's arguments with tensors loaded, and its floating-point tensors in order.
 
-    Numbers and flags are those of the ``settings``. If it ``stores``, intermediate results are rounded to the tensors'
-    type, as in backward kernels.
+    If it ``stores``, intermediate results are rounded to the tensors' type, as in backward kernels.
     """
     tensors: list[Approx] = []
-    stores = stores or formula.stores
-    given = settings if settings is not None else call
-    positional = [_argument(v, s, tensors, stores) for v, s in _both(call.inputs, given.inputs)]
-    named = {
-        name: _argument(value, given.kwargs.get(name, value), tensors, stores)
-        for name, value in call.kwargs.items()
-    }
-    for name, value in given.kwargs.items():  # a setting that the program omits
-        if name not in named and isinstance(value, Scalar):
-            named[name] = value.value
-    return formula.bind(positional, named), tensors
 
-
-def _both(values: list[Value], settings: list[Value]) -> Iterator[tuple[Value, Value]]:
-    for i, value in enumerate(values):
-        yield value, settings[i] if i < len(settings) else value
-    for extra in settings[len(values) :]:
-        if isinstance(extra, Scalar):
-            yield extra, extra
-
-
-def _argument(value: Value, setting: Value, tensors: list[Approx], stores: bool) -> Any:
-    if isinstance(value, TensorRecord):
+    def argument(value: Value) -> Any:
+        if isinstance(value, list):
+            return [argument(v) for v in value]
+        if isinstance(value, Mapping):
+            return {k: argument(v) for k, v in value.items()}
+        if not isinstance(value, TensorRecord):
+            return plain(value)
         array = value.load()
-        if not is_float(value.dtype):
-            return array
-        x = exactly(array, value.dtype, stores)
-        tensors.append(x)
-        return x
-    if isinstance(value, list):
-        other = setting if isinstance(setting, list) and len(setting) == len(value) else value
-        return [_argument(v, s, tensors, stores) for v, s in zip(value, other, strict=True)]
-    if isinstance(value, Mapping):
-        return {k: _argument(v, v, tensors, stores) for k, v in value.items()}
-    chosen = setting if isinstance(setting, Scalar) or setting is None else value
-    if _is_extreme(value) and _is_extreme(setting):
-        chosen = value  # -3.4e38 of float32 is -65504 of float16: what masks are filled with
-    return plain(chosen)
+        if is_float(value.dtype):
+            tensors.append(exactly(array, value.dtype, stores or formula.stores))
+            return tensors[-1]
+        return array
+
+    positional = [argument(value) for value in call.inputs]
+    named = {name: argument(value) for name, value in call.kwargs.items()}
+    return formula.bind(positional, named), tensors
 
 
 def _is_extreme(value: Value) -> bool:
@@ -152,19 +151,15 @@ def exactly(values: Array, dtype: str, stores: bool) -> Approx:
 
 def plain(value: Value) -> Any:
     """Return an argument that is no tensor as Python has it; None for a tensor."""
-    if isinstance(value, list):
-        return [plain(v) for v in value]
     if not isinstance(value, Scalar):
         return None
     if value.type == "slice":
         return slice(*value.value)
-    if value.type == "ellipsis":
-        return Ellipsis
-    return value.value
+    return Ellipsis if value.type == "ellipsis" else value.value
 
 
-def _forward(call: Call, formula: Formula, settings: Call | None) -> list[Verdict]:
-    arguments, tensors = arguments_of(call, formula, settings)
+def _forward(call: Call, formula: Formula) -> list[Verdict]:
+    arguments, tensors = arguments_of(call, formula)
     if formula.name in CHOOSES and any(np.isnan(x.value).any() for x in tensors):
         raise NotJudgedError("NaN goes in: which element is the largest is not defined")
     found = list(flat(call.outputs))
@@ -199,10 +194,10 @@ def free_choices(
 
 
 def _gradients(
-    call: Call, forward: Call, formula: Formula, settings: Call | None
+    call: Call, forward: Call, formula: Formula
 ) -> tuple[list[Approx | None], list[Approx]]:
     """Return the gradients of a call's floating-point tensors, and those tensors."""
-    arguments, tensors = arguments_of(forward, formula, settings, True)
+    arguments, tensors = arguments_of(forward, formula, True)
     place, made = CHOOSES.get(formula.name), list(flat(forward.outputs))
     arguments.made = made
     if place is not None and place < len(made) and not is_float(made[place].dtype):
@@ -225,15 +220,13 @@ def _gradients(
     return gradients(seeds, tensors), tensors
 
 
-def expected_gradient(
-    call: Call, forward: Call, settings: Call | None, number: int
-) -> Approx | None:
+def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
     """Return what one output of a backward call should be; None: no formula gives it."""
     formula = find(call.name)
     if formula is None:
         return None
     try:
-        found, tensors = _gradients(call, forward, formula, settings)
+        found, tensors = _gradients(call, forward, formula)
         at = _order(call, tensors)[number]
         return None if at is None else found[at]
     except UNFIT:
