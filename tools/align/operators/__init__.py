@@ -6,12 +6,14 @@
 from telechat_moe.tools.align.operators import (
     flash_attention,
     indexing,
+    linear,
     ms_custom,
     ms_primitives,
     vendor,
 )
 from telechat_moe.tools.align.operators.registry import Arguments, Formula, find
 
-_FILLING = (flash_attention, indexing, ms_custom, ms_primitives, vendor)  # these import all others
+_FILLING = (flash_attention, indexing, linear, ms_custom, ms_primitives, vendor)
+"""The modules that import all others."""
 
 __all__ = ["Arguments", "Formula", "find"]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
@@ -14,7 +14,7 @@ from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedErro
 def _picked(log_p: Approx, target: Any, ignored: int, weight: Any, reduction: str) -> Approx:
     classes = log_p.moved(lambda x: np.moveaxis(x, 1, -1)) if len(log_p.shape) > 2 else log_p
     rows = classes.reshape(-1, classes.shape[-1])
-    label = plain(target).astype(np.int64).reshape(-1)
+    label = integers(target).reshape(-1)
     keep = label != ignored
     place = np.arange(len(label)), np.where(keep, label, 0)
     loss: Approx = -rows[place].times(keep.astype(np.float64))
@@ -143,7 +143,7 @@ def rotate(x: Approx, cos: Any, sin: Any, pairs: bool) -> Approx:
 )
 def _permute(a: Arguments) -> Any:
     """Return the rows sorted by expert, and the new row of each."""
-    x, index = floating(a.tokens), plain(a.index).astype(np.int64)
+    x, index = floating(a.tokens), integers(a.index)
     top_k = 1 if index.ndim == 1 else index.shape[1]
     order = np.argsort(index.reshape(-1), kind="stable")
     went = np.argsort(order, kind="stable")
@@ -158,10 +158,15 @@ def _permute(a: Arguments) -> Any:
 )
 def _unpermute(a: Arguments) -> Any:
     """Return the weighted sum of each token's rows."""
-    x, went = floating(a.permuted_tokens), plain(a.sorted_indices).astype(np.int64).reshape(-1)
+    x, went = floating(a.permuted_tokens), integers(a.sorted_indices)
     top_k = 1 if a.probs is None else plain(a.probs).shape[-1]
-    here = (went < x.shape[0]).astype(np.float64)
-    rows = x[np.minimum(went, x.shape[0] - 1)].times(here[:, None]).reshape(-1, top_k, x.shape[-1])
-    if a.probs is not None:
-        rows = rows * floating(a.probs).reshape(-1, top_k, 1)
-    return rows.sum(1)
+    row = np.where(went < x.shape[0], went, -1).reshape(-1, top_k)
+    return combine_rows(x, row, None if a.probs is None else floating(a.probs))
+
+
+def combine_rows(y: Approx, row: Any, weight: Approx | None, bias: Approx | None = None) -> Approx:
+    """Return the weighted sum of each token's rows; ``row`` is ``[T, K]``, a bias ``[T, K, H]``."""
+    parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
+    parts = parts.times((row >= 0).astype(np.float64)[..., None])
+    parts = parts if bias is None else parts + bias
+    return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)

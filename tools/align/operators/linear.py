@@ -9,7 +9,7 @@ from telechat_moe.tools.align.narrowing import is_list
 from telechat_moe.tools.align.operators.approx import Approx
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
 
 def product(x: Approx, y: Approx) -> Approx:
@@ -25,6 +25,12 @@ def product(x: Approx, y: Approx) -> Approx:
     return result.moved(lambda v: v.squeeze(-1 if columns else -2)) if rows else result
 
 
+@primitive(
+    "MatMul BatchMatMul MatMulExt BatchMatMulExt",
+    "input other transpose_a=False transpose_b=False | transpose_x1=False transpose_x2=False",
+    transpose_a=lambda a: (False, True),
+    transpose_b=lambda a: (False, True),
+)
 @op(
     "matmul mm bmm MatMul BatchMatMul MatMulV2 dot mv",
     "input other | transpose_a=False transpose_b=False",

@@ -4,19 +4,19 @@ The formulas follow what each operator documents (docstrings of ``ops/``), not i
 derivatives of these formulas. Kernels marked ``bf16`` round the operands of a product.
 """
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.numerics import FLOATS, round_to
-from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
+from telechat_moe.tools.align.operators.fused import combine_rows, rotate
 from telechat_moe.tools.align.operators.gradients import gradients
 from telechat_moe.tools.align.operators.joining import concatenate, where
 from telechat_moe.tools.align.operators.reductions import softmax
-from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, primitive
+from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, call, primitive
 
 
 def _operand(x: Any, bf16: Any) -> Approx:
@@ -172,11 +172,11 @@ def _flash_grad(a: Arguments) -> Any:
 
 def rotate_pairs(x: Approx, cos: Any, sin: Any, interleaved: bool) -> Approx:
     """Rotate pairs; the result holds the first members of all pairs, then the second ones."""
-    n = x.shape[-1]
-    first = np.arange(0, n, 2) if interleaved else np.arange(n // 2)
-    second = first + 1 if interleaved else first + n // 2
-    a, b = x[..., first], x[..., second]
-    return concatenate([a * cos - b * sin, b * cos + a * sin], len(x.shape) - 1)
+    if interleaved:
+        order = np.arange(x.shape[-1]).reshape(-1, 2).T.reshape(-1)
+        x = x.moved(lambda v: v[..., order])
+    cos, sin = (np.concatenate([table, table], -1) for table in (cos, sin))
+    return rotate(x, cos, sin, False)
 
 
 @primitive("TelechatRope", "input cos sin | interleaved=True")
@@ -225,6 +225,20 @@ def _assemble_grad(a: Arguments) -> Any:
 # ------------------------------------------------------------------ experts
 
 
+def highest(x: Array, count: int) -> Array:
+    """Return the indices of the highest values of each row, of equal ones the first."""
+    return np.argsort(-x, 1, kind="stable")[:, :count]
+
+
+def open_groups(choice: Array, groups: int, kept: int, of_group: int) -> Array:
+    """Return which experts are in the groups whose ``of_group`` best experts have the highest sums; ``[T, E]``."""
+    inside = np.sort(choice.reshape(len(choice), groups, -1), -1)
+    best = highest(inside[..., ::-1][..., :of_group].sum(-1, dtype=choice.dtype), kept)
+    mask = np.zeros((len(choice), groups), bool)
+    np.put_along_axis(mask, best, True, 1)
+    return np.repeat(mask, choice.shape[1] // groups, 1)
+
+
 def _weights(a: Arguments, score: Approx, index: Any) -> Approx:
     weight = score.moved(lambda x: np.take_along_axis(x, index, 1), True)
     if a.normalize:
@@ -247,14 +261,7 @@ def _routing(a: Arguments) -> Any:
     own = score.value if a.made is None else a.made[0].load()
     choice = own.astype(np.float32) + plain(a.bias).astype(np.float32)
     T, E, K, G, M = *choice.shape, int(a.top_k), int(a.groups), int(a.kept_groups)
-    if G > 1:
-        parts = choice.reshape(T, G, -1)
-        best = np.sort(parts, -1)[..., ::-1][..., : max(1, K // M)].sum(-1, dtype=np.float32)
-        kept = np.argsort(-best, 1, kind="stable")[:, :M]
-        mask = np.zeros((T, G), bool)
-        np.put_along_axis(mask, kept, True, 1)
-        choice = np.where(mask[..., None], parts, -np.inf).reshape(T, E)
-    index = np.argsort(-choice, 1, kind="stable")[:, :K]
+    index = highest(np.where(open_groups(choice, G, M, max(1, K // M)), choice, -np.inf), K)
     chosen = np.zeros((T, E))
     np.put_along_axis(chosen, index, 1.0, 1)
     return [score, index, _weights(a, score, index), x.constant(chosen), x.constant(chosen.sum(0))]
@@ -296,14 +303,6 @@ def _permute_grad(a: Arguments) -> Any:
     return combine_rows(
         floating(a.grad), integers(a.row).reshape(floating(a.input).shape[0], -1), None
     )
-
-
-def combine_rows(y: Approx, row: Any, weight: Approx | None, bias: Approx | None = None) -> Approx:
-    """Return the weighted sum of each token's rows; ``row`` is ``[T, K]``, a bias ``[T, K, H]``."""
-    parts = y[np.maximum(row, 0).reshape(-1)].reshape(*row.shape, y.shape[-1])
-    parts = parts.times((row >= 0).astype(np.float64)[..., None])
-    parts = parts if bias is None else parts + bias
-    return (parts if weight is None else parts * weight.reshape(*row.shape, 1)).sum(1)
 
 
 @primitive("TelechatUnpermute", "input row weight")
@@ -360,27 +359,11 @@ def _square_sums(a: Arguments) -> Any:
 # ------------------------------------------------------------------ programs of the virtual machine
 
 
-def _reciprocal(x: Approx) -> Approx:
-    return 1.0 / x
-
-
-def _larger(x: Approx, y: Approx) -> Approx:
-    return where(x.value >= y.value, x, y)
-
-
-def _smaller(x: Approx, y: Approx) -> Approx:
-    return where(x.value <= y.value, x, y)
-
-
-_ARITHMETIC: dict[str, Callable[..., Approx]] = {
-    **{name: getattr(Approx, name) for name in ("sqrt", "rsqrt", "exp", "log", "tanh")},
-    **{name: getattr(Approx, name) for name in ("sigmoid", "erf", "sin", "cos")},
-    **{name: getattr(operator, name) for name in ("abs", "neg", "add", "sub", "mul")},
-    "div": Approx.__truediv__,
-    "reciprocal": _reciprocal,
-    "maximum": _larger,
-    "minimum": _smaller,
-}
+_ARITHMETIC = (
+    *("neg", "abs", "sqrt", "rsqrt", "exp", "log", "reciprocal", "tanh", "sigmoid", "erf", "sin"),
+    *("cos", "add", "sub", "mul", "div", "maximum", "minimum"),
+)
+"""Instructions that are the registered formulas of the same name."""
 
 
 @primitive("TelechatDvm TelechatDvmMulti", "*input | prog=''", stores=True)
@@ -418,8 +401,6 @@ def _program(a: Arguments) -> Any:
 def _instruction(
     name: str, given: list[Approx], shape: tuple[int, ...], attributes: Sequence[int]
 ) -> Approx:
-    if name in _ARITHMETIC:
-        return _ARITHMETIC[name](*given)
     x = given[0]
     if name in ("store", "cast"):
         return x
@@ -429,4 +410,6 @@ def _instruction(
         return x.moved(lambda v: np.broadcast_to(v, shape), True)
     if name == "reshape":
         return x.reshape(*shape)
-    raise NotJudgedError(f"instruction {name} of the virtual machine")
+    if name not in _ARITHMETIC:
+        raise NotJudgedError(f"instruction {name} of the virtual machine")
+    return call(name, *given)[0]

@@ -10,7 +10,6 @@ from telechat_moe.tools.align.operators.approx import Approx, Array, scatter_add
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain, whole
 from telechat_moe.tools.align.operators.indexing import along
 from telechat_moe.tools.align.operators.joining import concatenate
-from telechat_moe.tools.align.operators.linear import product
 from telechat_moe.tools.align.operators.reductions import (
     layer_normed,
     log_softmax,
@@ -46,18 +45,6 @@ def _sigmoid(x: Approx) -> Approx:
     s = y.stop()
     y.parents = ((x, lambda g: g * s * (1 - s)),)
     return y
-
-
-@primitive(
-    "MatMul BatchMatMul MatMulExt BatchMatMulExt",
-    "input other transpose_a=False transpose_b=False | transpose_x1=False transpose_x2=False",
-    transpose_a=lambda a: (False, True),
-    transpose_b=lambda a: (False, True),
-)
-def _matmul(a: Arguments) -> Any:
-    """Compute ``x @ y`` after exchanging the last two dimensions of either if asked."""
-    x, y = floating(a.input), floating(a.other)
-    return product(x.swap(-1, -2) if a.transpose_a else x, y.swap(-1, -2) if a.transpose_b else y)
 
 
 @primitive("BiasAdd", "input bias")

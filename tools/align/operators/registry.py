@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -156,7 +157,12 @@ Guess = Callable[[Arguments], Sequence[Any]]
 
 
 def op(
-    names: str, signature: str, exact: bool = False, stores: bool = False, **guesses: Guess
+    names: str,
+    signature: str,
+    exact: bool = False,
+    stores: bool = False,
+    is_primitive: bool = False,
+    **guesses: Guess,
 ) -> Callable[[Computes], Computes]:
     """Register a formula, which returns one output or a list of them.
 
@@ -165,28 +171,21 @@ def op(
         signature: Positional arguments, ``|``, arguments given only by name; ``name=value`` for a default.
         exact: See :class:`Formula`.
         stores: See :class:`Formula`.
+        is_primitive: Whether the names are the exact ones of MindSpore primitives.
         guesses: See :class:`Formula`.
     """
 
     def register(function: Computes) -> Computes:
-        formula = _formula(function, names.split()[0], signature, exact, stores, guesses)
-        _FORMULAS.update((_plain(name), formula) for name in names.split())
-        return function
-
-    return register
-
-
-def primitive(
-    names: str, signature: str, exact: bool = False, stores: bool = False, **guesses: Guess
-) -> Callable[[Computes], Computes]:
-    """Register a formula under the exact names of MindSpore primitives; see :func:`op`."""
-
-    def register(function: Computes) -> Computes:
         for name in names.split():
-            _PRIMITIVES[name] = _formula(function, name, signature, exact, stores, guesses)
+            own, shown = (name, name) if is_primitive else (_plain(name), names.split()[0])
+            table = _PRIMITIVES if is_primitive else _FORMULAS
+            table[own] = _formula(function, shown, signature, exact, stores, guesses)
         return function
 
     return register
+
+
+primitive = partial(op, is_primitive=True)
 
 
 def ops(
@@ -229,6 +228,14 @@ def find(call_name: str) -> Formula | None:
     if name.startswith("foreach"):
         return _of_each(_FORMULAS.get(name.removeprefix("foreach")))
     return _FORMULAS.get(name)
+
+
+def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
+    """Return the floating-point results of a registered formula."""
+    formula = find(name)
+    assert formula is not None
+    made = formula.compute(formula.bind(list(arguments), named))
+    return [o for o in made if isinstance(o, Approx)]
 
 
 def _of_each(formula: Formula | None) -> Formula | None:

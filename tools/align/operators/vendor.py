@@ -9,9 +9,13 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
-from telechat_moe.tools.align.operators.fused import log_probabilities_and_loss, rotate
+from telechat_moe.tools.align.operators.fused import (
+    combine_rows,
+    log_probabilities_and_loss,
+    rotate,
+)
 from telechat_moe.tools.align.operators.joining import concatenate, where
-from telechat_moe.tools.align.operators.ms_custom import combine_rows
+from telechat_moe.tools.align.operators.ms_custom import highest, open_groups
 from telechat_moe.tools.align.operators.optimizers import adamw
 from telechat_moe.tools.align.operators.reductions import softmax
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op
@@ -103,10 +107,6 @@ def _legal_choice(score: Approx, best: Array, made: Any) -> Array:
     return np.where(legal[:, None], found, best)
 
 
-def _highest(x: Array, count: int) -> Array:
-    return np.argsort(-x, 1, kind="stable")[:, :count]
-
-
 @op(
     "npu_moe_gating_top_k moe_gating_top_k MoeGatingTopK",
     "x k | bias=None input_ids=None tid2eid=None k_group=1 group_count=1 group_select_mode=0 renorm=0 norm_type=0 "
@@ -120,16 +120,10 @@ def _gating(a: Arguments) -> Any:
     x = floating(a.x)
     score = x.sigmoid() if int(a.norm_type) == 1 else softmax(x, 1)
     biased = score.stop() if a.bias is None else score.stop() + a.bias
-    (T, E), G = score.shape, int(a.group_count)
-    open_ = np.ones((T, E), bool)
-    if G > 1:
-        inside = np.sort(biased.value.reshape(T, G, -1), -1)
-        most = inside[..., -2:].sum(-1) if int(a.group_select_mode) == 1 else inside[..., -1]
-        groups = np.zeros((T, G), bool)
-        np.put_along_axis(groups, _highest(most, int(a.k_group)), True, 1)
-        open_ = np.repeat(groups, E // G, 1)
-    biased = where(open_, biased, -np.inf)
-    best = _highest(biased.value, int(a.k))
+    G = int(a.group_count)
+    seen = open_groups(biased.value, G, int(a.k_group), 2 if int(a.group_select_mode) == 1 else 1)
+    biased = where(seen, biased, -np.inf)
+    best = highest(biased.value, int(a.k))
     index = _legal_choice(biased, best, a.made[1] if a.made and len(a.made) > 1 else None)
     weight = score.moved(lambda v: np.take_along_axis(v, index, 1), True)
     if int(a.norm_type) == 1:
@@ -147,7 +141,7 @@ def _gating_softmax(a: Arguments) -> Any:
     if a.finished is not None or len(floating(a.x).shape) != 2:
         raise NotJudgedError("gating of finished rows, or of three dimensions")
     score, k = softmax(floating(a.x), 1), int(a.k)
-    index = _legal_choice(score.stop(), _highest(score.value, k), a.made[1] if a.made else None)
+    index = _legal_choice(score.stop(), highest(score.value, k), a.made[1] if a.made else None)
     pair = np.arange(index.size).reshape(k, -1).T
     return [score.moved(lambda v: np.take_along_axis(v, index, 1), True), index, pair]
 
@@ -274,18 +268,6 @@ def _apply_adam_w(a: Arguments) -> Any:
     """Update ``out`` (weight, first and second moment); ``beta_power`` are the powers before this step."""
     weight, first, second = a.out
     step = 1 + round(np.log(float(plain(a.beta1_power))) / np.log(float(plain(a.beta1))))
-    given = {
-        "weight": weight,
-        "grad": a.grad,
-        "exp_avg": first,
-        "exp_avg_sq": second,
-        "step": step,
-        "lr": a.lr,
-    }
-    more = {
-        "betas": (a.beta1, a.beta2),
-        "eps": a.epsilon,
-        "weight_decay": a.weight_decay,
-        "decoupled": True,
-    }
-    return adamw(Arguments({**given, **more, "amsgrad": a.amsgrad, "maximize": a.maximize}))
+    given = {**a.__dict__, "weight": weight, "exp_avg": first, "exp_avg_sq": second, "step": step}
+    more = {"betas": (a.beta1, a.beta2), "eps": a.epsilon, "decoupled": True}
+    return adamw(Arguments(given | more))

@@ -25,9 +25,9 @@ from telechat_moe.ops import (
 from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.numerics import round_to
-from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.ms_primitives import LOG
+from telechat_moe.tools.align.operators.registry import call
 
 ROWS = 256
 """The number of tokens of a case, and of positions in attention."""
@@ -176,14 +176,6 @@ def _products(config: Any) -> set[tuple[int, int]]:
     if config.n_routed_experts:
         pairs |= {(hidden, config.n_routed_experts), (config.moe_intermediate_size, hidden)}
     return pairs
-
-
-def call(name: str, *arguments: Any, **named: Any) -> list[Approx]:
-    """Return the floating-point results of a formula in the registry."""
-    formula = find(name)
-    assert formula is not None
-    made = formula.compute(formula.bind(list(arguments), named))
-    return [o for o in made if isinstance(o, Approx)]
 
 
 def named(name: str, *constants: Any, plain: str = "", **settings: Any) -> Callable[..., Approx]:

@@ -13,12 +13,12 @@ from telechat_moe.ops import grouped_matmul
 from telechat_moe.ops.select import backend as chosen_backend
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.joining import concatenate
+from telechat_moe.tools.align.operators.registry import call
 from telechat_moe.tools.align.phases.cases import (
     COLUMNS,
     ROWS,
     Draw,
     OperatorCase,
-    call,
     fewer,
     named,
     rounded,
