@@ -113,36 +113,44 @@ def following(
     outcome: Outcome, reference: str, target: str, by_standard: bool = False
 ) -> list[dict[str, str]]:
     """Return the three commands that help most after an outcome, and what each shows."""
-    a, b = shlex.quote(reference), shlex.quote(target)
-    compare = (
-        f"align bisect {a} {b} --standard mixed",
-        "how far every tensor is apart, by a published standard",
-    )
-    if by_standard:
-        compare = f"align bisect {a} {b}", "which operator is wrong by itself, by derived bounds"
-    if outcome.verdict == "diverged":
-        alone = (
-            f"align bisect {a} {b} --reproducer wrong",
+    runs = dict(zip("ab", map(shlex.quote, (reference, target)), strict=True))
+    compare = _BY_BOUNDS if by_standard else _BY_STANDARD
+    found = [compare if step is None else step for step in _NEXT[outcome.verdict]]
+    return [
+        {"command": f"telechat-moe align {command.format(**runs)}", "shows": said}
+        for command, said in found
+    ]
+
+
+_BY_STANDARD = (
+    "bisect {a} {b} --standard mixed",
+    "how far every tensor is apart, by a published standard",
+)
+_BY_BOUNDS = "bisect {a} {b}", "which operator is wrong by itself, by derived bounds"
+_NEXT: Mapping[str, Sequence[tuple[str, str] | None]] = {
+    "diverged": (
+        (
+            "bisect {a} {b} --reproducer wrong",
             "the wrong call alone, as data and a script to mend it by",
-        )
-        found = [alone, (f"align bisect {a}", "whether the reference itself is right"), compare]
-    elif outcome.verdict == "pass":
-        small = (
-            f"align bisect {a} {b} --standard ecosystem",
+        ),
+        ("bisect {a}", "whether the reference itself is right"),
+        None,
+    ),
+    "pass": (
+        None,
+        (
+            "bisect {a} {b} --standard ecosystem",
             "whether the kernels are as exact as a benchmark allows",
-        )
-        found = [
-            compare,
-            small,
-            ("align loss A.jsonl B.jsonl", "whether the loss curves of both runs agree"),
-        ]
-    else:
-        held = (
-            f"align inspect {b} --calls",
-            "what the dump holds; below is what to dump for a verdict",
-        )
-        found = [held, (f"align bisect {b}", "what of it is right by itself"), compare]
-    return [{"command": f"telechat-moe {command}", "shows": said} for command, said in found]
+        ),
+        ("loss A.jsonl B.jsonl", "whether the loss curves of both runs agree"),
+    ),
+    "inconclusive": (
+        ("inspect {b} --calls", "what the dump holds; below is what to dump for a verdict"),
+        ("bisect {b}", "what of it is right by itself"),
+        None,
+    ),
+}
+"""Commands that help after a verdict, and what each shows; None: the other way to judge."""
 
 
 def junit(outcome: Outcome, target: str) -> str:
@@ -213,20 +221,17 @@ def _graph(graph: Mapping[str, Any], report: Mapping[str, Any], first: str) -> s
             drawn.append(_node(node, x, y, answers.get(node["key"]), node["key"] == first))
     lines = [_edge(places, edge, first) for edge in graph["edges"]]
     height = 8 + (len(levels) - 1) * _ROW + _HIGH + 10
-    return (
-        f"<div class=scroll><svg width={width} viewBox='0 0 {width} {height}' style='min-width:{min(width, 620)}px' role=img "
-        "aria-label='calls around the first wrong one'>"
-        "<defs>" + _tip("tip", "tip") + _tip("hot", "tip hot") + "</defs>"
-        f"{''.join(lines)}{''.join(drawn)}</svg></div>"
-        "<p class=soft>Data flows downwards: calls whose results it reads are above, calls that read its results below. Red frame: also wrong. "
-        "Dashed: not judged. Point at a box for the whole name.</p>"
-    )
-
-
-def _tip(name: str, kind: str) -> str:
-    return (
+    tips = "".join(
         f"<marker id={name} viewBox='0 0 8 8' refX=7 refY=4 markerWidth=7 markerHeight=7 orient=auto>"
         f"<path class='{kind}' d='M0 0L8 4L0 8Z'/></marker>"
+        for name, kind in (("tip", "tip"), ("hot", "tip hot"))
+    )
+    parts = [f"<defs>{tips}</defs>", *lines, *drawn]
+    drawing = html.svg(width, height, parts, "calls around the first wrong one")
+    return (
+        f"<div class=scroll>{drawing}</div>"
+        "<p class=soft>Data flows downwards: calls whose results it reads are above, calls that read its results below. Red frame: also wrong. "
+        "Dashed: not judged. Point at a box for the whole name.</p>"
     )
 
 
@@ -293,15 +298,25 @@ def _fields(residual: Array) -> dict[str, Any]:
 
 
 def _picture(picture: Mapping[str, Any]) -> str:
-    """Draw the grid; a single row as bars."""
-    fields = picture["fields"]
-    shape = " x ".join(map(str, picture["shape"]))
+    """Draw the grid."""
+    fields: Sequence[Sequence[float | None]] = picture["fields"]
     legend = [(1.0, "within the bound"), (3.0, "beyond it"), (100.0, "100 times")]
     legend.append((1e4, "10,000 times and more"))
-    drawn = _bars(fields[0]) if len(fields) == 1 else _map(picture, fields)
+    side = max(_SIDE, min(26, 560 // max(len(fields), len(fields[0]))))
+    columns, rows = (f"{picture[n]:,} {n}" for n in ("columns", "rows"))
+    drawn = [f"<text x=58 y=13>{columns}</text><text x=0 y=33>{rows}</text>"]
+    drawn += [
+        f"<rect x={58 + j * side} y={20 + i * side} width={side - 1} height={side - 1} style='fill:{_fill(value)}'>"
+        f"<title>{_said(value)}</title></rect>"
+        for i, line in enumerate(fields)
+        for j, value in enumerate(line)
+    ]
+    width, height = max(150, 66 + len(fields[0]) * side), 26 + len(fields) * side
+    shape = " x ".join(map(str, picture["shape"]))
     return (
-        f"{html.keys((_fill(v), said) for v, said in legend)}{drawn}"
-        f"<p class=soft>Shape {shape}. Each {'bar' if len(fields) == 1 else 'field'} is the worst of its elements.</p>"
+        f"{html.keys((_fill(v), said) for v, said in legend)}"
+        f"{html.svg(width, height, drawn, 'residual over bound')}"
+        f"<p class=soft>Shape {shape}. Each field is the worst of its elements.</p>"
     )
 
 
@@ -310,36 +325,6 @@ def _fill(value: float | None) -> str:
         return "var(--line)"
     depth = 1.0 if value is None else min(1.0, 0.35 + 0.16 * np.log10(max(value, 1.0)))
     return f"color-mix(in srgb, var(--bad) {depth * 100:.0f}%, var(--paper))"
-
-
-def _map(picture: Mapping[str, Any], fields: Sequence[Sequence[float | None]]) -> str:
-    side = max(_SIDE, min(26, 560 // max(len(fields), len(fields[0]))))
-    drawn = [
-        f"<rect x={58 + j * side} y={20 + i * side} width={side - 1} height={side - 1} style='fill:{_fill(value)}'>"
-        f"<title>{_said(value)}</title></rect>"
-        for i, line in enumerate(fields)
-        for j, value in enumerate(line)
-    ]
-    width, height = 66 + len(fields[0]) * side, 26 + len(fields) * side
-    columns, rows = (f"{picture[n]:,} {n}" for n in ("columns", "rows"))
-    return (
-        f"<svg class=map width={width} viewBox='0 0 {max(width, 150)} {height}' role=img aria-label='residual over bound'>"
-        f"<text x=58 y=13>{columns}</text><text x=0 y=33>{rows}</text>{''.join(drawn)}</svg>"
-    )
-
-
-def _bars(line: Sequence[float | None]) -> str:
-    wide = max(8, 620 // len(line))
-    drawn: list[str] = []
-    for j, value in enumerate(line):
-        size = np.inf if value is None else max(value, 1e-9)
-        high = min(120.0, 6 + 24 * max(0.0, np.log10(size) + 0.4))
-        drawn.append(
-            f"<rect x={j * wide} y={126 - high:.0f} width={wide - 1} height={high:.0f} style='fill:{_fill(value)}'>"
-            f"<title>{_said(value)}</title></rect>"
-        )
-    width = len(line) * wide
-    return f"<svg class=map width={width} viewBox='0 0 {width} 128' role=img aria-label='residual over bound'>{''.join(drawn)}</svg>"
 
 
 def _said(value: float | None) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from telechat_moe.tools.align.dump.records import Call, Dump, RankDump
+from telechat_moe.tools.align.dump.records import Call, Dump
 from telechat_moe.tools.align.judge.data_flow import DataFlow
 
 REACH = 2  # distance in calls
@@ -21,47 +21,32 @@ def around(dump: Dump, step: int, rank: int, key: str) -> dict[str, Any] | None:
     found = dump.ranks.get((step, rank))
     if found is None or key not in found.calls:
         return None
-    part = _window(found, key)
-    flow = DataFlow(part)
+    keys = list(found.calls)
+    at = keys.index(key)
+    near = keys[max(0, at - _WINDOW) : at + _WINDOW + 1]
+    calls = {k: found.calls[k] for k in near if k == key or found.calls[k].kind == "api"}
+    flow = DataFlow(replace(found, calls=calls))
     edges: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
-    for call in part.calls.values():
+    for call in calls.values():
         for place, tensor in call.given():
             sources = flow.sources_of((call.key, place))
             if sources:  # of several with the same content the nearest one
                 edges.setdefault((sources[-1][0], call.key), (place, tensor.shape))
-    distance = _distances(key, list(edges))
-    kept = {k: d for k, d in distance.items() if abs(d) <= REACH}
-    nodes = [
-        _node(part.calls[k], d) for k, d in sorted(kept.items(), key=lambda i: flow.order[i[0]])
-    ]
-    shown = [
-        {"from": a, "to": b, "tensor": place, "shape": list(shape)}
-        for (a, b), (place, shape) in edges.items()
-        if a in kept and b in kept
-    ]
-    return {"nodes": nodes, "edges": shown}
-
-
-def _window(dump: RankDump, key: str) -> RankDump:
-    keys = list(dump.calls)
-    at = keys.index(key)
-    near = keys[max(0, at - _WINDOW) : at + _WINDOW + 1]
-    calls = {k: dump.calls[k] for k in near if dump.calls[k].kind == "api"}
-    calls.setdefault(key, dump.calls[key])
-    return replace(dump, calls=calls)
-
-
-def _distances(key: str, edges: list[tuple[str, str]]) -> dict[str, int]:
-    """Return the distances of other calls: negative for those before a call, positive for those after it."""
-    found = {key: 0}
+    distance = {key: 0}
     for sign, a, b in ((-1, 1, 0), (1, 0, 1)):
         border = [key]
         for step in range(1, REACH + 1):
-            ends = (e[b] for k in border for e in edges if e[a] == k and e[b] not in found)
-            near = [*dict.fromkeys(ends)]
-            border = near[-_WIDE:] if sign < 0 else near[:_WIDE]
-            found |= dict.fromkeys(border, sign * step)
-    return found
+            ends = (e[b] for k in border for e in edges if e[a] == k and e[b] not in distance)
+            ends_at = [*dict.fromkeys(ends)]
+            border = ends_at[-_WIDE:] if sign < 0 else ends_at[:_WIDE]
+            distance |= dict.fromkeys(border, sign * step)
+    nodes = [_node(calls[k], distance[k]) for k in sorted(distance, key=flow.order.__getitem__)]
+    shown = [
+        {"from": a, "to": b, "tensor": place, "shape": list(shape)}
+        for (a, b), (place, shape) in edges.items()
+        if a in distance and b in distance
+    ]
+    return {"nodes": nodes, "edges": shown}
 
 
 def _node(call: Call, distance: int) -> dict[str, Any]:
