@@ -10,12 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord, Value
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
-from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.replay import arguments_of
-from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
+from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -124,11 +123,7 @@ class Replaced:
         narrow = _narrowest(given)
         given = {place: _leaf(value, narrow) for place, value in given.items()}
         try:
-            arguments, tensors = arguments_of(_with(call, given, narrow), formula, True)
-            floats = [given[p] for p, t in call.tensors() if p in given and is_float(t.dtype)]
-            for x, known in zip(tensors, floats, strict=True):
-                if isinstance(known, Approx):
-                    x.sigma, x.limit = known.sigma, known.limit
+            arguments, _ = arguments_of(call, formula, True, given)
             return list(formula.compute(arguments))
         except UNFIT:
             return None
@@ -159,8 +154,10 @@ def _narrowest(given: dict[str, Approx | Array]) -> str:
 
 
 def _leaf(value: Approx | Array, dtype: str) -> Approx | Array:
-    """Return an input from outside, which must equal the reference's except for rounding to the target's type."""
-    if isinstance(value, Approx) or value.dtype.kind != "f":
+    """Return an input of the target's type; one from outside equals the reference's except for rounding to it."""
+    if isinstance(value, Approx):
+        return Approx(value.value, dtype, sigma=value.sigma, limit=value.limit)
+    if value.dtype.kind != "f":
         return value
     known = round_to(value, dtype)
     error = np.abs(np.where(np.isfinite(value), known - value, 0.0))
@@ -175,16 +172,3 @@ def _only_in(one: DataFlow, other: DataFlow) -> frozenset[str]:
 
 def _counts(call: Call) -> bool:
     return call.kind == "api" and call.phase is Phase.FORWARD
-
-
-def _with(call: Call, given: dict[str, Approx | Array], dtype: str) -> Call:
-    """Return a call with other values in its tensors, floating-point ones in the given type."""
-
-    def other(place: str, value: Value) -> Value:
-        if not isinstance(value, TensorRecord):
-            return value
-        array = values_of(given[place])
-        kind = dtype if is_float(value.dtype) else value.dtype
-        return replace(value, dtype=kind, shape=array.shape, read=lambda: array)
-
-    return changed(call, other)

@@ -20,6 +20,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, meetings
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
@@ -164,33 +165,24 @@ class Followed:
 
     # ------------------------------------------------------------------ operators
 
-    def _fed(self, rank: int, call: Call) -> tuple[Call, dict[str, Held]]:
-        """Return a call with the tensors that it is given here, and these by place."""
-        given: dict[str, Held] = {}
-        for place, _ in call.given():
-            own = self.of(rank, (call.key, place))
-            if own is None:
-                raise ValueError("what goes in is not known")
-            given[place] = own
-
-        def fed(place: str, value: Any) -> Any:
-            if isinstance(value, TensorRecord):
-                values = given[place].value
-                if not is_float(value.dtype):
-                    values = values.astype(value.load().dtype)
-                return replace(value, read=lambda: values)
-            if place == "input.bf16" and self.pins is not None and isinstance(value, Scalar):
-                return replace(value, value=self.pins.kind == "bfloat16")
+    def _fed(self, rank: int, call: Call) -> dict[str, Held]:
+        """Return the tensors that a call is given here, by place."""
+        for value in (*call.inputs, *call.kwargs.values()):
             if is_list(value):
                 numbers = tuple(v.value for v in value if isinstance(v, Scalar))
                 if numbers in self._changed[rank]:
                     raise ValueError("sizes that follow from other choices")
-                return [fed(f"{place}.{i}", v) for i, v in enumerate(value)]
-            return value
+        given = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
+        known = {place: own for place, own in given.items() if own is not None}
+        if len(known) < len(given):
+            raise ValueError("what goes in is not known")
+        return known
 
-        inputs: list[Value] = [fed(f"input.{i}", v) for i, v in enumerate(call.inputs)]
-        named: dict[str, Value] = {n: fed(f"input.{n}", v) for n, v in call.kwargs.items()}
-        return replace(call, inputs=inputs, kwargs=named), given
+    def _rounding(self, place: str, value: Value) -> Value:
+        """Return an argument; fused operators round within themselves where the other run's do."""
+        if place == "input.bf16" and self.pins is not None and isinstance(value, Scalar):
+            return replace(value, value=self.pins.kind == "bfloat16")
+        return value
 
     def _operator(self, dump: RankDump, call: Call) -> dict[str, Held]:
         back = call.phase is Phase.BACKWARD
@@ -198,9 +190,9 @@ class Followed:
         formula = find(forward.name) if forward is not None else None
         if formula is None or forward is None:
             return {}
-        fed, given = self._fed(dump.rank, forward)
-        arguments, tensors = arguments_of(fed, formula, back)
-        _carry(fed, given, tensors)
+        given, stores = self._fed(dump.rank, forward), back or formula.stores
+        known = {p: _leaf(given[p], t, stores) for p, t in forward.given()}
+        arguments, tensors = arguments_of(changed(forward, self._rounding), formula, back, known)
         if not back:
             arguments.made = [t for _, t in call.made()]
             results = list(formula.compute(arguments))
@@ -213,13 +205,10 @@ class Followed:
                     results = choice.pinned(scores.value, index, list(formula.compute(arguments)))
         else:
             outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
-            own, given = self._fed(dump.rank, call)
-            coming = [t for _, t in own.given() if is_float(t.dtype)]
-            seeds = [
-                (output, exactly(record.load(), record.dtype, True))
-                for output, record in zip(outputs, coming, strict=False)
-            ]
-            _carry(own, given, [gradient for _, gradient in seeds])
+            given = self._fed(dump.rank, call)
+            coming = (_leaf(given[p], t, True) for p, t in call.given())
+            floats = [x for x in coming if isinstance(x, Approx)]
+            seeds = list(zip(outputs, floats, strict=False))
             results = [g for g in gradients(seeds, tensors) if g is not None]
         found, left = dict[str, Held](), iter(results)
         for place, record in call.made():
@@ -236,9 +225,8 @@ class Followed:
         site = self._sites.setdefault(id(meeting), {})
         if rank in meeting.senders:
             site[rank] = {}  # until what goes in is known
-            fed, given = self._fed(rank, call)
-            bound = bind(meeting.kind, fed)
-            place = next(p for p, t in fed.given() if t is bound["input"])
+            given, bound = self._fed(rank, call), bind(meeting.kind, call)
+            place = next(p for p, t in call.given() if t is bound["input"])
             site[rank] = {**bound, "input": _term(given[place], bound["input"])}
         made = call.made()
         if len(made) != 1:
@@ -255,12 +243,14 @@ class Followed:
         return {p: _stored(x, t.dtype, True) for p, t in made}
 
 
-def _carry(call: Call, given: dict[str, Held], tensors: Sequence[Approx]) -> None:
-    """Add the deviations of a call's floating-point arguments to those of its tensors."""
-    places = [place for place, t in call.given() if is_float(t.dtype)]
-    for place, x in zip(places, tensors, strict=False):
-        x.sigma = np.hypot(x.sigma, given[place].sigma)
-        x.limit = x.limit + 8 * given[place].sigma + np.finfo(np.float64).tiny  # never exact
+def _leaf(held: Held, record: TensorRecord, stores: bool) -> Approx | Array:
+    """Return a tensor as an argument, with the deviations of its errors."""
+    if not is_float(record.dtype):
+        return held.value.astype(record.load().dtype)
+    x = exactly(held.value, record.dtype, stores)
+    x.sigma = np.hypot(x.sigma, held.sigma)
+    x.limit = x.limit + 8 * held.sigma + np.finfo(np.float64).tiny  # never exact
+    return x
 
 
 def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> Held:

@@ -103,29 +103,33 @@ def believed(call: Call, settings: Call | None) -> Call:
 
 
 def arguments_of(
-    call: Call, formula: Formula, stores: bool = False
+    call: Call,
+    formula: Formula,
+    stores: bool = False,
+    known: Mapping[str, Approx | Array] | None = None,
 ) -> tuple[Arguments, list[Approx]]:
     """Return a forward call's arguments with tensors loaded, and its floating-point tensors in order.
 
-    If it ``stores``, intermediate results are rounded to the tensors' type, as in backward kernels.
+    If it ``stores``, intermediate results are rounded to the tensors' type, as in backward kernels. Tensors that are
+    ``known`` by their places are not those of the dump.
     """
     tensors: list[Approx] = []
 
-    def argument(value: Value) -> Any:
+    def argument(place: str, value: Value) -> Any:
         if isinstance(value, list):
-            return [argument(v) for v in value]
+            return [argument(f"{place}.{i}", v) for i, v in enumerate(value)]
         if isinstance(value, Mapping):
-            return {k: argument(v) for k, v in value.items()}
+            return {k: argument(f"{place}.{k}", v) for k, v in value.items()}
         if not isinstance(value, TensorRecord):
             return plain(value)
-        array = value.load()
-        if is_float(value.dtype):
-            tensors.append(exactly(array, value.dtype, stores or formula.stores))
-            return tensors[-1]
-        return array
+        x = known[place] if known is not None else value.load()
+        if is_float(value.dtype) and not isinstance(x, Approx):
+            x = exactly(x, value.dtype, stores or formula.stores)
+        tensors.extend([x] if isinstance(x, Approx) else [])
+        return x
 
-    positional = [argument(value) for value in call.inputs]
-    named = {name: argument(value) for name, value in call.kwargs.items()}
+    positional = [argument(f"input.{i}", value) for i, value in enumerate(call.inputs)]
+    named = {name: argument(f"input.{name}", value) for name, value in call.kwargs.items()}
     return formula.bind(positional, named), tensors
 
 
