@@ -1,11 +1,11 @@
 """What the data flow shows of a call beside its verdict: its phase in the step, its layer, the values of both runs."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import kind_of
-from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
 from telechat_moe.tools.align.judge.pairing import STEP
 from telechat_moe.tools.align.judge.points import weight_of
 from telechat_moe.tools.align.judge.verdict import Verdict
@@ -52,29 +52,16 @@ def _in_graph(key: str, flow: DataFlow) -> Phase:
     if key in back:
         return Phase.BACKWARD
 
-    def taken(k: str) -> set[str]:
-        sources = flow.makers_of(k)
-        return {p[0] for s in sources for p in flow.taken.get(s, []) if p[0] in calls}
+    def after(k: str) -> set[str]:
+        takers = (p for source in flow.makers_of(k) for p in flow.taken.get(source, []))
+        return {k for k, _ in takers if k in calls}
 
-    def given(k: str) -> set[str]:
-        places = _inputs(calls[k], flow)
-        return {s[0] for p in places for s in flow.sources_of(p) if s[0] in calls}
+    def before(k: str) -> set[str]:
+        return {source for source in flow.before(k) if source in calls}
 
-    if not _reaches(key, back, given):
+    if back.isdisjoint(walk(key, before)):
         return Phase.FORWARD
-    return Phase.BACKWARD if _reaches(key, back, taken) else Phase.OPTIMIZER
-
-
-def _reaches(key: str, wanted: set[str], near: Callable[[str], set[str]]) -> bool:
-    """Return whether any of the wanted calls can be reached."""
-    seen, left = {key}, [key]
-    while left:
-        found = near(left.pop()) - seen
-        if found & wanted:
-            return True
-        seen |= found
-        left += found
-    return False
+    return Phase.OPTIMIZER if back.isdisjoint(walk(key, after)) else Phase.BACKWARD
 
 
 def _goes_back(key: str, flow: DataFlow) -> bool:
@@ -128,18 +115,10 @@ def _layers_of_weights(flow: DataFlow) -> dict[bytes, int]:
 
 def _weights_before(call: Call, flow: DataFlow) -> Iterator[bytes]:
     """Yield the contents of the inputs of a call's forward call, then of the calls before it, nearest first."""
-    seen, border = set[str](), [call.forward_key]
-    while border:
-        seen.update(border)
-        before: list[str] = []
-        for key in border:
-            at = flow.dump.calls.get(key)
-            for place, _ in at.given() if at is not None else ():
-                content = flow.content.get((key, place))
-                if content is not None:
-                    yield content
-                before += [source for source, _ in flow.sources_of((key, place))]
-        border = [key for key in dict.fromkeys(before) if key not in seen]
+    begin = call.forward_key
+    for key in walk(begin, flow.before) if begin in flow.dump.calls else ():
+        contents = (flow.content.get((key, place)) for place, _ in flow.dump.calls[key].given())
+        yield from (content for content in contents if content is not None)
 
 
 def values_at(verdict: Verdict, theirs: Call | None, ours: Call | None) -> dict[str, float]:

@@ -4,7 +4,7 @@ A gradient that no call made is the sum of the gradients that the users of its t
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import TypeVar, cast
@@ -274,9 +274,24 @@ class DataFlow:
         takers = [p for p in self.taken.get(output, []) if self._phase(p) is Phase.FORWARD]
         return self._gradients_of(takers)
 
+    def before(self, key: str) -> list[str]:
+        """Return the calls that made what a call takes."""
+        places = ((key, place) for place, _ in self.dump.calls[key].given())
+        return [source for place in places for source, _ in self.sources_of(place)]
+
     def inputs(self) -> Iterator[Place]:
         """Yield the inputs and parameters of every call, in order."""
         return (place for place in self.tensors if not place[1].startswith("output"))
+
+
+def walk(key: str, near: Callable[[str], Iterable[str]]) -> Iterator[str]:
+    """Yield a call and all that can be reached from it, the nearest first."""
+    seen, left = {key}, [key]
+    for at in left:
+        yield at
+        found = [k for k in dict.fromkeys(near(at)) if k not in seen]
+        seen.update(found)
+        left += found
 
 
 def backward_key(key: str) -> str:

@@ -174,24 +174,17 @@ def _as_made(place: Place, sources: list[Place], target: DataFlow) -> Verdict | 
         values = record.load()
         if values.size == found.size and _same(values.reshape(found.shape), found, tensor.dtype):
             return None
-    maker = sources[-1]
-    expected = target.tensors[maker].load()
-    key, name = place
-    if expected.size != found.size:
-        said = f"{name} has {found.size} elements, {maker[0]} made {expected.size}"
-        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
-    what = f"is not what {maker[0]} made ({maker[1]})"
-    return _wrong(place, tensor, expected.reshape(found.shape), what)
+    key, name = sources[-1]
+    expected = target.tensors[key, name].load()
+    if expected.size == found.size:
+        expected = expected.reshape(found.shape)
+    return _wrong(place, tensor, expected, f"is not what {key} made ({name})")
 
 
 def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Verdict | None:
     if reference.read is None:
         return None
     expected, found = reference.load(), tensor.load()
-    key, name = place
-    if expected.shape != found.shape:
-        said = f"{name} has shape {list(found.shape)}, in the reference {list(expected.shape)}"
-        return Verdict(key, name, "diverged", np.inf, said, (), found.size, found.size)
     narrow = tensor.dtype
     if is_float(reference.dtype) and is_float(narrow):
         narrow = min(narrow, reference.dtype, key=lambda kind: FLOATS[kind].bits)
@@ -201,14 +194,20 @@ def _as_given(place: Place, reference: TensorRecord, tensor: TensorRecord) -> Ve
 
 
 def _wrong(place: Place, tensor: TensorRecord, expected: Array, what: str) -> Verdict:
+    found = tensor.load()
     right = Approx(expected, tensor.dtype) if is_float(tensor.dtype) else expected
-    verdict = judge(*place, tensor.load(), right, tensor.dtype)
+    if expected.shape != found.shape:
+        said = f"{place[1]} {what}: shape {list(found.shape)}, expected {list(expected.shape)}"
+        return Verdict(*place, "diverged", np.inf, said, (), found.size, found.size)
+    verdict = judge(*place, found, right, tensor.dtype)
     said = f"{place[1]} {what}: {verdict.reason}"
     return replace(verdict, place=place[1], status="diverged", ratio=np.inf, reason=said)
 
 
 def _same(values: Array, found: Array, dtype: str) -> bool:
     """Return whether a tensor holds the values, perhaps rounded to its type."""
+    if values.shape != found.shape:
+        return False
     if np.array_equal(values, found, equal_nan=values.dtype.kind == "f"):
         return True
     return is_float(dtype) and np.array_equal(round_to(values, dtype), found, equal_nan=True)

@@ -7,13 +7,13 @@ reference's settings if there is a reference run; integers must match exactly.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import flat
-from telechat_moe.tools.align.judge.inferred import inferred, with_settings
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged, values_of
 from telechat_moe.tools.align.numerics import FLOATS, is_float
 from telechat_moe.tools.align.operators import Arguments, Formula, find
@@ -38,12 +38,13 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
             raise NotJudgedError(f"no formula for {forward.name}")
         known = settings if settings is not None else forward
         found = _inferred(known if all(t.read for _, t in known.tensors()) else forward, formula)
-        if found:
-            settings = with_settings(known, found)
+        more = {name: Scalar(type(v).__name__, v) for name, v in found.items()}
+        given = believed(call if call.phase is not Phase.BACKWARD else forward, settings)
+        given = replace(given, kwargs={**given.kwargs, **more})
         if call.phase is not Phase.BACKWARD:
-            verdicts = _defined(_forward(believed(call, settings), formula), [call])
+            verdicts = _defined(_forward(given, formula), [call])
         else:
-            verdicts = _match(call, *_gradients(call, believed(forward, settings), formula))
+            verdicts = _match(call, *_gradients(call, given, formula))
             verdicts = _defined(verdicts, [call, forward])
         said = ", ".join(f"{name} {value}" for name, value in found.items())
         return [replace(v, reason=f"{v.reason}; inferred: {said}") if said else v for v in verdicts]
@@ -54,12 +55,39 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
 
 
 def _inferred(known: Call, formula: Formula) -> dict[str, Any]:
-    """Return the settings that a forward call's record lacks, from its result."""
-    given = formula.given(len(known.inputs), known.kwargs)
+    """Return the settings (eps, scale, axis, transposition) that a call's record lacks, as they fit its result best.
+
+    MindSpore's primitives hold them as attributes, and msprobe records arguments only. The reference's call decides
+    where there is one, so that a wrong setting of the target is still found.
+
+    Raises:
+        NotJudgedError: None of the values that the formula tries gives the result.
+    """
+    given, made = formula.given(len(known.inputs), known.kwargs), list(flat(known.outputs))
     if not formula.guesses.keys() - given:
         return {}
     arguments, _ = arguments_of(known, formula)
-    return inferred(formula, arguments, given, list(flat(known.outputs)))
+    tries = {n: values(arguments) for n, values in formula.guesses.items() if n not in given}
+    tries = {name: values for name, values in tries.items() if values}
+    if not tries or not made:
+        return {}
+    arguments.made = made
+    found: list[tuple[float, dict[str, Any]]] = []
+    for values in product(*tries.values()):
+        chosen = dict(zip(tries, values, strict=True))
+        arguments.__dict__.update(chosen)
+        try:
+            expected = list(formula.compute(arguments))
+            both = zip(made, expected, strict=False)
+            ratios = [judge("", "", r.load(), e, r.dtype).ratio for r, e in both]
+        except UNFIT:
+            continue
+        found.append((max(ratios, default=np.inf), chosen))
+    ratio, best = min(found, key=lambda pair: pair[0]) if found else (np.inf, {})
+    if ratio > 1:
+        tried = "; ".join(f"{name} {', '.join(map(str, v))}" for name, v in tries.items())
+        raise NotJudgedError(f"{formula.name}: not in the dump, and no usual value fits: {tried}")
+    return best
 
 
 def _defined(verdicts: list[Verdict], calls: Sequence[Call]) -> list[Verdict]:

@@ -6,13 +6,13 @@ in the calls differ, or another formula.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, TensorRecord, Value
-from telechat_moe.tools.align.judge.data_flow import DataFlow, Place
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
 from telechat_moe.tools.align.judge.fault_arguments import leaves
 from telechat_moe.tools.align.judge.points import Point, weight_of
 from telechat_moe.tools.align.judge.replay import replay_call
@@ -131,20 +131,19 @@ def _flow(run: Sequence[DataFlow], point: Point) -> DataFlow | None:
 
 def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:
     """Yield the calls between a tensor and those with known contents, the nearest first."""
+    calls = flow.dump.calls
     content = flow.content.get(place)
     made = flow.makers.get(content, []) if content is not None else []
-    waiting = [next((p for p in made if flow.dump.calls[p[0]].kind == "api"), place)]
-    seen: set[str] = set()
-    while waiting and len(seen) < _MOST:
-        key, name = waiting.pop(0)
-        call = flow.dump.calls[key]
-        if key in seen or not name.startswith("output") or call.kind != "api":
-            continue
-        seen.add(key)
-        yield call
-        for taken, _ in call.given():
-            if flow.content.get((key, taken)) not in known:
-                waiting += flow.sources_of((key, taken))[-1:]
+    key, name = next((p for p in made if calls[p[0]].kind == "api"), place)
+    if not name.startswith("output") or calls[key].kind != "api":
+        return
+
+    def near(key: str) -> Iterator[str]:
+        places = ((key, taken) for taken, _ in calls[key].given())
+        for at in (p for p in places if flow.content.get(p) not in known):
+            yield from (k for k, _ in flow.sources_of(at)[-1:] if calls[k].kind == "api")
+
+    yield from (calls[k] for k in islice(walk(key, near), _MOST))
 
 
 def differing(reference: Sequence[Call], target: Sequence[Call]) -> str:
