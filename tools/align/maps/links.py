@@ -4,7 +4,7 @@ import fnmatch
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,6 +95,7 @@ class Uses:
 
     def __init__(self, ranks: Sequence[RankDump]) -> None:
         self.ranks = ranks
+        self._flow, self._of = cache(self._forward), cache(self._use)
 
     @staticmethod
     def named(dump: RankDump) -> Iterator[tuple[str, Call, str]]:
@@ -116,18 +117,12 @@ class Uses:
                 found.setdefault(name, (i, (call.key, place)))
         return found
 
-    @cached_property
-    def _flows(self) -> dict[int, DataFlow]:
-        return {}
-
-    def _flow(self, number: int) -> DataFlow:
-        if number not in self._flows:
-            dump = self.ranks[number]
-            forward = {
-                k: c for k, c in dump.calls.items() if c.kind == "api" and c.stage is Phase.FORWARD
-            }
-            self._flows[number] = DataFlow(replace(dump, calls=forward))
-        return self._flows[number]
+    def _forward(self, number: int) -> DataFlow:
+        """Return the data flow of the forward pass of a rank."""
+        dump = self.ranks[number]
+        calls = dump.calls.items()
+        forward = {k: c for k, c in calls if c.kind == "api" and c.stage is Phase.FORWARD}
+        return DataFlow(replace(dump, calls=forward))
 
     @cached_property
     def _contents(self) -> dict[str, bytes]:
@@ -138,51 +133,37 @@ class Uses:
                 found[name] = digest(record.load())
         return found
 
-    def place(self, name: str) -> Place | None:
-        """Return the call and the position that hold a weight."""
-        return self._places[name][1] if name in self._places else None
-
-    def of(self, name: str) -> Place | None:
+    def _use(self, name: str) -> tuple[DataFlow, Call, str] | None:
         """Return the first call that computes with a weight, and the weight's position in it."""
         if name not in self._contents:
             return None
         flow = self._flow(self._places[name][0])
         found = [u for p in flow.given.get(self._contents[name], []) for u in _users(flow, p, 0)]
-        return min(found, key=lambda p: flow.order[p[0]], default=None)
+        use = min(found, key=lambda p: flow.order[p[0]], default=None)
+        return use and (flow, flow.dump.calls[use[0]], use[1])
 
     def first(self, name: str) -> float:
         """Return the position of the first use in the order of the run; infinite: there is none."""
-        use = self.of(name)
-        return np.inf if use is None else self._flow(self._places[name][0]).order[use[0]]
+        use = self._of(name)
+        return np.inf if use is None else use[0].order[use[1].key]
 
     def operand(self, name: str) -> Place | None:
         """Return what the first use multiplies a matrix by; None: it has no such input."""
-        use = self.of(name)
-        if use is None:
-            return None
-        call = self.ranks[self._places[name][0]].calls[use[0]]
-        widths = dict(call.tensors())[use[1]].shape[-2:]
-        others = [
-            (call.key, p)
-            for p, t in call.given()
-            if p != use[1] and is_float(t.dtype) and t.shape and t.shape[-1] in widths
-        ]
-        return others[0] if others else None
+        for _, call, place in filter(None, [self._of(name)]):
+            widths = dict(call.tensors())[place].shape[-2:]
+            for other, t in call.given():
+                if other != place and is_float(t.dtype) and t.shape and t.shape[-1] in widths:
+                    return call.key, other
+        return None
 
     def result(self, name: str) -> Place | None:
         """Return what the first use makes; None: it makes it of several matrices."""
-        use = self.of(name)
-        if use is None:
-            return None
-        number = self._places[name][0]
-        flow, call = self._flow(number), self.ranks[number].calls[use[0]]
-        weights = {*self._contents.values()}
-        others = [
-            p
-            for p, t in call.given()
-            if p != use[1] and len(t.shape) > 1 and flow.content.get((call.key, p)) in weights
-        ]
-        return None if others or not call.made() else (call.key, call.made()[0][0])
+        for flow, call, place in filter(None, [self._of(name)]):
+            weights = {*self._contents.values()}
+            matrices = (p for p, t in call.given() if p != place and len(t.shape) > 1)
+            alone = not any(flow.content.get((call.key, p)) in weights for p in matrices)
+            return (call.key, call.made()[0][0]) if alone and call.made() else None
+        return None
 
     def resolved(self, name: str) -> Place:
         """Return the key and the position for a name; its key may be a pattern."""
@@ -192,10 +173,8 @@ class Uses:
             found = self.operand(weight) if place == "operand" else self.result(weight)
             return found or (pattern, place)
         if kind == "weight":
-            at = self.place(weight)
-            return (
-                (pattern, place) if at is None else (at[0], at[1] if place == "weight" else place)
-            )
+            _, (key, at) = self._places.get(weight, (0, (pattern, place)))
+            return key, at if place == "weight" else place
         keys = (k for r in self.ranks for k in r.calls if fnmatch.fnmatchcase(k, pattern))
         return next(keys, pattern), place
 
@@ -263,14 +242,9 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     Raises:
         BadInputError: It names nothing of a run, or its sides are swapped.
     """
-    runs = [
-        [c for r in dump.ranks.values() for c in r.calls.values()] for dump in (reference, target)
-    ]
-    keys = [{call.key for call in calls} for calls in runs]
-    known = [
-        {name for r in dump.ranks.values() for name, _, _ in Uses.named(r)}
-        for dump in (reference, target)
-    ]
+    dumps = reference, target
+    keys = [{k for r in dump.ranks.values() for k in r.calls} for dump in dumps]
+    known = [{n for r in dump.ranks.values() for n, _, _ in Uses.named(r)} for dump in dumps]
 
     def names(side: tuple[str, ...], run: int) -> bool:
         pattern = side[0].rpartition(" ")[0] if side else ""
@@ -283,12 +257,9 @@ def check_map(links: Sequence[Link], reference: Dump, target: Dump) -> None:
     right, swapped = (sum(map(all, side)) for side in sides)
     if right >= swapped and right:
         return
+    lacks = [str(d.root) for i, d in enumerate(dumps) if not any(s[i] for s in sides[0])]
+    said = f"no entry names a tensor of {' or of '.join(lacks) or 'both runs'}"
+    said += "; expected names such as those of `align inspect --calls`"
     if swapped:
-        said = (
-            "its sides are swapped; exchange the two dumps, or `reference` and `target` in the map"
-        )
-    else:
-        lacks = [d for i, d in enumerate((reference, target)) if not any(s[i] for s in sides[0])]
-        said = f"no entry names a tensor of {' or of '.join(str(d.root) for d in lacks) or 'both runs'}"
-        said += "; expected names such as those of `align inspect --calls`"
+        said = "its sides are swapped; exchange the dumps, or `reference` and `target` in the map"
     raise BadInputError(f"the map of {len(links)} entries does not fit: {said}")

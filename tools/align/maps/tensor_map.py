@@ -9,7 +9,7 @@ use it; and of modules with known names the outputs.
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,16 +217,15 @@ def _by_values(
 
 def _shares(one: _Weight, other: _Weight) -> bool:
     """Return whether most rows of the smaller of two weights are rows of the other, either of them transposed."""
-    for turned in (False, True):
-        for back in (False, True):
-            width = other.record.shape[-2 if back else -1] if len(other.record.shape) > 1 else 0
-            x = as_rows(one.record.load(), width, turned) if width else None
-            y = as_rows(other.record.load(), width, back) if width else None
-            if x is None or y is None or x.shape[1] < 4:
-                continue
-            small, large = (x, y) if len(x) <= len(y) else (y, x)
-            if np.mean(_near(large[_nearest(large, small)], small)) >= _MOST:
-                return True
+    for turned, back in product((False, True), repeat=2):
+        width = other.record.shape[-2 if back else -1] if len(other.record.shape) > 1 else 0
+        x = _rows([one], width, turned) if width else None
+        y = _rows([other], width, back) if width else None
+        if x is None or y is None or x.shape[1] < 4:
+            continue
+        small, large = (x, y) if len(x) <= len(y) else (y, x)
+        if np.mean(_near(large[_nearest(large, small)], small)) >= _MOST:
+            return True
     return False
 
 
@@ -312,20 +311,14 @@ def _modules(ranks: Sequence[RankDump]) -> dict[str, tuple[str, Call]]:
 
 
 def _losses(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
-    names = [
-        next(
-            (
-                f"{c.name}.*.forward output.0"
-                for dump in run
-                for c in dump.calls.values()
-                if c.phase is Phase.FORWARD
-                and c.name.lower().replace("_", "").endswith("crossentropy")
-                and c.made()
-                and np.prod(c.made()[0][1].shape) == 1
-            ),
-            None,
-        )
-        for run in (a, b)
-    ]
-    if names[0] is not None and names[1] is not None:
-        yield Link("loss", (names[0],), (names[1],))
+    one, other = ([c for dump in run for c in dump.calls.values() if _is_loss(c)] for run in (a, b))
+    if one and other:
+        names = (f"{calls[0].name}.*.forward output.0" for calls in (one, other))
+        yield Link("loss", (next(names),), (next(names),))
+
+
+def _is_loss(call: Call) -> bool:
+    """Return whether a call makes the loss: one number by a cross entropy."""
+    named = call.name.lower().replace("_", "").endswith("crossentropy")
+    alone = [np.prod(t.shape) == 1 for _, t in call.made()[:1]]
+    return named and call.phase is Phase.FORWARD and alone == [True]
