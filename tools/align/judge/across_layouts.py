@@ -10,10 +10,10 @@ shows at a point; other faults show at their operator.
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def across(
         a, b = reference.at(step), target.at(step)
         pairs = linked(a, b, links) if links else by_weight(a, b)
         points.begin(step, a, grouped.at(step), pinned=not links)
-        for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
+        for finding in (*points.choices(b), *points.at(b, pairs)):
             verdict = finding.verdict
             if progress is not None:
                 progress("shared tensors", sum(judged.values()) - recomputed, None)
@@ -132,6 +132,15 @@ def across(
 
 
 # ------------------------------------------------------------------ comparison
+
+
+class _Answer(NamedTuple):
+    """What is said of a point: its status, why, the distance over what is allowed, the kind of fault with evidence."""
+
+    status: Status
+    said: str
+    off: float = math.inf
+    kind: tuple[str, str] = ("unknown", "")
 
 
 class _Points:
@@ -183,12 +192,12 @@ class _Points:
         one, other = self.units
         return max(1.0, one / other)
 
-    def choices(self, step: int, b: Sequence[RankDump]) -> Iterator[Finding]:
+    def choices(self, b: Sequence[RankDump]) -> Iterator[Finding]:
         """Yield a finding for the scores of each choice of the step."""
         for chosen in self.believed.seen if self.believed is not None else ():
             call, worst = chosen.call, int(np.argmax(chosen.ratio))
             wrong, flips = int((chosen.ratio > 1).sum()), int(chosen.flipped.sum())
-            status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
+            status: Status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
             said = f"{flips} of {len(chosen.ratio)} rows chose otherwise, by nearly equal scores"
             if status == "diverged":
                 allowed = chosen.apart[worst] / chosen.ratio[worst]
@@ -208,11 +217,9 @@ class _Points:
             )  # fmt: skip
             owner = next(r for r in b if r.rank == chosen.rank)
             order = list(owner.calls).index(call.key)
-            yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
+            yield self._counted(Finding(self.step, chosen.rank, order, verdict, call), "int32")
 
-    def at(
-        self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
-    ) -> list[Finding]:
+    def at(self, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         made: dict[str, tuple[Array | None, Array | None]] = {}
         found: list[Finding] = []
@@ -222,7 +229,7 @@ class _Points:
             for name, one, other in own:
                 if name.endswith(" after"):
                     made[name.removesuffix(" after")] = one.values, other.values
-                finding = self._compare(name, one, other, step, b)
+                finding = self._compare(name, one, other, b)
                 wrong = finding.verdict.status == "diverged"
                 said = self._follows(name, finding, near) if wrong else ""
                 if said:
@@ -296,62 +303,46 @@ class _Points:
             return "what the update of the step before made"
         return ""
 
-    def _compare(
-        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump]
-    ) -> Finding:
+    def _compare(self, name: str, one: Point, other: Point, ranks: Sequence[RankDump]) -> Finding:
         """Return the finding for a point."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
         call = owner.calls[other.key] if owner is not None else None
         order = list(owner.calls).index(other.key) if owner is not None else 0
+        answer = self._judged(name, one, other, ranks)
+        size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
+        status, said, off, kind = answer
+        verdict = Verdict(other.key, other.place, status, off, said, elements=size)
+        return Finding(self.step, other.rank, order, verdict, call, *kind)
 
-        def finding(
-            status: Status,
-            said: str,
-            off: float = math.inf,
-            kind: tuple[str, str] = ("unknown", ""),
-        ) -> Finding:
-            size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
-            verdict = Verdict(other.key, other.place, status, off, said, elements=size)
-            return Finding(step, other.rank, order, verdict, call, *kind)
-
+    def _judged(self, name: str, one: Point, other: Point, ranks: Sequence[RankDump]) -> _Answer:
+        """Judge a point, by the standard or by how far the whole tensors are apart."""
         x, y = other.values, one.values
         if other.differs:
             kind = "missing reduction", "ranks that must hold the same do not"
-            return finding("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
+            return _Answer("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
         if x is None or y is None:
             said = f"a point is not known: {other.problem or one.problem}"[:160]
-            return finding("not judged", said, 0.0)
+            return _Answer("not judged", said, 0.0)
         if x.size != y.size:
             said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
-            return finding("diverged", said)
+            return _Answer("diverged", said)
         if self.standard is not None:
-            return finding(*self._by_standard(self.standard, name, one, other, step))
-        return self._by_distance(name, one, other, ranks, finding)
-
-    def _by_distance(
-        self,
-        name: str,
-        one: Point,
-        other: Point,
-        ranks: Sequence[RankDump],
-        finding: Callable[..., Finding],
-    ) -> Finding:
-        """Return the finding for a point by how far the whole tensors are apart."""
-        assert other.values is not None
-        assert one.values is not None
-        x, y = other.values, one.values
+            arrays = [x, y.reshape(x.shape)]
+            found = self.standard.of(other.key, name, arrays, other.dtype, one.dtype)
+            self.standard.keep(self.step, other.rank, [found])
+            return _Answer(found.status, f"{name}: {found.reason}", found.ratio)
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
             last = self.last[state][1]
             same = last is not None and np.array_equal(last, x)
             said = f"{name}: {'' if same else 'not '}what the update of the step before made"
-            return finding("pass" if same else "diverged", said, 0.0 if same else math.inf)
+            return _Answer("pass", said, 0.0) if same else _Answer("diverged", said)
         y = y.astype(np.float64)
         found = self._followed(other, y, ranks) if self.believed is not None else None
         if found is None and self.flipped and when != "before":
             said = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
-            return finding("not judged", said, 0.0)
+            return _Answer("not judged", said, 0.0)
         x, squares = found or (x.astype(np.float64).reshape(y.shape), None)
         if self.believed is None:
             squares = self._squares(other, ranks, y.size)
@@ -359,26 +350,16 @@ class _Points:
         self.exact = found is not None and limit < _FIRST_ORDER
         if found is not None and limit > VAGUE:
             said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
-            return finding("not judged", said, 0.0)
+            return _Answer("not judged", said, 0.0)
         off = _distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
             self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
         said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
         if off <= 1:
-            return finding("pass", said, off)
+            return _Answer("pass", said, off)
         if self.late and (when == "before" or found is None) and self.believed is not None:
-            return finding("not judged", f"{said}; {_LATE}", 0.0)
-        return finding("diverged", said, off, _shape_of(x, y))
-
-    def _by_standard(
-        self, standard: Standard, name: str, one: Point, other: Point, step: int
-    ) -> tuple[Status, str, float]:
-        assert one.values is not None
-        assert other.values is not None
-        arrays = [other.values, one.values.reshape(other.values.shape)]
-        found = standard.of(other.key, name, arrays, other.dtype, one.dtype)
-        standard.keep(step, other.rank, [found])
-        return found.status, f"{name}: {found.reason}", found.ratio
+            return _Answer("not judged", f"{said}; {_LATE}", 0.0)
+        return _Answer("diverged", said, off, _shape_of(x, y))
 
     def _held(
         self, other: Point, ranks: Sequence[RankDump]
