@@ -37,6 +37,7 @@ GAINS = 1.0, 8.0
 """The smallest and the largest gain that peers or rows can show."""
 
 _BASIS = "other run"
+_AGREE = "statistics agree, and cannot show that values do"
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
@@ -149,36 +150,34 @@ class OtherRun:
             return _passed(call, place)
         if "empty" in call.name.lower():
             return not_judged(call.key, f"{why}: uninitialised memory", place)
-        if not is_float(dict(call.tensors())[place].dtype):
-            return self._integers(call, place, answer, made, why)
-        if made.basis == "checksum" and not made.exact:
+        whole = not is_float(dict(call.tensors())[place].dtype)
+        if not whole and made.basis == "checksum" and not made.exact:
             if answer.same and self._repeats:
                 said = "has other bits, though the inputs are equal and other calls give equal bits"
                 return _wrong(call, place, made, made.rows, said)
-            said = "other bits: rounding or a fault, a checksum does not tell"
-            return not_judged(call.key, f"{why}; {place}: {said}", place)
-        return self._floats(call, place, answer, made, why)
+            found = f"{place}: other bits: rounding or a fault, a checksum does not tell"
+        else:
+            found = (self._integers if whole else self._floats)(call, place, answer, made)
+        return (
+            found if isinstance(found, Verdict) else not_judged(call.key, f"{why}; {found}", place)
+        )
 
-    def _integers(
-        self, call: Call, place: str, answer: _Answer, made: Distance, why: str
-    ) -> Verdict:
-        if not made.whole and made.basis == "statistics":
-            return not_judged(
-                call.key, f"{why}; statistics agree, and cannot show that values do", place
-            )
+    def _integers(self, call: Call, place: str, answer: _Answer, made: Distance) -> Verdict | str:
+        """Return the verdict on integers; a text: why they cannot be judged."""
         if not made.whole:
-            return _passed(call, place)
+            return _AGREE if made.basis == "statistics" else _passed(call, place)
         if not any(d.whole for d in answer.given):
             return _wrong(call, place, made, made.rows, "differs, though the inputs are equal")
         own = by_own_scores(self.reference.calls[call.key], call, place)
-        if own is not None and own:
+        if own is None:
+            said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
+            return f"{place}: {said}, from other inputs"
+        if own:
             return _passed(call, place)
-        if own is not None:
-            return _wrong(call, place, made, made.rows, "is not what its own scores give")
-        said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
-        return not_judged(call.key, f"{why}; {place}: {said}, from other inputs", place)
+        return _wrong(call, place, made, made.rows, "is not what its own scores give")
 
-    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance, why: str) -> Verdict:
+    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance) -> Verdict | str:
+        """Return the verdict on floating-point numbers; a text: why they cannot be judged."""
         came = answer.rows(len(made.rows))
         for other, t in call.made():  # rows that chose otherwise
             d = answer.made.get(other)
@@ -201,17 +200,14 @@ class OtherRun:
             said = f"differs by {made.rows[at]:.2g} of its size, its inputs by {came[at]:.2g}"
             return _wrong(call, place, made, ratio, said)
         if np.any(gains > BEYOND * usual):
-            said = "differs more than its inputs do, which may follow from them"
-            return not_judged(call.key, f"{why}; {place} {said}", place)
+            return f"{place} differs more than its inputs do, which may follow from them"
         odd = None if uneven else _odd(answer, made)
         if odd is not None:
             return _wrong(call, place, made, np.full(len(came), odd[0]), odd[1])
         if made.basis == "statistics":
-            said = "statistics agree, and cannot show that values do"
-            return not_judged(call.key, f"{why}; {said}", place)
+            return _AGREE
         if np.mean(BEYOND * conditions * (usual * came + answer.own) > VAGUE) > _OMITTED:
-            said = "inputs differ too much to judge it by the other run"
-            return not_judged(call.key, f"{why}; {said}", place)
+            return "inputs differ too much to judge it by the other run"
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
 
     def _answer_of(self, key: str) -> _Answer:
