@@ -87,6 +87,7 @@ $(TEST_READY): $(TRAIN_READY)
 
 $(TORCH_READY): $(TEST_READY)
 	$(INSTALL) torch==2.13.0
+	$(INSTALL) --no-deps megatron-core==0.16.1
 	touch $@
 
 $(DOCS_READY): $(TEST_READY)

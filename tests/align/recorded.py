@@ -16,7 +16,9 @@ def record(x: Any) -> Value:
         array = array.float() if array.dtype in (torch.bfloat16,) else array
         values = np.array(array.numpy())
         dtype = str(x.dtype).removeprefix("torch.")
-        return TensorRecord(dtype, tuple(x.shape), read=lambda: values)
+        return TensorRecord(
+            dtype, tuple(x.shape), requires_grad=x.requires_grad, read=lambda: values
+        )
     if isinstance(x, list | tuple):
         return [record(v) for v in x]
     if isinstance(x, slice):

@@ -83,6 +83,10 @@ CASES = {
     "Torch.stack": (torch.stack, [x(2, 3), x(2, 3, seed=1)], {"dim": 1}),
     "Torch.split": (torch.split, x(8, 6), [2, 4], {"dim": 1}),
     "Tensor.chunk": (torch.Tensor.chunk, x(8, 6), 2, {"dim": -1}),
+    "Torch.concat": (torch.concat, [x(8, 6), x(8, 0)], {"dim": -1}),
+    "Torch.baddbmm": (
+        torch.baddbmm, torch.full((4, 8, 8), torch.nan), x(4, 8, 8), x(4, 8, 8, seed=1), {"beta": 0.0, "alpha": 0.25},
+    ),
     "Torch.roll": (torch.roll, x(8, 6), 1, 0),
     "Functional.pad": (F.pad, x(8, 6), (1, 2)),
     "Torch.tril": (torch.tril, x(8, 8)),
@@ -90,6 +94,7 @@ CASES = {
     "Functional.embedding": (F.embedding, ids(10, 4, 7), x(10, 16)),
     "Torch.gather": (torch.gather, x(8, 6), 1, ids(6, 8, 3)),
     "Torch.index_select": (torch.index_select, x(8, 6), 0, ids(8, 11)),
+    "Torch.scatter": (torch.scatter, x(8, 6), 1, torch.arange(48).reshape(8, 6).flip(1)[:, :4] % 6, x(8, 4)),
     "Torch.scatter_add": (torch.scatter_add, x(8, 6), 1, ids(6, 8, 4), x(8, 4)),
     "Torch.index_add": (torch.index_add, x(8, 6), 0, ids(8, 20), x(20, 6)),
     "Functional.one_hot": (F.one_hot, ids(6, 8), 6),

@@ -8,6 +8,7 @@ from telechat_moe.interop import names, upstream_names
 from telechat_moe.recipe import load
 from telechat_moe.recipe.weights import weights
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.maps.links import linked, read_map
 from telechat_moe.tools.align.maps.tensor_map import as_json, tensor_map
 
@@ -26,7 +27,7 @@ BIAS = "layers.1.moe.router.expert_bias"
 
 
 def record(values):
-    return TensorRecord("float32", values.shape, read=lambda: values)
+    return TensorRecord(values.dtype.name, values.shape, read=lambda: values)
 
 
 def run(root, values, framework):
@@ -133,6 +134,68 @@ def test_names_win_so_that_a_wrong_order_is_found(tmp_path):
     }
     assert differ == {f"{what} of layers.1.moe.experts.up{when}" for what, when in (
         ("gradient", ""), ("weight", " before"), ("weight", " after"))}  # fmt: skip
+
+
+def with_modules(root, framework, outputs):
+    """A dump of a run whose named modules made tensors."""
+    dump = run(root, OURS if framework == "mindspore" else megatron(), framework)
+    for key, values in outputs.items():
+        made = [record(value) for value in values]
+        name = key.removesuffix(".0").removesuffix(".forward")
+        dump.ranks[0, 0].calls[key] = Call(key, "module", name, 0, Phase.FORWARD, [], {}, made)
+    return dump
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_tokens_may_be_sequence_first_and_choices_a_mask(reverse, tmp_path):
+    """Megatron-Core has [S, B, H] after its embedding, and of a router the weights and a mask over all experts."""
+    draw = np.random.default_rng(1)
+    embedded, layer = (draw.standard_normal((6, 32)).astype(np.float32) for _ in range(2))
+    weights = draw.uniform(0.1, 1.0, (6, 2)).astype(np.float32)
+    experts = np.array([draw.permutation(4)[:2] for _ in range(6)], np.int32)
+    dense, mask = np.zeros((6, 4), np.float32), np.zeros((6, 4), np.bool_)
+    np.put_along_axis(dense, experts, weights, 1)
+    np.put_along_axis(mask, experts, True, 1)
+    turned = [v.reshape(2, 3, -1).swapaxes(0, 1) for v in (layer, dense, mask)]
+    theirs = {
+        "Module.embedding.word_embeddings.Embedding.forward.0": [embedded.reshape(2, 3, 32)],
+        "Module.decoder.layers.1.TransformerLayer.forward.0": [turned[0]],
+        "Module.decoder.layers.1.mlp.router.TopKRouter.forward.0": [
+            v.reshape(6, 4) for v in turned[1:]
+        ],
+    }
+    ours = {
+        "Cell.embedding.Embedding.forward.0": [embedded],
+        "Cell.layers.1.Block.forward.0": [layer],
+        "Cell.layers.1.moe.router.Router.forward.0": [experts, weights],
+    }
+    runs = [
+        with_modules(tmp_path, "pytorch", theirs),
+        with_modules(tmp_path, "mindspore", ours),
+    ][:: -1 if reverse else 1]
+    (tmp_path / "map.json").write_text(as_json(tensor_map(*runs)))
+    links = read_map(tmp_path / "map.json")
+    seen = {name: (a, b) for name, a, b in linked(runs[0].at(0), runs[1].at(0), links)}
+    wanted = {
+        "module embedding",
+        "layer 1",
+        "experts chosen by the router of layer 1",
+        "weights chosen by the router of layer 1",
+    }
+    assert wanted <= seen.keys()
+    for name in wanted:
+        one, other = (p.values for p in seen[name])
+        np.testing.assert_array_equal(one.reshape(other.shape), other, name)
+
+
+def test_weights_of_one_name_and_other_shapes_differ(tmp_path):
+    few = {k: v[:2] if k == "layers.1.moe.router.weight" else v for k, v in OURS.items()}
+    runs = run(tmp_path, few, "pytorch"), run(tmp_path, OURS, "mindspore")
+    found = across(*runs).findings[0]
+    assert (found.family, found.evidence.split(";")[0]) == (
+        "settings differ",
+        "[4, 128], in the reference [2, 128]",
+    )
 
 
 def test_values_are_found_if_nearly_equal(tmp_path):

@@ -171,7 +171,10 @@ class Call:
     @property
     def stage(self) -> Phase:
         """The phase of the step; it differs from :attr:`phase` in a compiled graph, whose operators all run forward."""
-        if self.name.startswith("Primitive.Gradients."):
+        primitive = self.name.startswith("Primitive.")
+        if self.name.startswith("Primitive.Gradients.") or (
+            primitive and self.name.endswith("Grad")
+        ):
             return Phase.BACKWARD
         return Phase.REDUCTION if self.name.startswith("Primitive.Reduction.") else self.phase
 

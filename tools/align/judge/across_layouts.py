@@ -10,10 +10,10 @@ shows at a point; other faults show at their operator.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,11 +27,16 @@ from telechat_moe.tools.align.dump.records import (
 from telechat_moe.tools.align.judge.bisect import Known, Progress, bisect
 from telechat_moe.tools.align.judge.collectives import with_groups
 from telechat_moe.tools.align.judge.coverage import SHARED, Share, answer
-from telechat_moe.tools.align.judge.distance import VAGUE
+from telechat_moe.tools.align.judge.distance import (
+    VAGUE,
+    factor_between,
+    relative_distance,
+    rows_scaled,
+)
 from telechat_moe.tools.align.judge.outcome import Finding, Outcome
-from telechat_moe.tools.align.judge.pairing import narrowest_of
+from telechat_moe.tools.align.judge.pairing import named_differently, narrowest_of
 from telechat_moe.tools.align.judge.pins import Believed, Held, chose_otherwise, narrowest, set_part
-from telechat_moe.tools.align.judge.points import STATES, Point, by_weight, weight_of
+from telechat_moe.tools.align.judge.points import STATES, Point, by_weight
 from telechat_moe.tools.align.judge.propagate import Followed, allowed, can_follow
 from telechat_moe.tools.align.judge.replay import replay_call
 from telechat_moe.tools.align.judge.sides import Sides
@@ -67,6 +72,8 @@ float32, 128 or more in narrower types.
 
 _FIRST_ORDER = 0.04  # distances from which on a derivation to first order is not exact
 
+_ROWS = "scale of rows"
+_OTHERWISE = "the programs compute it differently: all that is computed from it agrees"
 _LATE = "the steps before, in which runs part by rounding, are not in the dumps"
 
 
@@ -92,7 +99,7 @@ def across(
         return Outcome("inconclusive", reason="the dumps have no step in common")
     if links:
         check_map(links, reference, target)
-    elif _named_differently(reference, target):
+    elif named_differently(reference.at(steps[0]), target.at(steps[0])):
         links = tensor_map(reference, target)
     grouped = with_groups(target)
     outcome = bisect(grouped, target, Known(), itself=True, progress=progress)
@@ -104,7 +111,7 @@ def across(
         a, b = reference.at(step), target.at(step)
         pairs = linked(a, b, links) if links else by_weight(a, b)
         points.begin(step, a, grouped.at(step), pinned=not links)
-        for finding in (*points.choices(b), *points.at(b, pairs)):
+        for finding in (*points.choices(step, b), *points.at(step, b, pairs)):
             verdict = finding.verdict
             if progress is not None:
                 progress("shared tensors", sum(judged.values()) - recomputed, None)
@@ -114,16 +121,7 @@ def across(
             elif verdict.status == "not judged":
                 unknown[verdict.reason] += 1
     own = {f.verdict.key for f in outcome.findings}
-    begins = {f"input.{state}" for state in STATES}  # nothing within the step can have changed them
-    findings.sort(
-        key=lambda f: (
-            f.step,
-            f.verdict.place not in begins and not f.verdict.place.startswith("parameters"),
-            f.verdict.key not in own,
-            f.order,
-            f.rank,
-        )
-    )
+    findings.sort(key=lambda f: (f.step, not _begins(f), f.verdict.key not in own, f.order, f.rank))
     word, reason = answer(bool(findings), outcome.coverage)
     found = replace(
         outcome, verdict=word, reason=reason, findings=findings, settings=points.settings
@@ -131,16 +129,13 @@ def across(
     return replace(found, judged=judged, unknown=unknown)
 
 
+def _begins(finding: Finding) -> bool:
+    """Return whether a tensor is wrong before the step, so that nothing within it can have changed the tensor."""
+    place = finding.verdict.place
+    return place.startswith("parameters") or place.removeprefix("input.") in STATES
+
+
 # ------------------------------------------------------------------ comparison
-
-
-class _Answer(NamedTuple):
-    """What is said of a point: its status, why, the distance over what is allowed, the kind of fault with evidence."""
-
-    status: Status
-    said: str
-    off: float = math.inf
-    kind: tuple[str, str] = ("unknown", "")
 
 
 class _Points:
@@ -192,12 +187,12 @@ class _Points:
         one, other = self.units
         return max(1.0, one / other)
 
-    def choices(self, b: Sequence[RankDump]) -> Iterator[Finding]:
+    def choices(self, step: int, b: Sequence[RankDump]) -> Iterator[Finding]:
         """Yield a finding for the scores of each choice of the step."""
         for chosen in self.believed.seen if self.believed is not None else ():
             call, worst = chosen.call, int(np.argmax(chosen.ratio))
             wrong, flips = int((chosen.ratio > 1).sum()), int(chosen.flipped.sum())
-            status: Status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
+            status = "pass" if chosen.ratio[worst] <= 1 else "diverged"
             said = f"{flips} of {len(chosen.ratio)} rows chose otherwise, by nearly equal scores"
             if status == "diverged":
                 allowed = chosen.apart[worst] / chosen.ratio[worst]
@@ -217,35 +212,52 @@ class _Points:
             )  # fmt: skip
             owner = next(r for r in b if r.rank == chosen.rank)
             order = list(owner.calls).index(call.key)
-            yield self._counted(Finding(self.step, chosen.rank, order, verdict, call), "int32")
+            yield self._counted(Finding(step, chosen.rank, order, verdict, call), "int32")
 
-    def at(self, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]) -> list[Finding]:
+    def at(
+        self, step: int, b: Sequence[RankDump], pairs: Iterable[tuple[str, Point, Point]]
+    ) -> list[Finding]:
         """Return a finding for each point of a step; those that diverged in the order of the data flow."""
         made: dict[str, tuple[Array | None, Array | None]] = {}
         found: list[Finding] = []
+        compared: list[tuple[Finding, tuple[Point, Point]]] = []
         for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
             own = [*weight]
             near = {name: (one, other) for name, one, other in own}
             for name, one, other in own:
                 if name.endswith(" after"):
                     made[name.removesuffix(" after")] = one.values, other.values
-                finding = self._compare(name, one, other, b)
+                finding = self._compare(name, one, other, step, b)
                 wrong = finding.verdict.status == "diverged"
                 said = self._follows(name, finding, near) if wrong else ""
                 if said:
                     verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
                     finding = replace(finding, verdict=verdict, family="unknown", evidence="")
                 kept = _at_worst(one, other), other._replace(values=None)
-                if finding.verdict.status == "diverged":
-                    self.wrong.append(kept)
-                elif finding.verdict.status == "pass":
+                if finding.verdict.status == "pass":
                     self.sides.agreed.append(kept)
-                found.append(self._counted(finding, other.dtype or "float32"))
+                compared.append((finding, kept))
         self.last = made
+        for finding, kept in compared:
+            verdict = finding.verdict
+            if verdict.status == "diverged" and self.believed is None:
+                verdict = self._otherwise(verdict, finding.family, kept[1])
+            if verdict.status == "diverged":
+                self.wrong.append(kept)
+            dtype = kept[1].dtype or "float32"
+            found.append(self._counted(replace(finding, verdict=verdict), dtype))
         if self.believed is None and not self.settings:
             self.settings = self.sides.settings(self.wrong)
         diverged = self.in_order([f for f in found if f.verdict.status == "diverged"])
         return [*(f for f in found if f.verdict.status != "diverged"), *diverged]
+
+    def _otherwise(self, verdict: Verdict, family: str, other: Point) -> Verdict:
+        """Return a verdict that allows for two programs: what differs, but makes the same of it, is not wrong."""
+        status = "not judged" if family == _ROWS else verdict.status
+        if self.sides.rejoins(other):
+            status = "pass" if family == _ROWS else "not judged"
+            verdict = replace(verdict, reason=f"{verdict.reason}; {_OTHERWISE}")
+        return replace(verdict, status=status)
 
     def in_order(self, findings: list[Finding]) -> list[Finding]:
         """Return the findings of a step in the order of the data flow; the first with what is known about both sides."""
@@ -261,7 +273,7 @@ class _Points:
             )
             for f, (one, other) in zip(findings, points, strict=True)
         ]
-        placed.sort(key=lambda p: p[0].order)
+        placed.sort(key=lambda p: (not _begins(p[0]), p[0].order))
         if placed:
             first, one, other = placed[0]
             family, said, modules = self.sides.explained(one, other)
@@ -303,46 +315,62 @@ class _Points:
             return "what the update of the step before made"
         return ""
 
-    def _compare(self, name: str, one: Point, other: Point, ranks: Sequence[RankDump]) -> Finding:
+    def _compare(
+        self, name: str, one: Point, other: Point, step: int, ranks: Sequence[RankDump]
+    ) -> Finding:
         """Return the finding for a point."""
         owner = next((r for r in ranks if r.rank == other.rank and other.key in r.calls), None)
         call = owner.calls[other.key] if owner is not None else None
         order = list(owner.calls).index(other.key) if owner is not None else 0
-        answer = self._judged(name, one, other, ranks)
-        size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
-        status, said, off, kind = answer
-        verdict = Verdict(other.key, other.place, status, off, said, elements=size)
-        return Finding(self.step, other.rank, order, verdict, call, *kind)
 
-    def _judged(self, name: str, one: Point, other: Point, ranks: Sequence[RankDump]) -> _Answer:
-        """Judge a point, by the standard or by how far the whole tensors are apart."""
+        def finding(
+            status: Status,
+            said: str,
+            off: float = math.inf,
+            kind: tuple[str, str] = ("unknown", ""),
+        ) -> Finding:
+            size = max((p.values.size for p in (one, other) if p.values is not None), default=0)
+            verdict = Verdict(other.key, other.place, status, off, said, elements=size)
+            return Finding(step, other.rank, order, verdict, call, *kind)
+
         x, y = other.values, one.values
         if other.differs:
             kind = "missing reduction", "ranks that must hold the same do not"
-            return _Answer("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
+            return finding("diverged", f"{name}: copies differ: {other.problem}", kind=kind)
         if x is None or y is None:
             said = f"a point is not known: {other.problem or one.problem}"[:160]
-            return _Answer("not judged", said, 0.0)
+            return finding("not judged", said, 0.0)
         if x.size != y.size:
-            said = f"{name}: {list(x.shape)}, in the reference {list(y.shape)}"
-            return _Answer("diverged", said)
+            said = f"{list(x.shape)}, in the reference {list(y.shape)}"
+            return finding("diverged", f"{name}: {said}", kind=("settings differ", said))
         if self.standard is not None:
-            arrays = [x, y.reshape(x.shape)]
-            found = self.standard.of(other.key, name, arrays, other.dtype, one.dtype)
-            self.standard.keep(self.step, other.rank, [found])
-            return _Answer(found.status, f"{name}: {found.reason}", found.ratio)
+            return finding(*self._by_standard(self.standard, name, one, other, step))
+        return self._by_distance(name, one, other, ranks, finding)
+
+    def _by_distance(
+        self,
+        name: str,
+        one: Point,
+        other: Point,
+        ranks: Sequence[RankDump],
+        finding: Callable[..., Finding],
+    ) -> Finding:
+        """Return the finding for a point by how far the whole tensors are apart."""
+        assert other.values is not None
+        assert one.values is not None
+        x, y = other.values, one.values
         state, _, when = name.rpartition(" ")
         self.exact = self.believed is not None and when == "before" and state in self.last
         if self.exact:
             last = self.last[state][1]
             same = last is not None and np.array_equal(last, x)
             said = f"{name}: {'' if same else 'not '}what the update of the step before made"
-            return _Answer("pass", said, 0.0) if same else _Answer("diverged", said)
+            return finding("pass" if same else "diverged", said, 0.0 if same else math.inf)
         y = y.astype(np.float64)
         found = self._followed(other, y, ranks) if self.believed is not None else None
         if found is None and self.flipped and when != "before":
             said = f"{self.flipped} rows chose otherwise, and {name} cannot be followed"
-            return _Answer("not judged", said, 0.0)
+            return finding("not judged", said, 0.0)
         x, squares = found or (x.astype(np.float64).reshape(y.shape), None)
         if self.believed is None:
             squares = self._squares(other, ranks, y.size)
@@ -350,16 +378,30 @@ class _Points:
         self.exact = found is not None and limit < _FIRST_ORDER
         if found is not None and limit > VAGUE:
             said = f"{name}: correct runs may differ by {limit:.1g}, too much to judge"
-            return _Answer("not judged", said, 0.0)
-        off = _distance(x, y, limit)
+            return finding("not judged", said, 0.0)
+        off = relative_distance(x, y, limit)
         if self.believed is None and when == "before" and math.isfinite(off):
             self.drift = max(self.drift, off * limit if state.startswith("weight ") else 0.0)
         said = f"{name}: relative L2 distance {off * limit:.2e} of the reference's, {limit:.0e} allowed"
         if off <= 1:
-            return _Answer("pass", said, off)
+            return finding("pass", said, off)
         if self.late and (when == "before" or found is None) and self.believed is not None:
-            return _Answer("not judged", f"{said}; {_LATE}", 0.0)
-        return _Answer("diverged", said, off, _shape_of(x, y))
+            return finding("not judged", f"{said}; {_LATE}", 0.0)
+        kind = factor_between(x, y)
+        if ".experts." in name and x.ndim > 1 and rows_scaled(x, y, 2 * limit):
+            kind = _ROWS, "a factor for each row, such as the router's weights"
+            said = f"{said}; {kind[1]}"
+        return finding("diverged", said, off, kind)
+
+    def _by_standard(
+        self, standard: Standard, name: str, one: Point, other: Point, step: int
+    ) -> tuple[Status, str, float]:
+        assert one.values is not None
+        assert other.values is not None
+        arrays = [other.values, one.values.reshape(other.values.shape)]
+        found = standard.of(other.key, name, arrays, other.dtype, one.dtype)
+        standard.keep(step, other.rank, [found])
+        return found.status, f"{name}: {found.reason}", found.ratio
 
     def _held(
         self, other: Point, ranks: Sequence[RankDump]
@@ -442,32 +484,3 @@ def _same_rule(update: Call, near: Mapping[str, tuple[Point, Point]]) -> bool:
     kwargs |= {"clip": TensorRecord("float32", (), read=lambda: whole)} if "clip" in kwargs else {}
     call = replace(update, kwargs=kwargs, outputs=[found[s, "after"] for s in kept])
     return all(v.status != "diverged" for v in replay_call(call, call))
-
-
-def _named_differently(reference: Dump, target: Dump) -> bool:
-    """Return whether two runs are of different frameworks, and their weights have no name in common."""
-    names = [
-        {weight_of(c) for r in d.ranks.values() for c in r.calls.values()} - {None}
-        for d in (reference, target)
-    ]
-    kinds = [{r.framework for r in d.ranks.values()} for d in (reference, target)]
-    return kinds[0] != kinds[1] and not names[0] & names[1]
-
-
-def _distance(x: Array, y: Array, limit: float) -> float:
-    """Return the relative L2 distance divided by what is allowed."""
-    if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        same = np.array_equal(np.isfinite(x), np.isfinite(y))
-        return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf
-    norm = float(np.linalg.norm(y))
-    off = float(np.linalg.norm(x - y))
-    return off / norm / limit if norm else (0.0 if off < 1e-12 else math.inf)
-
-
-def _shape_of(x: Array, y: Array) -> tuple[str, str]:
-    """Return the kind of fault if a constant factor explains a difference."""
-    factor = float(np.vdot(x, y) / np.vdot(y, y)) if np.any(y) else math.nan
-    rest = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
-    if rest <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:
-        return "scale", f"{factor:.6g} times the reference's"
-    return "unknown", ""

@@ -22,7 +22,6 @@ from telechat_moe.tools.align.dump.records import (
     TensorRecord,
     Value,
 )
-from telechat_moe.tools.align.judge.data_flow import shares_of
 from telechat_moe.tools.align.judge.verdict import Verdict, judge, not_judged
 from telechat_moe.tools.align.numerics import is_float
 from telechat_moe.tools.align.operators.approx import Approx, Array
@@ -397,10 +396,14 @@ def _weighed(
         return None
     for these in (ranks[: len(group)], ranks):
         columns = np.stack([parts[r].reshape(-1) for r in these], 1)
-        share = shares_of(columns, x)
-        if share is None:
+        size = np.linalg.norm(columns, axis=0)
+        size[size == 0] = 1.0
+        if not np.all(np.isfinite(size)):
             return None
-        weight = np.array([_simple(w, len(group)) for w in share.tolist()])
+        share = cast("Array", np.linalg.lstsq(columns / size, x.reshape(-1), rcond=None)[0])
+        weight = share / size
+        n = len(group)
+        weight = np.array([_simple(w, n) for w in weight.tolist()])
         exact = Approx(columns, dtype, dtype) * weight
         total = exact.sum(1).reshape(*x.shape)
         if np.all(np.abs(x - total.value) <= 2 * total.bound(dtype)):

@@ -1,12 +1,9 @@
 """What the data flow shows of a call beside its verdict: its phase in the step, its layer, the values of both runs."""
 
-import operator
 import re
 from collections.abc import Iterator
 
-import numpy as np
-
-from telechat_moe.tools.align.dump.records import Call, Phase
+from telechat_moe.tools.align.dump.records import Call, Phase, TensorRecord
 from telechat_moe.tools.align.judge.collectives import kind_of
 from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, walk
 from telechat_moe.tools.align.judge.pairing import STEP
@@ -129,8 +126,17 @@ def values_at(verdict: Verdict, theirs: Call | None, ours: Call | None) -> dict[
     found: dict[str, float] = {}
     for side, call in (("reference", theirs), ("target", ours)):
         record = dict(call.tensors()).get(verdict.place) if call is not None else None
-        values = record.load() if record is not None and record.read is not None else np.zeros(0)
-        at, shape = verdict.element, values.shape
-        if len(at) == len(shape) and values.size and all(map(operator.lt, at, shape)):
-            found[side] = float(values[at].real)
+        value = _value(record, verdict.element)
+        if value is not None:
+            found[side] = value
     return found
+
+
+def _value(record: TensorRecord | None, element: tuple[int, ...]) -> float | None:
+    if record is None or record.read is None:
+        return None
+    values = record.load()
+    fits = len(element) == values.ndim and all(
+        i < n for i, n in zip(element, values.shape, strict=True)
+    )
+    return float(values[element].real) if fits else None

@@ -341,18 +341,12 @@ def _of_many(x: Array, terms: list[Array]) -> list[int]:
     if len(terms) < 2:
         return []
     columns = np.stack([t.reshape(-1).astype(np.float64) for t in terms], 1)
-    share = shares_of(columns, x)
-    return [] if share is None else [int(i) for i in np.flatnonzero(share > 0.5)]
-
-
-def shares_of(columns: Array, x: Array) -> Array | None:
-    """Return by least squares how often each column is in a tensor; None: they are not finite."""
     size = np.linalg.norm(columns, axis=0)
-    size[size == 0] = 1.0
     if not np.all(np.isfinite(size)):
-        return None
+        return []
     wanted = x.reshape(-1).astype(np.float64)
-    return cast("Array", np.linalg.lstsq(columns / size, wanted, rcond=None)[0]) / size
+    share = cast("Array", np.linalg.lstsq(columns / size, wanted, rcond=None)[0])
+    return [int(i) for i in np.flatnonzero(share / size > 0.5)]
 
 
 def digest(values: Array) -> bytes:

@@ -61,6 +61,8 @@ def distance(golden: TensorRecord, target: TensorRecord) -> Distance | None:
     """Return how far a tensor is from the reference's; None: the dumps do not show it, or the sizes differ."""
     if math.prod(golden.shape) != math.prod(target.shape):
         return None
+    if not math.prod(golden.shape):  # of an expert without tokens
+        return Distance(np.zeros(1), np.zeros(1), exact=golden.dtype == target.dtype)
     if golden.read is not None and target.read is not None:
         return _of_values(golden.load(), target.load())
     if golden.fingerprint is not None or target.fingerprint is not None:
@@ -165,3 +167,30 @@ def differing(golden: TensorRecord, target: TensorRecord) -> Distance | None:
         return None
     rows = (found.rows > 0).astype(np.float64)
     return replace(found, rows=rows, most=float(rows.max(initial=0.0)))
+
+
+def relative_distance(x: Array, y: Array, limit: float) -> float:
+    """Return the relative L2 distance of whole tensors divided by what is allowed."""
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        same = np.array_equal(np.isfinite(x), np.isfinite(y))
+        return 0.0 if same and np.array_equal(x, y, equal_nan=True) else math.inf
+    norm = float(np.linalg.norm(y))
+    off = float(np.linalg.norm(x - y))
+    return off / norm / limit if norm else (0.0 if off < 1e-12 else math.inf)
+
+
+def rows_scaled(x: Array, y: Array, limit: float) -> bool:
+    """Return whether each row is a multiple of the reference's, within a relative L2 distance."""
+    x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, x.shape[-1])
+    size = np.square(y).sum(1, keepdims=True)
+    factor = (x * y).sum(1, keepdims=True) / np.where(size, size, 1.0)
+    return bool(np.linalg.norm(x - factor * y) <= limit * np.linalg.norm(x))
+
+
+def factor_between(x: Array, y: Array) -> tuple[str, str]:
+    """Return the kind of fault if a constant factor explains a difference."""
+    factor = float(np.vdot(x, y) / np.vdot(y, y)) if np.any(y) else math.nan
+    rest = np.linalg.norm(x - factor * y) if math.isfinite(factor) else math.inf
+    if rest <= 1e-3 * np.linalg.norm(x) and abs(factor - 1) > 1e-3:
+        return "scale", f"{factor:.6g} times the reference's"
+    return "unknown", ""

@@ -55,12 +55,12 @@ def other_mask(x: Array, finding: "Wrong") -> Answer | None:
     given = finding.believed
     if given is None or finding.number is None:
         return None
-    tensors = [(p, v) for p, v in leaves(given) if isinstance(v, TensorRecord) and v.read]
-    masks = _moved(given, [(place, value) for place, value in tensors if value.dtype == "bool"])
-    found = (
-        (family, said) for other, family, said in masks if _left(x, finding, other) is not None
-    )
-    return next(found, None)
+    for place, value in leaves(given):
+        if isinstance(value, TensorRecord) and value.dtype == "bool" and value.read is not None:
+            for mask, family, said in _masks(value.load()):
+                if _left(x, finding, _with(given, {place: _holding(value, mask)})) is not None:
+                    return family, f"{_name(place)} {said}"
+    return None
 
 
 def wrong_backward(x: Array, finding: "Wrong") -> Answer | None:
@@ -182,7 +182,9 @@ def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
         if a.value != b.value:
             said = f"{_name(place)} and {_name(at)} are exchanged"
             yield _with(call, {place: b, at: a}), "wrong setting", said
-    yield from _moved(call, tensors)
+    for place, value in tensors:
+        for values, family, said in _moves(value):
+            yield _with(call, {place: _holding(value, values)}), family, f"{_name(place)} {said}"
     if len(tensors) == 1 and len(arguments) == 1:
         for name in _OPERATORS:
             yield replace(call, name=f"Torch.{name}"), "wrong operator", f"it is {name}"
@@ -190,13 +192,6 @@ def _variants(call: Call, finding: "Wrong") -> Iterator[tuple[Call, str, str]]:
         for name, other in _others(value, finding):
             kind = finding.kind(place, name)
             yield _with(call, {place: other}), kind, f"{_name(place)} is {name}"
-
-
-def _moved(call: Call, tensors: list[tuple[str, TensorRecord]]) -> Iterator[tuple[Call, str, str]]:
-    """Yield calls with what each tensor may have been mistaken for."""
-    for place, value in tensors:
-        for values, family, said in _moves(value):
-            yield _with(call, {place: _holding(value, values)}), family, f"{_name(place)} {said}"
 
 
 def _exchanged(

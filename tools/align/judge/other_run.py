@@ -37,7 +37,6 @@ GAINS = 1.0, 8.0
 """The smallest and the largest gain that peers or rows can show."""
 
 _BASIS = "other run"
-_AGREE = "statistics agree, and cannot show that values do"
 _OTHER = 1.2  # relative distance that shows other values altogether, whatever the noise
 _ROWS = 32  # from which on rows show a gain; from _FEW on, roughly
 _FEW = 4
@@ -150,34 +149,36 @@ class OtherRun:
             return _passed(call, place)
         if "empty" in call.name.lower():
             return not_judged(call.key, f"{why}: uninitialised memory", place)
-        whole = not is_float(dict(call.tensors())[place].dtype)
-        if not whole and made.basis == "checksum" and not made.exact:
+        if not is_float(dict(call.tensors())[place].dtype):
+            return self._integers(call, place, answer, made, why)
+        if made.basis == "checksum" and not made.exact:
             if answer.same and self._repeats:
                 said = "has other bits, though the inputs are equal and other calls give equal bits"
                 return _wrong(call, place, made, made.rows, said)
-            found = f"{place}: other bits: rounding or a fault, a checksum does not tell"
-        else:
-            found = (self._integers if whole else self._floats)(call, place, answer, made)
-        return (
-            found if isinstance(found, Verdict) else not_judged(call.key, f"{why}; {found}", place)
-        )
+            said = "other bits: rounding or a fault, a checksum does not tell"
+            return not_judged(call.key, f"{why}; {place}: {said}", place)
+        return self._floats(call, place, answer, made, why)
 
-    def _integers(self, call: Call, place: str, answer: _Answer, made: Distance) -> Verdict | str:
-        """Return the verdict on integers; a text: why they cannot be judged."""
+    def _integers(
+        self, call: Call, place: str, answer: _Answer, made: Distance, why: str
+    ) -> Verdict:
+        if not made.whole and made.basis == "statistics":
+            return not_judged(
+                call.key, f"{why}; statistics agree, and cannot show that values do", place
+            )
         if not made.whole:
-            return _AGREE if made.basis == "statistics" else _passed(call, place)
+            return _passed(call, place)
         if not any(d.whole for d in answer.given):
             return _wrong(call, place, made, made.rows, "differs, though the inputs are equal")
         own = by_own_scores(self.reference.calls[call.key], call, place)
-        if own is None:
-            said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
-            return f"{place}: {said}, from other inputs"
-        if own:
+        if own is not None and own:
             return _passed(call, place)
-        return _wrong(call, place, made, made.rows, "is not what its own scores give")
+        if own is not None:
+            return _wrong(call, place, made, made.rows, "is not what its own scores give")
+        said = f"{np.count_nonzero(made.rows)} of {len(made.rows)} rows chose otherwise"
+        return not_judged(call.key, f"{why}; {place}: {said}, from other inputs", place)
 
-    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance) -> Verdict | str:
-        """Return the verdict on floating-point numbers; a text: why they cannot be judged."""
+    def _floats(self, call: Call, place: str, answer: _Answer, made: Distance, why: str) -> Verdict:
         came = answer.rows(len(made.rows))
         for other, t in call.made():  # rows that chose otherwise
             d = answer.made.get(other)
@@ -200,14 +201,17 @@ class OtherRun:
             said = f"differs by {made.rows[at]:.2g} of its size, its inputs by {came[at]:.2g}"
             return _wrong(call, place, made, ratio, said)
         if np.any(gains > BEYOND * usual):
-            return f"{place} differs more than its inputs do, which may follow from them"
+            said = "differs more than its inputs do, which may follow from them"
+            return not_judged(call.key, f"{why}; {place} {said}", place)
         odd = None if uneven else _odd(answer, made)
         if odd is not None:
             return _wrong(call, place, made, np.full(len(came), odd[0]), odd[1])
         if made.basis == "statistics":
-            return _AGREE
+            said = "statistics agree, and cannot show that values do"
+            return not_judged(call.key, f"{why}; {said}", place)
         if np.mean(BEYOND * conditions * (usual * came + answer.own) > VAGUE) > _OMITTED:
-            return "inputs differ too much to judge it by the other run"
+            said = "inputs differ too much to judge it by the other run"
+            return not_judged(call.key, f"{why}; {said}", place)
         return _passed(call, place, float(gains.max(initial=0.0)) / BEYOND)
 
     def _answer_of(self, key: str) -> _Answer:

@@ -11,6 +11,7 @@ import numpy as np
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.collectives import is_exchange
 from telechat_moe.tools.align.judge.pins import narrowest
+from telechat_moe.tools.align.judge.points import weight_of
 from telechat_moe.tools.align.numerics import FLOATS
 from telechat_moe.tools.align.operators import find
 
@@ -35,11 +36,24 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     graphs = all(any(key.startswith("Primitive.") for key in ranks[0].calls) for ranks in (a, b))
     if graphs and narrowest_of(a) != narrowest_of(b):
         return True
-    alike = not graphs and {r.framework for r in a} == {r.framework for r in b}
+    alike = not graphs and frameworks(a) == frameworks(b) and not named_differently(a, b)
     if not alike and not _same_calls(a[0], b[0]):
         return True
     one, other = _layouts(a), _layouts(b)
     return one != other and bool(one or other)
+
+
+def named_differently(a: Sequence[RankDump], b: Sequence[RankDump]) -> bool:
+    """Return whether no weight has a name in both runs; where one has no names, whether the frameworks differ."""
+    one, other = (
+        {weight_of(c) for r in ranks for c in r.calls.values()} - {None} for ranks in (a, b)
+    )
+    return not one & other if one and other else frameworks(a) != frameworks(b)
+
+
+def frameworks(ranks: Sequence[RankDump]) -> set[str]:
+    """Return the frameworks of a run."""
+    return {r.framework for r in ranks}
 
 
 def _same_calls(one: RankDump, other: RankDump) -> bool:

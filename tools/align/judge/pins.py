@@ -149,6 +149,7 @@ class Chosen(NamedTuple):
         ratio: Largest difference of a score over what is allowed, by row.
         apart: Largest difference of a score, by row.
         flipped: Whether this run chose otherwise, by row.
+        margin: By how much the other run preferred its choice to this run's, by row.
     """
 
     rank: int
@@ -157,6 +158,7 @@ class Chosen(NamedTuple):
     ratio: Array
     apart: Array
     flipped: Array
+    margin: Array
 
     @property
     def comparable(self) -> bool:
@@ -229,7 +231,8 @@ class Believed:
         limit = sigma + 2 * unit * np.abs(_finite(right))
         ratio = np.max(apart / np.maximum(limit, np.finfo(np.float64).tiny), 1)
         flipped = (np.sort(index, 1) != np.sort(mine, 1)).any(1)
-        found = Chosen(dump.rank, call, choice, ratio, apart.max(1), flipped)
+        picked = [np.take_along_axis(_finite(right), i, 1).sum(1) for i in (index, mine)]
+        found = Chosen(dump.rank, call, choice, ratio, apart.max(1), flipped, picked[0] - picked[1])
         self.seen.append(found)
         return index if found.comparable else None
 

@@ -44,7 +44,7 @@ def replay_call(call: Call, forward: Call | None, settings: Call | None = None) 
         if call.phase is not Phase.BACKWARD:
             verdicts = _defined(_forward(given, formula), [call])
         else:
-            verdicts = _match(call, *_gradients(call, given, formula))
+            verdicts = _match(call, forward, *_gradients(call, given, formula))
             verdicts = _defined(verdicts, [call, forward])
         said = ", ".join(f"{name} {value}" for name, value in found.items())
         return [replace(v, reason=f"{v.reason}; inferred: {said}") if said else v for v in verdicts]
@@ -259,18 +259,22 @@ def expected_gradient(call: Call, forward: Call, number: int) -> Approx | None:
         return None
     try:
         found, tensors = _gradients(call, forward, formula)
-        at = _order(call, tensors)[number]
+        at = _order(call, forward, tensors)[number]
         return None if at is None else found[at]
     except UNFIT:
         return None
 
 
-def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> list[Verdict]:
+def _match(
+    call: Call, forward: Call, found: list[Approx | None], tensors: list[Approx]
+) -> list[Verdict]:
     """Compare outgoing gradients with those of the tensors that they match."""
     verdicts: list[Verdict] = []
     outputs = [(f"output.{i}", r) for i, value in enumerate(call.outputs) for r in flat(value)]
-    for (place, record), number in zip(outputs, _order(call, tensors), strict=True):
+    for (place, record), number in zip(outputs, _order(call, forward, tensors), strict=True):
         gradient = None if number is None else found[number]
+        if gradient is None and number is not None and not tensors[number].value.size:
+            continue  # of an expert without tokens
         if gradient is None:
             lacks = (
                 f"no input has shape {record.shape}"
@@ -283,14 +287,18 @@ def _match(call: Call, found: list[Approx | None], tensors: list[Approx]) -> lis
     return verdicts or [not_judged(call.key, "no gradient of an input was dumped")]
 
 
-def _order(call: Call, tensors: list[Approx]) -> list[int | None]:
+def _order(call: Call, forward: Call, tensors: list[Approx]) -> list[int | None]:
     """Return for each outgoing gradient the number of its tensor, by shape; None: no tensor is left for it.
 
-    They are in the order of the arguments; msprobe writes those of a MindSpore primitive in the opposite order.
+    They are in the order of the arguments, without those that need no gradient where the dump says so; msprobe writes
+    those of a MindSpore primitive in the opposite order.
     """
     shapes = [record.shape for value in call.outputs for record in flat(value)]
-    numbers = range(len(tensors))
-    orders = [numbers, numbers[::-1]][:: -1 if call.name.startswith("Primitive.") else 1]
+    numbers = [*range(len(tensors))]
+    given = [t for _, t in forward.given() if is_float(t.dtype)]
+    needed = [n for n, t in zip(numbers, given, strict=False) if t.requires_grad is not False]
+    turn = -1 if call.name.startswith("Primitive.") else 1
+    orders = [needed[::turn], numbers[::turn], numbers[::-turn]]
     tries: list[list[int | None]] = []
     for order in orders:
         left = iter(order)

@@ -8,7 +8,7 @@ operator). It needs NumPy and this package.
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import numpy as np
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump import msprobe, msprobe_write
 from telechat_moe.tools.align.dump.records import (
+    Array,
     Call,
     Dump,
     Phase,
@@ -111,7 +112,9 @@ def _dump(root: Path, calls: list[_Place]) -> Dump:
     found: dict[tuple[int, int], dict[str, Call]] = {}
     for step, rank, call in calls:
         key = re.sub(r"(\d+)\+", r"9\1", call.key)
-        found.setdefault((step, rank), {})[key] = _bare(replace(call, key=key), values=True)
+        found.setdefault((step, rank), {})[key] = _copied(
+            replace(call, key=key), lambda record: record.read
+        )
     return Dump(root, {at: RankDump(*at, "", "", "", own) for at, own in found.items()})
 
 
@@ -191,14 +194,19 @@ def _near(key: str, *runs: Mapping[str, Call]) -> list[str]:
     return keys[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS + 1]
 
 
-def _bare(call: Call, values: bool = False) -> Call:
-    """Return a call whose tensors have a type and a shape, and values only if asked for."""
+def _bare(call: Call) -> Call:
+    """Return a call whose tensors have no values."""
+    return _copied(call, lambda record: None)
 
-    def bare(place: str, value: Value) -> Value:
+
+def _copied(call: Call, read: Callable[[TensorRecord], Callable[[], Array] | None]) -> Call:
+    """Return a call with records of nothing but type, shape and, where there is a reader, values."""
+
+    def copied(place: str, value: Value) -> Value:
         if not isinstance(value, TensorRecord):
             return value
-        grad, read = value.requires_grad, value.read if values else None
-        return TensorRecord(value.dtype, value.shape, requires_grad=grad, read=read)
+        grad = value.requires_grad
+        return TensorRecord(value.dtype, value.shape, requires_grad=grad, read=read(value))
 
-    outputs = changed(replace(call, inputs=call.outputs, kwargs={}), bare).inputs
-    return replace(changed(call, bare), outputs=outputs, parameters={})
+    outputs = changed(replace(call, inputs=call.outputs, kwargs={}), copied).inputs
+    return replace(changed(call, copied), outputs=outputs, parameters={})

@@ -56,6 +56,30 @@ class Sides:
         flow = _flow(self.target, point)
         return 0.0 if flow is None else flow.position((point.key, point.place))
 
+    def rejoins(self, point: Point) -> bool:
+        """Return whether all that the target computes from a tensor of the forward pass agrees with the reference.
+
+        Then the programs compute it differently (a router's weights may be applied before or after an expert's last
+        product), and neither is wrong.
+        """
+        flow = _flow(self.target, point)
+        content = flow and flow.content.get((point.key, point.place))
+        if flow is None or content is None:
+            return False
+        places = (p for _, other in self.agreed for p in other.parts or ((other.key, other.place),))
+        known = {flow.content.get(place) for place in places}
+        waiting, seen, reached = [content], {content}, False
+        while waiting and len(seen) < _MOST:
+            taken = {key for key, _ in flow.given.get(waiting.pop(), [])}
+            users = {key for key in taken if flow.dump.calls[key].stage is Phase.FORWARD}
+            made = {flow.content.get(place) for key in users for place in flow.makers_of(key)}
+            if not users or None in made:
+                return False
+            reached |= bool(made & known)
+            waiting += [c for c in made - known - seen if c is not None]
+            seen |= {c for c in made if c is not None}
+        return reached and not waiting
+
     def explained(self, one: Point, other: Point) -> tuple[str, str, tuple[str, str]]:
         """Return the kind of a difference, why, and the modules of both runs in which it begins."""
         agreed = [*zip(*self.agreed, strict=True)] or [(), ()]

@@ -29,10 +29,13 @@ class Link:
         target: The same in the target.
         transposed: The reference's last two dimensions are exchanged.
         target_transposed: The target's are, where ``width`` is given.
-        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k).
+        in_any_order: Values along the last dimension are sorted before comparison (choices of a top-k); of a tensor over
+            all experts, those of the chosen ones.
         width: If given, weights are joined as rows of this length, see :func:`as_rows`.
         rows: Where the rows (of a result, the columns) of the reference are in the target's order; empty: the same.
         joined: Along which dimension several tensors are concatenated; empty: they are stacked.
+        tokens: If given, the reference's rows are tokens in this order, as ``[sequence, batch]``, and the target's in the
+            other, as ``[batch, sequence]``.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Link:
     width: int = 0
     rows: tuple[int, ...] = ()
     joined: Literal["", "first", "last"] = ""
+    tokens: tuple[int, ...] = ()
 
 
 def read_map(path: Path) -> list[Link]:
@@ -69,7 +73,8 @@ def _link(entry: dict[str, Any]) -> Link:
     entry["in_any_order"] = bool(entry.pop("sorted", False))
     for side in ("reference", "target"):
         entry[side] = names(entry[side])
-    entry["name"], entry["rows"] = str(entry["name"]), tuple(entry.get("rows", ()))
+    entry |= {name: tuple(entry.get(name, ())) for name in ("rows", "tokens")}
+    entry["name"] = str(entry["name"])
     return Link(**entry)
 
 
@@ -180,11 +185,12 @@ class Uses:
 
 
 def _users(flow: DataFlow, place: Place, depth: int) -> Iterator[Place]:
-    """Yield the calls that compute with an input, after moves such as casts and transpositions of it alone."""
+    """Yield the calls that compute with an input, after moves of it alone: casts, transpositions, copies to a place."""
     call = flow.dump.calls[place[0]]
     formula = find(call.name)
     moves = formula is not None and formula.exact and len(call.given()) == 1
-    if not moves or depth > 8:
+    copies = flow.content[place] in [flow.content.get(made) for made in flow.makers_of(call.key)]
+    if not (moves or copies) or depth > 8:
         yield place
         return
     for made in flow.makers_of(call.key):
@@ -203,12 +209,52 @@ def linked(
         if link.rows and one.values is not None:
             axis = -1 if link.joined else 0
             one = one._replace(values=np.take(one.values, link.rows, axis))
-        if link.in_any_order:
+        if link.tokens and one.values is not None and other.values is not None:
+            experts = link.joined == "first" and len(one.values) != np.prod(link.tokens)
+            one = one._replace(
+                values=_by_expert(one, other) if experts else exchanged(one.values, link.tokens)
+            )
+        if link.in_any_order and one.values is not None and other.values is not None:
+            count = min(one.values.shape[-1], other.values.shape[-1])
             one, other = (
-                p if p.values is None else p._replace(values=np.sort(p.values, -1))
+                p._replace(values=_chosen(p.values, count), dtype=p.dtype.replace("bool", "int32"))
                 for p in (one, other)
             )
         yield link.name, one, other
+
+
+def _chosen(x: Array, count: int) -> Array:
+    """Return the sorted choices of a top-k, at least so many; of a tensor over all experts, the chosen ones."""
+    number = 1 if x.dtype == np.bool_ else 0
+    if number:
+        x = np.where(x, np.arange(x.shape[-1]) + number, 0)
+    used = int(np.count_nonzero(x.reshape(-1, x.shape[-1]), -1).max(initial=0))
+    return np.sort(x, -1)[..., -max(count, used) :] - number
+
+
+def exchanged(x: Array, tokens: Sequence[int]) -> Array:
+    """Return a tensor whose rows are tokens ``[A, B]`` with the tokens as ``[B, A]``; others as they are."""
+    if x.shape[:2] == tuple(tokens) and x.ndim > 2:
+        return np.swapaxes(x, 0, 1)
+    if x.ndim and x.shape[0] == np.prod(tokens):
+        return np.swapaxes(x.reshape(*tokens, *x.shape[1:]), 0, 1).reshape(x.shape)
+    return x
+
+
+def _by_expert(one: Point, other: Point) -> Array:
+    """Return the rows of each expert of the reference in the order of the nearest rows of the target."""
+    from scipy import optimize
+
+    assert one.values is not None
+    assert other.values is not None
+    found, y = one.values.copy(), other.values.reshape(-1, one.values.shape[-1])
+    sizes = np.array(one.sizes or other.sizes or (y.size,)) // y.shape[-1]
+    if y.shape == found.shape and sizes.sum() == len(y):
+        for part in np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]):
+            far = np.square(found[part][:, None] - y[part][None]).sum(-1)
+            at: Array = optimize.linear_sum_assignment(far.T)[1]  # pyright: ignore
+            found[part] = found[part][at]
+    return found
 
 
 def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> Point:
@@ -230,6 +276,10 @@ def _joined(uses: Uses, names: Sequence[str], link: Link, transposed: bool) -> P
             return found[0]._replace(values=None, problem=f"shapes {shapes}, no width {link.width}")
         values = np.concatenate(known)
     else:
+        shapes = {x.shape for x in parts}
+        if len(shapes) > 1:
+            said = f"shapes {sorted(shapes)} cannot be joined"
+            return found[0]._replace(values=None, problem=said)
         parts = [np.swapaxes(x, -1, -2) for x in parts] if transposed else parts
         values = np.stack(parts) if len(parts) > 1 else parts[0]
     places = tuple((p.key, p.place) for p in found)

@@ -7,8 +7,9 @@ use it; and of modules with known names the outputs.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, TensorRecord
-from telechat_moe.tools.align.judge.points import update_places
-from telechat_moe.tools.align.maps.links import Link, Uses, as_rows
+from telechat_moe.tools.align.judge.points import point, update_places
+from telechat_moe.tools.align.maps.links import Link, Uses, as_rows, exchanged
 from telechat_moe.tools.align.maps.weight_names import Roles, module_role, roles_of
 from telechat_moe.tools.align.numerics import Array, is_float
 
@@ -71,7 +72,8 @@ def tensor_map(reference: Dump, target: Dump) -> list[Link]:
         raise BadInputError(f"{said}; expected updates by an optimizer or modules with parameters")
     links = [link for group in groups for link in _of_weights(group)]
     forward = [link for group in groups for link in _of_uses(group, theirs, ours)]
-    return [*forward, *_of_modules(a, b), *_losses(a, b), *links]
+    forward += _of_modules(a, b)
+    return [*_with_orders(forward, theirs, ours), *_losses(a, b), *links]
 
 
 def as_json(links: Sequence[Link]) -> str:
@@ -108,9 +110,7 @@ def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Grou
     for names in clusters:
         one, other = (_parts(run, names) for run in (reference, target))
         if one and other:
-            group = _fitted(one, other)
-            if group is not None:
-                yield group
+            yield _fitted(one, other) or _Group(one, other, 0, (False, False), ())
 
 
 def _parts(run: list[_Weight], names: set[str]) -> list[_Weight]:
@@ -282,6 +282,33 @@ def _of_uses(group: _Group, theirs: "Uses", ours: "Uses") -> Iterator[Link]:
         )
 
 
+def _with_orders(links: Sequence[Link], theirs: "Uses", ours: "Uses") -> Iterator[Link]:
+    """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
+    found: list[tuple[Link, tuple[int, ...] | None]] = []
+    for link in links:
+        one, other = (
+            point(uses.ranks, *uses.resolved(names[0])).values
+            for uses, names in ((theirs, link.reference), (ours, link.target))
+        )
+        found.append((link, None if one is None or other is None else _token_order(one, other)))
+    count = Counter(order for _, order in found if order)
+    usual = max(count, key=lambda order: count[order], default=())
+    for link, order in found:
+        yield replace(link, tokens=usual if order is None else order)
+
+
+def _token_order(one: Array, other: Array) -> tuple[int, ...] | None:
+    """Return the reference's order of tokens, empty if it is the target's; None: no order makes the rows equal."""
+    orders = [one.shape[:2]] if one.ndim > 2 else []
+    orders += [other.shape[1::-1]] if other.ndim > 2 else []
+    y = other.reshape(-1, other.shape[-1]) if other.ndim else other
+    for order in [(), *(o for o in orders if min(o) > 1)]:
+        x = exchanged(one, order) if order else one
+        if x.size == y.size and np.mean(_near(x.reshape(y.shape), y)) >= _MOST:
+            return order
+    return None
+
+
 def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
     """Yield the outputs of layers and feed-forward networks, and what routers choose."""
     one, other = (_modules(run) for run in (a, b))
@@ -292,11 +319,14 @@ def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
         kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (theirs, call)]
         if not role.startswith("router"):
             yield Link(role, (f"{one[role][0]} output.0",), (f"{key} output.0",))
-        elif kinds == [[False, True], [False, True]]:
-            for i, what in enumerate(("experts", "weights")):
-                name = f"{what} chosen by the {role}"
+        elif all(sorted(kind) == [False, True] for kind in kinds):
+            for what, real in (("experts", False), ("weights", True)):
+                places = [f"output.{kind.index(real)}" for kind in kinds]
                 yield Link(
-                    name, (f"{one[role][0]} output.{i}",), (f"{key} output.{i}",), in_any_order=True
+                    f"{what} chosen by the {role}",
+                    (f"{one[role][0]} {places[0]}",),
+                    (f"{key} {places[1]}",),
+                    in_any_order=True,
                 )
 
 

@@ -56,6 +56,8 @@ def _linear(a: Arguments) -> Any:
 def _addmm(a: Arguments) -> Any:
     y = product(floating(a.mat1), floating(a.other if a.mat2 is None else a.mat2))
     y = y if a.alpha == 1 else y * a.alpha
+    if a.beta == 0:  # then torch ignores what it would add, even NaN
+        return y
     return y + (a.input if a.beta == 1 else floating(a.input) * a.beta)
 
 
