@@ -31,6 +31,11 @@ def plain(x: Any) -> Any:
     return x.value if isinstance(x, Approx) else np.asarray(x)
 
 
+def like(x: Any, values: Any) -> Any:
+    """Return values of the kind and type of an array, without error."""
+    return x.constant(values) if isinstance(x, Approx) else np.asarray(values, plain(x).dtype)
+
+
 def integers(x: Any) -> Array:
     """Return the values as int64."""
     return plain(x).astype(np.int64)
@@ -290,13 +295,8 @@ def _cast(a: Arguments) -> Any:
 
 for _name, _value in (("zeros_like", 0.0), ("ones_like", 1.0)):
     op(_name, "input *rest | dtype=None device=None", exact=True)(
-        lambda a, value=_value: _filled(a.input, value)
+        lambda a, value=_value: like(a.input, np.full(np.shape(plain(a.input)), value))
     )
-
-
-@op("full_like", "input fill_value | dtype=None device=None", exact=True)
-def _full_like(a: Arguments) -> Any:
-    return _filled(a.input, float(plain(a.fill_value)))
 
 
 def _sizes(a: Arguments) -> tuple[int, ...]:
@@ -315,6 +315,9 @@ def _full(a: Arguments) -> Any:
     return np.full(tuple(int(n) for n in a.size), plain(a.fill_value))
 
 
+op("full_like", "input fill_value | dtype=None device=None", exact=True)(
+    lambda a: like(a.input, np.full(np.shape(plain(a.input)), float(plain(a.fill_value))))
+)
 op("fill", "input value", exact=True)(lambda a: np.full(np.shape(plain(a.input)), plain(a.value)))
 
 
@@ -325,29 +328,4 @@ def _dropout(a: Arguments) -> Any:
     return a.input
 
 
-@op("diff", "input n=1 dim=-1 | prepend=None append=None")
-def _diff(a: Arguments) -> Any:
-    if a.n != 1 or (isinstance(a.input, Approx) and not (a.prepend is None and a.append is None)):
-        raise NotJudgedError("diff of a higher order, or with something put before or behind")
-    parts = [plain(p) for p in (a.prepend, a.input, a.append) if p is not None]
-    last = sum(p.shape[a.dim] for p in parts)
-    late, early = np.arange(1, last), np.arange(last - 1)
-    if not isinstance(a.input, Approx):
-        x = np.concatenate(parts, a.dim)
-        return (
-            x.take(late, a.dim) ^ x.take(early, a.dim)
-            if x.dtype == bool
-            else np.diff(x, axis=a.dim)
-        )
-    x = a.input
-    return x.moved(lambda v: v.take(late, a.dim), True) - x.moved(
-        lambda v: v.take(early, a.dim), True
-    )
-
-
 op("copy_", "input other | non_blocking=False", exact=True)(lambda a: a.other)
-
-
-def _filled(x: Any, value: float) -> Any:
-    array: Array = np.full(np.shape(plain(x)), value)
-    return x.constant(array) if isinstance(x, Approx) else array.astype(plain(x).dtype)

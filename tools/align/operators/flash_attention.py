@@ -3,8 +3,6 @@
 Sources: Ascend/op-plugin, npu_fusion_attention; mindspore.ops.flash_attention_score; Dao-AILab/flash-attention.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,89 +11,11 @@ import numpy as np
 
 from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
-from telechat_moe.tools.align.operators.fused import weighted
-from telechat_moe.tools.align.operators.joining import concatenate, where
+from telechat_moe.tools.align.operators.fused import Mask, attend
+from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 
 Heads = tuple[Approx, Approx, Approx]
-
-
-@dataclass(frozen=True)
-class _Mask:
-    """Which keys a query sees.
-
-    Attributes:
-        mode: Ascend's ``sparse_mode``: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and
-            the lower right; 4 is a band from the lower right; 6 is 3 and a prefix.
-        before, after: Keys of the band before and after the query's own; negative: all.
-        given: True or 1 where a key is hidden; ``[S, S]`` or with dimensions before.
-        prefix: Keys of each batch that all queries see.
-    """
-
-    mode: int = 0
-    before: int = -1
-    after: int = -1
-    given: Array | None = None
-    prefix: Sequence[int] = ()
-
-    def seen(self, queries: int, keys: int) -> Array | None:
-        """Return ``[..., queries, keys]``; None: all keys are seen."""
-        row, column = np.arange(queries)[:, None], np.arange(keys)
-        if self.mode in (0, 1, 5):
-            return None if self.given is None else ~self.given[..., :queries, :keys].astype(bool)
-        if self.mode == 2:
-            return column <= row
-        row = row + keys - queries
-        if self.mode == 3:
-            return column <= row
-        if self.mode == 4:
-            before = column >= row - self.before if self.before >= 0 else True
-            return np.broadcast_to(
-                before & (column <= row + self.after if self.after >= 0 else True), (queries, keys)
-            )
-        if self.mode == 6 and len(self.prefix):
-            early = column < np.asarray(self.prefix).reshape(-1, 1, 1, 1)
-            return (column <= row) | early
-        raise NotJudgedError(f"attention with sparse_mode {self.mode}")
-
-
-def _attend(
-    qkv: Heads,
-    scale: float,
-    mask: _Mask,
-    bias: Any = None,
-    inside: bool = True,
-) -> tuple[Approx, Approx, Approx]:
-    """Return ``softmax(scale q k^T)  v``, and each row's maximum and sum of exponentials; all ``[B, N, S, D]``.
-
-    Args:
-        bias: Added to the scores, before they are scaled if ``inside``.
-    """
-    q, k, v = qkv
-    if k.shape[1] != q.shape[1]:
-        times = q.shape[1] // k.shape[1]
-        k, v = (x.moved(lambda y: np.repeat(y, times, 1), True) for x in (k, v))
-    score = q.matmul(k.swap(-1, -2))
-    if bias is not None and inside:
-        score = score + bias
-    score = score * scale
-    if bias is not None and not inside:
-        score = score + bias
-    seen = mask.seen(q.shape[2], k.shape[2])
-    alone = None if seen is None else ~seen.any(-1, keepdims=True)
-    if seen is not None:
-        score = where(np.broadcast_to(seen | alone, score.shape), score, -np.inf)
-    at: Array = score.value.argmax(-1)[..., None]
-    top = score.stop().moved(partial(np.take_along_axis, indices=at, axis=-1), True)
-    total = (score.stop() - top).exp().sum(-1, True)
-    y = weighted(score, v)
-    if alone is not None and alone.any():
-        # What sees nothing gets nothing; its maximum is not defined.
-        top, total = (
-            v.plus(np.where(np.broadcast_to(alone, v.shape), np.inf, 0.0)) for v in (top, total)
-        )
-        y = y.times(np.broadcast_to(~alone, (*score.shape[:3], 1)).astype(np.float64))
-    return y, top, total
 
 
 def _heads(x: Approx, layout: str, heads: int) -> Approx:
@@ -115,7 +35,7 @@ def _laid_out(y: Approx, layout: str) -> Approx:
 
 
 def _packed(
-    q: Approx, k: Approx, v: Approx, scale: float, mask: _Mask, ends: tuple[Any, Any]
+    q: Approx, k: Approx, v: Approx, scale: float, mask: Mask, ends: tuple[Any, Any]
 ) -> Approx:
     """Return attention within sequences that lie one after the other, ``[T, N, D]``; ``ends`` of queries and of keys."""
     parts: list[Approx] = []
@@ -123,9 +43,20 @@ def _packed(
     for (b, e), (c, f) in zip(*borders, strict=True):
         if e > b:
             q1, k1, v1 = (_heads(x[None], "BSND", 0) for x in (q[b:e], k[c:f], v[c:f]))
-            y = _attend((q1, k1, v1), scale, mask)[0]
+            y = attend((q1, k1, v1), scale, mask)[0]
             parts.append(y.reshape(y.shape[1], y.shape[2], -1).transpose(1, 0, 2))
     return concatenate(parts, 0)
+
+
+def _sums(score: Approx, alone: Array | None) -> list[Approx]:
+    """Return each row's maximum and sum of exponentials, which are not defined where nothing is seen."""
+    at: Array = score.value.argmax(-1)[..., None]
+    top = score.stop().moved(partial(np.take_along_axis, indices=at, axis=-1), True)
+    found = [top, (score.stop() - top).exp().sum(-1, True)]
+    if alone is not None and alone.any():
+        unknown = [np.where(np.broadcast_to(alone, x.shape), np.inf, 0.0) for x in found]
+        found = [x.plus(error) for x, error in zip(found, unknown, strict=True)]
+    return found
 
 
 def _ascend_attention(a: Arguments) -> list[Any]:
@@ -137,7 +68,7 @@ def _ascend_attention(a: Arguments) -> list[Any]:
     hidden = None if a.atten_mask is None else plain(a.atten_mask)
     kept = () if a.prefix is None else integers(a.prefix).reshape(-1).tolist()
     mode = int(a.sparse_mode) if hidden is not None else 0  # without a mask everything is seen
-    mask = _Mask(mode, int(a.pre_tokens), int(a.next_tokens), hidden, kept)
+    mask = Mask(mode, int(a.pre_tokens), int(a.next_tokens), hidden, kept)
     scale = float(plain(a.scale))
     if layout == "TND":
         if a.pse is not None or a.actual_seq_qlen is None:
@@ -148,7 +79,8 @@ def _ascend_attention(a: Arguments) -> list[Any]:
     q, k, v = (_heads(x, layout, n) for x, n in ((q, count), (k, of_keys), (v, of_keys)))
     if int(a.pse_type) > 1:
         raise NotJudgedError(f"attention with pse_type {a.pse_type}")
-    y, top, total = _attend((q, k, v), scale, mask, a.pse, bool(a.pse_type))
+    y, score, alone = attend((q, k, v), scale, mask, a.pse, bool(a.pse_type))
+    top, total = _sums(score, alone)
     eight = [x.moved(lambda z: np.repeat(z, 8, -1), True) for x in (top, total)]
     return [_laid_out(y, layout), *eight, np.zeros(0)]
 
@@ -203,7 +135,7 @@ def _primitive_attention(a: Arguments) -> Any:
 def _flash_attn(a: Arguments) -> Any:
     """flash-attn's ``[B, S, N, D]``; causal from the lower right."""
     q, k, v = (_heads(floating(x), "BSND", 0) for x in (a.q, a.k, a.v))
-    return _laid_out(_attend((q, k, v), *_of_flash_attn(a, q))[0], "BSND")
+    return _laid_out(attend((q, k, v), *_of_flash_attn(a, q))[0], "BSND")
 
 
 @op(
@@ -218,9 +150,9 @@ def _flash_attn_packed(a: Arguments) -> Any:
     return _packed(q, floating(a.k), floating(a.v), *_of_flash_attn(a, q), ends)
 
 
-def _of_flash_attn(a: Arguments, q: Approx) -> tuple[float, _Mask]:
+def _of_flash_attn(a: Arguments, q: Approx) -> tuple[float, Mask]:
     if a.dropout_p or a.softcap or a.alibi_slopes is not None:
         raise NotJudgedError("attention with dropout, a soft cap or ALiBi")
     scale = q.shape[-1] ** -0.5 if a.softmax_scale is None else float(plain(a.softmax_scale))
     before, after = (int(x) for x in a.window_size)
-    return scale, _Mask(4, before, 0 if a.causal else after)
+    return scale, Mask(4, before, 0 if a.causal else after)

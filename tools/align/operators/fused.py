@@ -1,10 +1,12 @@
 """Losses, attention, and the fused operators of mixture-of-experts models."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.operators.approx import Approx, Array
 from telechat_moe.tools.align.operators.elementwise import floating, integers, plain
 from telechat_moe.tools.align.operators.joining import where
 from telechat_moe.tools.align.operators.reductions import log_softmax, softmax, softmax_gradient
@@ -69,23 +71,85 @@ def _attention(a: Arguments) -> Any:
     """Compute ``softmax(q k^T scale + mask) v``; heads of keys are repeated if there are fewer."""
     if a.dropout_p:
         raise NotJudgedError("attention with dropout")
-    q, k, v = floating(a.query), floating(a.key), floating(a.value)
+    qkv = floating(a.query), floating(a.key), floating(a.value)
+    scale = qkv[0].shape[-1] ** -0.5 if a.scale is None else float(plain(a.scale))
+    if a.is_causal or a.attn_mask is None:
+        return attend(qkv, scale, Mask(2 if a.is_causal else 0))[0]
+    if isinstance(a.attn_mask, Approx):
+        return attend(qkv, scale, Mask(), a.attn_mask, inside=False)[0]
+    return attend(qkv, scale, Mask(given=~plain(a.attn_mask).astype(bool)))[0]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees.
+
+    Attributes:
+        mode: Ascend's ``sparse_mode``: 0, 1 and 5 take the mask as it is; 2 and 3 are causal from the upper left and
+            the lower right; 4 is a band from the lower right; 6 is 3 and a prefix.
+        before, after: Keys of the band before and after the query's own; negative: all.
+        given: True or 1 where a key is hidden; ``[S, S]`` or with dimensions before.
+        prefix: Keys of each batch that all queries see.
+    """
+
+    mode: int = 0
+    before: int = -1
+    after: int = -1
+    given: Array | None = None
+    prefix: Sequence[int] = ()
+
+    def seen(self, queries: int, keys: int) -> Array | None:
+        """Return ``[..., queries, keys]``; None: all keys are seen."""
+        row, column = np.arange(queries)[:, None], np.arange(keys)
+        if self.mode in (0, 1, 5):
+            return None if self.given is None else ~self.given[..., :queries, :keys].astype(bool)
+        if self.mode == 2:
+            return column <= row
+        row = row + keys - queries
+        if self.mode == 3:
+            return column <= row
+        if self.mode == 4:
+            before = column >= row - self.before if self.before >= 0 else True
+            return np.broadcast_to(
+                before & (column <= row + self.after if self.after >= 0 else True), (queries, keys)
+            )
+        if self.mode == 6 and len(self.prefix):
+            early = column < np.asarray(self.prefix).reshape(-1, 1, 1, 1)
+            return (column <= row) | early
+        raise NotJudgedError(f"attention with sparse_mode {self.mode}")
+
+
+def attend(
+    qkv: tuple[Approx, Approx, Approx],
+    scale: float,
+    mask: Mask,
+    bias: Any = None,
+    inside: bool = True,
+) -> tuple[Approx, Approx, Array | None]:
+    """Return ``softmax(scale q k^T) v``, the scores, and which queries see nothing; all ``[..., N, S, D]``.
+
+    Args:
+        bias: Added to the scores, before they are scaled if ``inside``.
+    """
+    q, k, v = qkv
     if k.shape[-3] != q.shape[-3]:
         times = q.shape[-3] // k.shape[-3]
         k, v = (x.moved(lambda y: np.repeat(y, times, -3), True) for x in (k, v))
-    scale = a.scale if a.scale is not None else q.shape[-1] ** -0.5
-    score = q.matmul(k.swap(-1, -2)) * float(plain(scale))
-    if a.is_causal:
-        keep = np.tril(np.ones(score.shape[-2:], bool))
-        score = where(keep, score, -np.inf)
-    elif a.attn_mask is not None:
-        mask = a.attn_mask
-        score = (
-            score + mask
-            if isinstance(mask, Approx)
-            else where(plain(mask).astype(bool), score, -np.inf)
-        )
-    return weighted(score, v)
+    score = q.matmul(k.swap(-1, -2))
+    if bias is not None and inside:
+        score = score + bias
+    score = score * scale
+    if bias is not None and not inside:
+        score = score + bias
+    seen = mask.seen(q.shape[-2], k.shape[-2])
+    if seen is None:
+        return weighted(score, v), score, None
+    alone = ~seen.any(-1, keepdims=True)
+    score = where(np.broadcast_to(seen | alone, score.shape), score, -np.inf)
+    y = weighted(score, v)
+    if alone.any():  # what sees nothing gets nothing
+        y = y.times(np.broadcast_to(~alone, (*score.shape[:-1], 1)).astype(np.float64))
+    return y, score, alone
 
 
 def weighted(score: Approx, v: Approx) -> Approx:

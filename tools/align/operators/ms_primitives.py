@@ -73,18 +73,6 @@ def _layer_norm(a: Arguments) -> Any:
     ]
 
 
-@primitive("CumSum", "input dim exclusive=False reverse=False")
-def _cumsum(a: Arguments) -> Any:
-    x, axis = a.input, int(plain(a.dim))
-    if a.exclusive:
-        raise NotJudgedError("an exclusive running sum")
-
-    def turned(v: Any) -> Any:
-        return move(v, lambda x: np.flip(x, axis)) if a.reverse else v
-
-    return turned(turned(x if isinstance(x, Approx) else integers(x)).cumsum(axis))
-
-
 @primitive("Split", "input dim=0 parts=1", exact=True)
 def _split(a: Arguments) -> Any:
     """Split into equal ranges of a dimension."""

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.narrowing import is_sequence
 from telechat_moe.tools.align.operators.approx import Approx
-from telechat_moe.tools.align.operators.elementwise import floating, plain
+from telechat_moe.tools.align.operators.elementwise import floating, integers, like, plain
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
 from telechat_moe.tools.align.operators.shapes import move
 
@@ -48,7 +49,7 @@ def _extreme(a: Arguments, largest: bool) -> Any:
     sign = 1.0 if largest else -1.0
     if a.dim is None:
         result = x.max()
-        return [_like(a.input, sign * result)]
+        return [like(a.input, sign * result)]
     dim = a.dims(x.ndim)[0]
     index = x.argmax(dim)
     if a.chosen is not None:
@@ -58,10 +59,6 @@ def _extreme(a: Arguments, largest: bool) -> Any:
     if a.keepdim:
         return [picked, place]
     return [move(picked, lambda v: v.squeeze(dim)), index]
-
-
-def _like(x: Any, value: Any) -> Any:
-    return x.constant(value) if isinstance(x, Approx) else np.asarray(value).astype(plain(x).dtype)
 
 
 for _name, _largest in (("max", True), ("min", False)):
@@ -77,17 +74,23 @@ def _over_dims(a: Arguments, function: Callable[..., Any]) -> Any:
 
 for _names, _function in {"amax ReduceMax": np.max, "amin ReduceMin": np.min}.items():
     op(_names, "input dim=None keepdim=False", exact=True)(
-        lambda a, f=_function: _like(a.input, _over_dims(a, f))
+        lambda a, f=_function: like(a.input, _over_dims(a, f))
     )
 for _names, _function in {"any": np.any, "all": np.all}.items():
     op(_names, "input dim=None keepdim=False", exact=True)(lambda a, f=_function: _over_dims(a, f))
 
 
+@primitive("CumSum", "input dim exclusive=False reverse=False")
 @op("cumsum CumsumExt", "input dim | dtype=None exclusive=False reverse=False")
 def _cumsum(a: Arguments) -> Any:
-    if not isinstance(a.input, Approx):
-        return plain(a.input).astype(np.int64).cumsum(int(a.dim))
-    return a.input.cumsum(int(a.dim))
+    if a.exclusive:
+        raise NotJudgedError("an exclusive running sum")
+    x, axis = a.input if isinstance(a.input, Approx) else integers(a.input), int(plain(a.dim))
+
+    def turned(v: Any) -> Any:
+        return move(v, partial(np.flip, axis=axis)) if a.reverse else v
+
+    return turned(turned(x).cumsum(axis))
 
 
 @op("logsumexp", "input dim keepdim=False", stores=True)

@@ -27,14 +27,6 @@ def ints(values: Any) -> tuple[int, ...]:
     return tuple(int(v) for v in given)
 
 
-def _ndim(x: Any) -> int:
-    return len(x.shape) if isinstance(x, Approx) else plain(x).ndim
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return x.shape if isinstance(x, Approx) else plain(x).shape
-
-
 Moves = Mapping[tuple[str, str], Callable[[Array, Arguments], Array]]
 """By names and signature what an operator makes of the array ``input``."""
 
@@ -86,7 +78,7 @@ def _repeat_interleave(x: Array, a: Arguments) -> Array:
 moves(
     {
         ("reshape view unsafe_view", "input *shape | dtype=None"): _viewed,
-        ("view_as reshape_as", "input other"): lambda x, a: x.reshape(_shape(a.other)),
+        ("view_as reshape_as", "input other"): lambda x, a: x.reshape(plain(a.other).shape),
         ("flatten", "input start_dim=0 end_dim=-1"): _flatten,
         ("unflatten", "input dim sizes"): _unflatten,
         ("permute", "input *order | dims=None"): lambda x, a: x.transpose(
@@ -122,7 +114,7 @@ def _transpose(a: Arguments) -> Any:
     """Exchange two dimensions (PyTorch), or apply an order of dimensions (MindSpore's Transpose)."""
     given = a.__dict__["order"] or [a.dim0, a.dim1]
     dims = ints(given)
-    n = _ndim(a.input)
+    n = plain(a.input).ndim
     if len(dims) == 2 and n != 2:
         return move(a.input, lambda x: np.swapaxes(x, dims[0], dims[1]))
     if len(dims) == 2 and n == 2 and {d % 2 for d in dims} == {0, 1}:
@@ -135,13 +127,13 @@ def _transpose(a: Arguments) -> Any:
 
 @op("expand broadcast_to BroadcastTo", "input *size", exact=True)
 def _expand(a: Arguments) -> Any:
-    size, shape = ints(a.size), _shape(a.input)
+    size, shape = ints(a.size), plain(a.input).shape
     extra = len(size) - len(shape)
     full = [(*([1] * extra), *shape)[i] if s == -1 else s for i, s in enumerate(size)]
     return _repeated(a.input, full)
 
 
-op("expand_as", "input other", exact=True)(lambda a: _repeated(a.input, _shape(a.other)))
+op("expand_as", "input other", exact=True)(lambda a: _repeated(a.input, plain(a.other).shape))
 
 
 def _repeated(x: Any, shape: Any) -> Any:
@@ -180,14 +172,14 @@ def _stack(a: Arguments) -> Any:
     exact=True,
 )
 def _split(a: Arguments) -> Any:
-    d = int(a.dim) % _ndim(a.input)
+    d = int(a.dim) % plain(a.input).ndim
     if is_sequence(a.split_size):
         return cut(a.input, ints(a.split_size), d)
     return _pieces(a.input, int(plain(a.split_size)), d)
 
 
 def _pieces(x: Any, step: int, dim: int) -> list[Any]:
-    total = _shape(x)[dim]
+    total = plain(x).shape[dim]
     return cut(x, [min(step, total - begin) for begin in range(0, total, step)], dim)
 
 
@@ -199,14 +191,16 @@ def cut(x: Any, sizes: Sequence[int], dim: int) -> list[Any]:
 
 @op("chunk", "input chunks dim=0", exact=True)
 def _chunk(a: Arguments) -> Any:
-    d = int(a.dim) % _ndim(a.input)
-    return _pieces(a.input, -(-_shape(a.input)[d] // int(a.chunks)), d)
+    d = int(a.dim) % plain(a.input).ndim
+    return _pieces(a.input, -(-plain(a.input).shape[d] // int(a.chunks)), d)
 
 
 @op("unbind", "input dim=0", exact=True)
 def _unbind(a: Arguments) -> Any:
-    d = int(a.dim) % _ndim(a.input)
-    return [move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(_shape(a.input)[d])]
+    d = int(a.dim) % plain(a.input).ndim
+    return [
+        move(a.input, lambda x, i=i: x.take(i, d), True) for i in range(plain(a.input).shape[d])
+    ]
 
 
 @op("pad constant_pad_nd", "input pad mode='constant' value=0", exact=True)
@@ -214,7 +208,7 @@ def _pad(a: Arguments) -> Any:
     if a.mode != "constant":
         raise NotJudgedError(f"pad in mode {a.mode!r}")
     pairs = ints(a.pad)
-    n = _ndim(a.input)
+    n = plain(a.input).ndim
     width = [(0, 0)] * n
     for i in range(len(pairs) // 2):
         width[n - 1 - i] = (pairs[2 * i], pairs[2 * i + 1])
@@ -236,3 +230,15 @@ def _masked(mask: Callable[..., Array], a: Arguments) -> Any:
 
 for _names, _mask in (("tril TrilExt", np.tril), ("triu", np.triu)):
     op(_names, "input diagonal=0", exact=True)(partial(_masked, _mask))
+
+
+@op("diff", "input n=1 dim=-1 | prepend=None append=None")
+def _diff(a: Arguments) -> Any:
+    if a.n != 1:
+        raise NotJudgedError("diff of a higher order")
+    parts = [part for part in (a.prepend, a.input, a.append) if part is not None]
+    x = _cat(Arguments({"input": parts, "dim": a.dim}))
+    last = int(plain(x).shape[a.dim]) - 1
+    ranges = (np.arange(i, i + last) for i in (0, 1))
+    early, late = (move(x, partial(np.take, indices=at, axis=a.dim), True) for at in ranges)
+    return late ^ early if plain(x).dtype == bool else late - early
