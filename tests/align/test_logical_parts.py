@@ -14,10 +14,10 @@ from telechat_moe.tools.align.dump.layout_dict import from_dict, shared, to_dict
 from telechat_moe.tools.align.dump.logical import (
     Bound,
     CopiesDifferError,
+    Logical,
     Shard,
     logical,
     logical_regions,
-    merge,
 )
 from telechat_moe.tools.align.dump.ranges import LayoutError, ShardKey, locate
 from telechat_moe.tools.align.dump.records import FLAT, TensorLayout, TensorRecord
@@ -29,6 +29,13 @@ def numbered(*shape: int) -> np.ndarray:
 
 def shards(*values) -> list[Shard]:
     return [Shard(rank, np.array(x, order="C")) for rank, x in enumerate(values)]
+
+
+def merge(*args, **options) -> Logical:
+    """Return a tensor after its values were read."""
+    found = logical(*args, **options)
+    assert found.values.shape == found.shape
+    return found
 
 
 # ------------------------------------------------------------------------- MindSpore's dictionaries
@@ -346,7 +353,7 @@ def test_regions_must_tile() -> None:
     x = numbered(4, 4)
     good = {0: ((0, 4), (0, 1)), 1: ((0, 2), (1, 4)), 2: ((2, 4), (1, 4))}
     cut = [Shard(r, x[tuple(slice(*s) for s in region)]) for r, region in good.items()]
-    assert (logical_regions(cut, good, (4, 4)).merge().values == x).all()
+    assert (logical_regions(cut, good, (4, 4)).values == x).all()
     with pytest.raises(LayoutError, match=r"element \[2, 1\] .* by no shard"):
         logical_regions(cut[:2], {r: good[r] for r in (0, 1)}, (4, 4))
     twice = {**good, 2: ((1, 3), (1, 4))}
@@ -360,7 +367,7 @@ def test_ranks_with_unequally_many_micro_batches() -> None:
     rows = {(0, 0): (0, 2), (0, 1): (2, 4), (0, 2): (4, 6), (1, 0): (6, 8), (1, 1): (8, 9)}
     parts = [Shard(r, x[a:b], call) for (r, call), (a, b) in rows.items()]
     regions = {key: (span, (0, 2)) for key, span in rows.items()}
-    assert (logical_regions(parts, regions, (9, 2)).merge().values == x).all()
+    assert (logical_regions(parts, regions, (9, 2)).values == x).all()
     with pytest.raises(LayoutError, match="rank 1 call 1 has no shard"):
         logical_regions(parts[:-1], regions, (9, 2))
 

@@ -27,7 +27,7 @@ from telechat_moe.tools.align.dump.records import (
 
 def in_memory(key, place, whole):
     """Return a merged tensor as a record that holds it; sums of terms in float64."""
-    values = whole.merge().values
+    values = whole.values
     return TensorRecord(whole.dtype, whole.shape, read=lambda: values)
 
 

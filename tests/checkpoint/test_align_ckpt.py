@@ -1,4 +1,4 @@
-"""`align ckpt` on checkpoints that were cut for layouts and changed, and recipe layouts against what `reshard` cut."""
+"""`align` on checkpoints that were cut for layouts and changed, and recipe layouts against what `reshard` cut."""
 
 import json
 from pathlib import Path
@@ -9,18 +9,27 @@ import test_reshard as saved
 
 from telechat_moe import files, tensor_files
 from telechat_moe.checkpoint import checkpoint, reshard
-from telechat_moe.cli.align import ckpt
+from telechat_moe.cli.align import bisect
 from telechat_moe.cli.verb import VerbParser
-from telechat_moe.errors import BadInputError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.sharding.shards import WeightShards
-from telechat_moe.tools.align.compare.checkpoints import compare_checkpoints, open_checkpoint
+from telechat_moe.tools.align.compare import tensors as blockwise
+from telechat_moe.tools.align.compare.checkpoints import open_checkpoint
 from telechat_moe.tools.align.dump import recipe_layout
-from telechat_moe.tools.align.dump.logical import Shard, logical, merge
+from telechat_moe.tools.align.dump.logical import Shard, logical
 
 
 def run(*argv: str) -> int:
-    args = VerbParser(ckpt.VERB).parse_args(argv)
+    args = VerbParser(bisect.VERB).parse_args(argv)
     return args.run(args)
+
+
+def compared(capsys, *argv: str | Path) -> tuple[int, dict]:
+    """Return the exit code and, by name, what the report says of each tensor."""
+    code = run(*map(str, argv), "--json", "-")
+    report = json.loads(capsys.readouterr().out)
+    assert code == {"pass": 0, "diverged": 1, "inconclusive": 4}[report["verdict"]]
+    return code, {t["operator"]: t for t in report["standard"]["tensors"]}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +43,12 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize("layout", list(saved.LAYOUTS))
 def test_pieces_of_a_layout_equal_the_checkpoint(whole, layout, tmp_path, capsys) -> None:
     reshard.reshard(whole[0], tmp_path / "pieces", saved.recipe(**saved.LAYOUTS[layout]))
-    assert run(str(whole[0]), str(tmp_path / "pieces"), "--json", "-") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["verdict"] == "pass"
-    assert all(t["bitwise"] for t in found["tensors"].values())
-    assert len(found["tensors"]) == sum(map(len, whole[1].tensors.values()))
+    code, found = compared(capsys, whole[0], tmp_path / "pieces")
+    assert code == 0
+    assert {t["status"] for t in found.values()} == {"pass"}
+    assert {n: t["tensor"] for n, t in found.items()} == {
+        n: group for group, names in whole[1].tensors.items() for n in names
+    }
 
 
 @pytest.mark.parametrize("layout", list(saved.LAYOUTS))
@@ -56,7 +66,7 @@ def test_the_recipe_says_how_pieces_merge(whole, layout, tmp_path) -> None:
             how, shape = recipe_layout.weight(cuts, name, x.dtype.itemsize)
             pieces = [Shard(r, found[name]) for r, found in by_rank.items() if name in found]
             assert logical(pieces, how, shape).shape == x.shape
-            assert merge(pieces, how).values.tobytes() == x.tobytes(), name
+            assert logical(pieces, how).values.tobytes() == x.tobytes(), name
 
 
 def test_gradients_of_a_recipe(whole) -> None:
@@ -67,7 +77,7 @@ def test_gradients_of_a_recipe(whole) -> None:
     assert set(how.partial) == {"dp_inner"}
     half = shape[1] // 2
     g = np.ones((shape[0], half), np.float32)
-    found = merge([Shard(r, g * (r // 2 + 1)) for r in range(4)], how)
+    found = logical([Shard(r, g * (r // 2 + 1)) for r in range(4)], how)
     assert found.values.shape == shape
     assert (found.values == 3).all()
 
@@ -91,21 +101,26 @@ def test_a_changed_value_is_found_and_measured(whole, tmp_path, capsys) -> None:
         tensors["model"][name][:] = 1.0
 
     a, b = changed(whole, tmp_path / "a", ones), changed(whole, tmp_path / "b", one_ulp)
-    assert run(str(a), str(b), "--json", "-") == 1
-    found = json.loads(capsys.readouterr().out)
-    tensor = found["tensors"][name]
-    assert found["beyond"] == [name]
-    assert (tensor["different"], tensor["max_abs"]) == (1, 2**-23)
-    assert tensor["ulp_histogram"] == {"0": tensor["elements"] - 1, "<=1": 1}
-    assert tensor["first"][1:] == [1.0, 1 + 2**-23]
-    assert tensor["relative_l2"] == pytest.approx(2**-23 / tensor["elements"] ** 0.5)
-    assert run(str(a), str(b), "--ulp", "1") == 0
-    assert run(str(a), str(b), "--rtol", "1e-6") == 0
-    assert run(str(a), str(b), "--rtol", "1e-12") == 1
+    code, found = compared(capsys, a, b)
+    assert code == 1
+    assert [n for n, t in found.items() if t["status"] == "diverged"] == [name]
+    tensor, shape = found[name], whole[1].tensors["model"][name].shape
+    at = [int(i) for i in np.unravel_index(5, shape)]
+    assert tensor["element"] == at
+    assert tensor["checks"][0]["observed"] == 1
+    assert tensor["reason"].endswith(f"at {at}: {1 + 2**-23}, reference 1.0")
+    assert run(str(a), str(b), "--standard", "ulp:max=1") == 0
+    assert run(str(a), str(b), "--standard", "close:rtol=1e-6,atol=0,equal_nan") == 0
+    assert run(str(a), str(b), "--standard", "close:rtol=1e-12,atol=0,equal_nan") == 1
     assert name in capsys.readouterr().out
+    html, junit = tmp_path / "a.html", tmp_path / "a.xml"
+    assert run(str(a), str(b), "--html", str(html), "--junit", str(junit)) == 1
+    assert f"diverged: 1 of {len(found)} tensors do not meet bitwise" in capsys.readouterr().out
+    assert name in html.read_text(encoding="utf-8")
+    assert "do not meet bitwise" in junit.read_text(encoding="utf-8")
 
 
-def test_nan_on_one_side_is_infinitely_far(whole, tmp_path) -> None:
+def test_nan_on_one_side_is_infinitely_far(whole, tmp_path, capsys) -> None:
     name = next(iter(whole[1].tensors["model"]))
 
     def nan(tensors):
@@ -114,19 +129,23 @@ def test_nan_on_one_side_is_infinitely_far(whole, tmp_path) -> None:
     def one(tensors):
         tensors["model"][name].reshape(-1)[0] = 1.0
 
-    report = compare_checkpoints(
-        changed(whole, tmp_path / "a", one), changed(whole, tmp_path / "b", nan)
-    )
-    assert report.compared[name].max_abs == np.inf
-    assert report.beyond(1e9, 1e9) == [name]
+    paths = changed(whole, tmp_path / "a", one), changed(whole, tmp_path / "b", nan)
+    for bound in ("ulp:max=1e9", "close:rtol=1e9,atol=1e9,equal_nan"):
+        _, found = compared(capsys, *paths, "--standard", bound)
+        assert [n for n, t in found.items() if t["status"] == "diverged"] == [name]
+        assert found[name]["observed_over_limit"] is None
+        assert found[name]["checks"][0]["observed"] is None
+        assert "nan, reference 1.0" in found[name]["reason"]
 
 
 def test_missing_tensors_are_not_comparable(whole, tmp_path, capsys) -> None:
     name = next(iter(whole[1].tensors["optimizer"]))
     other = changed(whole, tmp_path / "b", lambda t: t["optimizer"].pop(name))
-    assert run(str(whole[0]), str(other)) == 4
-    assert f"{name}: only in {whole[0]}" in capsys.readouterr().out
-    assert run(str(whole[0]), str(other), "--group", "model") == 0
+    for paths in ((whole[0], other), (other, whole[0])):
+        code, found = compared(capsys, *paths)
+        assert code == 4
+        left = {n: t["reason"] for n, t in found.items() if t["status"] != "pass"}
+        assert left == {name: f"only in {whole[0]}"}
 
 
 def test_broken_checkpoints_are_bad_input(whole, tmp_path) -> None:
@@ -139,7 +158,7 @@ def test_broken_checkpoints_are_bad_input(whole, tmp_path) -> None:
         open_checkpoint(tmp_path / "nothing")
 
 
-def test_bfloat16_is_measured_in_its_own_ulps(tmp_path) -> None:
+def test_bfloat16_is_measured_in_its_own_ulps(tmp_path, capsys) -> None:
     bits = np.array([0x3F80, 0x4000, 0xFFC0], np.uint16)
     far = bits.copy()
     far[0] += 2  # 1.0 -> 1.015625
@@ -147,28 +166,58 @@ def test_bfloat16_is_measured_in_its_own_ulps(tmp_path) -> None:
         checkpoint.save(tmp_path / str(i), 1, {"model": {"w": x.view(tensor_files.BFLOAT16)}}, {})
         for i, x in enumerate((bits, far))
     ]
-    report = compare_checkpoints(*paths)
-    assert report.compared["w"].histogram == {"0": 2, "<=2": 1}
-    assert report.compared["w"].max_abs == 2**-6
-    assert report.compared["w"].first == ((0,), 1.0, 1.015625)
+    tensor = compared(capsys, *paths)[1]["w"]
+    assert (tensor["element"], tensor["checks"][0]["observed"]) == ([0], 1)
+    assert tensor["reason"].endswith("at [0]: 1.015625, reference 1.0")
+    code, found = compared(capsys, *paths, "--standard", "ulp:max=1")
+    assert (code, found["w"]["checks"][0]["observed"]) == (1, 2)
+    assert compared(capsys, *paths, "--standard", "ulp:max=2")[0] == 0
+    found = compared(capsys, *paths, "--standard", "close:rtol=0,atol=0,equal_nan")[1]
+    assert found["w"]["checks"][0]["observed"] == 2**-6
 
 
-def test_scalars_compare(tmp_path) -> None:
+def test_scalars_compare(tmp_path, capsys) -> None:
     paths = [
         checkpoint.save(tmp_path / str(i), 1, {"model": {"w": np.array(x)}}, {})
         for i, x in enumerate((2.0, 2.5))
     ]
-    found = compare_checkpoints(*paths).compared["w"]
-    assert (found.max_abs, found.relative_l2, found.first) == (0.5, 0.25, ((), 2.0, 2.5))
+    tensor = compared(capsys, *paths, "--standard", "close:rtol=0,atol=0")[1]["w"]
+    assert (tensor["element"], tensor["checks"][0]["observed"]) == ([], 0.5)
+    assert tensor["reason"].endswith("at []: 2.5, reference 2.0")
 
 
 @pytest.mark.parametrize("other", [np.zeros((3, 2), np.float32), np.zeros((2, 3), np.float64)])
-def test_other_shapes_and_types_are_not_comparable(tmp_path, other) -> None:
+def test_other_shapes_and_types_are_not_comparable(tmp_path, capsys, other) -> None:
     paths = [
         checkpoint.save(tmp_path / str(i), 1, {"model": {"w": x, "v": np.zeros(2)}}, {})
         for i, x in enumerate((np.zeros((2, 3), np.float32), other))
     ]
-    report = compare_checkpoints(*paths)
-    assert set(report.problems) == {"w"}
-    assert set(report.compared) == {"v"}
-    assert run(*map(str, paths)) == 4
+    code, found = compared(capsys, *paths)
+    assert code == 4
+    assert {n: t["status"] for n, t in found.items()} == {"w": "not judged", "v": "pass"}
+    assert "reference" in found["w"]["reason"]
+
+
+def test_what_needs_dumps_is_refused_for_checkpoints(whole) -> None:
+    for flags in (["--rtol", "1"], ["--map", "m"], ["--reproducer", "r"]):
+        with pytest.raises(UsageError, match="need dumps"):
+            run(str(whole[0]), str(whole[0]), *flags)
+
+
+def test_a_checkpoint_and_another_folder_are_bad_input(whole, tmp_path) -> None:
+    with pytest.raises(BadInputError):
+        run(str(whole[0]), str(tmp_path))
+
+
+def test_large_shards_are_read_in_blocks(tmp_path, capsys, monkeypatch) -> None:
+    """A difference in a later block is found at its place in the whole tensor."""
+    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 1 << 10)
+    x = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    y = x.copy()
+    y[47, 3] += 1
+    paths = [
+        checkpoint.save(tmp_path / str(i), 1, {"model": {"w": v}}, {}) for i, v in enumerate((x, y))
+    ]
+    found = compared(capsys, *paths)[1]["w"]
+    assert found["element"] == [47, 3]
+    assert found["reason"].endswith("at [47, 3]: 4704.0, reference 4703.0")

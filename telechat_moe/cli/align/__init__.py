@@ -6,7 +6,6 @@ Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run
 from telechat_moe.cli.align import (
     bisect,
     capture,
-    ckpt,
     convert,
     loss,
     map,
@@ -22,7 +21,7 @@ telechat-moe align golden_dump dump --html align.html
 """
 MODULES = (
     *(capture, show, map, merge),
-    *(bisect, loss, ckpt, convert, phases),
+    *(bisect, loss, convert, phases),
 )
 
 VERB = Verb(

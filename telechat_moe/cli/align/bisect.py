@@ -1,6 +1,7 @@
 """`telechat-moe align bisect`: the first wrong call of a run, and what is wrong about it."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from telechat_moe.cli.output import (
     write_json,
     write_text,
 )
-from telechat_moe.cli.progress import bars
+from telechat_moe.cli.progress import bars, tracked
 from telechat_moe.cli.verb import Verb
 from telechat_moe.errors import UsageError
 
@@ -54,6 +55,9 @@ that differs, the calls of both runs that made it are compared: which run's is w
 With `:as=bfloat16` (float16, hf32) wider tensors are judged by the limits of that type. A choice (top-k, arg-max,
 sort) that comes out differently is legal if replay gives it from its own scores; calls after it that fail the standard
 are judged by replay. docs/align_standards.md has all numbers and their sources.
+
+Both may also be checkpoints (step-00001000, whichever ranks wrote it) or folders that `ckpt reshard` wrote, of any
+layouts. All checksums are compared first. Every tensor is judged by --standard, without it by `bitwise`.
 """
 EXAMPLES = """\
 telechat-moe align bisect npu_dump
@@ -63,16 +67,19 @@ telechat-moe align bisect tp2 dp2_ep2
 telechat-moe align bisect hf ours
 telechat-moe align bisect gpu_dump npu_dump --standard ecosystem
 telechat-moe align bisect golden npu_dump --standard ascend-l1 --benchmark gpu_dump
+telechat-moe align bisect run_tp2/checkpoints/step-00000100 run_dp2/checkpoints/step-00000100 --standard ulp:max=1
 """
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reference", metavar="REFERENCE", help="dump of the run that is trusted")
+    parser.add_argument(
+        "reference", metavar="REFERENCE", help="dump or checkpoint of the trusted run"
+    )
     parser.add_argument(
         "target",
         metavar="TARGET",
         nargs="?",
-        help="dump of the run to judge (none: REFERENCE is judged by itself)",
+        help="the same of the run to judge (none: REFERENCE is judged by itself)",
     )
     parser.add_argument(
         "--map",
@@ -117,6 +124,7 @@ def _standard(args: argparse.Namespace) -> Any:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, print; return the exit code."""
+    from telechat_moe.tools.align.compare.checkpoints import is_checkpoint
     from telechat_moe.tools.align.dump import summary
     from telechat_moe.tools.align.judge import across_layouts, bisect, pairing, reproduce
     from telechat_moe.tools.align.judge.collectives import with_groups
@@ -129,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
     alone = args.target is None
     if alone and (args.map or args.rtol or args.standard):
         raise UsageError("--map, --rtol and --standard need two dumps: REFERENCE TARGET")
+    if not alone and (is_checkpoint(Path(args.reference)) or is_checkpoint(Path(args.target))):
+        return _checkpoints(args, profile)
     name = args.reference if alone else args.target
     reference = summary.read(Path(args.reference))
     target = reference if alone else summary.read(Path(args.target))
@@ -151,10 +161,35 @@ def run(args: argparse.Namespace) -> int:
     first = outcome.findings[0] if outcome.findings else None
     graph = around(target, first.step, first.rank, first.verdict.key) if first else None
     report = page.plain(outcome, args.reference, name, graph, standard)
-    write_text("--html ", args.html, lambda: page.page(report))
-    write_text("--junit ", args.junit, lambda: page.junit(outcome, name))
     if args.reproducer and first:
         reproduce.write(first, Path(args.reproducer))
+    return _written(args, outcome, report, name)
+
+
+def _checkpoints(args: argparse.Namespace, profile: Any) -> int:
+    """Judge the tensors of two checkpoints by a standard."""
+    from telechat_moe.tools.align.compare import checkpoints, profiles
+    from telechat_moe.tools.align.judge.standard import judge_checkpoints
+    from telechat_moe.tools.align.report import bisect_page as page
+
+    if args.map or args.rtol or args.benchmark or args.reproducer:
+        raise UsageError("--map, --rtol, --benchmark and --reproducer need dumps, not checkpoints")
+    reference, target = map(checkpoints.open_checkpoint, (Path(args.reference), Path(args.target)))
+    progress: Any = partial(tracked, what="comparing")
+    chosen = profile or profiles.read("bitwise")
+    standard, outcome = judge_checkpoints(chosen, reference, target, progress)
+    names = [f"{run.path} (step {run.step}, {run.layout})" for run in (reference, target)]
+    report = page.plain(outcome, names[0], names[1], standard=standard)
+    report["next"] = []  # its commands need dumps
+    return _written(args, outcome, report, args.target)
+
+
+def _written(args: argparse.Namespace, outcome: Any, report: Any, name: str) -> int:
+    """Write what the arguments ask for, else print; return the exit code."""
+    from telechat_moe.tools.align.report import bisect_page as page
+
+    write_text("--html ", args.html, lambda: page.page(report))
+    write_text("--junit ", args.junit, lambda: page.junit(outcome, name))
     if not write_json(args.json, report):
         _show(outcome, report)
     return VERDICT_CODES[outcome.verdict]
@@ -197,7 +232,8 @@ def _show(outcome: Any, report: Any) -> None:
     for note in report.get("standard", {}).get("notes", []):
         print(f"note: {note}")
     print(f"\n{outcome.verdict}: {report['sentence']}\n")
-    show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
+    if report["next"]:
+        show_table(["next", ""], [[step["command"], step["shows"]] for step in report["next"]])
 
 
 VERB = Verb(

@@ -1,13 +1,15 @@
 """Compare two tensors by a published standard, in chunks, so that memory stays bounded."""
 
+import math
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from telechat_moe.tools.align.compare.measures import Array, Check, Chunk, Measure
 from telechat_moe.tools.align.compare.profiles import Profile
 from telechat_moe.tools.align.dump import value_files
+from telechat_moe.tools.align.dump.logical import BLOCK_BYTES, Logical
 from telechat_moe.tools.align.numerics import is_float
 
 CHUNK = 1 << 13
@@ -35,11 +37,14 @@ class Compared(NamedTuple):
         return max(self.checks, key=lambda c: (not c.ok, c.ratio), default=None)
 
 
-def compare(profile: Profile, arrays: Sequence[Array], dtype: str, golden_dtype: str) -> Compared:
+def compare(
+    profile: Profile, arrays: Sequence[Array | Logical], dtype: str, golden_dtype: str
+) -> Compared:
     """Compare a tensor with the reference's.
 
     Args:
-        arrays: Values of the target, of the reference and, for a standard that needs it, of a third run.
+        arrays: Values of the target, of the reference and, for a standard that needs it, of a third run; all of them
+            arrays, or tensors that are merged as they are read.
         dtype: Type that the target was computed in.
         golden_dtype: Type of the reference.
     """
@@ -55,22 +60,46 @@ def compare(profile: Profile, arrays: Sequence[Array], dtype: str, golden_dtype:
     measure = profile.measure(dtype, golden_dtype)
     if measure is None:
         return Compared("not judged", [], f"{profile.name} has no line for {said}")
-    if not target.size:
+    if not math.prod(target.shape):
         return Compared("pass", [])
-    for chunk in chunks(arrays):
-        measure.add(chunk)
-    for array in arrays:
-        value_files.release(array)
-    return _result(measure, target)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        for chunk in chunks(arrays):
+            measure.add(chunk)
+    return _result(measure, target.shape, dtype.startswith("complex"))
 
 
-def chunks(arrays: Sequence[Array]) -> Iterator[Chunk]:
+def chunks(arrays: Sequence[Array | Logical]) -> Iterator[Chunk]:
     """Yield chunks of tensors of one shape, in the order of their elements; complex numbers as pairs."""
     begin = 0
-    for _, parts in value_files.chunks(arrays, CHUNK):
+    for parts in _parts(arrays):
         target, golden, *bench = map(_reals, parts) if parts[0].dtype.kind == "c" else parts
         yield Chunk(target, golden, begin, bench[0] if bench else None)
         begin += target.size
+
+
+def _parts(arrays: Sequence[Array | Logical]) -> Iterator[list[Array]]:
+    each = [_blocks(x) if isinstance(x, Logical) else iter([x]) for x in arrays]
+    for blocks in zip(*each, strict=True):
+        for _, parts in value_files.chunks(blocks, CHUNK):
+            yield parts
+        for block in blocks:
+            value_files.release(block)
+
+
+def _blocks(whole: Logical) -> Iterator[Array]:
+    """Yield the blocks of a tensor; bits of bfloat16, which a checkpoint holds, in float32."""
+    for _, block in whole.blocks(BLOCK_BYTES):
+        yield value_files.widen(block, whole.dtype) if _is_bits(whole, block) else block
+
+
+def element(whole: Logical, index: tuple[int, ...]) -> Any:
+    """Return an element of a tensor as a Python number."""
+    found = whole.at(index)
+    return (value_files.widen(found, whole.dtype) if _is_bits(whole, found) else found).item()
+
+
+def _is_bits(whole: Logical, values: Array) -> bool:
+    return whole.dtype == "bfloat16" and values.dtype == np.uint16
 
 
 def _reals(x: Array) -> Array:
@@ -78,13 +107,13 @@ def _reals(x: Array) -> Array:
     return x.view(x.real.dtype)
 
 
-def _result(measure: Measure, values: Array) -> Compared:
+def _result(measure: Measure, shape: tuple[int, ...], pairs: bool) -> Compared:
     checks = measure.checks()
     if measure.undefined:
         return Compared("not judged", [], measure.undefined)
     found = Compared("pass" if all(c.ok for c in checks) else "diverged", checks, measure.note)
     at = found.worst.at if found.worst else None
-    if at is None or not values.ndim:
+    if at is None or not shape:
         return found
-    at //= 2 if values.dtype.kind == "c" else 1
-    return found._replace(element=tuple(int(i) for i in np.unravel_index(at, values.shape)))
+    at //= 2 if pairs else 1
+    return found._replace(element=tuple(int(i) for i in np.unravel_index(at, shape)))

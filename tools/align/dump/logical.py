@@ -10,7 +10,7 @@ Values are read in blocks of the whole tensor, so a tensor of any size merges in
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,22 +125,6 @@ class CopiesDifferError(LayoutError):
         super().__init__(str(copies))
 
 
-class Merged(NamedTuple):
-    """A merged tensor.
-
-    Attributes:
-        values: The whole tensor; sums, means and products of terms in float64 (integers: int64).
-        dtype: Canonical name of the type that the program computed in.
-        ranks: Ranks that contributed values.
-        copies: The results of comparing copies.
-    """
-
-    values: Array
-    dtype: str
-    ranks: tuple[int, ...]
-    copies: Copies
-
-
 class Logical:
     """A tensor that is merged as it is read.
 
@@ -149,6 +133,11 @@ class Logical:
         where: Ranges of the shards in the whole tensor.
         bound: How far copies may differ; None: not at all.
         keep: Whether to go on with the first copy where copies differ; otherwise :class:`CopiesDifferError` at the end.
+
+    Attributes:
+        dtype: Canonical name of the type that the program computed in.
+        ranks: Ranks that contribute values.
+        copies: The results of comparing copies when the values were last read.
 
     Raises:
         LayoutError: The shards are of different types.
@@ -196,20 +185,28 @@ class Logical:
         if self.copies.differences and not self.keep:
             raise CopiesDifferError(self.copies)
 
-    def merge(self) -> Merged:
-        """Return the whole tensor in memory; raises like :meth:`blocks`."""
+    def at(self, index: Sequence[int]) -> Array:
+        """Return one element, as an array without dimensions."""
+        return self._block(tuple(slice(i, i + 1) for i in index)).reshape(())
+
+    @cached_property
+    def values(self) -> Array:
+        """The whole tensor in memory; sums, means and products of terms in float64 (integers: int64).
+
+        Raises like :meth:`blocks`.
+        """
         whole: Array = np.empty(0)
         for i, (box, block) in enumerate(self.blocks()):
             if i == 0:
                 whole = np.empty(self.shape, block.dtype)
             whole[box] = block
-        return Merged(whole, self.dtype, self.ranks, self.copies)
+        return whole
 
     def write(self, path: Path, dtype: str | None = None, limit: int = BLOCK_BYTES) -> None:
         """Write the whole tensor as a ``.npy`` file, block by block; raises like :meth:`blocks`.
 
         Args:
-            dtype: NumPy type of the values in the file; None: that of :attr:`Merged.values`.
+            dtype: NumPy type of the values in the file; None: that of :attr:`values`.
             limit: Approximate number of bytes of a block.
         """
         with path.open("wb") as file:
@@ -340,18 +337,6 @@ def logical_regions(
         tuple(shape),
     )
     return Logical(records, ranges)
-
-
-def merge(
-    shards: Sequence[Shard],
-    layout: TensorLayout | None = None,
-    shape: Sequence[int] | None = None,
-    *,
-    bound: Bound | None = None,
-    keep: bool = False,
-) -> Merged:
-    """Merge shards in memory; see :func:`logical`."""
-    return logical(shards, layout, shape, bound=bound, keep=keep).merge()
 
 
 # ------------------------------------------------------------------------------------- helpers

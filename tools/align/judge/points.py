@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, merge
+from telechat_moe.tools.align.dump.logical import CopiesDifferError, Shard, logical
 from telechat_moe.tools.align.dump.ranges import LayoutError
 from telechat_moe.tools.align.dump.records import Call, RankDump, TensorRecord
 
@@ -121,7 +121,7 @@ def put_together(calls: Sequence[tuple[int, Call]], place: str) -> Point | None:
     have = tuple(dict.fromkeys(p.rank for p in pieces))
     alone = len(pieces) == 1 and (first.layout is None or len(first.layout.ranks) == 1)
     try:
-        values = first.load() if alone else merge(pieces, first.layout).values
+        values = first.load() if alone else logical(pieces, first.layout).values
     except (LayoutError, BadInputError, LookupError) as error:
         differs = isinstance(error, CopiesDifferError)
         return Point(None, first.dtype, have[0], key, place, str(error), have, differs)

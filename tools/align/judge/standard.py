@@ -7,16 +7,21 @@ steps after it.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from telechat_moe.tools.align.compare.checkpoints import Stored
 from telechat_moe.tools.align.compare.measures import Check
 from telechat_moe.tools.align.compare.profiles import Profile
-from telechat_moe.tools.align.compare.tensors import Compared, compare
+from telechat_moe.tools.align.compare.tensors import Compared, compare, element
+from telechat_moe.tools.align.dump.logical import Logical
 from telechat_moe.tools.align.dump.records import Array, Call, Dump, RankDump, TensorRecord
+from telechat_moe.tools.align.judge.coverage import Coverage, answer
 from telechat_moe.tools.align.judge.distance import checksum, distance
+from telechat_moe.tools.align.judge.outcome import Outcome
 from telechat_moe.tools.align.judge.pairing import aligned, split
 from telechat_moe.tools.align.judge.pins import by_own_scores
 from telechat_moe.tools.align.judge.replay import replay_call
@@ -91,7 +96,9 @@ class Standard:
             self.tensors.append(Judged(step, rank, replace(v, key=key), checks))
         self._checks.clear()
 
-    def of(self, key: str, place: str, arrays: Sequence[Array], dtype: str, golden: str) -> Verdict:
+    def of(
+        self, key: str, place: str, arrays: Sequence[Array | Logical], dtype: str, golden: str
+    ) -> Verdict:
         """Return what the standard says of a tensor: values of target, reference and maybe third run."""
         return self._verdict(key, place, compare(self.profile, arrays, dtype, golden), arrays[0])
 
@@ -167,14 +174,15 @@ class Standard:
         said = "no values, which a standard needs; without --standard, statistics can show a fault"
         return not_judged(key, said, place)
 
-    def _verdict(self, key: str, place: str, found: Compared, values: Array) -> Verdict:
+    def _verdict(self, key: str, place: str, found: Compared, values: Array | Logical) -> Verdict:
         worst = found.worst
         self._checks[key, place] = found.checks
         said = [f"{worst.metric} {worst.observed:.3g}, limit {worst.limit:.3g}"] if worst else []
         said += [found.note] if found.note else []
         ratio = worst.ratio if worst else math.inf if found.status == "diverged" else 0.0
         text = "; ".join(said)
-        return Verdict(key, place, found.status, ratio, text, found.element, elements=values.size)
+        count = math.prod(values.shape)
+        return Verdict(key, place, found.status, ratio, text, found.element, elements=count)
 
     def _replayed(
         self, found: list[Verdict], call: Call, reference: RankDump, target: RankDump
@@ -222,6 +230,60 @@ class Standard:
             first = next(moved, None)
             found += [(at[0], self._orders[(*at, first)])] if first is not None else []
         return min(found)
+
+
+def judge_checkpoints(
+    profile: Profile,
+    reference: Stored,
+    target: Stored,
+    progress: Callable[[list[str]], Iterator[str]] = iter,
+) -> tuple[Standard, Outcome]:
+    """Return what a standard says of the tensors of two checkpoints; those that one of them lacks are not judged.
+
+    Args:
+        progress: Wraps the names of tensors as they are compared.
+
+    Raises:
+        LayoutError: Shards do not tile a tensor, or copies differ.
+    """
+    standard = Standard(profile, Dump(reference.path, {}), Dump(target.path, {}))
+    coverage, judged, unknown = Coverage(), Counter[str](), Counter[str]()
+    for name in progress(sorted(reference.tensors.keys() | target.tensors)):
+        verdict = _stored(standard, name, reference, target)
+        standard.keep(target.step, 0, [verdict])
+        nbytes = (target.tensors.get(name) or reference.tensors[name]).nbytes
+        left = {verdict.reason: nbytes} if verdict.status == "not judged" else {}
+        coverage.count(verdict.place, nbytes, left)
+        judged[verdict.status] += 1
+        unknown.update(left.keys())
+    wrong, left = judged["diverged"], judged["not judged"]
+    said = f"{left} tensors were not compared" if left else ""
+    verdict, reason = answer(bool(wrong), problem=said)
+    reason = f"{wrong} of {judged.total()} tensors do not meet {profile.name}" if wrong else reason
+    seen = [
+        (t.step, t.rank, t.verdict.key, t.verdict.status, t.verdict.ratio) for t in standard.tensors
+    ]
+    return standard, Outcome(verdict, [], judged, unknown, reason, seen, coverage)
+
+
+def _stored(standard: Standard, name: str, reference: Stored, target: Stored) -> Verdict:
+    golden, mine = reference.tensors.get(name), target.tensors.get(name)
+    if golden is None or mine is None:
+        path, one = (reference.path, golden) if mine is None else (target.path, mine)
+        return not_judged(name, f"only in {path}", one.group if one else "")
+    for what, theirs, own in (
+        ("shape", list(golden.shape), list(mine.shape)),
+        ("type", golden.dtype, mine.dtype),
+    ):
+        if theirs != own:
+            return not_judged(name, f"{what} {own}, reference {theirs}", mine.group)
+    arrays = mine.merged(), golden.merged()
+    found = standard.of(name, mine.group, arrays, mine.dtype, golden.dtype)
+    if found.status != "diverged" or len(found.element) < len(mine.shape):
+        return found
+    own, theirs = (element(x, found.element) for x in arrays)
+    values = f"at {list(found.element)}: {own!r}, reference {theirs!r}"
+    return replace(found, reason=f"{found.reason}; {values}")
 
 
 def finite(x: float) -> float | None:

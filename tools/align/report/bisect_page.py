@@ -93,7 +93,7 @@ def sentence(outcome: Outcome, standard: Standard | None = None) -> str:
     by_other = outcome.coverage.by_other_run
     others = f" {by_other} of them could only be judged by the other run." if by_other else ""
     if not outcome.findings:
-        if outcome.reason and judged:
+        if outcome.verdict == "inconclusive" and outcome.reason and judged:
             said = f"{outcome.reason[0].upper()}{outcome.reason[1:]}"
             return f"Nothing that was judged is wrong, but too little was. {said}.{others}"
         meet = "are what their operators must give, within the derived bounds"
@@ -163,6 +163,8 @@ def junit(outcome: Outcome, target: str) -> str:
         said = {"failure": wrong.key, "text": wrong.reason} if wrong else {}
         if not wrong and outcome.verdict == "inconclusive":
             said = {"skipped": outcome.reason}
+        elif outcome.verdict == "diverged" and not first:  # checkpoints, which have no calls
+            said = {"failure": outcome.reason}
         cases.append(JunitCase(target, name, **said))
     return suite("align", cases)
 
