@@ -11,14 +11,19 @@ from acc_pairs import pair
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.compare import profiles
 from telechat_moe.tools.align.compare.measures import Chunk
-from telechat_moe.tools.align.compare.profiles import NAMES, Options, profile
+from telechat_moe.tools.align.compare.profiles import NAMES, Profile, read
 from telechat_moe.tools.align.compare.ulp import ulp_steps
 
 NAN, INF = math.nan, math.inf
 RNG = np.random.default_rng
 
 
-def checks(name, target, golden, dtype="float32", options=None, third=None, step=None, other=None):
+def profile(name: str, options: str = "") -> Profile:
+    """Return a standard with options as on the command line."""
+    return read(f"{name}:{options}" if options else name)
+
+
+def checks(name, target, golden, dtype="float32", options="", third=None, step=None, other=None):
     """Return the measure after chunks of some length, and whether all lines are met."""
     held = {"bfloat16": "float32", "float8_e4m3": "float32", "float8_e5m2": "float32"}.get(
         dtype, dtype
@@ -62,12 +67,12 @@ def test_numbers_of_the_standards():
 
 def test_options_belong_to_their_profiles():
     for name, options in [
-        ("mixed", Options(rtol=1.0)),
-        ("close", Options(ulp=1.0)),
-        ("bitwise", Options(equal_nan=True)),
-        ("ulp", Options(kind="bfloat16")),
-        ("nothing", Options()),
-        ("mixed", Options(kind="int8")),
+        ("mixed", "rtol=1"),
+        ("close", "max=1"),
+        ("bitwise", "equal_nan"),
+        ("ulp", "as=bfloat16"),
+        ("nothing", ""),
+        ("mixed", "as=int8"),
     ]:
         with pytest.raises(UsageError):
             profile(name, options)
@@ -110,7 +115,7 @@ def test_limits_of_mere_and_mare_are_exclusive():
 @pytest.mark.parametrize("name", ["ecosystem", "mixed", "close", "torch", "ulp", "ascend-l1"])
 def test_infinities_and_nan_must_be_at_the_same_places(name):
     golden = np.array([1.0, INF, -INF, NAN, 2.0] + [1.0] * 400)
-    options = Options(equal_nan=True) if name in ("close", "torch") else None
+    options = "equal_nan" if name in ("close", "torch") else ""
     third = golden + np.where(np.isfinite(golden), 1e-4, 0)
     assert checks(name, golden, golden, options=options, third=third)[0]
     for at, value in ((0, INF), (0, NAN), (1, -INF), (1, 1.0), (1, NAN), (3, 0.0), (3, INF)):
@@ -208,11 +213,11 @@ def test_golden_that_overflows_the_type_is_its_infinity():
 def test_thresholds_of_the_type_it_was_computed_from():
     golden, target = np.ones(8), np.ones(8) * 1.01
     assert not checks("mixed", target, golden)[0]
-    assert checks("mixed", target, golden, options=Options(kind="bfloat16"))[0]
+    assert checks("mixed", target, golden, options="as=bfloat16")[0]
     assert not checks("ecosystem", np.ones(8) * 1.0003, golden)[0]
-    assert checks("ecosystem", np.ones(8) * 1.0003, golden, options=Options(kind="hf32"))[0]
+    assert checks("ecosystem", np.ones(8) * 1.0003, golden, options="as=hf32")[0]
     # narrower than the type named: its own
-    assert not checks("mixed", target, golden, "float16", options=Options(kind="float32"))[0]
+    assert not checks("mixed", target, golden, "float16", options="as=float32")[0]
 
 
 # ----------------------------------------------------------------------------- torch, NumPy
@@ -257,7 +262,7 @@ def test_torch_answers_the_same(dtype, equal_nan):
             arrays = [a.view(np.float32) for a in arrays]
             if expected != (np.abs(arrays[0] - arrays[1]) <= 0).all() and not expected:
                 continue  # we compare both parts by themselves
-        options = Options(equal_nan=True) if equal_nan else None
+        options = "equal_nan" if equal_nan else ""
         measure = profile("torch", options).measure(dtype, dtype)
         measure.add(Chunk(*arrays))
         assert all(c.ok for c in measure.checks()) == expected, (seed, arrays)
@@ -278,7 +283,7 @@ def test_numpy_isclose_answers_the_same_for_each_element(equal_nan):
         )
         golden[:4], target[:4] = [NAN, INF, -INF, 1], [NAN, INF, INF, NAN]
         close = np.isclose(target, golden, rtol, atol, equal_nan)
-        options = Options(rtol=rtol, atol=atol, equal_nan=equal_nan)
+        options = f"rtol={rtol},atol={atol}" + (",equal_nan" if equal_nan else "")
         _, found, measure = checks("close", target, golden, "float64", options, step=17)
         assert measure.wrong == np.count_nonzero(~close)
         beyond += measure.wrong
@@ -335,8 +340,8 @@ def test_ulp_steps_of_types_that_numpy_lacks(name):
 def test_ulp_uses_the_true_type_of_widened_values():
     one = np.array([1.0], np.float32)
     next_in_bfloat16 = np.array([1.0078125], np.float32)
-    assert checks("ulp", next_in_bfloat16, one, "bfloat16", Options(ulp=1.0))[0]
-    assert not checks("ulp", next_in_bfloat16, one, "float32", Options(ulp=1.0))[0]
+    assert checks("ulp", next_in_bfloat16, one, "bfloat16", "max=1")[0]
+    assert not checks("ulp", next_in_bfloat16, one, "float32", "max=1")[0]
     # a golden value between two numbers is the nearer one
     assert ulp_steps(one, np.array([1.003], np.float32), "bfloat16") == 0
     assert ulp_steps(one, np.array([1.005], np.float64), "bfloat16") == 1

@@ -14,7 +14,7 @@ import pytest
 from test_across import GRADIENT, four, one
 
 from telechat_moe.cli import main
-from telechat_moe.tools.align.compare.profiles import NAMES, Options, profile, read
+from telechat_moe.tools.align.compare.profiles import NAMES, read
 from telechat_moe.tools.align.compare.tensors import CHUNK
 from telechat_moe.tools.align.dump import fingerprint, msprobe_write, value_files
 from telechat_moe.tools.align.dump.records import (
@@ -79,7 +79,7 @@ def only(verdicts, status):
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_dumps_meet_every_standard(name):
     third = run() if name.startswith("ascend") else None
-    out, said, standard = compare(run(), run(), profile(name), third)
+    out, said, standard = compare(run(), run(), read(name), third)
     assert (out.verdict, {*statuses(said).values()}, len(said)) == ("pass", {"pass"}, 7)
     assert standard.as_json()["flips"] == []
 
@@ -92,7 +92,7 @@ def test_a_wrong_tensor_is_named_in_every_standard(name):
     right = dump(call("Mint.tanh", [tensor(X)], [tensor(np.tanh(X))]))
     third = dump(call("Mint.tanh", [tensor(X * np.float32(1 + 1e-6))], [tensor(np.tanh(X))]))
     third = third if name.startswith("ascend") else None
-    out, said, standard = compare(right, wrong, profile(name), third)
+    out, said, standard = compare(right, wrong, read(name), third)
     assert out.verdict == "diverged"
     assert only(said, "diverged") == [("Mint.tanh.0.forward", "input.0")]
     first = standard.as_json()["tensors"][0]
@@ -109,7 +109,7 @@ def test_worst_come_first():
         [call("Mint.mul", [], [tensor(X * np.float32(1 + s))], i) for i, s in enumerate(by)]
         for by in ([0.0] * 4, sizes)
     ]
-    *_, standard = compare(dump(*calls[0]), dump(*calls[1]), profile("close"))
+    *_, standard = compare(dump(*calls[0]), dump(*calls[1]), read("close"))
     rows = standard.as_json()["tensors"]
     assert [r["operator"][9] for r in rows] == ["1", "2", "0", "3"]
     assert [r["status"] for r in rows] == ["diverged"] * 3 + ["pass"]
@@ -131,7 +131,7 @@ def test_chunks_end_anywhere_and_any_order_of_memory():
             if golden.dtype.kind == "c" and name != "bitwise":
                 continue
             made = [dump(call("Mint.x", [], [tensor(x)])) for x in (golden, target)]
-            _, said, _ = compare(*made, profile(name))
+            _, said, _ = compare(*made, read(name))
             (v,) = said.values()
             assert (v.status, v.elements) == ("diverged", target.size)
             assert v.element == last or (name == "mixed" and v.element == ())
@@ -155,7 +155,7 @@ def test_shapes_types_and_what_one_dump_lacks():
         call("Mint.f", [], [tensor(IDS.astype(np.float32))]),
         call("Mint.g", [], [tensor(X)]),
     )
-    out, verdicts, _ = compare(golden, target, profile("mixed"))
+    out, verdicts, _ = compare(golden, target, read("mixed"))
     said = {(key[5], place): (v.status, v.reason) for (key, place), v in verdicts.items()}
     assert said["a", "output.0"] == ("diverged", "shape [6, 20], reference [12, 20]")
     assert said["b", "output.0"][0] == "pass"  # float16 against float32, by float16's line
@@ -165,7 +165,7 @@ def test_shapes_types_and_what_one_dump_lacks():
     assert said["f", "output.0"] == ("not judged", "type float32, reference int64")
     for lacking in ("target", "reference"):
         assert out.unknown[f"the {lacking} does not run this call"] == 1
-    _, strict, _ = compare(golden, target, profile("bitwise"))
+    _, strict, _ = compare(golden, target, read("bitwise"))
     v = strict["Mint.b.0.forward", "output.0"]
     assert (v.status, v.reason) == ("diverged", "type float16, reference float32")
 
@@ -173,14 +173,14 @@ def test_shapes_types_and_what_one_dump_lacks():
 def test_missing_calls_are_no_pass():
     golden = dump(call("Mint.a", [], [tensor(X)]), call("Mint.d", [], [tensor(X)]))
     target = dump(call("Mint.a", [], [tensor(X)]))
-    assert compare(golden, target, profile("mixed"))[0].verdict == "inconclusive"
+    assert compare(golden, target, read("mixed"))[0].verdict == "inconclusive"
 
 
 def test_nothing_judged_is_no_pass():
     empty = dump(call("Mint.a", [], [TensorRecord("float32", (3,))]))
-    out, *_ = compare(empty, empty, profile("mixed"))
+    out, *_ = compare(empty, empty, read("mixed"))
     assert (out.verdict, out.reason) == ("inconclusive", "not a single tensor could be judged")
-    assert compare(run(), Dump(Path("x"), {}), profile("mixed"))[0].verdict == "inconclusive"
+    assert compare(run(), Dump(Path("x"), {}), read("mixed"))[0].verdict == "inconclusive"
 
 
 def test_a_call_more_shifts_no_other():
@@ -190,7 +190,7 @@ def test_a_call_more_shifts_no_other():
         call("Mint.mul", [], [tensor(X)], 1),
     )
     less = dump(call("Mint.add", [], [tensor(X)], 0), call("Mint.mul", [], [tensor(X)], 0))
-    _, said, _ = compare(less, more, profile("bitwise"))
+    _, said, _ = compare(less, more, read("bitwise"))
     assert only(said, "pass") == [
         ("Mint.add.0.forward", "output.0"),
         ("Mint.mul.0.forward", "output.0"),
@@ -200,14 +200,14 @@ def test_a_call_more_shifts_no_other():
 
 def test_types_without_a_line_are_not_judged():
     x = X.astype(np.float64)
-    out, said, _ = compare(run(x), run(x), profile("mixed"))
+    out, said, _ = compare(run(x), run(x), read("mixed"))
     assert len(only(said, "not judged")) == 6
     assert "mixed has no line for type float64, reference float64" in out.unknown
 
 
 def test_a_third_run_may_lack_a_tensor():
     third = dump(call("Mint.tanh", [tensor(X)], [tensor(np.tanh(X))]))
-    _, said, standard = compare(run(), run(), profile("ascend-l0"), third)
+    _, said, standard = compare(run(), run(), read("ascend-l0"), third)
     assert len(only(said, "pass")) == 3
     lacking = [v.reason for v in said.values() if v.status == "not judged"]
     assert lacking == ["the third run has no values of this tensor"] * 4
@@ -215,10 +215,8 @@ def test_a_third_run_may_lack_a_tensor():
 
 
 def test_a_standard_and_its_options_are_one_word():
-    assert (
-        read("close:rtol=1e-3,atol=0").source
-        == profile("close", Options(rtol=1e-3, atol=0.0)).source
-    )
+    said = "numpy.isclose, rtol 0.001, atol 0"
+    assert read("close:rtol=1e-3,atol=0").source == said
     assert read("ecosystem:as=hf32").kind == "tfloat32"
     assert not read("torch:equal_nan").nan_differs
     assert read("ulp:max=2").source == "at most 2 ULP of the target's type"
@@ -260,7 +258,7 @@ def near_tie():
     raise AssertionError
 
 
-CLOSE = profile("close", Options(rtol=0.02, atol=0.1))
+CLOSE = read("close:rtol=0.02,atol=0.1")
 
 
 def test_after_a_legal_choice_replay_judges_what_fails():
@@ -323,7 +321,7 @@ def test_other_choices(kind):
         "fused": lambda x: np.argsort(-x, 1, kind="stable")[:, :2],
     }[kind]
     name = {"fused": "Primitive.router.MyGating"}.get(kind, "Torch.my_choice")
-    loose = profile("close", Options(rtol=1e-3, atol=0.0))
+    loose = read("close:rtol=1e-3,atol=0.0")
 
     def chosen(x, by):
         return dump(call(name, [tensor(x)], [tensor(pick(by))]))
@@ -341,7 +339,7 @@ def test_right_runs_in_bfloat16_choose_legally_and_wrong_ones_do_not():
     from planted import run as trained
 
     # rtol and atol wide enough for what bfloat16 makes of the whole model
-    p, legal = profile("close", Options(rtol=0.05, atol=0.2)), 0
+    p, legal = read("close:rtol=0.05,atol=0.2"), 0
     for seed in (1, 2, 3):
         golden, target = trained(seed=seed), trained(seed=seed, dtype=torch.bfloat16)
         out, said, standard = compare(golden, target, p)
@@ -370,7 +368,7 @@ GRAD = Link("gradient", ("weight w input.grad",), ("Optimizer.w.* input.grad",))
 @pytest.mark.parametrize("factor", [1 + 1e-6, 1 + 5e-5])
 def test_whole_tensors_of_another_layout_are_judged_as_numpy_does(tmp_path, factor):
     reference, target = one(tmp_path), four(tmp_path, factor=factor)
-    p = profile("close", Options(rtol=1e-5, atol=1e-7))
+    p = read("close:rtol=1e-5,atol=1e-7")
     standard = Standard(p, reference, target)
     outcome = across(reference, target, [GRAD], standard=standard)
     right = np.allclose(GRADIENT * np.float32(factor), GRADIENT, rtol=1e-5, atol=1e-7)
@@ -411,23 +409,23 @@ def as_stats(record):
 def test_without_values_only_equal_bits_are_known():
     """A standard needs values; equal checksums or fingerprints show that all of them agree, statistics never."""
     stats = [stripped(run(), stats=as_stats) for _ in range(2)]
-    out, said, _ = compare(*stats, profile("mixed"))
+    out, said, _ = compare(*stats, read("mixed"))
     assert (out.verdict, {*statuses(said).values()}) == ("inconclusive", {"not judged"})
 
     def prints(record):
         return fingerprint.of(record.load()).to_bytes()
 
     marked = stripped(run(), fingerprint=prints)
-    out, said, _ = compare(marked, run(), profile("mixed"))
+    out, said, _ = compare(marked, run(), read("mixed"))
     assert (out.verdict, {*statuses(said).values()}) == ("pass", {"pass"})
     x = X.copy()
     x[0, 0] = np.nextafter(x[0, 0], np.float32(9))
     moved = stripped(run(x), fingerprint=prints)
     assert ("Mint.tanh.0.forward", "input.0") in only(
-        compare(marked, moved, profile("torch"))[1], "not judged"
+        compare(marked, moved, read("torch"))[1], "not judged"
     )
     assert (
-        compare(marked, marked, profile("torch"))[0].verdict == "inconclusive"
+        compare(marked, marked, read("torch"))[0].verdict == "inconclusive"
     )  # NaN are not equal to themselves
 
 

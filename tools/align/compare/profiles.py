@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from telechat_moe.errors import UsageError
 from telechat_moe.tools.align.compare.measures import (
@@ -115,7 +115,6 @@ class Profile:
     """A standard.
 
     Attributes:
-        name: As on the command line.
         source: Where its numbers are published.
         measures: Returns a measure for a target type and a golden type; None: the standard does not cover them.
         same_dtype: Whether the types must be equal.
@@ -123,9 +122,9 @@ class Profile:
         cases: Number of tensors that the standard requires.
         nan_differs: Whether NaN are unequal, so that equal bits may fail.
         kind: Tensors of wider types are judged by the thresholds of this type, from which their values were computed.
+        name: As on the command line.
     """
 
-    name: str
     source: str
     measures: Callable[[str, str], Measure | None]
     same_dtype: bool = False
@@ -133,6 +132,7 @@ class Profile:
     cases: int = 0
     nan_differs: bool = False
     kind: str | None = None
+    name: str = ""
 
     def line(self, dtype: str) -> str:
         """Return the type whose thresholds apply to a tensor of this type."""
@@ -152,188 +152,133 @@ class Profile:
         return self.measures(self.line(dtype), golden)
 
 
-class Options(NamedTuple):
-    """A user's options for a profile; None: the profile's default."""
-
-    rtol: float | None = None
-    atol: float | None = None
-    ulp: float | None = None
-    kind: str | None = None
-    equal_nan: bool = False
-
-
-NAMES = (
-    *("ascend-l0", "ascend-l1", "ascend-l2", "ecosystem", "mixed", "mixed-0924", "mindformers"),
-    *("msprobe", "torch", "close", "ulp", "bitwise"),
-)
-_NUMBERS = {"rtol": "rtol", "atol": "atol", "max": "ulp"}
-
-
 def read(text: str) -> Profile:
     """Return a standard from the text of a command line: a name, or ``name:option=value,option=value``.
 
     Raises:
-        UsageError: No such name or option, or a value that is no number of 0 or more.
+        UsageError: No such name or option, or a value that the option cannot have.
     """
     name, _, rest = text.partition(":")
-    found = Options()
+    if name not in _STANDARDS:
+        raise UsageError(f"--standard {name}: unknown; expected one of {', '.join(NAMES)}")
+    given: dict[str, Any] = {}
     for part in rest.split(",") if rest else ():
         option, _, value = part.partition("=")
-        if option == "as":
-            found = found._replace(kind=value)
-        elif part == "equal_nan":
-            found = found._replace(equal_nan=True)
-        elif option in _NUMBERS:
-            found = found._replace(**{_NUMBERS[option]: _number(text, part, value)})
-        else:
-            known = ", ".join((*_NUMBERS, "as", "equal_nan"))
+        if option not in _OPTIONS or (option == "equal_nan" and part != option):
+            known = ", ".join(_OPTIONS)
             raise UsageError(f"--standard {text}: unknown option {part!r}; expected {known}")
-    return profile(name, found)
+        names, convert = _OPTIONS[option]
+        if name not in names:
+            said = f"no option {option}, which is for {', '.join(names)}"
+            raise UsageError(f"--standard {name}: {said}")
+        try:
+            given[option] = convert(value)
+        except ValueError as error:
+            raise UsageError(f"--standard {text}: {part!r} {error}") from None
+    kind = given.pop("as", None)
+    return replace(_STANDARDS[name](**given), name=name, kind=kind)
 
 
-def _number(text: str, part: str, value: str) -> float:
+def _number(value: str) -> float:
     try:
         number = float(value)
     except ValueError:
         number = -1.0
     if not 0 <= number < math.inf:
-        raise UsageError(f"--standard {text}: {part!r} needs a number of 0 or more")
+        raise ValueError("needs a number of 0 or more")
     return number
 
 
-def profile(name: str, options: Options | None = None) -> Profile:
-    """Return a standard by name.
-
-    Raises:
-        UsageError: No such name, or an option that it does not have.
-    """
-    o = options or Options()
-    if name not in NAMES:
-        raise UsageError(f"--standard {name}: unknown; expected one of {', '.join(NAMES)}")
-    wanted = {
-        "rtol": ("close",),
-        "atol": ("close",),
-        "max": ("ulp",),
-        "as": tuple(n for n in (*_FIXED, "torch") if n not in ("mindformers", "bitwise")),
-        "equal_nan": ("torch", "close"),
-    }
-    given = dict(zip(wanted, (o.rtol, o.atol, o.ulp, o.kind, o.equal_nan or None), strict=True))
-    for option, names in wanted.items():
-        if given[option] is not None and name not in names:
-            said = f"--standard {name}: no option {option}, which is for {', '.join(names)}"
-            raise UsageError(said)
-    kind = HF32 if o.kind == "hf32" else o.kind
-    if kind is not None and kind not in FLOATS:
-        raise UsageError(
-            f"--standard {name}:as={o.kind}: expected hf32 or one of {', '.join(FLOATS)}"
-        )
-    found = _FIXED[name] if name in _FIXED else _WITH_OPTIONS[name](o)
-    return replace(found, kind=kind)
-
-
-Line = TypeVar("Line")
-Made = TypeVar("Made")
-
-
-def _by_type(lines: Mapping[str, Line], make: Callable[[Line], Made]) -> Callable[..., Made | None]:
-    """Return a function of a type, which makes something of the type's line; None: it has no line."""
-
-    def of(dtype: str, *_: object) -> Made | None:
-        return make(lines[dtype]) if dtype in lines else None
-
-    return of
+def _kind(value: str) -> str:
+    kind = HF32 if value == "hf32" else value
+    if kind not in FLOATS:
+        raise ValueError(f"is no type; expected hf32 or one of {', '.join(FLOATS)}")
+    return kind
 
 
 def _ascend(level: str) -> Profile:
-    return Profile(
-        f"ascend-{level}",
-        "CANN operator precision standard, double benchmark",
-        _by_type(ASCEND_LEAST, partial(DoubleBenchmark, ASCEND_RATIO[level])),
-        third=True,
-        cases=ASCEND_CASES[level],
-    )
-
-
-def _mixed(name: str, lines: Mapping[str, Tolerance]) -> Profile:
     def measures(dtype: str, golden: str) -> Measure | None:
-        del golden
+        least = ASCEND_LEAST.get(dtype)
+        return None if least is None else DoubleBenchmark(ASCEND_RATIO[level], least)
+
+    source = "CANN operator precision standard, double benchmark"
+    return Profile(source, measures, third=True, cases=ASCEND_CASES[level])
+
+
+def _ecosystem() -> Profile:
+    def measures(dtype: str, golden: str) -> Measure | None:
+        limit = ECOSYSTEM.get(dtype)
+        return None if limit is None else Relative(limit, 10 * limit)
+
+    return Profile("CANN ecosystem standard, single benchmark", measures)
+
+
+def _mixed(lines: Mapping[str, Tolerance]) -> Profile:
+    def measures(dtype: str, golden: str) -> Measure | None:
         found = lines.get(dtype)
         return None if found is None else Mixed(dtype, *found, MIXED_UNMATCHED, MIXED_ULPS)
 
-    source = "cann/opbase mixed_tolerance_standard.md"
-    return Profile(name, source, measures)
+    return Profile("cann/opbase mixed_tolerance_standard.md", measures)
 
 
-def _thousandths(dtype: str, golden: str) -> Measure | None:
-    if dtype not in MSPROBE_SHARES or golden not in MSPROBE_EPSILON:
-        return None
-    shares, epsilon = MSPROBE_SHARES[dtype], MSPROBE_EPSILON[golden]
-    return Thousandths(MSPROBE_COSINE, MSPROBE_ERROR, shares, epsilon)
+def _mindformers() -> Profile:
+    source = "MindFormers PrecisionChecker"
+    return Profile(source, lambda dtype, golden: Cosine(*MINDFORMERS), same_dtype=True)
 
 
-_FIXED = {
-    found.name: found
-    for found in (
-        *map(_ascend, ASCEND_RATIO),
-        Profile(
-            "ecosystem",
-            "CANN ecosystem standard, single benchmark",
-            _by_type(ECOSYSTEM, lambda t: Relative(t, 10 * t)),
-        ),
-        _mixed("mixed", MIXED),
-        _mixed("mixed-0924", MIXED_TIGHT),
-        Profile(
-            "mindformers",
-            "MindFormers PrecisionChecker",
-            lambda dtype, golden: Cosine(*MINDFORMERS),
-            same_dtype=True,
-        ),
-        Profile(
-            "msprobe",
-            "msprobe 26.2.0 acc_check",
-            _thousandths,
-        ),
-        Profile(
-            "bitwise",
-            "equal bytes",
-            lambda dtype, golden: Bitwise(),
-            same_dtype=True,
-        ),
+def _msprobe() -> Profile:
+    def measures(dtype: str, golden: str) -> Measure | None:
+        if dtype not in MSPROBE_SHARES or golden not in MSPROBE_EPSILON:
+            return None
+        shares, epsilon = MSPROBE_SHARES[dtype], MSPROBE_EPSILON[golden]
+        return Thousandths(MSPROBE_COSINE, MSPROBE_ERROR, shares, epsilon)
+
+    return Profile("msprobe 26.2.0 acc_check", measures)
+
+
+def _torch(equal_nan: bool = False) -> Profile:
+    def measures(dtype: str, golden: str) -> Measure:
+        return Close(*TORCH.get(dtype, (0.0, 0.0)), nan_equal=equal_nan)
+
+    source = "torch.testing.assert_close"
+    return Profile(source, measures, same_dtype=True, nan_differs=not equal_nan)
+
+
+def _close(rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Profile:
+    source = f"numpy.isclose, rtol {rtol:g}, atol {atol:g}"
+    return Profile(
+        source, lambda dtype, golden: Close(rtol, atol, equal_nan), nan_differs=not equal_nan
     )
+
+
+def _ulp(max: float = 1.0) -> Profile:
+    source = f"at most {max:g} ULP of the target's type"
+    return Profile(source, lambda dtype, golden: Ulps(dtype, max) if dtype in FLOATS else None)
+
+
+def _bitwise() -> Profile:
+    return Profile("equal bytes", lambda dtype, golden: Bitwise(), same_dtype=True)
+
+
+_STANDARDS: Mapping[str, Callable[..., Profile]] = {
+    **{f"ascend-{level}": partial(_ascend, level) for level in ASCEND_RATIO},
+    "ecosystem": _ecosystem,
+    "mixed": partial(_mixed, MIXED),
+    "mixed-0924": partial(_mixed, MIXED_TIGHT),
+    "mindformers": _mindformers,
+    "msprobe": _msprobe,
+    "torch": _torch,
+    "close": _close,
+    "ulp": _ulp,
+    "bitwise": _bitwise,
 }
-
-
-def _torch(o: Options) -> Profile:
-    def line(dtype: str) -> tuple[float, float]:
-        return TORCH.get(dtype, (0.0, 0.0))
-
-    return Profile(
-        "torch",
-        "torch.testing.assert_close",
-        lambda dtype, golden: Close(*line(dtype), nan_equal=o.equal_nan),
-        same_dtype=True,
-        nan_differs=not o.equal_nan,
-    )
-
-
-def _close(o: Options) -> Profile:
-    rtol, atol = 1e-5 if o.rtol is None else o.rtol, 1e-8 if o.atol is None else o.atol
-    return Profile(
-        "close",
-        f"numpy.isclose, rtol {rtol:g}, atol {atol:g}",
-        lambda dtype, golden: Close(rtol, atol, o.equal_nan),
-        nan_differs=not o.equal_nan,
-    )
-
-
-def _ulp(o: Options) -> Profile:
-    most = 1.0 if o.ulp is None else o.ulp
-
-    return Profile(
-        "ulp",
-        f"at most {most:g} ULP of the target's type",
-        lambda dtype, golden: Ulps(dtype, most) if dtype in FLOATS else None,
-    )
-
-
-_WITH_OPTIONS = {"torch": _torch, "close": _close, "ulp": _ulp}
+NAMES = tuple(_STANDARDS)
+_BY_TYPE = tuple(n for n in NAMES if n not in ("mindformers", "close", "ulp", "bitwise"))
+_OPTIONS: Mapping[str, tuple[tuple[str, ...], Callable[[str], Any]]] = {
+    "rtol": (("close",), _number),
+    "atol": (("close",), _number),
+    "max": (("ulp",), _number),
+    "as": (_BY_TYPE, _kind),
+    "equal_nan": (("torch", "close"), lambda _: True),
+}
+"""The standards that have an option, and how its value is read."""
