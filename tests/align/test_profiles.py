@@ -71,6 +71,7 @@ def test_options_belong_to_their_profiles():
         ("close", "max=1"),
         ("bitwise", "equal_nan"),
         ("ulp", "as=bfloat16"),
+        ("ulp", "rtol=1"),
         ("nothing", ""),
         ("mixed", "as=int8"),
     ]:

@@ -9,14 +9,12 @@ otherwise the error is infinite. A class names what its standard does differentl
 import math
 from abc import ABC, abstractmethod
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from telechat_moe.tools.align.compare.ulp import ulp_steps
-from telechat_moe.tools.align.numerics import FLOATS, dot, round_to, spacing, widened
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import FLOATS, Array, dot, round_to, spacing, widened
 
 EPSILON = 1e-7
 """Added to the golden value's magnitude in MERE and MARE, so that zero has a relative error."""

@@ -1,14 +1,11 @@
 """Measures of a tensor as a whole: MindFormers' PrecisionChecker, msprobe's acc_check."""
 
 import math
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.compare.measures import Check, Chunk, Measure
-from telechat_moe.tools.align.numerics import dot
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import Array, dot
 
 
 class Cosine(Measure):

@@ -1,14 +1,11 @@
 """Count the numbers of a type between two values, as repeated ``nextafter`` would, without the walk."""
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from telechat_moe.tools.align.dump.value_files import widen
-from telechat_moe.tools.align.numerics import round_to
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from telechat_moe.tools.align.numerics import Array, round_to
 
 
 def ulp_steps(target: Array, golden: Array, dtype: str) -> Array:
