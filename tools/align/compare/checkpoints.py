@@ -65,6 +65,10 @@ class Stored:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, or what ``telechat-moe ckpt reshard`` made of one."""
+    if not any(
+        path.glob("*.json")
+    ):  # a dump: the import would take longer than to read a small one
+        return False
     from telechat_moe.checkpoint import manifest, reshard
 
     return any((path / name).exists() for name in (manifest.FILE, reshard.FILE))
