@@ -17,6 +17,8 @@ from telechat_moe.tools.align.judge.points import Point, point, weight_of
 from telechat_moe.tools.align.numerics import Array, is_float
 from telechat_moe.tools.align.operators import find
 
+_MANY = 2048  # rows of an expert that are not put in order
+
 
 @dataclass(frozen=True)
 class Link:
@@ -251,6 +253,8 @@ def _by_expert(one: Point, other: Point) -> Array:
     sizes = np.array(one.sizes or other.sizes or (y.size,)) // y.shape[-1]
     if y.shape == found.shape and sizes.sum() == len(y):
         for part in np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]):
+            if len(part) > _MANY:
+                continue
             far = np.square(found[part][:, None] - y[part][None]).sum(-1)
             at: Array = optimize.linear_sum_assignment(far.T)[1]  # pyright: ignore
             found[part] = found[part][at]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, product
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -286,6 +287,8 @@ def _with_orders(links: Sequence[Link], theirs: "Uses", ours: "Uses") -> Iterato
     """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
     found: list[tuple[Link, tuple[int, ...] | None]] = []
     for link in links:
+        if link.joined == "first" and _size(theirs, link.reference) != _size(ours, link.target):
+            continue  # of experts whose rows the programs pad differently
         one, other = (
             point(uses.ranks, *uses.resolved(names[0])).values
             for uses, names in ((theirs, link.reference), (ours, link.target))
@@ -295,6 +298,11 @@ def _with_orders(links: Sequence[Link], theirs: "Uses", ours: "Uses") -> Iterato
     usual = max(count, key=lambda order: count[order], default=())
     for link, order in found:
         yield replace(link, tokens=usual if order is None else order)
+
+
+def _size(uses: "Uses", names: Sequence[str]) -> int:
+    found = (point(uses.ranks, *uses.resolved(name)).values for name in names)
+    return sum(0 if values is None else values.size for values in found)
 
 
 def _token_order(one: Array, other: Array) -> tuple[int, ...] | None:
@@ -318,7 +326,8 @@ def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
         theirs = one[role][1]
         kinds = [[is_float(t.dtype) for _, t in c.made()[:2]] for c in (theirs, call)]
         if not role.startswith("router"):
-            yield Link(role, (f"{one[role][0]} output.0",), (f"{key} output.0",))
+            for p, q in _outputs(theirs, call):
+                yield Link(role, (f"{one[role][0]} {p}",), (f"{key} {q}",))
         elif all(sorted(kind) == [False, True] for kind in kinds):
             for what, real in (("experts", False), ("weights", True)):
                 places = [f"output.{kind.index(real)}" for kind in kinds]
@@ -328,6 +337,25 @@ def _of_modules(a: Sequence[RankDump], b: Sequence[RankDump]) -> Iterator[Link]:
                     (f"{key} {places[1]}",),
                     in_any_order=True,
                 )
+
+
+def _outputs(reference: Call, target: Call) -> list[tuple[str, str]]:
+    """Return the outputs of two modules that belong together; none: a cell's result is not among those recorded.
+
+    A cell of a graph also makes what its gradient needs; of several of one size those that agree are taken.
+    """
+    pairs = [
+        (p, q)
+        for (p, t), (q, u) in product(reference.made(), target.made())
+        if is_float(t.dtype) and is_float(u.dtype) and prod(t.shape) == prod(u.shape)
+    ]
+    if len(pairs) > 1:
+        one, other = dict(reference.made()), dict(target.made())
+        known = ((p, q) for p, q in pairs if one[p].read and other[q].read)
+        agree = (k for k in known if _token_order(one[k[0]].load(), other[k[1]].load()) is not None)
+        return [next(agree, pairs[0])]
+    graphs = any(call.name.startswith("Cell.") for call in (reference, target))
+    return pairs or ([] if graphs else [("output.0", "output.0")])
 
 
 def _modules(ranks: Sequence[RankDump]) -> dict[str, tuple[str, Call]]:
@@ -351,4 +379,5 @@ def _is_loss(call: Call) -> bool:
     """Return whether a call makes the loss: one number by a cross entropy."""
     named = call.name.lower().replace("_", "").endswith("crossentropy")
     alone = [np.prod(t.shape) == 1 for _, t in call.made()[:1]]
-    return named and call.phase is Phase.FORWARD and alone == [True]
+    operator = call.kind == "api" and call.phase is Phase.FORWARD
+    return named and operator and alone == [True]

@@ -6,7 +6,9 @@ A role is this package's name of a weight, such as ``layers.3.ffn.gate``. A fuse
 import re
 from typing import NamedTuple
 
-_LAYER = re.compile(r"(?:.*\.)?(?P<stack>layers|h|blocks|mtp)\.(?P<layer>\d+)(?:\.(?P<inner>.*))?")
+_LAYER = re.compile(
+    r"(?:.*\.)?(?:(?P<mtp>mtp(?:\.layers)?)|(?<!mtp\.)layers|h|blocks)\.(?P<layer>\d+)(?:\.(?P<inner>.*))?"
+)
 _EXPERT = re.compile(
     r"(?:experts\.)?(?:local_)?experts\.(?P<a>\d+)\.|(?<=linear_fc[12]\.weight)(?P<b>\d+)$"
 )
@@ -78,14 +80,15 @@ def roles_of(name: str) -> Roles | None:
     for pattern, roles in _INNER.items():
         if re.fullmatch(pattern, plain):
             number = int(expert["a"] or expert["b"]) if expert else 0
-            return Roles(tuple(f"{layer['stack']}.{layer['layer']}.{r}" for r in roles), number)
+            stack = "mtp" if layer["mtp"] else "layers"
+            return Roles(tuple(f"{stack}.{layer['layer']}.{r}" for r in roles), number)
     return None
 
 
 def module_role(path: str) -> str | None:
     """Return which module a path is: ``layer 3``, ``ffn of layer 3``, ``module layers.3.attention.out``; None: not known."""
     layer = _LAYER.fullmatch(path)
-    if layer is not None and layer["stack"] != "mtp" and layer["inner"] in _MODULES:
+    if layer is not None and not layer["mtp"] and layer["inner"] in _MODULES:
         part = _MODULES[layer["inner"]]
         return f"{part} of layer {layer['layer']}" if part else f"layer {layer['layer']}"
     roles = roles_of(f"{path}.weight")

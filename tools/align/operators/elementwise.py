@@ -56,7 +56,7 @@ def _pair(a: Arguments) -> tuple[Any, Any]:
 
 
 @primitive("Adds AssignAdd", "input other | alpha=1")
-@op("add", "input other | alpha=1")
+@op("add", "input other alpha=1")
 def _add(a: Arguments) -> Any:
     if a.alpha == 1:
         return operator.add(*_pair(a))
@@ -65,7 +65,7 @@ def _add(a: Arguments) -> Any:
 
 
 @primitive("AssignSub", "input other | alpha=1")
-@op("sub subtract", "input other | alpha=1")
+@op("sub subtract", "input other alpha=1")
 def _sub(a: Arguments) -> Any:
     x, y = _pair(a)
     return x - (y if a.alpha == 1 else y * a.alpha)
@@ -118,7 +118,7 @@ for _names, _function in _TWO.items():
 primitive("Muls", PAIR)(lambda a: operator.mul(*_pair(a)))
 
 
-@op("div truediv true_divide divide RealDiv", "input other | rounding_mode=None")
+@op("div truediv true_divide divide RealDiv Divs", "input other | rounding_mode=None")
 def _div(a: Arguments) -> Any:
     if a.rounding_mode == "floor" or (a.rounding_mode == "trunc" and whole(a.input, a.other)):
         return _floordiv(a)

@@ -201,7 +201,20 @@ def _argmax(a: Arguments) -> Any:
     return x.argmax(None if a.dim is None else int(a.dim), keepdims=bool(a.keepdim))
 
 
-CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "max": 1, "min": 1}
+@op("ArgMaxWithValue", "input dim=0 keepdim=False", exact=True)
+def _argmax_with_value(a: Arguments) -> Any:
+    dim = int(a.dim)
+    chosen = plain(a.input).argmax(dim, keepdims=True)
+    value = move(a.input, lambda v: np.take_along_axis(v, chosen, dim), True)
+    if a.keepdim:
+        return [chosen, value]
+    return [chosen.squeeze(dim), move(value, lambda v: v.squeeze(dim))]
+
+
+CHOOSES = {"topk": 1, "sort": 1, "argsort": 0, "argmax": 0, "ArgMaxWithValue": 0} | {
+    "max": 1,
+    "min": 1,
+}
 """For each operator whose indices are free among equal elements, the number of the output that holds them."""
 
 

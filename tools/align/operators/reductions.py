@@ -27,7 +27,7 @@ def _sum(a: Arguments) -> Any:
     return a.input.sum(a.dims(len(a.input.shape)), bool(a.keepdim))
 
 
-@op("mean ReduceMean", "input dim=None keepdim=False | dtype=None")
+@op("mean ReduceMean", "input dim=None keepdim=False dtype=None")
 def _mean(a: Arguments) -> Any:
     x = floating(a.input)
     return x.mean(a.dims(len(x.shape)), bool(a.keepdim))
