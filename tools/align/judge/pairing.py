@@ -36,8 +36,9 @@ def differ_in_layout(reference: Dump, target: Dump) -> bool:
     graphs = all(any(key.startswith("Primitive.") for key in ranks[0].calls) for ranks in (a, b))
     if graphs and narrowest_of(a) != narrowest_of(b):
         return True
-    alike = not graphs and frameworks(a) == frameworks(b) and not named_differently(a, b)
-    if not alike and not _same_calls(a[0], b[0]):
+    others = named_differently(a, b)
+    alike = not graphs and frameworks(a) == frameworks(b) and not others
+    if (graphs and others) or not (alike or _same_calls(a[0], b[0])):
         return True
     one, other = _layouts(a), _layouts(b)
     return one != other and bool(one or other)
