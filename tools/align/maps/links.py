@@ -212,16 +212,13 @@ def linked(
             axis = -1 if link.joined else 0
             one = one._replace(values=np.take(one.values, link.rows, axis))
         if link.tokens and one.values is not None and other.values is not None:
-            experts = link.joined == "first" and len(one.values) != np.prod(link.tokens)
-            one = one._replace(
-                values=_by_expert(one, other) if experts else exchanged(one.values, link.tokens)
-            )
+            experts = link.joined == "first" and ".experts." in link.name
+            turned = _by_expert(one, other) if experts else exchanged(one.values, link.tokens)
+            one = one._replace(values=turned)
         if link.in_any_order and one.values is not None and other.values is not None:
             count = min(one.values.shape[-1], other.values.shape[-1])
-            one, other = (
-                p._replace(values=_chosen(p.values, count), dtype=p.dtype.replace("bool", "int32"))
-                for p in (one, other)
-            )
+            one = one._replace(values=_chosen(one.values, count))
+            other = other._replace(values=_chosen(other.values, count))
         yield link.name, one, other
 
 
@@ -255,8 +252,9 @@ def _by_expert(one: Point, other: Point) -> Array:
         for part in np.split(np.arange(len(y)), np.cumsum(sizes)[:-1]):
             if len(part) > _MANY:
                 continue
-            far = np.square(found[part][:, None] - y[part][None]).sum(-1)
-            at: Array = optimize.linear_sum_assignment(far.T)[1]  # pyright: ignore
+            a, b = found[part].astype(np.float64), y[part].astype(np.float64)
+            far = np.square(a).sum(-1) - 2 * b @ a.T
+            at: Array = optimize.linear_sum_assignment(far)[1]  # pyright: ignore
             found[part] = found[part][at]
     return found
 
