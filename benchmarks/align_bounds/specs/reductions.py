@@ -125,3 +125,4 @@ for _name, _function in (("amax", np.max), ("amin", np.min), ("any", np.any), ("
     exact(_name, few(16, 128), _function, _name)
 for _name, _function, _index in (("max", np.max, np.argmax), ("min", np.min, np.argmin)):
     exact(_name, few(16, 128), lambda x, d, f=_function, g=_index: [f(x, d), g(x, d)], _name)
+exact("ArgMaxWithValue", few(16, 128), lambda x, d: [np.argmax(x, d), np.max(x, d)])

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 
 from telechat_moe.tools.align.narrowing import is_list
-from telechat_moe.tools.align.operators.approx import Approx
+from telechat_moe.tools.align.numerics import FLOATS
+from telechat_moe.tools.align.operators.approx import Approx, Parents
 from telechat_moe.tools.align.operators.elementwise import floating, plain
 from telechat_moe.tools.align.operators.joining import concatenate
 from telechat_moe.tools.align.operators.registry import Arguments, NotJudgedError, op, primitive
+from telechat_moe.tools.align.operators.rounding_errors import ROUNDING
 
 
 def product(x: Approx, y: Approx) -> Approx:
@@ -45,11 +47,21 @@ def _matmul(a: Arguments) -> Any:
 op("rmatmul", "input other")(lambda a: product(floating(a.other), floating(a.input)))
 
 
+def _with_start(y: Approx, start: Any, terms: int) -> Approx:
+    """Return a product of so many terms and what is added to it; programs may begin their sums with that."""
+    found = y + start
+    kind = FLOATS[found.accumulated]
+    size = kind.unit * np.broadcast_to(np.abs(plain(start)), found.shape)
+    sigma = np.hypot(found.sigma, ROUNDING * terms**0.5 * size)
+    parents: Parents = [(found, lambda g: g)]
+    return found.like(found.value, sigma, found.limit + terms * size, parents)
+
+
 @op("linear dense Dense", "input weight bias=None")
 def _linear(a: Arguments) -> Any:
     """Compute ``x @ weight.T + bias``."""
     y = product(floating(a.input), floating(a.weight).swap(-1, -2))
-    return y if a.bias is None else y + a.bias
+    return y if a.bias is None else _with_start(y, a.bias, plain(a.input).shape[-1])
 
 
 @op("addmm baddbmm addbmm", "input mat1 mat2 | beta=1 alpha=1")
@@ -58,7 +70,8 @@ def _addmm(a: Arguments) -> Any:
     y = y if a.alpha == 1 else y * a.alpha
     if a.beta == 0:  # then torch ignores what it would add, even NaN
         return y
-    return y + (a.input if a.beta == 1 else floating(a.input) * a.beta)
+    start = a.input if a.beta == 1 else floating(a.input) * a.beta
+    return _with_start(y, start, plain(a.mat1).shape[-1])
 
 
 @op("outer ger", "input vec2 | other=None")
