@@ -1,1 +1,1 @@
-"""Accuracy alignment: which operator diverged, on any platform and layout. NumPy only; nothing here imports MindSpore."""
+"""Accuracy alignment: which operator diverged, on any platform and layout. NumPy and SciPy only; nothing here imports MindSpore."""
