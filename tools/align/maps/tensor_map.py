@@ -111,7 +111,11 @@ def _by_names(reference: list[_Weight], target: list[_Weight]) -> Iterator[_Grou
     for names in clusters:
         one, other = (_parts(run, names) for run in (reference, target))
         if one and other:
-            yield _fitted(one, other) or _Group(one, other, 0, (False, False), ())
+            group = _fitted(one, other)
+            if group is not None:
+                yield group
+            elif not any(".experts." in name for name in names):  # those without tokens may lack
+                yield _Group(one, other, 0, (False, False), ())
 
 
 def _parts(run: list[_Weight], names: set[str]) -> list[_Weight]:
