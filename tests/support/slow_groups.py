@@ -26,6 +26,7 @@ IN_CI: dict[str, tuple[str, ...]] = {
     "ops": ("tests/ops",),
     "mindspore210": ("tests/test_versions.py",),
     "compiled_keys": ("tests/recipe/test_compiled_keys.py",),
+    "wiring": ("tests/align/test_wiring", "tests/align/test_workflow"),
 }
 """One of these runs with every commit."""
 
