@@ -10,25 +10,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.mindspore, pytest.mark.torch]
 
-from test_workflow_hf import NO_BIAS, TWIN, align, command, sets
+from test_workflow_hf import TWIN, align, prepared
 
 from benchmarks.peers.hf_bugs import BUGS, UNSEEN
-
-RECIPE = "telechat3_moe/pretrain_tiny.yaml"
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
-    """Our run, and what transformers' run needs: the same weights, whose norms and biases differ from 1 and 0."""
-    folder = tmp_path_factory.mktemp("bugs")
-    values = sets(folder, NO_BIAS, "lr_schedule.warmup_steps=0")
-    weights = ["--set", "load_checkpoint=twin/ours/step-00000000"]
-    for code, said in (
-        command(TWIN, "prepare", RECIPE, "twin", "--vary", "--steps", 2, *values, cwd=folder),
-        align("capture", RECIPE, "--out", "ours", "--steps", "0-1", *values, *weights, cwd=folder),
-    ):
-        assert code == 0, said
-    return folder
+    return prepared(tmp_path_factory.mktemp("bugs"))
 
 
 def answer(folder, plant=None):

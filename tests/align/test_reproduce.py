@@ -59,10 +59,12 @@ def test_it_is_right_where_the_target_is_as_the_reference(name, layout, wrong, t
             for place, record in call.tensors() if right else ():
                 if record.path is not None:
                     np.save(record.path, dict(right.tensors())[place].load())
-            if right is None and wrong == "input":  # a call that stands for the relation
+            if (
+                right is None and wrong == "input"
+            ):  # a call of its own computes what the input must be
                 parts = [record.load() for _, record in call.given()]
                 np.save(call.made()[0][1].path, sum(parts[1:], parts[0]))
-    if wrong == "input":  # a call that stands for the relation
+    if wrong == "input":  # a call of its own computes what the input must be
         calls = [call for dump in ours.values() for call in dump.calls.values()]
         parts = [call.given()[0][1].load() for call in calls]
         np.save(calls[0].made()[0][1].path, sum(parts[1:], parts[0]))

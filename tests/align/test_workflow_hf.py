@@ -46,6 +46,21 @@ def sets(folder, *more):
     return [*given, *(x for value in (*WITHOUT, *more) for x in ("--set", value))]
 
 
+def prepared(folder):
+    """Make our run (``ours``), and what another program needs (``twin``): norms and biases differ from 1 and 0."""
+    recipe, values = (
+        "telechat3_moe/pretrain_tiny.yaml",
+        sets(folder, NO_BIAS, "lr_schedule.warmup_steps=0"),
+    )
+    weights = ["--set", "load_checkpoint=twin/ours/step-00000000"]
+    for code, said in (
+        command(TWIN, "prepare", recipe, "twin", "--vary", "--steps", 2, *values, cwd=folder),
+        align("capture", recipe, "--out", "ours", "--steps", "0-1", *values, *weights, cwd=folder),
+    ):
+        assert code == 0, said
+    return folder
+
+
 def compared(folder, name, steps, *more):
     """Run both sides and compare; return exit code and report."""
     recipe, values, last = "telechat3_moe/pretrain_tiny.yaml", sets(folder, *more), f"0-{steps - 1}"

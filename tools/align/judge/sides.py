@@ -66,8 +66,7 @@ class Sides:
         content = flow and flow.content.get((point.key, point.place))
         if flow is None or content is None:
             return False
-        places = (p for _, other in self.agreed for p in other.parts or ((other.key, other.place),))
-        known = {flow.content.get(place) for place in places}
+        known = _contents(self.target, (other for _, other in self.agreed))
         waiting, seen, reached = [content], {content}, False
         while waiting and len(seen) < _MOST:
             taken = {key for key, _ in flow.given.get(waiting.pop(), [])}
@@ -129,12 +128,7 @@ class Sides:
         flow = _flow(run, point)
         if flow is None:
             return Side("", [], "")
-        known: set[bytes] = set()
-        for p in agreed:
-            own = _flow(run, p)
-            if own is not None:
-                places = p.parts or ((p.key, p.place),)
-                known |= {c for place in places if (c := own.content.get(place))}
+        known = _contents(run, agreed)
         calls = [*_upstream(flow, (point.key, point.place), known)]
         last = calls[0] if calls else flow.dump.calls[point.key]
         line = next((s for s in last.stack if s.startswith("File ")), "")
@@ -151,6 +145,13 @@ class Sides:
 def _flow(run: Sequence[DataFlow], point: Point) -> DataFlow | None:
     """Return the data flow of the rank that has a tensor."""
     return next((f for f in run if f.dump.rank == point.rank and point.key in f.dump.calls), None)
+
+
+def _contents(run: Sequence[DataFlow], points: Iterable[Point]) -> set[bytes]:
+    """Return the contents of tensors, or of the parts that they were put together from."""
+    flows = ((_flow(run, p), p.parts or ((p.key, p.place),)) for p in points)
+    found = (flow.content.get(place) for flow, places in flows if flow for place in places)
+    return {content for content in found if content is not None}
 
 
 def _upstream(flow: DataFlow, place: Place, known: set[bytes]) -> Iterator[Call]:

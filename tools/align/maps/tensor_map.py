@@ -291,22 +291,19 @@ def _with_orders(links: Sequence[Link], theirs: "Uses", ours: "Uses") -> Iterato
     """Yield links with the order of the reference's tokens: what values show, or else what most others have."""
     found: list[tuple[Link, tuple[int, ...] | None]] = []
     for link in links:
-        if link.joined == "first" and _size(theirs, link.reference) != _size(ours, link.target):
-            continue  # of experts whose rows the programs pad differently
-        one, other = (
-            point(uses.ranks, *uses.resolved(names[0])).values
+        sides = [
+            [point(uses.ranks, *uses.resolved(name)).values for name in names]
             for uses, names in ((theirs, link.reference), (ours, link.target))
-        )
+        ]
+        sizes = [sum(x.size for x in side if x is not None) for side in sides]
+        if link.joined == "first" and ".experts." in link.name and sizes[0] != sizes[1]:
+            continue  # the programs pad the rows of experts differently
+        one, other = (side[0] for side in sides)
         found.append((link, None if one is None or other is None else _token_order(one, other)))
     count = Counter(order for _, order in found if order)
     usual = max(count, key=lambda order: count[order], default=())
     for link, order in found:
         yield replace(link, tokens=usual if order is None else order)
-
-
-def _size(uses: "Uses", names: Sequence[str]) -> int:
-    found = (point(uses.ranks, *uses.resolved(name)).values for name in names)
-    return sum(0 if values is None else values.size for values in found)
 
 
 def _token_order(one: Array, other: Array) -> tuple[int, ...] | None:
