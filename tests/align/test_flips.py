@@ -1,10 +1,16 @@
 """Tokens that take other experts because scores nearly tie: only what follows from them is set aside."""
 
+from itertools import product
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
+from telechat_moe.tools.align.judge.sizes import Sizes, agreed
+from telechat_moe.tools.align.operators.approx import Approx
 
 RNG = np.random.default_rng(0)
 TOKENS, EXPERTS, HIDDEN = 96, 4, 16
@@ -103,3 +109,54 @@ def test_a_choice_by_other_scores_is_named(pair, by):
     first = across(pair[0], run(noise=1e-7, between=shifted)).findings[0].verdict
     assert first.key == "Primitive.TopK.0.forward"
     assert "scores that are not the reference's" in first.reason
+
+
+@given(st.integers(2, 4), st.integers(0, 2**32 - 1), st.data())
+def test_exchanged_rows_are_told_from_others(ranks, seed, data):
+    """Sizes of a dropless exchange: by what ranks send and receive, the true ones are found, or none."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 4, (ranks, ranks))
+    decoys = data.draw(st.integers(0, 3))
+
+    def options(true):
+        others = {tuple(rng.permutation(true).tolist()) for _ in range(decoys)}
+        return {tuple(true.tolist())} | others
+
+    sent, received = [options(row) for row in rows], [options(column) for column in rows.T]
+    able = [
+        each
+        for each in product(*sent)
+        if all(tuple(s[j] for s in each) in received[j] for j in range(ranks))
+    ]
+    assert tuple(map(tuple, rows.tolist())) in able
+    try:
+        found = agreed(sent, received)
+    except ValueError:
+        assert decoys
+    else:
+        assert able == [tuple(found)]
+        assert np.array_equal(found, rows)
+
+
+def test_sizes_follow_from_counts_of_other_choices():
+    sizes = Sizes()
+    sizes.keep(np.array([3, 2, 4, 6]), np.array([3, 3, 4, 5]))
+    assert sizes.options([3, 2, 4, 6]) == {(3, 3, 4, 5)}
+    assert sizes.options([5, 10], rows=15) == {(6, 9)}  # two experts on each rank
+    assert sizes.options([1, 1]) == {(1, 1)}
+    split = Call("split", "api", "split", 0, Phase.FORWARD, [Scalar("list", [3, 2, 4, 6])], {}, [])
+    assert sizes.resized(split).inputs == [Scalar("list", [3, 3, 4, 5])]
+    sizes.keep(np.array([3, 2, 4, 6]), np.array([4, 2, 4, 5]))
+    with pytest.raises(ValueError, match="other choices"):
+        sizes.resized(split)
+
+
+def test_an_error_that_overflows_is_unknown_not_zero():
+    error = np.array([np.inf, 0.0])
+    vague = Approx(np.array([1.0, 2.0]), "float32", sigma=error, limit=error)
+    assert np.isinf((vague * Approx(np.zeros(2), "float32")).sigma[0])
+    assert np.all(np.isfinite((vague * 3.0).sigma[1:]))
+    exact = Approx(np.zeros(2), "float32") ** 0.5  # an infinite derivative, and no error to carry
+    assert np.all(exact.sigma == 0)
+    masked = (Approx(np.array([-np.inf, 0.0]), "float32") + 0.0).exp()
+    assert np.all(np.isfinite(masked.sigma))

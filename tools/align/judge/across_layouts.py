@@ -224,12 +224,13 @@ class _Points:
         for _, weight in groupby(pairs, lambda pair: _STATE.sub("", pair[0])):
             own = [*weight]
             near = {name: (one, other) for name, one, other in own}
+            judged: dict[str, Status] = {}
             for name, one, other in own:
                 if name.endswith(" after"):
                     made[name.removesuffix(" after")] = one.values, other.values
                 finding = self._compare(name, one, other, step, b)
-                wrong = finding.verdict.status == "diverged"
-                said = self._follows(name, finding, near) if wrong else ""
+                said = self._follows(name, finding, near, judged)
+                judged[name] = "pass" if said else finding.verdict.status
                 if said:
                     verdict = replace(finding.verdict, status="pass", reason=f"{name}: {said}")
                     finding = replace(finding, verdict=verdict, family="unknown", evidence="")
@@ -291,7 +292,13 @@ class _Points:
         self.coverage.count(SHARED, size, lacking)
         return finding
 
-    def _follows(self, name: str, finding: Finding, near: Mapping[str, tuple[Point, Point]]) -> str:
+    def _follows(
+        self,
+        name: str,
+        finding: Finding,
+        near: Mapping[str, tuple[Point, Point]],
+        judged: Mapping[str, Status],
+    ) -> str:
         """Return why a state may be further off without a fault: its difference follows from tensors judged before.
 
         Adam divides by a root that may be almost zero, so tiny differences between gradients can move a weight by the
@@ -299,7 +306,11 @@ class _Points:
         """
         state, _, when = name.rpartition(" ")
         one, other = near[name]
-        if other.values is None or one.values is None or self.exact:
+        status = finding.verdict.status
+        if status == "pass" or other.values is None or one.values is None or self.exact:
+            return ""
+        gradient = f"gradient of {state.partition(' of ')[2]}"
+        if status == "not judged" and judged.get(gradient) != "pass":
             return ""
         if when == "after" and (finding.step, other.key) in self.right and finding.call:
             return (
@@ -416,9 +427,9 @@ class _Points:
         self, other: Point, y: Array, ranks: Sequence[RankDump]
     ) -> tuple[Array, float] | None:
         """Return a tensor as the followed program makes it, and its sum of squared deviations; None: not known."""
-        whole, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
         if self.followed is None or other.place.removeprefix("input.") in STATES:
             return None
+        whole, squares = np.full(y.shape, np.nan), np.zeros(y.shape)
         for rank, record, held in self._held(other, ranks):
             if held is None or not set_part(whole, record, rank, held.value):
                 return None

@@ -196,10 +196,14 @@ class DataFlow:
         forward = key.removesuffix("backward") + "forward"
         return self.users_of((forward, name.replace("input", "output", 1)))
 
+    def sent_back(self, place: Place) -> list[Place]:
+        """Return what all users of a gradient's tensor sent back, if that is the gradient; else nothing."""
+        users = self._sent_to(place)
+        return users if users and sum_verdict(self, place, users).status == "pass" else []
+
     def _terms_of(self, place: Place) -> list[Place]:
         """Return the terms of a gradient: what its tensor's users sent back, or else gradients that add up to it."""
-        users = self._sent_to(place)
-        if users and sum_verdict(self, place, users).status == "pass":
+        if users := self.sent_back(place):
             return users
         known = place in self.content and not self.sources_of(place)
         return self.summed_from(place) if known else []
@@ -299,6 +303,12 @@ def backward_key(key: str) -> str:
     return key.removesuffix("forward") + "backward"
 
 
+def significant(value: float) -> int:
+    """Return the number of bits from the first to the last significant one; 1 for a power of two."""
+    odd = abs(value).as_integer_ratio()[0]
+    return len(f"{odd:b}".strip("0"))
+
+
 def _grouped(pairs: Iterable[tuple[Key, Place]]) -> dict[Key, list[Place]]:
     """Return the tensors of each key, in order."""
     found: dict[Key, list[Place]] = {}
@@ -314,13 +324,7 @@ def _tells(values: Array) -> bool:
     few = np.unique(values.reshape(-1)[:_SMALL])
     if values.dtype.kind != "f" or not np.all(np.isfinite(few)):
         return False
-    return sum(_significant(float(v)) for v in few) >= _BITS
-
-
-def _significant(value: float) -> int:
-    """Return the number of bits from the first to the last significant one; 1 for a power of two."""
-    odd = abs(value).as_integer_ratio()[0]
-    return len(f"{odd:b}".strip("0"))
+    return sum(significant(float(v)) for v in few) >= _BITS
 
 
 def _of_few(x: Array, terms: list[Array]) -> list[int]:
@@ -357,6 +361,12 @@ def digest(values: Array) -> bytes:
     elif wide.dtype.kind in "iub":
         wide = wide.astype(np.int64)
     return hashlib.blake2b(wide.tobytes(), digest_size=16).digest()
+
+
+def content_of(values: Array) -> bytes:
+    """Return a digest of values, and of their shape where they are all alike; dimensions of size 1 do not count."""
+    plain = values.size < 2 or values.min() == values.max()
+    return digest(values) + (repr(values.squeeze().shape).encode() if plain else b"")
 
 
 def apart(record: TensorRecord, tensor: TensorRecord) -> float:

@@ -22,15 +22,16 @@ from telechat_moe.tools.align.dump.records import (
     RankDump,
     TensorRecord,
 )
-from telechat_moe.tools.align.judge.data_flow import Place
+from telechat_moe.tools.align.judge.data_flow import Place, content_of
 from telechat_moe.tools.align.judge.distance import VAGUE
 from telechat_moe.tools.align.judge.points import STATES, named, put_together, weight_of
-from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 
 _ROUNDINGS = (
     16.0  # of scores, by which a choice may seem wrong: an operator may round within itself
 )
+_ROWS = 1 << 12  # of a table
 _AT_ONCE = 1 << 22  # elements that are compared at once
 
 
@@ -180,6 +181,7 @@ class Believed:
         self.seen: list[Chosen] = []
         self._updates = named(ranks, weight_of)
         self._whole = cache(self._merged)
+        self.outside = cache(self._from_outside)
 
     @cached_property
     def _choices(self) -> Mapping[tuple[int, int], tuple[Array, Array]]:
@@ -209,6 +211,34 @@ class Believed:
                 if whole is not None and index is not None:
                     found[key, place] = whole.reshape(-1)[index].reshape(record.shape)
         return found
+
+    def _from_outside(self, dtype: str) -> dict[bytes, Array]:
+        """Return the tensors that no call made (tables, constants), and the rows of tables.
+
+        They are found by their content, rounded to a type.
+        """
+        found: dict[bytes, Array] = {}
+        for dump in self.ranks:
+            calls = dump.calls.values()
+            made = {content_of(t.load()) for c in calls for _, t in c.made() if t.read is not None}
+            forward = [c for c in calls if c.phase is Phase.FORWARD]
+            for record in (t for c in forward for _, t in c.given() if is_float(t.dtype)):
+                values = record.load() if record.read is not None else None
+                if values is not None and content_of(values) not in made:
+                    rows = values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values[:0]
+                    for part in (values, *rows[:_ROWS]):
+                        found[content_of(round_to(part, dtype))] = part
+        return found
+
+    def exact(self, values: Array, dtype: str) -> Array | None:
+        """Return a tensor from outside as the trusted run has it, before it is rounded to a type; None: not known."""
+        known = self.outside(dtype)
+        whole = known.get(content_of(values))
+        if whole is None and values.ndim > 1 and values.size:
+            rows = [known.get(content_of(row)) for row in values.reshape(-1, values.shape[-1])]
+            found = [row for row in rows if row is not None]
+            whole = np.stack(found) if len(found) == len(rows) else None
+        return None if whole is None or whole.size != values.size else whole.reshape(values.shape)
 
     def _merged(self, weight: str, place: str) -> Array | None:
         """Return a tensor of a weight's update, merged over all ranks; None: not known."""

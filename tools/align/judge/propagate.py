@@ -11,7 +11,7 @@ but at other points, so the squared difference of two runs is twice the sum of s
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,13 @@ import numpy as np
 
 from telechat_moe.tools.align.dump.records import Call, Phase, RankDump, Scalar, TensorRecord, Value
 from telechat_moe.tools.align.judge.collectives import bind, is_exchange, meetings
-from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, digest
+from telechat_moe.tools.align.judge.data_flow import DataFlow, Place, content_of, significant
 from telechat_moe.tools.align.judge.fault_arguments import changed
 from telechat_moe.tools.align.judge.pins import Believed, Choice, Held, choice_of
 from telechat_moe.tools.align.judge.points import factor_of
 from telechat_moe.tools.align.judge.replay import arguments_of, exactly
-from telechat_moe.tools.align.narrowing import is_list
-from telechat_moe.tools.align.numerics import FLOATS, is_float
+from telechat_moe.tools.align.judge.sizes import Numbers, Sizes, agreed
+from telechat_moe.tools.align.numerics import FLOATS, is_float, round_to
 from telechat_moe.tools.align.operators import find
 from telechat_moe.tools.align.operators.approx import SIGMAS, Approx, Array
 from telechat_moe.tools.align.operators.gradients import gradients
@@ -34,7 +34,8 @@ from telechat_moe.tools.align.operators.registry import UNFIT
 MOST = 1 << 26
 """The most elements in a step that is followed: values and deviations need twelve bytes each."""
 
-_COUNTS = 4096  # the most integers that a program may use as sizes
+_FEW = 8  # different values of a constant
+_BITS = 4  # significant bits of each
 
 
 class Followed:
@@ -63,8 +64,7 @@ class Followed:
         self._meetings = {(r, k): m for m in meetings(ranks) for r, k in m.keys.items()}
         self._sites: dict[int, dict[int, dict[str, Any]]] = {}
         self._stuck = False
-        self._changed: dict[int, set[tuple[int, ...]]] = {r: set() for r in self._flows}
-        """Integers that calls of each rank made in the dump, and make otherwise here."""
+        self._sizes = {r: Sizes() for r in self._flows}
         running = {dump.rank: self._rank(dump) for dump in ranks}
         while running:
             moved = False
@@ -99,16 +99,22 @@ class Followed:
         """Follow a rank; yield whenever it waits for others, and whether it has got on since."""
         held, tensors = self._held[dump.rank], self._flows[dump.rank].tensors
         pinned = self.pins.weights(dump) if self.pins is not None else {}
+        narrow = [d for d in dump.dtypes if is_float(d) and FLOATS[d].bits < 32]
         for place, values in pinned.items():
             own = Held(values, np.zeros(()))
             self.made[dump.rank, place] = own
             held |= dict.fromkeys(_keys(tensors[place]), own)
+            for dtype in narrow:  # copies of the weight that the step before left
+                copy = round_to(tensors[place].load(), dtype)
+                held.setdefault(content_of(copy), _rounded(own, self._finer(dtype)))
         for call in dump.calls.values():
             if call.kind != "api":
                 continue
-            for place, record in call.given() if call.phase is Phase.OPTIMIZER else ():
+            for place, record in call.given():
+                if record.read is None:
+                    continue
                 own = self._taken(dump.rank, (call.key, place), record)
-                if own is not None:  # what the update takes now, whatever is equal to it later
+                if own is not None:  # what the call takes now, whatever is equal to it later
                     self.made.setdefault((dump.rank, (call.key, place)), own)
             found: dict[str, Held] = {}
             try:
@@ -126,18 +132,23 @@ class Followed:
             if record.read is None:
                 continue
             own, keys = found.get(place), _keys(record)
-            if own is not None and own.value.size == math.prod(record.shape):
-                sigma = _shaped(own.sigma.astype(np.float32), record)
-                own = Held(own.value.reshape(record.shape), sigma)
+            if own is not None and self._fits(own.value.shape, record):
+                own = _shaped(Held(own.value, own.sigma.astype(np.float32)), record)
                 self.made[rank, (call.key, place)] = own
-                self._held[rank] |= dict.fromkeys(keys, own)
-                if not is_float(record.dtype) and 1 < own.value.size <= _COUNTS:
-                    values = record.load()
-                    if not np.array_equal(values, own.value):
-                        self._changed[rank].add(tuple(values.reshape(-1).tolist()))
+                empty = not math.prod(record.shape) and own.value.size  # as many others are
+                self._held[rank] |= dict.fromkeys(keys, None if empty else own)
+                if not is_float(record.dtype):
+                    self._sizes[rank].keep(record.load(), own.value)
             else:
                 for key in keys:
                     self._held[rank].setdefault(key, None)
+
+    def _fits(self, shape: tuple[int, ...], record: TensorRecord) -> bool:
+        """Return whether a tensor may have a shape: the record's, or more or fewer rows by other choices."""
+        if math.prod(shape) == math.prod(record.shape):
+            return True
+        rows = len(shape) == len(record.shape) and shape[1:] == record.shape[1:]
+        return rows and any(sizes.differ for sizes in self._sizes.values())
 
     def _taken(self, rank: int, place: Place, record: TensorRecord) -> Held | None:
         """Return what a call is given here; None: not known."""
@@ -146,16 +157,25 @@ class Followed:
             for key in keys:
                 if key in known:
                     own = known[key]
-                    return own and Held(own.value.reshape(record.shape), _shaped(own.sigma, record))
-        if not self._comes_back(rank, place) or not values.size or values.min() == values.max():
-            return Held(values, np.zeros(()))
+                    return own and _shaped(own, record)
+        if not self._comes_back(rank, place) or _is_constant(values):
+            own = Held(values, np.zeros(()))
+            if self.pins is None or self._finer(record.dtype) == record.dtype:
+                return own
+            exact = self.pins.exact(values, record.dtype)
+            return _rounded(own, record.dtype) if exact is None else Held(exact, own.sigma)
         flow = self._flows[rank]
         parts = [self.made.get((rank, p)) for p in flow.summed_from(place)]
-        if not parts or any(p is None for p in parts):
+        known = [_shaped(p, record) for p in parts if p is not None]
+        if not parts or len(known) < len(parts) or len({p.value.shape for p in known}) > 1:
             return None
-        total = np.sum([p.value.reshape(values.shape) for p in parts if p is not None], 0)
-        squares = [np.square(_shaped(p.sigma, record)) for p in parts if p is not None]
-        return Held(total, np.sqrt(np.sum([np.broadcast_to(s, values.shape) for s in squares], 0)))
+        squares = [np.square(np.broadcast_to(p.sigma, p.value.shape)) for p in known]
+        return Held(np.sum([p.value for p in known], 0), np.sqrt(np.sum(squares, 0)))
+
+    def _finer(self, dtype: str) -> str:
+        """Return the type that a tensor is followed in: the narrowest of the other run, if that is finer."""
+        other = self.pins.kind if self.pins is not None and is_float(dtype) else dtype
+        return other if other != dtype and FLOATS[other].unit < FLOATS[dtype].unit else dtype
 
     def _comes_back(self, rank: int, place: Place) -> bool:
         """Return whether a tensor may be a gradient, which some call must have made."""
@@ -167,11 +187,6 @@ class Followed:
 
     def _fed(self, rank: int, call: Call) -> dict[str, Held]:
         """Return the tensors that a call is given here, by place."""
-        for value in (*call.inputs, *call.kwargs.values()):
-            if is_list(value):
-                numbers = tuple(v.value for v in value if isinstance(v, Scalar))
-                if numbers in self._changed[rank]:
-                    raise ValueError("sizes that follow from other choices")
         given = {place: self.of(rank, (call.key, place)) for place, _ in call.given()}
         known = {place: own for place, own in given.items() if own is not None}
         if len(known) < len(given):
@@ -191,7 +206,8 @@ class Followed:
         if formula is None or forward is None:
             return {}
         given, stores = self._fed(dump.rank, forward), back or formula.stores
-        known = {p: _leaf(given[p], t, stores) for p, t in forward.given()}
+        forward = self._sizes[dump.rank].resized(forward)
+        known = {p: _leaf(given[p], self._finer(t.dtype), stores) for p, t in forward.given()}
         arguments, tensors = arguments_of(changed(forward, self._rounding), formula, back, known)
         if not back:
             arguments.made = [t for _, t in call.made()]
@@ -206,15 +222,15 @@ class Followed:
         else:
             outputs = [x for x in formula.compute(arguments) if isinstance(x, Approx)]
             given = self._fed(dump.rank, call)
-            coming = (_leaf(given[p], t, True) for p, t in call.given())
+            coming = (_leaf(given[p], self._finer(t.dtype), True) for p, t in call.given())
             floats = [x for x in coming if isinstance(x, Approx)]
             seeds = list(zip(outputs, floats, strict=False))
             results = [g for g in gradients(seeds, tensors) if g is not None]
         found, left = dict[str, Held](), iter(results)
         for place, record in call.made():
-            x = next((r for r in left if not back or r.shape == record.shape), None)
+            x = next((r for r in left if not back or self._fits(r.shape, record)), None)
             if x is not None:
-                found[place] = _stored(x, record.dtype, formula.exact)
+                found[place] = _stored(x, self._finer(record.dtype), formula.exact)
         return found
 
     # ------------------------------------------------------------------ exchanges
@@ -227,7 +243,12 @@ class Followed:
             site[rank] = {}  # until what goes in is known
             given, bound = self._fed(rank, call), bind(meeting.kind, call)
             place = next(p for p, t in call.given() if t is bound["input"])
-            site[rank] = {**bound, "input": _term(given[place], bound["input"])}
+            term = _term(given[place], self._finer(bound["input"].dtype))
+            if bound.get("input_split_sizes") and isinstance(
+                term, Approx
+            ):  # not the sizes themselves
+                bound |= self._split(rank, bound, len(term.value))
+            site[rank] = {**bound, "input": term}
         made = call.made()
         if len(made) != 1:
             return {}
@@ -237,17 +258,28 @@ class Followed:
             yield False
         if not all(site.values()):
             return {}
-        if site[meeting.group[0]].get("input_split_sizes") and any(self._changed.values()):
-            return {}  # the sizes follow from other choices
+        own = [site[r] for r in meeting.senders]
+        if "sent" in own[0]:
+            sent = agreed([o["sent"] for o in own], [o["received"] for o in own])
+            site = {
+                r: {**o, "input_split_sizes": [*n]}
+                for r, o, n in zip(meeting.senders, own, sent, strict=True)
+            }
         x = meeting.received(site)[meeting.group.index(rank)]
-        return {p: _stored(x, t.dtype, True) for p, t in made}
+        return {p: _stored(x, self._finer(t.dtype), True) for p, t in made}
+
+    def _split(self, rank: int, bound: Mapping[str, Any], rows: int) -> dict[str, set[Numbers]]:
+        """Return how many rows a rank may send to each rank, and receive from each."""
+        sizes, received = self._sizes[rank], bound.get("output_split_sizes")
+        sent = sizes.options(bound["input_split_sizes"], rows)
+        return {"sent": sent, "received": sizes.options(received) if received else set()}
 
 
-def _leaf(held: Held, record: TensorRecord, stores: bool) -> Approx | Array:
+def _leaf(held: Held, dtype: str, stores: bool) -> Approx | Array:
     """Return a tensor as an argument, with the deviations of its errors."""
-    if not is_float(record.dtype):
-        return held.value.astype(record.load().dtype)
-    x = exactly(held.value, record.dtype, stores)
+    if not is_float(dtype):
+        return held.value
+    x = exactly(held.value, dtype, stores)
     x.sigma = np.hypot(x.sigma, held.sigma)
     x.limit = x.limit + 8 * held.sigma + np.finfo(np.float64).tiny  # never exact
     return x
@@ -269,34 +301,48 @@ def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> H
     return Held(choice.sign * (value + given[choice.bias].value if choice.bias else value), sigma)
 
 
-def _term(held: Held, record: TensorRecord) -> Approx | Array:
-    if not is_float(record.dtype):
+def _term(held: Held, dtype: str) -> Approx | Array:
+    if not is_float(dtype):
         return held.value
-    return Approx(held.value, record.dtype, record.dtype, held.sigma, 8 * held.sigma)
+    return Approx(held.value, dtype, dtype, held.sigma, 8 * held.sigma)
 
 
 def _keys(record: TensorRecord) -> list[Any]:
     """Return what a tensor is found by: its file, or else a digest of its values (and shape where they are all alike)."""
-    values = record.load()
-    plain = values.size < 2 or values.min() == values.max()
-    content = digest(values) + (repr(values.shape).encode() if plain else b"")
+    content = content_of(record.load())
     return [content] if record.path is None else [record.path, content]
 
 
-def _shaped(sigma: Array, record: TensorRecord) -> Array:
-    return sigma.reshape(record.shape) if sigma.ndim else sigma
+def _is_constant(values: Array) -> bool:
+    """Return whether values are no gradients: all alike, or few numbers of few bits (masks, shares of ranks)."""
+    few = np.unique(values)
+    if few.size < 2 or few.size > _FEW or not np.all(np.isfinite(few)):
+        return few.size < 2
+    return all(significant(float(v)) <= _BITS for v in few)
+
+
+def _shaped(own: Held, record: TensorRecord) -> Held:
+    """Return a tensor in the shape of its record, unless other choices gave it other rows."""
+    if own.value.size != math.prod(record.shape):
+        return own
+    sigma = own.sigma.reshape(record.shape) if own.sigma.ndim else own.sigma
+    return Held(own.value.reshape(record.shape), sigma)
 
 
 def _stored(x: Approx | Array, dtype: str, exact: bool) -> Held:
     """Return a result after it is stored in its tensor; integers are exact."""
     if not isinstance(x, Approx):
         return Held(np.asarray(x), np.zeros(()))
-    sigma = np.broadcast_to(x.sigma, x.shape)
-    if is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit:
-        least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
-        rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
-        sigma = np.hypot(sigma, rounding * np.maximum(np.abs(x.value), least))
-    return Held(x.value, sigma)
+    own = Held(x.value, np.broadcast_to(x.sigma, x.shape))
+    rounds = is_float(dtype) and not exact and FLOATS[dtype].unit > x.unit
+    return _rounded(own, dtype) if rounds else own
+
+
+def _rounded(own: Held, dtype: str) -> Held:
+    """Return the same values with the error of being rounded to a type."""
+    least = 2.0 ** FLOATS[dtype].low  # below it, the spacing of numbers stays the same
+    rounding = FLOATS[dtype].unit * 3**-0.5  # errors are uniform within one unit roundoff
+    return Held(own.value, np.hypot(own.sigma, rounding * np.maximum(np.abs(own.value), least)))
 
 
 def allowed(squares: float, size: float) -> float:

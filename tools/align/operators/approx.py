@@ -126,10 +126,10 @@ class Approx:
             for slope, operand in terms:
                 if not operand.is_exact:
                     size = np.abs(slope)
-                    variance = variance + np.square(size * operand.sigma)
-                    limit = limit + size * operand.limit
+                    variance = variance + np.square(_carried(size, operand.sigma))
+                    limit = limit + _carried(size, operand.limit)
             sigma = np.sqrt(variance)
-        return self.like(value, _known(sigma), _known(limit), parents)
+        return self.like(value, _known(sigma, value), _known(limit, value), parents)
 
     def like(
         self,
@@ -311,8 +311,8 @@ class Approx:
         with np.errstate(invalid="ignore"):  # 0 times what is not finite
             return self.like(
                 np.where(size == 0, 0.0, self.value * factor),
-                _known(self.sigma * size),
-                _known(self.limit * size),
+                np.where(size == 0, 0.0, self.sigma * size),
+                np.where(size == 0, 0.0, self.limit * size),
                 [(self, lambda g: fit(g.times(factor), self))],
             )
 
@@ -488,5 +488,13 @@ def fit(g: Approx, like: Approx) -> Approx:
     return g.sum(axes, keepdims=True).reshape(*like.shape) if axes else g
 
 
-def _known(error: Array) -> Array:
-    return np.where(np.isnan(error), 0.0, error)
+def _carried(size: Array, error: Array) -> Array:
+    """Return an error times a derivative; where there is none, it stays so even if the derivative is infinite."""
+    found = size * error
+    return np.where(error == 0, 0.0, found) if np.isnan(found).any() else found
+
+
+def _known(error: Array, value: Array) -> Array:
+    """Return an error whose derivation overflowed as infinite; values that are not finite have none."""
+    unknown = np.isnan(error)
+    return np.where(unknown & np.isfinite(value), np.inf, np.where(unknown, 0.0, error))

@@ -32,8 +32,8 @@ def rounding(size: Array, roundings: float, stored: str, accumulated: str) -> Ar
         # Below the smallest normal number: flushed to zero, or in float16 rounded to the last bit.
         missing = least * kind.unit if stored == "float16" else size
         step = np.where(small, np.where(size == 0, 0.0, np.maximum(step, missing)), step)
-    over = (size > kind.largest) & np.isfinite(size)
-    return np.where(over, np.inf, step) if np.any(over) else step
+    over = size > kind.largest
+    return np.where(over, np.where(np.isinf(size), 0.0, np.inf), step) if np.any(over) else step
 
 
 def sum_errors(
