@@ -4,7 +4,8 @@
 
 Each pair differs legally, too: the target computes in float32, bfloat16 or float16 and adds up in another order. Both
 dumps then lack something: ``weights`` (weights, biases and scalars of layers), ``vendor`` (every operator has a name
-that nobody knows) or ``statistics`` (values); ``complete`` lacks nothing. A fault answered "inconclusive" is missed.
+that nobody knows) or ``statistics`` (values); ``complete`` lacks nothing. With ``--noise fusion`` one of the programs is
+fused, with ``--noise layout`` they have two layouts of one batch. A fault answered "inconclusive" is missed.
 Exit codes: 0, and 1 if a right pair is called wrong.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.align_faults import baselines
+from benchmarks.align_faults import baselines, suite
 from benchmarks.align_faults.engine import Planted
 from benchmarks.align_faults.faults import CLASSES
 from benchmarks.align_faults.oracle import seen_on
@@ -27,7 +28,9 @@ from benchmarks.align_faults.score import Base, plant, run, sites_of
 from telechat_moe.cli.output import show_table
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, TensorRecord
 from telechat_moe.tools.align.dump.statistics import stats
+from telechat_moe.tools.align.judge.across_layouts import across
 from telechat_moe.tools.align.judge.bisect import bisect
+from telechat_moe.tools.align.judge.outcome import Outcome
 
 LAYOUTS = ["one", "dp2", "tp2"]
 _WEIGHTED = {"linear", "embedding", "rms_norm", "layer_norm"}
@@ -87,20 +90,37 @@ def noise(rng: np.random.Generator) -> tuple[str, str]:
     return dtype, ("split", "reversed", "wide")[int(rng.integers(3))]
 
 
+def pair_of(base: Base, other: str) -> tuple[Base, Base]:
+    """Return a reference and a target that differ in fusion or layout; ``sums``: in neither."""
+    if other == "layout":
+        return suite.in_layout(base, "tp2" if base.layout == "one" else "one")
+    return replace(base, fused=base.fused != (other == "fusion")), base
+
+
 Named = dict[str, str | None]
 
 
-def right(kind: str, number: int, seed: int) -> tuple[str, Named]:
+def judged(theirs: Dump, ours: Dump) -> tuple[Outcome, Named]:
+    """Return the outcome, and what other methods name in dumps of one layout."""
+    if [*theirs.ranks] != [*ours.ranks]:
+        return across(theirs, ours), dict.fromkeys(baselines.METHODS)
+    return bisect(theirs, ours), baselines.judged(theirs, ours)
+
+
+def right(kind: str, number: int, seed: int, other: str) -> tuple[str, Named]:
     """Return the verdict on a right pair, and what other methods name in it."""
     rng = np.random.default_rng([seed, number, 2])
     base = Base(LAYOUTS[number % 3], seed=int(rng.integers(1000)), ties=bool(rng.integers(2)))
     dtype, order = noise(rng)
-    pair = base, replace(base, dtype=dtype, order=order)
-    theirs, ours = (less(run(one).dump(), kind) for one in pair)
-    return bisect(theirs, ours).verdict, baselines.judged(theirs, ours)
+    reference, target = pair_of(base, other)
+    pair = reference, replace(target, dtype=dtype, order=order)
+    outcome, named = judged(*(less(run(one).dump(), kind) for one in pair))
+    return outcome.verdict, named
 
 
-def wrong(kind: str, number: int, seed: int) -> tuple[str, bool, dict[str, bool]] | None:
+def wrong(
+    kind: str, number: int, seed: int, other: str
+) -> tuple[str, bool, dict[str, bool]] | None:
     """Return the verdict on a fault, and whether its call is named, also by other methods.
 
     None: it has no place, or shows nowhere.
@@ -112,6 +132,7 @@ def wrong(kind: str, number: int, seed: int) -> tuple[str, bool, dict[str, bool]
         return None
     base, planted = planned
     dtype, order = noise(rng)
+    believed, base = pair_of(base, other)
     target = replace(base, dtype=dtype if base.dtype == "float32" else base.dtype, order=order)
     able = [s for s in sites_of(target) if fault.pick(s) and s.key == planted.site.key]
     if not able:
@@ -123,13 +144,12 @@ def wrong(kind: str, number: int, seed: int) -> tuple[str, bool, dict[str, bool]
         return None  # it stops its program
     if not engine.applied or not seen_on(planted, 0):
         return None
-    reference = run(replace(base, dtype="float32", order="blas")).dump()
-    dumps = less(reference, kind), less(engine.dump(), kind)
-    outcome = bisect(*dumps)
+    reference = run(replace(believed, dtype="float32", order="blas")).dump()
+    outcome, theirs = judged(less(reference, kind), less(engine.dump(), kind))
     name = _name(able[0].name) if kind == "vendor" else able[0].name
     keys = {key.replace(able[0].name, name, 1) for key in able[0].keys}
     named = bool(outcome.findings) and outcome.findings[0].verdict.key in keys
-    others = {n: key in keys for n, key in baselines.judged(*dumps).items()}
+    others = {n: key in keys for n, key in theirs.items()}
     return outcome.verdict, named, others
 
 
@@ -141,6 +161,7 @@ def main() -> int:
     parser.add_argument("--dumps", choices=[*DUMPS], nargs="+", default=[*DUMPS])
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--clean", type=int, default=60)
+    parser.add_argument("--noise", choices=["sums", "fusion", "layout"], default="sums")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore", RuntimeWarning)  # faults give infinities
@@ -148,9 +169,9 @@ def main() -> int:
     peers: list[list[object]] = []
     for kind in args.dumps:
         begin = time.perf_counter()
-        pairs = [right(kind, i, args.seed) for i in range(args.clean)]
+        pairs = [right(kind, i, args.seed, args.noise) for i in range(args.clean)]
         clean = Counter(verdict for verdict, _ in pairs)
-        tried = (wrong(kind, i, args.seed) for i in range(args.faults))
+        tried = (wrong(kind, i, args.seed, args.noise) for i in range(args.faults))
         found = [one for one in tried if one is not None]
         detected = sum(verdict == "diverged" for verdict, *_ in found)
         exact = sum(named for _, named, _ in found)

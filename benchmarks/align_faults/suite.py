@@ -346,11 +346,18 @@ def pair_of(names: Sequence[str], seed: int, number: int) -> tuple[Base, Base]:
         return reference, target
     able = [n for n in names if n != layout and _batch(layout) % LAYOUTS[n].dp == 0]
     believed = able[int(rng.integers(len(able)))] if able and number % 8 == 3 else "one"
-    micro = _batch(layout) // LAYOUTS[believed].dp
-    stages = max(LAYOUTS[n].pp * LAYOUTS[n].chunks for n in (layout, believed))
+    reference, target = in_layout(target, believed)
+    return replace(reference, dtype="float32", order="blas", fused=fused), target
+
+
+def in_layout(target: Base, layout: str) -> tuple[Base, Base]:
+    """Return the same program in another layout of its batch, and the program with as many layers."""
+    micro = _batch(target.layout) // LAYOUTS[layout].dp
+    stages = max(LAYOUTS[n].pp * LAYOUTS[n].chunks for n in (layout, target.layout))
     layers = max(stages, target.shape.layers)
-    reference = replace(reference, layout=believed, micro=micro, layers=layers)
-    return reference, replace(target, layers=layers)
+    return replace(target, layout=layout, micro=micro, layers=layers), replace(
+        target, layers=layers
+    )
 
 
 def _batch(layout: str) -> int:

@@ -212,24 +212,33 @@ def test_a_fault_touches_one_call():
     assert wrong == [(site.ranks[0], site.key)]
 
 
-@pytest.mark.parametrize("number", [3, 7])
-def test_right_runs_of_two_layouts_are_not_called_wrong(number):
-    """Test that after tokens go to other experts, whole tensors are not judged, and that this is no pass."""
-    pair = suite.judge_pair(*suite.pair_of(["dp2", "tp2 sp"], 0, number))
+@pytest.mark.parametrize("number", [3, 7, 371, 2023, 2055])
+def test_right_runs_of_two_layouts_pass_though_tokens_go_elsewhere(number):
+    """Test routers of tensor, pipeline and expert parallelism, interleaved stages, and sizes of dropless exchanges."""
+    names = ["dp2", "tp2 sp"] if number < 10 else list(LAYOUTS)
+    pair = suite.judge_pair(*suite.pair_of(names, 0, number))
     assert pair.reference.ranks != pair.target.ranks
-    assert (pair.verdict, pair.baselines) == ("inconclusive" if pair.flips else "pass", {})
+    assert (pair.flips > 0, pair.verdict, pair.unknown) == (True, "pass", 0)
     assert pair.judged > 100
-    assert (pair.unknown > 0) == (pair.flips > 0)
 
 
-def test_a_flip_in_one_stage_excuses_routers_of_others():
-    """Test interleaved stages, where a later layer's router runs before the one that chose otherwise."""
-    pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, 371))
-    assert (pair.target.layout, pair.flips > 0, pair.verdict) == (
-        "pp2 vpp2",
-        True,
-        "inconclusive",
-    )
+@pytest.mark.parametrize("number", [2139, 2163])
+def test_no_limit_follows_from_deviations_that_overflow(number):
+    """Test second steps in narrow types, whose weights follow from Adam's division by almost nothing."""
+    pair = suite.judge_pair(*suite.pair_of(list(LAYOUTS), 0, number))
+    assert (pair.target.steps, pair.flips > 0, pair.verdict) == (2, True, "pass")
+
+
+@pytest.mark.parametrize("number", [7, 2023])
+def test_another_setting_shows_though_tokens_go_elsewhere(number):
+    """Test an eps of 3e-3 in place of 1e-6, with which every operator computes correctly."""
+    names = ["dp2", "tp2 sp"] if number < 10 else list(LAYOUTS)
+    reference, target = suite.pair_of(names, 0, number)
+    engine = Engine(Numerics(target.dtype, target.order))
+    shape = replace(target.shape, eps=3e-3)
+    Model(target.ranks, shape, engine.numerics, target.seed, engine).train()
+    outcome = across(run(reference).dump(), engine.dump())
+    assert outcome.verdict == "diverged"
 
 
 def test_a_fault_shows_in_another_layout_too():
@@ -342,10 +351,24 @@ def test_a_miss_is_counted():
     assert any("detected" in f for f in suite.Report([result]).failures())
 
 
-def test_dumps_that_cannot_be_recomputed():
+@pytest.mark.parametrize("noise", ["sums", "fusion", "layout"])
+def test_dumps_that_cannot_be_recomputed(noise):
     """Test right pairs, none of which may be called wrong, and faults that only the other run shows."""
-    assert "diverged" not in [incomplete.right("vendor", number, 0)[0] for number in range(2)]
-    found = [one for number in range(3) if (one := incomplete.wrong("vendor", number, 0))]
+    right = [incomplete.right("vendor", number, 0, noise)[0] for number in range(2)]
+    assert "diverged" not in right
+    found = [one for number in range(3) if (one := incomplete.wrong("vendor", number, 0, noise))]
     assert len(found) >= 2
-    assert [exact for _, exact, _ in found].count(True) >= 2
     assert all(others.keys() == {*baselines.METHODS} for *_, others in found)
+    if noise == "sums":
+        assert [exact for _, exact, _ in found].count(True) >= 2
+
+
+def test_a_lost_operator_is_no_fused_one():
+    """Test a call that the target lacks, among operators that nobody knows: nothing in the target replaces it."""
+    base = Base("one")
+    one, two = (incomplete.less(run(base).dump(), "vendor") for _ in range(2))
+    calls = two.ranks[0, 0].calls
+    key = next(k for k in calls if "swiglu" in k and k.endswith("forward"))
+    del calls[key]
+    outcome = bisect(one, two)
+    assert (outcome.verdict, outcome.findings[0].verdict.key) == ("diverged", key)

@@ -171,7 +171,7 @@ class _Comparison:
             for key, verdicts in wrong.items()
             if (call := target.calls.get(key)) is not None
         ]
-        made += _missing(reference, target, ours, begins, replaced.right)
+        made += _missing(reference, target, ours, begins, replaced.right | replaced.unjudged)
         made.sort(key=lambda f: (f.step, f.order))
         self._limit(made)
         if made and made[0].call is not None:

@@ -97,6 +97,15 @@ class Replaced:
         # New calls are judged by themselves; their results must be what the missing calls would have given.
         return frozenset() if self._wrong or not used - self._unknown else self.new | self.lost
 
+    @cached_property
+    def unjudged(self) -> frozenset[str]:
+        """Calls that may replace one another: each run has some of its own, and an operator has no formula."""
+        own = [self.reference.dump.calls[k] for k in self.lost]
+        own += [self.target.dump.calls[k] for k in self.new]
+        able = frozenset(call.key for call in own if not is_exchange(call))
+        unknown = any(find(call.name) is None for call in own if call.key in able)
+        return able if unknown and able & self.lost and able & self.new else frozenset()
+
     def _imagined(self, place: Place, depth: int) -> Approx | Array | None:
         """Return what an output of a missing call would be, computed from the target's tensors."""
         key = place[0]
