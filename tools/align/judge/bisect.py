@@ -171,7 +171,10 @@ class _Comparison:
             for key, verdicts in wrong.items()
             if (call := target.calls.get(key)) is not None
         ]
-        made += _missing(reference, target, ours, begins, replaced.right | replaced.unjudged)
+        right = replaced.right | replaced.unjudged
+        if not replaced.new.isdisjoint(wrong):  # one that is wrong itself explains the rest
+            right |= replaced.new | replaced.lost
+        made += _missing(reference, target, ours, begins, right)
         made.sort(key=lambda f: (f.step, f.order))
         self._limit(made)
         if made and made[0].call is not None:
