@@ -177,12 +177,15 @@ class DataFlow:
         able = [p for p in self._gradients.get(x.size, []) if self.order[p[0]] < at]
         # What the tensor's users sent, and what collectives made of that.
         reduced = [p for p in able if p[0] in self.late][-_MOST_NEAR // 2 :]
-        near = [*self._sent_to(place), *reduced][-_MOST_NEAR:]
+        users = self._sent_to(place)
+        near = [*users, *reduced][-_MOST_NEAR:]
         able = able[-_MOST_PARTS:][-max(2, x.size // 2) :]
         for places, terms_of in ((near, _of_few), (able, _of_many)):
             parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
-            if len(parts) > 1 and sum_verdict(self, place, parts).status == "pass":
-                return parts
+            # Users whose terms are below the rounding of the sum are part of it, too.
+            for terms in ([*parts, *(u for u in users if u not in parts)], parts):
+                if len(terms) > 1 and sum_verdict(self, place, terms).status == "pass":
+                    return terms
         return []
 
     def _sent_to(self, place: Place) -> list[Place]:

@@ -6,7 +6,6 @@ made, or sums of groups of them (counts of experts, added up for each rank).
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 from telechat_moe.tools.align.dump.records import Call, Scalar, Value
 from telechat_moe.tools.align.narrowing import is_list
@@ -41,13 +40,15 @@ class Sizes:
         return replace(call, inputs=[self._sized(v) for v in call.inputs], kwargs=kwargs)
 
     def _sized(self, value: Value) -> Value:
-        numbers = [v.value for v in value if isinstance(v, Scalar)] if is_list(value) else []
-        if isinstance(value, Scalar) and isinstance(value.value, list):
-            numbers = cast("list[Any]", value.value)
-        known = self._here.get(tuple(numbers), {tuple(numbers)}) if len(numbers) > 1 else set()
+        own: object = value.value if isinstance(value, Scalar) else value
+        items = own if is_list(own) else []
+        numbers = [v.value if isinstance(v, Scalar) else v for v in items]
+        if len(numbers) < 2 or not all(type(n) is int for n in numbers):
+            return value
+        known = self._here.get(tuple(numbers), set())
         if len(known) > 1:
             raise ValueError("sizes that follow from other choices")
-        for sizes in known - {tuple(numbers)}:
+        for sizes in known:
             if isinstance(value, Scalar):
                 return replace(value, value=[*sizes])
             return [Scalar("int", n) for n in sizes]
