@@ -1,5 +1,6 @@
 """Tokens that take other experts because scores nearly tie: only what follows from them is set aside."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from telechat_moe.tools.align.dump.records import Call, Dump, Phase, RankDump, Scalar, TensorRecord
 from telechat_moe.tools.align.judge.across_layouts import across
+from telechat_moe.tools.align.judge.propagate import Followed
 from telechat_moe.tools.align.judge.sizes import Sizes, agreed
 from telechat_moe.tools.align.operators.approx import Approx
 
@@ -160,3 +162,20 @@ def test_an_error_that_overflows_is_unknown_not_zero():
     assert np.all(exact.sigma == 0)
     masked = (Approx(np.array([-np.inf, 0.0]), "float32") + 0.0).exp()
     assert np.all(np.isfinite(masked.sigma))
+
+
+def test_deviations_of_masked_scores_do_not_overflow():
+    """A mask of -1e30 has a deviation of 1e22, whose square is beyond float32."""
+    scores = RNG.standard_normal((4, 4)).astype(np.float32)
+    masked = scores + np.triu(np.full((4, 4), -1e30, np.float32), 1)
+    weights = np.exp(masked - masked.max(1, keepdims=True))
+    weights /= weights.sum(1, keepdims=True)
+    doubled = call("Torch.mul", [scores, np.full((4, 4), 1, np.float32)], [scores])
+    added = call("Torch.add", [scores, np.triu(np.full((4, 4), -1e30, np.float32), 1)], [masked])
+    chosen = call("Functional.softmax", [masked], [weights], dim=-1)
+    chosen = replace(chosen, kwargs={"dim": Scalar("int", -1)})
+    calls = doubled, added, chosen
+    dump = RankDump(0, 0, "mindspore", "tensor", "mix", {c.key: c for c in calls})
+    held = Followed([dump]).made[0, (chosen.key, "output.0")]
+    assert np.all(np.isfinite(held.sigma))
+    assert held.sigma.max() < 1e-6

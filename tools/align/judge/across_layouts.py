@@ -434,7 +434,7 @@ class _Points:
             if held is None or not set_part(whole, record, rank, held.value):
                 return None
             sigma = np.broadcast_to(held.sigma, held.value.shape)
-            set_part(squares, record, rank, np.square(sigma))
+            set_part(squares, record, rank, np.square(sigma, dtype=np.float64))
         return None if np.isnan(whole).any() else (whole, float(squares.sum()))
 
     def _squares(self, other: Point, ranks: Sequence[RankDump], size: int) -> float | None:

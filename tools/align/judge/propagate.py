@@ -280,8 +280,9 @@ def _leaf(held: Held, dtype: str, stores: bool) -> Approx | Array:
     if not is_float(dtype):
         return held.value
     x = exactly(held.value, dtype, stores)
-    x.sigma = np.hypot(x.sigma, held.sigma)
-    x.limit = x.limit + 8 * held.sigma + np.finfo(np.float64).tiny  # never exact
+    sigma = held.sigma.astype(np.float64)  # squares of it overflow in float32
+    x.sigma = np.hypot(x.sigma, sigma)
+    x.limit = x.limit + 8 * sigma + np.finfo(np.float64).tiny  # never exact
     return x
 
 
@@ -304,7 +305,8 @@ def _scores(choice: Choice, given: dict[str, Held], results: Sequence[Any]) -> H
 def _term(held: Held, dtype: str) -> Approx | Array:
     if not is_float(dtype):
         return held.value
-    return Approx(held.value, dtype, dtype, held.sigma, 8 * held.sigma)
+    sigma = held.sigma.astype(np.float64)
+    return Approx(held.value, dtype, dtype, sigma, 8 * sigma)
 
 
 def _keys(record: TensorRecord) -> list[Any]:
