@@ -212,7 +212,7 @@ def test_a_fault_touches_one_call():
     assert wrong == [(site.ranks[0], site.key)]
 
 
-@pytest.mark.parametrize("number", [3, 7, 95, 371, 607, 2023, 2055])
+@pytest.mark.parametrize("number", [3, 7, 95, 371, 607, 1563, 2023, 2055])
 def test_right_runs_of_two_layouts_pass_though_tokens_go_elsewhere(number):
     """Test all kinds of parallelism, sizes of dropless exchanges, and gradients below the rounding of their sum."""
     names = ["dp2", "tp2 sp"] if number < 10 else list(LAYOUTS)

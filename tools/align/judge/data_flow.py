@@ -182,8 +182,9 @@ class DataFlow:
         able = able[-_MOST_PARTS:][-max(2, x.size // 2) :]
         for places, terms_of in ((near, _of_few), (able, _of_many)):
             parts = [places[i] for i in terms_of(x, [self.tensors[p].load() for p in places])]
-            # Users whose terms are below the rounding of the sum are part of it, too.
-            for terms in ([*parts, *(u for u in users if u not in parts)], parts):
+            # What users sent, and no collective took, is part of it even below the rounding of the sum.
+            lone = [u for u in users if u not in parts and u not in self.taken]
+            for terms in ([*parts, *lone], parts):
                 if len(terms) > 1 and sum_verdict(self, place, terms).status == "pass":
                     return terms
         return []
