@@ -234,9 +234,17 @@ def test_the_scheduler_is_named_as_such(
     how: str,
 ) -> None:
     monkeypatch.setattr(processes, "SILENCE_S", 5.0)
-    pid = prepared / ".job/control/scheduler.pid"
-    strike(prepared, 8, lambda: os.kill(int(pid.read_text()), sent))
-    assert main(launch(data, prepared)) == 1
+    pid, noticed = prepared / ".job/control/scheduler.pid", threading.Event()
+
+    def act() -> None:
+        os.kill(int(pid.read_text()), sent)
+        noticed.wait(60)  # else a fast run ends before a scheduler that stands still is noticed
+
+    strike(prepared, 8, act)
+    try:
+        assert main(launch(data, prepared)) == 1
+    finally:
+        noticed.set()
     said = capsys.readouterr().err
     assert re.search(
         rf"error: MindSpore's scheduler \(process \d+\) {how} in step \d+ on ", said
