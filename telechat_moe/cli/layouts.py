@@ -16,13 +16,13 @@ def run(args: argparse.Namespace) -> int:
     from telechat_moe.errors import BadInputError
     from telechat_moe.recipe import load
     from telechat_moe.sharding.layouts import LOCAL, TABLE, WEIGHTS, WORDS, resolve
-    from telechat_moe.sharding.recipe import layer_stages, mesh_of
+    from telechat_moe.sharding.recipe import mesh_of, stages_of
 
     recipe = load(args.recipe, args.overrides)
     mesh = mesh_of(recipe)
     if not 0 <= args.rank < mesh.devices:
         raise BadInputError(f"--rank {args.rank}: the recipe has ranks 0 to {mesh.devices - 1}")
-    places = layer_stages(recipe)
+    places = stages_of(recipe)
     stage = mesh.stage(args.rank)
     words = {
         word: {
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         "stage": stage,
         "layers": None
         if places is None
-        else [i for i, place in enumerate(places) if place.stage == stage],
+        else [i for i, place in enumerate(places.layers) if place.stage == stage],
         "words": words,
         "weights": WEIGHTS,
         "modules": {

@@ -10,6 +10,7 @@ import numpy as np
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
+from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
 from telechat_moe.graph.rewrite import for_cpu
 
@@ -19,6 +20,10 @@ SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
 LIMITS = ("step_norm_limit", "step_loss_limit")
 
 
+Letter = tuple[int, int, int, tuple[int, ...]]
+"""Sender, receiver, tag and shape of a message."""
+
+
 @dataclass(frozen=True)
 class Job:
     """Rank graphs in a folder: ``rank_N.mindir`` and ``ranks.json`` beside them.
@@ -26,6 +31,7 @@ class Job:
     Attributes:
         ranks: What is known of each rank's graph.
         groups: Communication groups of all ranks by name.
+        peers: Ranks that each rank exchanges messages with.
         rewritten: Collectives that were rewritten for CPU, by kind, for each rank.
         operators: Primitives before that, by kind, for each rank.
     """
@@ -33,27 +39,42 @@ class Job:
     folder: Path
     ranks: list[RankGraph]
     groups: dict[str, list[int]]
+    peers: list[list[int]]
     rewritten: list[dict[str, int]]
     operators: list[dict[str, int]]
 
     @staticmethod
     def write(folder: Path, graphs: Sequence[RankGraph]) -> "Job":
-        """Rewrite the graphs of all ranks for CPU and write them."""
+        """Rewrite the graphs of all ranks for CPU and write them.
+
+        Raises:
+            BadInputError: A rank waits for a message that none sends.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         groups: dict[str, list[int]] = {}
         light, counts, operators = [], [], []
+        sent, received = set[Letter](), set[Letter]()
         for graph in graphs:
             rewritten = for_cpu(graph.mindir, graph.rank, graph.groups)
             (folder / f"rank_{graph.rank}.mindir").write_bytes(rewritten.mindir)
             groups.update({name: list(ranks) for name, ranks in graph.groups.items()})
-            groups.update(rewritten.pairs)
             light.append(replace(graph, mindir=b""))
+            sent |= {(graph.rank, *message) for message in rewritten.sent}
+            received |= {(by, graph.rank, tag, shape) for by, tag, shape in rewritten.received}
             counts.append(rewritten.counts)
             operators.append(dict(kinds(graph.mindir)))
+        if sent != received:
+            sender, receiver, tag, shape = min(sent ^ received)
+            raise BadInputError(
+                f"message {tag} {list(shape)} from rank {sender} to rank {receiver} is in the graph of one of them only"
+            )
+        pairs = {(a, b) for a, b, *_ in sent} | {(b, a) for a, b, *_ in sent}
+        peers = [sorted(b for a, b in pairs if a == graph.rank) for graph in graphs]
         ranks = [{k: v for k, v in vars(graph).items() if k != "mindir"} for graph in light]
-        known = {"ranks": ranks, "groups": groups, "rewritten": counts, "operators": operators}
+        known = {"ranks": ranks, "groups": groups, "peers": peers, "rewritten": counts}
+        known["operators"] = operators
         (folder / "ranks.json").write_text(json.dumps(known), encoding="utf-8")
-        return Job(folder, light, groups, counts, operators)
+        return Job(folder, light, groups, peers, counts, operators)
 
     @staticmethod
     def read(folder: Path) -> "Job":
@@ -82,6 +103,7 @@ class RankProgram:
             if name not in made and rank in ranks:
                 create_group(name, ranks)
             made.add(name)
+        link(rank, job.peers)
         self.cell = nn.GraphCell(ms.load(str(job.folder / f"rank_{rank}.mindir")))
         self.parameters = {p.name.split(":")[-1]: p for p in self.cell.get_parameters()}
 

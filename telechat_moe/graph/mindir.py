@@ -240,6 +240,28 @@ class Editor:
         _add_tensor(attribute, shape, element)
         return name
 
+    def custom(
+        self, name: str, library: str, *, writes: bool = False, **attributes: int | Sequence[int]
+    ) -> str:
+        """Add a primitive of an operator of a native library that has one output; ``writes``: and a side effect."""
+        where = f"{library}:{name}"
+        names = {"func_name": where, "uniq_name": f"Custom__{where}", "reg_op_name": name}
+        reference = self.primitive(
+            "Custom", None, (), func_type="aot", imply_path="", **names, **attributes
+        )
+        primitive = self.model.primitives[reference.removeprefix("REF::")]
+        flags = {
+            "multi_output": 0,
+            "cpp_infer_shape": 1,
+            "autodiff": 0,
+            "side_effect_mem": int(writes),
+        }
+        for flag, value in flags.items():
+            attribute = primitive.attribute.add()
+            attribute.name, attribute.type, attribute.i = flag, attribute.BOOL, value
+        primitive.instance_name, primitive.prim_type = name, primitive.PRIMITIVE
+        return reference
+
     def pack(self, parts: Sequence[str], shape: Sequence[int], element: int, scope: str) -> str:
         """Add a tuple of tensors of one shape."""
         node = self._add(self.name("tuple"), self.primitive("MakeTuple"), parts, scope)

@@ -8,7 +8,7 @@ AllReduce max    gather, then Maximum of the shards (min likewise)
 AllGather        AllReduce of a concatenation that is zero except for this rank's shard
 ReduceScatter    AllReduce, then this rank's slice
 AlltoAll         gather, then this rank's slices of all shards
-Send, Receive    AllReduce of ``x`` and of zeros on the group of the two
+Send, Receive    messages of the native library, by rank and tag (:mod:`telechat_moe.graph.links`)
 ===============  =====================================================================
 
 Every value is exact: zeros are added, or the same terms in AllReduce's own order. All collectives of a graph are
@@ -19,11 +19,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
+from telechat_moe.graph.inline import inline_calls
 from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
+from telechat_moe.ops import native
 
 FLOAT32, FLOATS = 1, (1, 10)
 TYPE_ID = {1: 43, 6: 34, 7: 35}  # element type of MindIR to the number that Cast takes
 KEEP = ("group", "no_eliminate", "side_effect_mem", "side_effect_io", "side_effect_backprop")
+
+
+Message = tuple[int, int, tuple[int, ...]]
 
 
 class Rewritten(NamedTuple):
@@ -31,12 +36,14 @@ class Rewritten(NamedTuple):
 
     Attributes:
         mindir: Serialised graph.
-        pairs: Groups of two that Send and Receive need, by name.
+        sent: Receiver, tag and shape of each message that it sends.
+        received: Sender, tag and shape of each that it receives.
         counts: Collectives rewritten, by kind.
     """
 
     mindir: bytes
-    pairs: dict[str, list[int]]
+    sent: set[Message]
+    received: set[Message]
     counts: dict[str, int]
 
 
@@ -144,20 +151,16 @@ def _all_to_all(site: _Site) -> None:
     site.make("Reshape", [moved, site.editor.constant(site.shape)], site.shape, site.name)
 
 
-def pair_name(a: int, b: int) -> str:
-    """Return the name of the group of two ranks."""
-    return f"pair-{min(a, b)}-{max(a, b)}"
+def _send(site: _Site) -> None:
+    message = {"peer": site.peer, "tag": site.operation.attribute("sr_tag")}
+    kind = site.editor.custom("Send", str(native.path()), **message)
+    site.editor.node(kind, [site.source], [1], FLOAT32, site.scope, site.name)
 
 
-def _send_receive(site: _Site) -> None:
-    pair = pair_name(site.rank, site.peer)
-    source = site.source
-    if site.operation.kind == "Receive":
-        zeros = site.editor.zeros(site.shape, site.element)
-        after = site.make("Depend", [zeros, source], site.shape)
-        source = site.make("ZerosLike", [after], site.shape)
-    primitive = site.editor.primitive("AllReduce", None, op="sum", group=pair, index=0, fusion=0)
-    site.editor.node(primitive, [source], site.shape, site.element, site.scope, site.name)
+def _receive(site: _Site) -> None:
+    message = {"peer": site.peer, "tag": site.operation.attribute("sr_tag"), "extents": site.shape}
+    kind = site.editor.custom("Receive", str(native.path()), **message)
+    site.editor.node(kind, [site.source], site.shape, site.element, site.scope, site.name)
 
 
 # Collective -> its form on CPU, in words.
@@ -166,15 +169,15 @@ FORMS = {
     "AllGather": "AllReduce of a concatenation that is zero except for this rank's shard",
     "ReduceScatter": "AllReduce, then this rank's slice",
     "AlltoAll": "gathered by AllReduce, then this rank's slices of all parts",
-    "Send": "AllReduce with zeros on the group of the two",
-    "Receive": "AllReduce with zeros on the group of the two",
+    "Send": "a message through a socket",
+    "Receive": "a message through a socket",
 }
 REWRITES: dict[str, Callable[[_Site], None]] = {
     "AllGather": _all_gather,
     "ReduceScatter": _reduce_scatter,
     "AlltoAll": _all_to_all,
-    "Send": _send_receive,
-    "Receive": _send_receive,
+    "Send": _send,
+    "Receive": _receive,
 }
 
 
@@ -188,8 +191,9 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
         BadInputError: A collective has no static form (AlltoAllV) or an unknown group.
     """
     model = Model(mindir)
+    inline_calls(model)
     counts: dict[str, int] = {}
-    pairs: dict[str, list[int]] = {}
+    messages: dict[str, set[Message]] = {"Send": set(), "Receive": set()}
     for graph in model.graphs():
         nodes = list(graph.node)
         fresh = type(graph)()
@@ -221,10 +225,11 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
                 continue
             counts[operation.kind] = counts.get(operation.kind, 0) + 1
             if operation.kind in PEER:
-                pairs[pair_name(rank, site.peer)] = sorted((rank, site.peer))
+                tag = operation.attribute("sr_tag")
+                messages[operation.kind].add((site.peer, tag, tuple(site.shape)))
         del graph.node[:]
         graph.node.extend(fresh.node)
-    return Rewritten(model.proto.SerializeToString(), pairs, counts)
+    return Rewritten(model.proto.SerializeToString(), messages["Send"], messages["Receive"], counts)
 
 
 def _input_shape(site: _Site) -> tuple[list[int], int]:

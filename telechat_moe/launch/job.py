@@ -127,16 +127,6 @@ def ascend_operators(recipe: Recipe) -> dict[str, int]:
 # ------------------------------------------------------------------------------ training
 
 
-def check_sharded(recipe: Recipe) -> None:
-    """Refuse a recipe that cannot be trained on CPU processes.
-
-    Raises:
-        RecipeError: It interleaves its pipeline.
-    """
-    if problems := preflight.ranks(recipe):
-        raise RecipeError(problems)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
     """How a run is started.
@@ -195,8 +185,8 @@ def check(
     if not plan.allow_outside:
         check_written_paths(recipe)
     if plan.through == "own" and not plan.nodes[0].is_here:
-        check_sharded(recipe)
-    elif plan.through == "own":
+        return
+    if plan.through == "own":
         start = preflight.require(
             recipe, resume=resume, overwrite=overwrite, weights=hf.weights
         ).start
@@ -383,7 +373,6 @@ def main() -> int:
     args = parser.parse_args()
     try:
         recipe = load(args.recipe, args.overrides, use="train")
-        check_sharded(recipe)
         write_job(recipe, Path(recipe.output_dir) / ".job")
     except TelechatMoeError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -4,7 +4,6 @@ Nothing is computed here. What a layout cannot say (collectives in the middle of
 ``telechat_moe.sharding.cells`` that replaces one of the model's.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from telechat_moe.sharding.cells.dispatch import (
 from telechat_moe.sharding.layouts import Rule
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.placement import Placement, unplaced
-from telechat_moe.sharding.stages import StageChunk
+from telechat_moe.sharding.stages import StageChunk, Stages
 
 COLLECTIVES = ("AllGather", "AllReduce", "AlltoAll", "AlltoAllV", "ReduceScatter")
 
@@ -46,15 +45,17 @@ class Options:
     Args:
         dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
         sequences: ``B`` of a micro-batch, over all devices.
-        layers: Stage and chunk of each layer; None without a pipeline.
+        stages: Where the cells are in the pipeline; None without one.
         mask: The batch brings an attention mask.
+        shared_graph: Micro-batches share one graph.
         stubs: Replace the cells of other stages by shape-only stubs; only where micro-batches share one graph.
     """
 
     dispatcher: str
     sequences: int
-    layers: Sequence[StageChunk] | None = None
+    stages: Stages | None = None
     mask: bool = False
+    shared_graph: bool = False
     stubs: bool = False
 
 
@@ -72,7 +73,7 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
     p = Placement(mesh, rank)
     vocabulary = p.group(mesh.axes("tp"))
     p.cell(model.embedding, "Embedding")
-    if mesh.pp > 1 and not options.stubs:
+    if mesh.pp > 1 and not options.shared_graph:
         # The first stage's passes begin where a primitive reads a parameter; MindSpore sees none in a Morph
         # ("backward_node's size: 0") unless micro-batches share one graph.
         p.cell(model.embedding.rows, "TableRows")
@@ -96,8 +97,8 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
         for layer in model.mtp:
             _mtp(p, layer, options)
     _name_collectives(model)
-    if options.layers is not None:
-        _stages(p, model, options.layers, options.stubs)
+    if options.stages is not None:
+        _stages(p, model, options.stages, options.stubs)
     forgotten = unplaced(model, p) if mesh.stage_devices > 1 else []
     if forgotten:
         raise BadInputError(
@@ -134,8 +135,8 @@ def _refuse(model: CausalLM, mesh: Mesh, options: Options) -> None:
         )
 
 
-def _stages(p: Placement, model: CausalLM, layers: Sequence[StageChunk], stubs: bool) -> None:
-    """Assign every cell to its pipeline stage: embedding first, head, losses and MTP last.
+def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
+    """Assign every cell to its pipeline stage: embedding first, head, losses and MTP last (in a V on stage 0, too).
 
     With stubs, no cell of another stage is left. MindSpore takes that only where micro-batches share one
     graph; else it wants a parameter of every stage in each ("Stage 0 should has at least 1 parameter").
@@ -145,12 +146,12 @@ def _stages(p: Placement, model: CausalLM, layers: Sequence[StageChunk], stubs: 
     back: twice the bytes in the 105B recipe (8 micro-batches: 21 against 42 MB each way), and MindSpore 2.9.0 refuses
     it with a sharded optimizer here.
     """
-    here = p.mesh.stage(p.rank)
+    here, layers, last = p.mesh.stage(p.rank), stages.layers, stages.head
+    p.v_shape = stages.v_shape
 
     def away(at: StageChunk) -> bool:
         return stubs and at.stage != here
 
-    last = StageChunk(p.mesh.pp - 1, max(at.chunk for at in layers))
     if model.mtp_depth and p.mesh.pp == 2 and away(last) and last not in layers:
         # MindSpore 2.9.0 cannot add up the gradients of a stage that passes MTP's embeddings and the last
         # layer's output to the same chunk, unless something passes the output on before MTP.

@@ -64,6 +64,7 @@ class Placement:
         self._groups: dict[tuple[int, ...], str] = {}
         self._weights: dict[int, str] = {}
         self._stages: dict[int, int] = {}
+        self.v_shape = False  # see sharding.stages.Stages
 
     # ------------------------------------------------------------------ one primitive
 
@@ -142,8 +143,10 @@ class Placement:
         return self._stages.get(id(parameter), 0) == self.mesh.stage(self.rank)
 
     def assign_stage(self, cell: nn.Cell, at: StageChunk) -> None:
-        """Assign a cell to a pipeline stage; the chunk follows from the order of the cells."""
+        """Assign a cell to a pipeline stage; the chunk follows from the order of the cells, but in a V."""
         cell.pipeline_stage = at.stage
+        if self.v_shape:
+            cell.pipeline_segment = at.chunk
         for parameter in cell.get_parameters():
             self._stages.setdefault(id(parameter), at.stage)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.stages import StageChunk, assign_layers
+from telechat_moe.sharding.stages import StageChunk, Stages, assign_layers
 
 
 def mesh_of(recipe: Recipe) -> Mesh:
@@ -35,8 +35,8 @@ def micro_batches(recipe: Recipe) -> int:
     return recipe.runner_config.gradient_accumulation_steps
 
 
-def layer_stages(recipe: Recipe) -> list[StageChunk] | None:
-    """Return stage and chunk of each layer; None without a pipeline.
+def stages_of(recipe: Recipe) -> Stages | None:
+    """Return where the cells of the model are in the pipeline; None without one.
 
     Raises:
         BadInputError: The recipe's offsets do not fit.
@@ -45,8 +45,14 @@ def layer_stages(recipe: Recipe) -> list[StageChunk] | None:
     if stages == 1:
         return None
     given = recipe.parallel.pipeline_config
-    chunks = config.pp_interleave_num if given is not None and given.pipeline_interleave else 1
-    return assign_layers(config.num_hidden_layers, stages, chunks, config.offset)
+    scheduler = given.pipeline_scheduler if given and given.pipeline_interleave else None
+    return assign_layers(
+        config.num_hidden_layers,
+        stages,
+        config.pp_interleave_num if scheduler else 1,
+        config.offset,
+        scheduler == "zero_bubble_v",
+    )
 
 
 def recomputed_layers(recipe: Recipe) -> set[int]:
@@ -54,7 +60,8 @@ def recomputed_layers(recipe: Recipe) -> set[int]:
     asked, layers = recipe.recompute_config.recompute, recipe.model_config.num_hidden_layers
     if isinstance(asked, bool):
         return set(range(layers)) if asked else set()
-    places = layer_stages(recipe) or [StageChunk(0, 0)] * layers
+    stages = stages_of(recipe)
+    places = stages.layers if stages is not None else [StageChunk(0, 0)] * layers
     rows: list[Any] = asked if asked and isinstance(asked[0], list) else [asked]
     left = {
         StageChunk(stage, chunk): layers if count is True else int(count)

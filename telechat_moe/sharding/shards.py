@@ -14,7 +14,7 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.weights import Weight, weights
 from telechat_moe.sharding.layouts import WEIGHTS, dimensions
 from telechat_moe.sharding.mesh import Mesh
-from telechat_moe.sharding.recipe import layer_stages, mesh_of, shard_threshold
+from telechat_moe.sharding.recipe import mesh_of, shard_threshold, stages_of
 
 MOMENTS = ("adam_m", "adam_v")
 Region = tuple[tuple[int, int], ...]
@@ -29,12 +29,14 @@ class WeightShards:
     Args:
         weights: Each weight of the whole model by name.
         stages: Pipeline stage of each decoder layer.
+        head: That of all other weights but the embedding.
         threshold: Bytes from which copies of a weight split it among them (ZeRO-1); None: they do not.
     """
 
     mesh: Mesh
     weights: dict[str, Weight]
     stages: Sequence[int]
+    head: int
     threshold: int | None = None
 
     @staticmethod
@@ -54,10 +56,11 @@ class WeightShards:
                 f"{recipe.source}: parallel_optimizer_config.optimizer_weight_shard_size is "
                 f"{given.optimizer_weight_shard_size}; a weight is sharded over all of its copies only, leave it out"
             )
-        config, places = recipe.model_config, layer_stages(recipe)
-        stages = [p.stage for p in places] if places else [0] * config.num_hidden_layers
+        config, places = recipe.model_config, stages_of(recipe)
+        stages = [p.stage for p in places.layers] if places else [0] * config.num_hidden_layers
+        head = places.head.stage if places else 0
         named = {weight.name: weight for weight in weights(config)}
-        shards = WeightShards(mesh_of(recipe), named, stages, shard_threshold(recipe))
+        shards = WeightShards(mesh_of(recipe), named, stages, head, shard_threshold(recipe))
         for name, shape in shards.shapes.items():
             for length, axes in zip(shape, shards.axes(name), strict=True):
                 if length % shards.mesh.size(axes):
@@ -85,7 +88,7 @@ class WeightShards:
         if name == "embedding.weight" or name.endswith(".embed_norm.weight"):
             return 0
         layer = _LAYER.match(name)
-        return self.stages[int(layer[1])] if layer else self.mesh.pp - 1
+        return self.stages[int(layer[1])] if layer else self.head
 
     def shard(self, rank: int, name: str, itemsize: int = 4) -> Region | None:
         """Return a rank's shard of a weight or moment, as (begin, end) of each dimension; None: another stage has it.

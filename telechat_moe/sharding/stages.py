@@ -17,10 +17,28 @@ class StageChunk(NamedTuple):
     chunk: int
 
 
+class Stages(NamedTuple):
+    """Where the cells of a model are in a pipeline; the embedding is on stage 0, chunk 0.
+
+    Attributes:
+        layers: Stage and chunk of each decoder layer.
+        head: That of the output head, the losses and MTP.
+        v_shape: The second chunks run from the last stage back to the first (``zero_bubble_v``).
+    """
+
+    layers: tuple[StageChunk, ...]
+    head: StageChunk
+    v_shape: bool = False
+
+
 def assign_layers(
-    layers: int, stages: int, chunks: int = 1, offset: int | list[int] | list[list[int]] = 0
-) -> list[StageChunk]:
-    """Return stage and chunk of each layer.
+    layers: int,
+    stages: int,
+    chunks: int = 1,
+    offset: int | list[int] | list[list[int]] = 0,
+    v_shape: bool = False,
+) -> Stages:
+    """Return where the cells of a model are.
 
     Each chunk of each stage has ``layers // (stages * chunks)`` layers and as many more as ``offset`` says
     (MindFormers' meaning). A chunk may be left without layers where the offset is negative: then the stage
@@ -31,6 +49,7 @@ def assign_layers(
         stages: Pipeline stages.
         chunks: Chunks a stage (virtual pipeline).
         offset: 0, or additional layers by stage, or by chunk and stage.
+        v_shape: See :class:`Stages`; two chunks.
 
     Raises:
         BadInputError: The offsets do not add up to the layers that are left over, or a count is negative.
@@ -51,9 +70,8 @@ def assign_layers(
         )
     if min(map(min, counts)) < 0:
         raise BadInputError(f"offset {offset} gives a chunk {min(map(min, counts))} layers")
-    return [
-        StageChunk(stage, chunk)
-        for chunk in range(chunks)
-        for stage in range(stages)
-        for _ in range(counts[chunk][stage])
-    ]
+    order = [StageChunk(stage, chunk) for chunk in range(chunks) for stage in range(stages)]
+    if v_shape:
+        order[stages:] = order[: stages - 1 : -1]
+    placed = [at for at in order for _ in range(counts[at.chunk][at.stage])]
+    return Stages(tuple(placed), order[-1], v_shape)

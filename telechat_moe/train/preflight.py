@@ -79,19 +79,6 @@ def examine(
     return look.examine(resume, overwrite, weights), look.problems
 
 
-def ranks(recipe: Recipe) -> list[Problem]:
-    """Return why the ranks of a recipe cannot run as processes on CPU."""
-    pipeline = recipe.parallel.pipeline_config
-    if mesh_of(recipe).pp == 1 or pipeline is None or not pipeline.pipeline_interleave:
-        return []
-    found = "True; MindSpore's CPU backend cannot run chunks that are functions which micro-batches share"
-    expected = (
-        "False with model.model_config.pp_interleave_num 1: the losses are the same, only the order of the "
-        "micro-batches differs"
-    )
-    return [recipe.problem("parallel.pipeline_config.pipeline_interleave", found, expected)]
-
-
 def machine(recipe: Recipe) -> list[Problem]:
     """Return why this machine cannot run a recipe, by any trainer: a device or a folder."""
     return [*_device(recipe), *_folders(recipe)]
@@ -133,7 +120,7 @@ class _Look:
         recipe = self.recipe
         if self.at("model", lambda: recipe.model_config) is None:
             return None
-        self.problems += [*machine(recipe), *ranks(recipe)]
+        self.problems += machine(recipe)
         loader = self.data()
         start = self.at("output_dir", lambda: start_of(recipe, resume=resume, overwrite=overwrite))
         if start is not None:

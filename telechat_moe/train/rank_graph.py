@@ -16,12 +16,12 @@ from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.recipe import (
     dispatcher,
-    layer_stages,
     mesh_of,
     micro_batches,
     parallel_context,
     recomputed_layers,
     shard_threshold,
+    stages_of,
 )
 from telechat_moe.sharding.recompute import recompute
 from telechat_moe.train.optimizer import AdamW, from_recipe
@@ -45,9 +45,11 @@ def placed_model(
     options = Options(
         dispatcher(recipe, target),
         recipe.runner_config.batch_size * mesh.dp,
-        layer_stages(recipe),
+        stages_of(recipe),
         _has_mask(recipe),
         shared_graph,
+        # Stubs change the numbers of the messages, by which processes match them.
+        shared_graph and target == "Ascend",
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)
@@ -74,29 +76,31 @@ def build_step(
     Args:
         target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: the recipe's.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
-        shared_graph: Micro-batches share one graph, and shape-only stubs replace other stages' cells;
-            default: for Ascend where there are several. CPU cannot run such a graph.
+        shared_graph: Micro-batches share one graph; for Ascend, shape-only stubs replace other stages' cells;
+            default: where there are several, but on CPU only where the graph must be (interleaving, accumulation).
 
     Raises:
         BadInputError: The layout does not fit the model.
     """
-    mesh, config = mesh_of(recipe), recipe.model_config
+    mesh, config, stages = mesh_of(recipe), recipe.model_config, stages_of(recipe)
     micro = micro_batches(recipe)
     if shared_graph is None:
-        shared_graph = target == "Ascend" and micro > 1
+        interleaved = stages is not None and any(at.chunk for at in (*stages.layers, stages.head))
+        shared_graph = micro > 1 and (target == "Ascend" or stages is None or interleaved)
     chosen = recipe.telechat_moe.operators
     backends = ("plain", {}) if target == "CPU" else (chosen.default, chosen.backends())
     with select.using(*backends, target):
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
         make = optimizer or partial(from_recipe, recipe)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
+        head = stages.head.stage if stages is not None else 0
         use_bias = config.moe_router_enable_expert_bias
         wrapper = recipe.runner_wrapper
         step = RankStep(
             model,
             make(params),
             [placement.shards(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
-            1.0 / mesh.stage_devices if mesh.stage(rank) == mesh.pp - 1 else 0.0,
+            1.0 / mesh.stage_devices if mesh.stage(rank) == head else 0.0,
             [(i, r) for i, r in enumerate(routers) if placement.is_here(r.weight)],
             len(routers),
             config.n_routed_experts,
@@ -107,6 +111,7 @@ def build_step(
             max_grad_norm=wrapper.max_grad_norm if wrapper.use_clip_grad else None,
             bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
             shared_graph=shared_graph,
+            elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
         )
     step.set_train()
     return step

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
-from mindspore.parallel.nn import GradAccumulation, MicroBatchInterleaved, Pipeline
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
 from telechat_moe.model.router import Router
@@ -52,6 +52,7 @@ class RankStep(UpdateStep):
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
+        elsewhere: Parameters of other stages: MindSpore wants a gradient sum for each cell of a shared graph.
         max_grad_norm: See :class:`UpdateStep`, also for ``bias_rate``.
     """
 
@@ -72,6 +73,7 @@ class RankStep(UpdateStep):
         max_grad_norm: float | None = 1.0,
         bias_rate: float = 0.0,
         shared_graph: bool = False,
+        elsewhere: Sequence[Parameter] = (),
     ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
@@ -81,15 +83,17 @@ class RankStep(UpdateStep):
         self.network: nn.Cell = LossVector(model)
         if shared_graph:
             self.network.cell_init_args = "lazy_inline_LossVector"
-        self.accumulates = pipeline or (micro_batches > 1 and shared_graph)
+        self.accumulates = pipeline or micro_batches > 1
         self.sharded = optimizer_sharding
         self.alone = tuple(alone) or (False,) * len(self.weights)
-        if pipeline or micro_batches > 1:
-            # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
-            alternative = GradAccumulation if shared_graph else MicroBatchInterleaved
-            self.network = (Pipeline if pipeline else alternative)(self.network, micro_batches)
         if self.accumulates:
-            self.accu_grads = self.weights.clone(prefix="accu_grads", init="zeros")
+            # MindSpore refuses GradAccumulation where micro-batches do not share a graph.
+            split = Pipeline if pipeline else GradAccumulation
+            self.network = split(self.network, micro_batches)
+            summed = ParameterTuple([*self.weights, *(elsewhere if shared_graph else ())])
+            self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
+            for sums in self.accu_grads[len(self.weights) :]:
+                sums.parallel_optimizer = False  # nothing is added to them, so nothing reduces them
         self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = Tensor(np.full(3, 1.0 / micro_batches, np.float32))
@@ -114,7 +118,7 @@ class RankStep(UpdateStep):
         losses = self.network(*batch)
         grads = self.gradient(self.network, self.weights)(*batch, self.sens)
         if self.accumulates and not self.sharded:
-            grads = self.depend(self.accu_grads, grads)
+            grads = self.depend(self.accu_grads, grads)[: len(grads)]
         elif self.accumulates and any(self.alone):
             # MindSpore gives a zero for a weight that has no copies to reduce over; the sum is right.
             sums, reduced, grads = self.depend(self.accu_grads, grads), grads, ()

@@ -146,14 +146,6 @@ def test_what_cannot_run_is_refused_before_anything_is_compiled(
     assert "device_target: Ascend with 2 dev" in refused(3, context__device_target="Ascend")
     assert "has 12 steps" in refused(2, "--steps", "13")
     assert "exists" in refused(2, "--keep", str(tmp_path))
-    interleaved = {
-        **PP2,
-        "model__model_config__num_hidden_layers": 4,
-        "model__model_config__pp_interleave_num": 2,
-        "parallel__pipeline_config__pipeline_interleave": True,
-    }
-    assert main(arguments(data, tmp_path / "run", 2, **interleaved)) == 3
-    assert "pipeline_interleave: True; MindSpore's CPU backend" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

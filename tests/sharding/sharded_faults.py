@@ -85,22 +85,9 @@ def in_rewriting(fault: str) -> Iterator[None]:
         with mock.patch.dict(rewrite.REWRITES, {"AlltoAll": wrong}):
             yield
     elif fault == "another-pair":
-        whole, name = rewrite.for_cpu, rewrite.pair_name
-
-        def crossed(rank, peer):  # two stages of two ranks: 0 talks to 3 and 1 to 2
-            return name(rank, peer ^ 1)
-
-        def with_groups(*given):
-            rewritten = whole(*given)
-            pairs = {name: [int(x) for x in name.split("-")[1:]] for name in rewritten.pairs}
-            return rewritten._replace(pairs=pairs)
-
-        from telechat_moe.graph import execute
-
-        with (
-            mock.patch.object(rewrite, "pair_name", crossed),
-            mock.patch.object(execute, "for_cpu", with_groups),
-        ):
+        peer = rewrite._Site.peer.fget
+        # Two stages of two ranks: 0 talks to 3 and 1 to 2.
+        with mock.patch.object(rewrite._Site, "peer", property(lambda site: peer(site) ^ 1)):
             yield
     else:
         yield

@@ -41,6 +41,10 @@ class Layout:
     tied: bool = False
     z_loss: bool = False
     recompute: str = ""  # whole: layers; else names of modules
+    vpp: int = 1
+    scheduler: str = "1f1b"
+    offset: tuple[tuple[int, ...], ...] = ()  # by chunk and stage
+    mtp: int = 1
 
     @property
     def devices(self) -> int:
@@ -54,13 +58,13 @@ class Layout:
     @property
     def single(self) -> "Layout":
         """The same batch and model on one device."""
-        plain = {"policy", "documents", "tied", "z_loss"}
+        plain = {"policy", "documents", "tied", "z_loss", "mtp"}
         same = {k: v for k, v in asdict(self).items() if k in plain}
         return Layout(micro=self.micro_batches, **same)
 
     @property
     def micro_batches(self) -> int:
-        return 2 if self.pp > 1 else self.micro
+        return max(2, self.micro) if self.pp > 1 else self.micro
 
 
 LAYOUTS = {
@@ -75,6 +79,12 @@ LAYOUTS = {
     "dp2-zero": Layout(dp=2, zero=True),
     "cp2": Layout(cp=2),
     "pp2": Layout(pp=2),
+    "pp2-vpp2": Layout(pp=2, vpp=2, micro=4),
+    "pp2-vpp2-gpipe": Layout(pp=2, vpp=2, micro=4, scheduler="gpipe", mtp=0),
+    "pp2-vpp2-smart": Layout(pp=2, vpp=2, micro=4, scheduler="seqsmartvpp"),
+    "pp2-vpp2-v": Layout(pp=2, vpp=2, micro=4, scheduler="zero_bubble_v", z_loss=True),
+    "pp2-vpp2-empty-chunk": Layout(pp=2, vpp=2, micro=4, offset=((0, 1), (0, -1))),
+    "pp2-vpp2-recompute": Layout(pp=2, vpp=2, micro=2, recompute="whole"),
     "tp2-sp-ep2": Layout(tp=2, sp=True, ep=2),
     "tp2-sp-width": Layout(tp=2, sp=True, expert_tp=True),
     # four
@@ -98,6 +108,12 @@ LAYOUTS = {
     "pp2-tp2-sp": Layout(pp=2, tp=2, sp=True),
     "pp2-dp2-ep2": Layout(pp=2, dp=2, ep=2),
     "pp2-dp2-zero": Layout(pp=2, dp=2, zero=True),
+    "pp2-dp2-zero-vpp2": Layout(pp=2, dp=2, vpp=2, micro=4, zero=True, ep=2),
+    "pp2-tp2-sp-ep2-v": Layout(
+        pp=2, tp=2, sp=True, ep=2, vpp=2, micro=4, scheduler="zero_bubble_v"
+    ),
+    "dp2-tp2-sp-ep4-zero-accumulate": Layout(dp=2, tp=2, sp=True, ep=4, zero=True, micro=3),
+    "pp4-vpp2": Layout(pp=4, vpp=2, micro=4, mtp=0),
     "cp2-tp2-sp-ep4": Layout(cp=2, tp=2, sp=True, ep=4),
     "dp2-cp2-ep2": Layout(dp=2, cp=2, ep=2),
     # eight
@@ -122,7 +138,7 @@ class Case:
         chosen, optimizer, *fault = name.split(":")
         optimizer, _, deep = optimizer.partition("-")
         layout = LAYOUTS[chosen]
-        layers = 4 if deep or layout.pp > 1 else 2
+        layers = max(4 if deep or layout.pp > 1 else 2, layout.pp * layout.vpp)
         return Case(name, layout, optimizer, layers, fault[0] if fault else "")
 
     @property
@@ -134,12 +150,13 @@ class Case:
         """Name of the run in one process that it is compared with."""
         single = self.layout.single
         parts = [self.optimizer, self.layout.sequences, self.layers, single.micro]
-        parts += [single.policy, single.documents, single.tied, single.z_loss]
+        parts += [single.policy, single.documents, single.tied, single.z_loss, single.mtp]
         return "reference_" + "_".join(map(str, parts))
 
 
 def recipe(layout: Layout, layers: int, sequences: int | None = None):
-    """Return the recipe of a layout; the model has one MTP layer more."""
+    """Return the recipe of a layout, with a layer for each chunk at least, and MTP layers more."""
+    layers = max(layers, layout.pp * layout.vpp)
     rows = (sequences or layout.sequences) // layout.dp
     accumulate = 1 if layout.pp > 1 else layout.micro
     model = {
@@ -147,6 +164,7 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": layers,
+        "num_nextn_predict_layers": layout.mtp,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "q_lora_rank": 16,
@@ -180,8 +198,8 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         "parallel_config.expert_parallel": layout.ep,
         "parallel_config.context_parallel": layout.cp,
         "parallel_config.use_seq_parallel": layout.sp,
-        "parallel_config.micro_batch_num": 2 if layout.pp > 1 else 1,
-        "callbacks.1.micro_batch_num": 2 if layout.pp > 1 else 1,
+        "parallel_config.micro_batch_num": layout.micro_batches if layout.pp > 1 else 1,
+        "callbacks.1.micro_batch_num": layout.micro_batches if layout.pp > 1 else 1,
         "callbacks.1.gradient_accumulation_steps": accumulate,
         "parallel.parallel_mode": 1,
         "parallel.full_batch": True,
@@ -203,6 +221,12 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         settings["train_dataset.construct_args_key"] = columns
         for key in ("reset_position_ids", "create_attention_mask", "reset_attention_mask"):
             settings[f"train_dataset.data_loader.config.{key}"] = True
+    if layout.vpp > 1:
+        settings["model.model_config.pp_interleave_num"] = layout.vpp
+        settings["parallel.pipeline_config.pipeline_interleave"] = True
+        settings["parallel.pipeline_config.pipeline_scheduler"] = layout.scheduler
+    if layout.offset:
+        settings["model.model_config.offset"] = [list(row) for row in layout.offset]
     if layout.zero:
         settings["parallel.parallel_optimizer_config.parallel_optimizer_threshold"] = 0
     return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in settings.items()])

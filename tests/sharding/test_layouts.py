@@ -19,7 +19,7 @@ WEIGHTS = {"momentum": 1e-6, "adamw": 1e-4}
 TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
-FAST = {2: ("tp2-sp-ep2:momentum",)}
+FAST = {2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum")}
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
 SLOW_FAULTS = {
     2: (

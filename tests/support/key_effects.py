@@ -212,7 +212,7 @@ def built(recipe: Recipe) -> str:
 
 def trained(recipe: Recipe) -> str:
     """Return what training makes of a recipe, as text."""
-    functions = (sharded.layer_stages, sharded.parallel_context, sharded.micro_batches)
+    functions = (sharded.stages_of, sharded.parallel_context, sharded.micro_batches)
     said = [run(recipe), built(recipe), [repr(function(recipe)) for function in functions]]
     return json.dumps(said, default=str)
 
@@ -232,7 +232,7 @@ def _placed(recipe: Recipe, target: str) -> str:
     parts = [recipe.model, recipe.optimizer, recipe.runner_wrapper, recipe.recompute_config]
     parts += [own.operators, own.moe_block_rows, own.moe_capacity_tokens, own.weight_decay_exclude]
     parts += [own.sharding, recipe.runner_config.batch_size, data and data.create_attention_mask]
-    functions = (sharded.mesh_of, sharded.micro_batches, sharded.layer_stages)
+    functions = (sharded.mesh_of, sharded.micro_batches, sharded.stages_of)
     functions += (sharded.shard_threshold, sharded.recomputed_layers)
     key = repr((target, parts, [function(recipe) for function in functions]))
     if key not in _PLACED:

@@ -323,21 +323,8 @@ class _Tapper:
         if self.monad is None:
             self.monad = self._new_monad()
         # One after another: of several that an UpdateState waits for, MindSpore keeps the first.
-        self._update(self.editor.node(self._tap(number), [name, self.monad], [1], 1, "tap"))
-
-    def _tap(self, number: int) -> str:
-        """Return a tap primitive with a number."""
-        where = f"{self.library}:Tap"
-        names = {"func_name": where, "uniq_name": f"Custom__{where}", "reg_op_name": "Tap"}
-        reference = self.editor.primitive(
-            "Custom", func_type="aot", imply_path="", tap=number, **names
-        )
-        primitive = self.model.primitives[reference.removeprefix("REF::")]
-        flags = {"multi_output": 0, "cpp_infer_shape": 1, "autodiff": 0, "side_effect_mem": 1}
-        for name, value in flags.items():
-            primitive.attribute.add(name=name, type=pb.AttributeProto.BOOL, i=value)
-        primitive.instance_name, primitive.prim_type = "tap", pb.PrimitiveProto.PRIMITIVE
-        return reference
+        tap = self.editor.custom("Tap", self.library, writes=True, tap=number)
+        self._update(self.editor.node(tap, [name, self.monad], [1], 1, "tap"))
 
     # ------------------------------------------------------------------ order
 

@@ -205,7 +205,7 @@ def meetings(
             else:
                 given = believed.calls.get(key, call) if believed else call
                 group = group_of(given) or everybody
-            name = kind, tuple(group)
+            name = kind, (*group, *_tag(call))
             at = found.setdefault((*name, count[name]), Meeting(kind, group, {}, given))
             at.keys[dump.rank] = key
             count[name] += 1
@@ -221,7 +221,8 @@ def judged_collectives(
         yield from _judge_site(meeting, by_rank)
 
 
-_SEND, _RECEIVE = {"send", "isend"}, {"recv", "irecv", "receive"}
+_SEND = {"send", "isend", "telechatsend"}
+_RECEIVE = {"recv", "irecv", "receive", "telechatreceive"}
 
 
 def _short(call: Call) -> str:
@@ -238,6 +239,12 @@ def _ends(call: Call, rank: int) -> list[int]:
     if peer is None:
         return [rank]
     return [rank, peer] if sends else [peer, rank]
+
+
+def _tag(call: Call) -> list[int]:
+    """Return the tag of a message, by which MindSpore's ranks know it; empty where the dump has none."""
+    value = call.kwargs.get("tag")
+    return [value.value] if isinstance(value, Scalar) and type(value.value) is int else []
 
 
 def _first(call: Call, made: bool) -> TensorRecord | None:

@@ -24,7 +24,8 @@ def cuts_of(a: Architecture, x: Layout) -> WeightShards:
     """Return how a layout shards the trained weights of a model that a recipe can have."""
     counts, stages = x.chunk_layers(len(a.layers)), stage_of_chunk(x)
     layers = [stage for stage, count in zip(stages, counts, strict=True) for _ in range(count)]
-    return WeightShards(mesh_of(x), {w.name: w for w in weights(a.to_model()) if w.trained}, layers)
+    trained = {w.name: w for w in weights(a.to_model()) if w.trained}
+    return WeightShards(mesh_of(x), trained, layers, stages[-1])
 
 
 def shard_shape(cuts: WeightShards, weight: Weight) -> tuple[int, ...]:

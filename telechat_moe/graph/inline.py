@@ -1,0 +1,162 @@
+"""Put the functions that micro-batches share in place of their calls.
+
+MindSpore's front end writes the forward of a chunk as one function for all micro-batches; it returns its outputs
+and a closure, the backward with what it needs. MindSpore's CPU backend calls no closure. Functions that a ``Switch``
+chooses from stay functions.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.mindir import Editor, Model
+
+WRITES = ("Assign", "AssignAdd")
+
+
+class _Closure(NamedTuple):
+    """A function and its first arguments."""
+
+    function: str
+    given: tuple["_Value", ...] = ()
+
+
+# The name of a node, a closure, or a tuple that holds closures.
+_Value = str | _Closure | tuple["_Value", ...]
+
+
+def inline_calls(model: Model) -> None:
+    """Replace the calls in the main graph by the nodes of the functions, in the order of the calls.
+
+    What writes a parameter waits for the write before it: in the front end's graph the order of the calls says so.
+
+    Raises:
+        BadInputError: The graph calls what is no function of it.
+    """
+    main = model.proto.graph
+    if not any(_is_call(model, node) for node in main.node):
+        return
+    inliner = _Inliner(model)
+    result = inliner.run(main, {})
+    main.output[0].name = inliner.name_of(result)
+    del main.node[:]
+    main.node.extend(inliner.fresh.node)
+    called = {name for node in main.node for name in node.input}
+    kept = [function for function in model.proto.functions if function.name in called]
+    del model.proto.functions[:]
+    model.proto.functions.extend(kept)
+
+
+def _is_call(model: Model, node: Any) -> bool:
+    return node.op_type.startswith("REF::") and model.primitive(node) is None
+
+
+class _Inliner:
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.functions = {function.name: function for function in model.proto.functions}
+        self.fresh = type(model.proto.graph)()
+        self.editor = Editor(model, self.fresh.node)
+        self.calls, self.present = 0, set[str]()
+        # Functions share constants, each written where MindSpore met it first.
+        nodes = (node for graph in model.graphs() for node in graph.node)
+        self.constants = {node.name: node for node in nodes if node.op_type == "Constant"}
+        self.written: dict[str, str] = {}
+
+    def run(self, graph: Any, known: dict[str, _Value]) -> _Value:
+        """Add the nodes of a graph whose inputs are ``known``; return its output."""
+        mark = f"@{self.calls}" if graph is not self.model.proto.graph else ""
+        self.calls += 1
+        chosen = {
+            name
+            for node in graph.node
+            if (p := self.model.primitive(node)) is not None and p.op_type == "Switch"
+            for name in node.input[1:]
+        }
+        for node in graph.node:
+            primitive = self.model.primitive(node)
+            kind = "" if primitive is None else primitive.op_type
+            inputs = [self._value(name, known) for name in node.input]
+            if _is_call(self.model, node):
+                callee = self._value(node.op_type.removeprefix("REF::"), known)
+                if isinstance(callee, _Closure):
+                    known[node.name] = self._call(callee, inputs)
+                    continue
+            elif kind == "Partial" and node.name not in chosen:
+                function, *given = inputs
+                if not isinstance(function, _Closure):
+                    raise BadInputError(
+                        f"{node.name}: a Partial of {function!r}, which is no function"
+                    )
+                known[node.name] = _Closure(function.function, (*function.given, *given))
+                continue
+            elif kind == "MakeTuple" and not all(isinstance(value, str) for value in inputs):
+                known[node.name] = tuple(inputs)
+                continue
+            elif kind == "TupleGetItem" and isinstance(inputs[0], tuple):
+                known[node.name] = inputs[0][self._index(graph, node.input[1])]
+                continue
+            elif kind == "Depend" and not isinstance(inputs[0], str):
+                known[node.name] = inputs[0]
+                continue
+            known[node.name] = self._add(node, inputs, mark if node.op_type != "Constant" else "")
+        return self._value(graph.output[0].name, known)
+
+    def _call(self, closure: _Closure, inputs: Sequence[_Value]) -> _Value:
+        function = self.functions[closure.function]
+        values = (*closure.given, *inputs)
+        if len(values) < len(function.input):
+            raise BadInputError(
+                f"{function.name} is called with {len(values)} of its {len(function.input)} inputs"
+            )
+        names = [given.name for given in function.input]
+        return self.run(function, dict(zip(names, values, strict=False)))
+
+    def _value(self, name: str, known: dict[str, _Value]) -> _Value:
+        if name in known:
+            return known[name]
+        return _Closure(name) if name in self.functions else name
+
+    def _index(self, graph: Any, name: str) -> int:
+        constant = next(node for node in graph.node if node.name == name)
+        return (
+            constant.attribute[0].ints[0] if constant.attribute[0].ints else constant.attribute[0].i
+        )
+
+    def _add(self, node: Any, inputs: Sequence[_Value], mark: str) -> str:
+        name = node.name + mark
+        if name in self.present:  # a constant of a function that is called again
+            return name
+        names = [self.name_of(value) for value in inputs]
+        for constant in names:
+            if constant in self.constants and constant not in self.present:
+                self._add(self.constants[constant], [], "")
+        primitive = self.model.primitive(node)
+        if primitive is not None and primitive.op_type in WRITES:
+            names[1] = self._after_write(node, names)
+            self.written[names[0]] = name
+        self.present.add(name)
+        added = self.fresh.node.add()
+        added.CopyFrom(node)
+        added.name = name
+        added.output[:] = [name]
+        added.input[:] = names
+        return name
+
+    def _after_write(self, node: Any, names: Sequence[str]) -> str:
+        """Return what is written, made to wait for the last write of the same parameter."""
+        before = self.written.get(names[0])
+        if before is None:
+            return names[1]
+        depend = self.editor.primitive("Depend", side_effect_propagate=1)
+        tensor = node.attribute[0].tensors[0]
+        shape, element = list(tensor.dims), tensor.data_type
+        return self.editor.node(depend, [names[1], before], shape, element, node.domain)
+
+    def name_of(self, value: _Value) -> str:
+        """Return the node of a value; of a closure its function, of a tuple with closures a tuple of its nodes."""
+        if isinstance(value, str):
+            return value
+        if isinstance(value, _Closure):
+            return value.function
+        return self.editor.pack([self.name_of(v) for v in value if isinstance(v, str)], (), 1, "")
