@@ -25,6 +25,13 @@ class _Closure(NamedTuple):
 _Value = str | _Closure | tuple["_Value", ...]
 
 
+def inlined(mindir: bytes) -> bytes:
+    """Return a serialised graph without calls; see :func:`inline_calls`."""
+    model = Model(mindir)
+    inline_calls(model)
+    return model.proto.SerializeToString()
+
+
 def inline_calls(model: Model) -> None:
     """Replace the calls in the main graph by the nodes of the functions, in the order of the calls.
 

@@ -263,11 +263,11 @@ def _sharded(
     edit: Edit | None,
 ) -> _Found:
     from telechat_moe.graph.execute import Job
-    from telechat_moe.launch.job import LOGS, check_sharded
+    from telechat_moe.graph.inline import inlined
+    from telechat_moe.launch.job import LOGS
     from telechat_moe.launch.sharded_run import run_ranks
     from telechat_moe.train.rank_graph import compile_recipe
 
-    check_sharded(recipe)
     chosen = range(recipe.devices) if ranks is None else ranks
     if outside := [r for r in chosen if not 0 <= r < recipe.devices]:
         raise BadInputError(f"--ranks: {outside[0]}; the recipe has {recipe.devices}, from 0")
@@ -279,7 +279,7 @@ def _sharded(
             graph = edit(graph)
         if graph.rank in chosen:
             content, plans[graph.rank] = tapped(
-                graph.mindir, str(native.path()), wanted, values == VALUES
+                inlined(graph.mindir), str(native.path()), wanted, values == VALUES
             )
             graph = replace(graph, mindir=content)
         graphs.append(graph)
