@@ -18,6 +18,8 @@ from telechat_moe.graph.rewrite import for_cpu
 SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
 # Gradient norm and loss must be below these; the host may lower them.
 LIMITS = ("step_norm_limit", "step_loss_limit")
+# Gradient sums of micro-batches: zero between steps, and of other stages' weights never used.
+SUMS = "accu_grads."
 
 
 Letter = tuple[int, int, int, tuple[int, ...]]
@@ -122,9 +124,12 @@ class RankProgram:
                 if not in_place:
                     parameter.set_data(Tensor(np.float32(np.inf)))
                 continue
-            if name not in values:
+            if name not in values and not name.startswith(SUMS):
                 raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
-            shard = shard_of(values[name], self.graph, name)
+            if name.startswith(SUMS):
+                shard = np.zeros(parameter.shape, np.float32)
+            else:
+                shard = shard_of(values[name], self.graph, name)
             if tuple(shard.shape) != tuple(parameter.shape):
                 raise BadInputError(
                     f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "

@@ -27,7 +27,6 @@ from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.step import Evaluate, StepOutput
 
 MOMENTS = ("adam_m", "adam_v")
-SUMS = "accu_grads"  # zero between steps
 
 
 class RankEngine:
@@ -58,8 +57,7 @@ class RankEngine:
 
     def _kept(self, name: str) -> bool:
         """Return whether a parameter of the graph belongs in a checkpoint."""
-        transient = is_transient(name) or name.startswith(SUMS)
-        return _base(name) in self.weights and not transient
+        return _base(name) in self.weights and not is_transient(name)
 
     def read(self, columns: Columns) -> list[Batch]:
         """Return the whole batch; the graph takes micro-batches and this rank's rows from it."""
@@ -144,9 +142,9 @@ class RankEngine:
 
 
 def _base(name: str) -> str:
-    """Return the weight that a moment or a sum belongs to; of a weight, itself."""
+    """Return the weight that a moment belongs to; of a weight, itself."""
     prefix, _, rest = name.partition(".")
-    return rest if prefix in (*MOMENTS, SUMS) else name
+    return rest if prefix in MOMENTS else name
 
 
 def _copy(parameter: Parameter) -> np.ndarray:

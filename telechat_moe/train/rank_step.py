@@ -92,8 +92,6 @@ class RankStep(UpdateStep):
             self.network = split(self.network, micro_batches)
             summed = ParameterTuple([*self.weights, *(elsewhere if shared_graph else ())])
             self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
-            for sums in self.accu_grads[len(self.weights) :]:
-                sums.parallel_optimizer = False  # nothing is added to them, so nothing reduces them
         self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
         self.sens = Tensor(np.full(3, 1.0 / micro_batches, np.float32))
