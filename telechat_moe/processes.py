@@ -39,7 +39,7 @@ BEAT_S = 1.0
 SILENCE_S = 20.0  # MindSpore's own scheduler gives up after half a minute without saying which
 _SIGNAL_OF_PARENT = 1  # PR_SET_PDEATHSIG
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_THREADS = {"ActorThread_0", "KernelThread_0", "backend_queue", "launch_queue"}
+_THREADS = {"ActorThread_0", "KernelThread_0", "frontend_queue", "backend_queue", "launch_queue"}
 
 
 class CompileError(BadInputError):

@@ -21,7 +21,6 @@ LIMITS = ("step_norm_limit", "step_loss_limit")
 # Gradient sums of micro-batches: zero between steps, and of other stages' weights never used.
 SUMS = "accu_grads."
 
-
 Letter = tuple[int, int, int, tuple[int, ...]]
 """Sender, receiver, tag and shape of a message."""
 
@@ -124,12 +123,12 @@ class RankProgram:
                 if not in_place:
                     parameter.set_data(Tensor(np.float32(np.inf)))
                 continue
-            if name not in values and not name.startswith(SUMS):
-                raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
             if name.startswith(SUMS):
                 shard = np.zeros(parameter.shape, np.float32)
-            else:
+            elif name in values:
                 shard = shard_of(values[name], self.graph, name)
+            else:
+                raise BadInputError(f"rank {self.rank}: no value for the parameter {name}")
             if tuple(shard.shape) != tuple(parameter.shape):
                 raise BadInputError(
                     f"rank {self.rank}: {name} is {tuple(shard.shape)} after cutting, "

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.mindir import Editor, Model
+from telechat_moe.graph.mindir import Editor, Model, find_value
 
 WRITES = ("Assign", "AssignAdd")
 
@@ -41,8 +41,9 @@ def inline_calls(model: Model) -> None:
         BadInputError: The graph calls what is no function of it.
     """
     main = model.proto.graph
-    if not any(_is_call(model, node) for node in main.node):
-        return
+    functions = {function.name for function in model.proto.functions}
+    if not any(node.op_type.removeprefix("REF::") in functions for node in main.node):
+        return  # no micro-batches share a function; what a Switch chooses is called by another name
     inliner = _Inliner(model)
     result = inliner.run(main, {})
     main.output[0].name = inliner.name_of(result)
@@ -101,7 +102,7 @@ class _Inliner:
                 known[node.name] = tuple(inputs)
                 continue
             elif kind == "TupleGetItem" and isinstance(inputs[0], tuple):
-                known[node.name] = inputs[0][self._index(graph, node.input[1])]
+                known[node.name] = inputs[0][self._index(node.input[1])]
                 continue
             elif kind == "Depend" and not isinstance(inputs[0], str):
                 known[node.name] = inputs[0]
@@ -124,11 +125,8 @@ class _Inliner:
             return known[name]
         return _Closure(name) if name in self.functions else name
 
-    def _index(self, graph: Any, name: str) -> int:
-        constant = next(node for node in graph.node if node.name == name)
-        return (
-            constant.attribute[0].ints[0] if constant.attribute[0].ints else constant.attribute[0].i
-        )
+    def _index(self, name: str) -> int:
+        return int(find_value(self.constants[name].attribute, "value"))
 
     def _add(self, node: Any, inputs: Sequence[_Value], mark: str) -> str:
         name = node.name + mark

@@ -238,7 +238,7 @@ def test_the_scheduler_is_named_as_such(
 
     def act() -> None:
         os.kill(int(pid.read_text()), sent)
-        noticed.wait(60)  # else a fast run ends before a scheduler that stands still is noticed
+        noticed.wait(60)  # otherwise a fast run ends before the stopped scheduler is noticed
 
     strike(prepared, 8, act)
     try:
