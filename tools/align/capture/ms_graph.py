@@ -38,7 +38,7 @@ primitive_target IsFeatureMapInputList IsFeatureMapOutput in_layout out_layout i
 gen_strategy keep_alive keep_value_node_input comm_reuse no_eliminate rank_list group_rank_ids group_ranks
 rank_size index fusion mean_flag module mirror_user_id BatchParallel self_define_shard recompute cust_aicpu
 split_count num N n use_locking strided_slice_flag interleave_num micro_interleaved_add_flag checkpoint parameter_start
-pipeline_begin pipeline_end pipeline_param recompute_comm_op
+pipeline_begin pipeline_end pipeline_param recompute_comm_op grad_accu_num forward_end
 """
 _NOISE = frozenset(_NO_MATTER.split())
 """Attributes that do not affect what is computed."""
