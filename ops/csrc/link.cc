@@ -1,4 +1,5 @@
-// Messages between the processes of a run: MindSpore's CPU backend has collectives, but no Send and no Receive.
+// Messages between the processes of a run: MindSpore's CPU backend has collectives, but no Send, no Receive and no
+// AlltoAllV.
 //
 // Each other process is a connected socket with a thread that reads and one that writes, so a sender waits for no
 // receiver. A message is its tag, its length and its bytes; a receiver takes them by tag, in any order.
@@ -124,6 +125,49 @@ struct MessageState : State {
   explicit MessageState(Attributes& a) : rank(static_cast<int>(a.integer("peer"))), tag(a.integer("tag")) {}
 };
 
+// Experts spread evenly over ranks. A device has rows sorted by expert; after the exchange, all devices' rows for its own
+// experts, sorted by expert and then by sender, and zeros behind them: there is room for the worst routing.
+struct ExpertState : State {
+  std::vector<int64_t> ranks;
+  int64_t member, tag;
+  explicit ExpertState(Attributes& a) : ranks(a.integers("ranks")), member(a.integer("member")), tag(a.integer("tag")) {}
+
+  // Send each member its part, and return what each has sent, this one's own part included.
+  std::vector<Bytes> exchange(std::vector<Bytes> parts) const {
+    for (size_t r = 0; r < ranks.size(); r++) {
+      if (static_cast<int64_t>(r) != member) link_to(static_cast<int>(ranks[r])).send(tag, std::move(parts[r]));
+    }
+    for (size_t r = 0; r < ranks.size(); r++) {
+      const int rank = static_cast<int>(ranks[r]);
+      if (static_cast<int64_t>(r) != member) parts[r] = link_to(rank).take(tag, rank);
+    }
+    return parts;
+  }
+};
+
+// Where the rows begin of each expert, and behind them all.
+std::vector<int64_t> starts_of(const int32_t* sizes, int64_t experts) {
+  std::vector<int64_t> start(experts + 1, 0);
+  for (int64_t e = 0; e < experts; e++) {
+    check(sizes[e] >= 0, "expert %ld has %d rows", static_cast<long>(e), sizes[e]);
+    start[e + 1] = start[e] + sizes[e];
+  }
+  return start;
+}
+
+// Call visit(member, its row, row here) for the rows that each member has sent, `sizes` [member, expert], in blocks.
+template <typename Visit>
+void sorted_by_expert(const int32_t* sizes, int64_t members, int64_t experts, Visit visit) {
+  std::vector<int64_t> row(members, 0);
+  for (int64_t e = 0, here = 0; e < experts; e++) {
+    for (int64_t r = 0; r < members; r++) {
+      const int64_t count = sizes[r * experts + e];
+      visit(r, row[r], here, count);
+      row[r] += count, here += count;
+    }
+  }
+}
+
 }  // namespace
 
 // Messages to and from `rank` go through this socket from now on.
@@ -152,4 +196,77 @@ TELECHAT_RUN(Receive) {
   check(static_cast<int64_t>(bytes.size()) == bytes_of(out), "rank %d sent %ld bytes as message %ld, expected %ld", s.rank,
         static_cast<long>(bytes.size()), static_cast<long>(s.tag), static_cast<long>(bytes_of(out)));
   std::memcpy(out.data, bytes.data(), bytes.size());
+}
+
+// x [P, H] sorted by expert, sizes [E] -> rows of this device's experts [P R, H], sizes of these (the last with the zeros
+// behind), sizes [R E/R] by sender.
+TELECHAT_INIT(MoeDispatch, ExpertState)
+TELECHAT_SHAPES(MoeDispatch) {
+  const auto members = static_cast<int64_t>(in.attributes().integers("ranks").size());
+  return {{in.dim(0, 0) * members, in.dim(0, 1)}, {in.dim(1, 0) / members}, {in.dim(1, 0)}};
+}
+TELECHAT_RUN(MoeDispatch) {
+  const auto& s = call.state<ExpertState>();
+  const auto R = static_cast<int64_t>(s.ranks.size());
+  const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? bytes_of(call[0]) / P : 0;
+  const auto* sizes = call[1].as<const int32_t>("sizes");
+  const auto start = starts_of(sizes, E);
+  check(E == e * R && start[E] == P, "%ld experts on %ld devices have %ld of %ld rows", static_cast<long>(E), static_cast<long>(R),
+        static_cast<long>(start[E]), static_cast<long>(P));
+  const char* x = static_cast<const char*>(call[0].data);
+  const int64_t head = e * static_cast<int64_t>(sizeof(int32_t));
+  std::vector<Bytes> parts(R);
+  for (int64_t r = 0; r < R; r++) {
+    const char* counts = reinterpret_cast<const char*>(sizes + r * e);
+    parts[r].assign(counts, counts + head);
+    parts[r].insert(parts[r].end(), x + start[r * e] * width, x + start[(r + 1) * e] * width);
+  }
+  parts = s.exchange(std::move(parts));
+  char* rows = static_cast<char*>(call[2].data);
+  auto *own = call[3].as<int32_t>("own sizes"), *got = call[4].as<int32_t>("sizes by sender");
+  for (int64_t r = 0; r < R; r++) {
+    check(static_cast<int64_t>(parts[r].size()) >= head, "rank %ld sent %ld bytes", static_cast<long>(s.ranks[r]),
+          static_cast<long>(parts[r].size()));
+    std::memcpy(got + r * e, parts[r].data(), head);
+    const int64_t said = starts_of(got + r * e, e)[e];
+    check(said <= P && static_cast<int64_t>(parts[r].size()) == head + said * width, "rank %ld sent %ld bytes for %ld of %ld rows",
+          static_cast<long>(s.ranks[r]), static_cast<long>(parts[r].size()), static_cast<long>(said), static_cast<long>(P));
+  }
+  std::memset(rows, 0, P * R * width);
+  std::fill(own, own + e, 0);
+  sorted_by_expert(got, R, e, [&](int64_t r, int64_t from, int64_t to, int64_t count) {
+    if (count) std::memcpy(rows + to * width, parts[r].data() + head + from * width, count * width);
+  });
+  int64_t left = P * R;
+  for (int64_t i = 0; i < E; i++) own[i % e] += got[i], left -= got[i];
+  own[e - 1] += static_cast<int32_t>(left);
+}
+
+// The way back. y [P R, H] as MoeDispatch gives it, its sizes [E] and its sizes by sender -> [P, H] sorted by expert.
+TELECHAT_INIT(MoeCombine, ExpertState)
+TELECHAT_SHAPES1(MoeCombine) {
+  return {in.dim(0, 0) / static_cast<int64_t>(in.attributes().integers("ranks").size()), in.dim(0, 1)};
+}
+TELECHAT_RUN(MoeCombine) {
+  const auto& s = call.state<ExpertState>();
+  const auto R = static_cast<int64_t>(s.ranks.size());
+  const int64_t E = call[1].size(), e = E / R, P = call[3].dim(0), width = P ? bytes_of(call[3]) / P : 0;
+  const auto *sizes = call[1].as<const int32_t>("sizes"), *got = call[2].as<const int32_t>("sizes by sender");
+  const auto start = starts_of(sizes, E);
+  check(call[0].dim(0) == P * R && start[E] == P && starts_of(got, E)[E] <= P * R, "sizes of %ld rows, and %ld rows", static_cast<long>(start[E]),
+        static_cast<long>(call[0].dim(0)));
+  const char* y = static_cast<const char*>(call[0].data);
+  std::vector<Bytes> parts(R);
+  for (int64_t r = 0; r < R; r++) parts[r].resize(starts_of(got + r * e, e)[e] * width);
+  sorted_by_expert(got, R, e, [&](int64_t r, int64_t to, int64_t from, int64_t count) {
+    if (count) std::memcpy(parts[r].data() + to * width, y + from * width, count * width);
+  });
+  parts = s.exchange(std::move(parts));
+  char* out = static_cast<char*>(call[3].data);
+  for (int64_t r = 0; r < R; r++) {
+    const int64_t bytes = (start[(r + 1) * e] - start[r * e]) * width;
+    check(static_cast<int64_t>(parts[r].size()) == bytes, "rank %ld sent back %ld bytes, expected %ld", static_cast<long>(s.ranks[r]),
+          static_cast<long>(parts[r].size()), static_cast<long>(bytes));
+    if (bytes) std::memcpy(out + start[r * e] * width, parts[r].data(), bytes);
+  }
 }

@@ -9,6 +9,7 @@ AllGather        AllReduce of a concatenation that is zero except for this rank'
 ReduceScatter    AllReduce, then this rank's slice
 AlltoAll         gather, then this rank's slices of all shards
 Send, Receive    messages of the native library, by rank and tag (:mod:`telechat_moe.graph.links`)
+AlltoAllV        such messages, too; the cells of the model say so (:data:`EXCHANGES`)
 ===============  =====================================================================
 
 Every value is exact: zeros are added, or the same terms in AllReduce's own order. All collectives of a graph are
@@ -65,6 +66,11 @@ class _Site:
     def peer(self) -> int:
         """The other end of a Send or Receive."""
         return self.ranks[self.operation.attribute(PEER[self.operation.kind])]
+
+    @property
+    def tag(self) -> int:
+        """The number by which the two ends of a Send and its Receive know each other."""
+        return self.operation.attribute("sr_tag")
 
     def all_reduce(self, x: str, shape: Sequence[int], name: str | None = None, **more: Any) -> str:
         kind = self.editor.primitive(
@@ -152,13 +158,12 @@ def _all_to_all(site: _Site) -> None:
 
 
 def _send(site: _Site) -> None:
-    message = {"peer": site.peer, "tag": site.operation.attribute("sr_tag")}
-    kind = site.editor.custom("Send", str(native.path()), **message)
+    kind = site.editor.custom("Send", str(native.path()), peer=site.peer, tag=site.tag)
     site.editor.node(kind, [site.source], [1], FLOAT32, site.scope, site.name)
 
 
 def _receive(site: _Site) -> None:
-    message = {"peer": site.peer, "tag": site.operation.attribute("sr_tag"), "extents": site.shape}
+    message = {"peer": site.peer, "tag": site.tag, "extents": site.shape}
     kind = site.editor.custom("Receive", str(native.path()), **message)
     site.editor.node(kind, [site.source], site.shape, site.element, site.scope, site.name)
 
@@ -171,7 +176,10 @@ FORMS = {
     "AlltoAll": "gathered by AllReduce, then this rank's slices of all parts",
     "Send": "a message through a socket",
     "Receive": "a message through a socket",
+    "AlltoAllV": "the same rows, as messages through sockets",
 }
+EXCHANGES = ("MoeDispatch", "MoeCombine")
+"""Operators of the native library that exchange as many rows as the routing says."""
 REWRITES: dict[str, Callable[[_Site], None]] = {
     "AllGather": _all_gather,
     "ReduceScatter": _reduce_scatter,
@@ -201,12 +209,21 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
         before: str | None = None
         for node in nodes:
             primitive = model.primitive(node)
-            if primitive is None or primitive.op_type not in COLLECTIVES:
+            if primitive is None or primitive.op_type not in (*COLLECTIVES, "Custom"):
                 fresh.node.add().CopyFrom(node)
                 continue
             chained = type(node)()
             chained.CopyFrom(node)
             operation = Operation(graph.name, chained, primitive)
+            if operation.kind == "Custom":
+                if operation.attribute("reg_op_name") in EXCHANGES:
+                    peers = _exchange(operation, editor, before)
+                    for found in messages.values():
+                        found |= peers
+                    before = node.name
+                    counts["AlltoAllV"] = counts.get("AlltoAllV", 0) + 1
+                fresh.node.add().CopyFrom(chained)
+                continue
             ranks = groups.get(operation.attribute("group"))
             if ranks is None:
                 raise BadInputError(
@@ -225,11 +242,27 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
                 continue
             counts[operation.kind] = counts.get(operation.kind, 0) + 1
             if operation.kind in PEER:
-                tag = operation.attribute("sr_tag")
-                messages[operation.kind].add((site.peer, tag, tuple(site.shape)))
+                messages[operation.kind].add((site.peer, site.tag, tuple(site.shape)))
         del graph.node[:]
         graph.node.extend(fresh.node)
     return Rewritten(model.proto.SerializeToString(), messages["Send"], messages["Receive"], counts)
+
+
+def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[Message]:
+    """Make an exchange of rows follow the collective before it; return the messages to all other devices."""
+    ranks, member = operation.attribute("ranks"), operation.attribute("member")
+    (shape, element), *_ = operation.shapes()
+    rows = shape[0] * len(ranks)
+    if operation.attribute("reg_op_name") == "MoeDispatch":
+        rows = shape[0] // len(ranks)
+    if before is not None:
+        depend = editor.primitive("Depend", side_effect_propagate=1)
+        inputs = [operation.node.input[0], before]
+        operation.node.input[0] = editor.node(
+            depend, inputs, [rows, *shape[1:]], element, operation.scope
+        )
+    others = [rank for i, rank in enumerate(ranks) if i != member]
+    return {(rank, operation.attribute("tag"), ()) for rank in others}
 
 
 def _input_shape(site: _Site) -> tuple[list[int], int]:

@@ -51,12 +51,22 @@ PLAIN = {
     "RmsNormGrad": "the gradients of these",
     "Swiglu": "SiLU, Mul",
     "SwigluGrad": "SiLUGrad, Mul",
-    "AlltoAllV": "AlltoAll of static size",
+}
+# Of these, what the exchange of routed rows takes instead.
+ROUTED = {
+    "GroupedMatmul": "GroupedMatmul of the native library",
+    "GroupedMatmulV4": "GroupedMatmul of the native library",
+    "MoeTokenPermute": "counting sort of the native library",
+    "MoeTokenPermuteGrad": "sums of the native library",
+    "MoeTokenUnpermute": "weighted sums of the native library",
+    "MoeTokenUnpermuteGrad": "sums of the native library",
 }
 DISPATCH = {
     "alltoall": "Ascend's dropless dispatch sends each device as many rows as the routing says (AlltoAllV). Here "
     "every expert has a buffer for all tokens of a device and the exchange has static shapes: the same rows travel "
     "between the same devices, padded, and none is dropped.",
+    "alltoallv": "each device sends the rows that the routing says, as on Ascend; they arrive sorted by expert, in a buffer for "
+    "the worst routing.",
     "capacity": "buffers of the recipe's capacity and a static all-to-all, on Ascend too; what does not fit is "
     "dropped on both.",
     "allgather": "tokens of the expert group are gathered by every device, on Ascend too; none is dropped.",
@@ -151,10 +161,11 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
     drops = kind == "alltoall" and dispatcher(recipe, "Ascend") == "alltoall"
+    forms = PLAIN | ROUTED if kind == "alltoallv" else PLAIN
     return {
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
         "operators": [
-            {"ascend": name, "count": count, "cpu": PLAIN.get(name, "other primitives")}
+            {"ascend": name, "count": count, "cpu": forms.get(name, "other primitives")}
             for name, count in sorted(there.items())
             if name not in here and name not in COLLECTIVES
         ],

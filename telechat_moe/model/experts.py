@@ -17,13 +17,19 @@ from telechat_moe.ops.matmul import carried
 from telechat_moe.ops.swiglu import SwiGLU
 from telechat_moe.recipe import ModelConfig
 
+_PRODUCTS: dict[str, type[nn.Cell]] = {
+    "ascend": AscendGroupedMatmul,
+    "fused": FusedGroupedMatmul,
+    "plain": GroupedMatmul,
+}
+
 
 class ExpertProducts(nn.Cell):
-    """The plain or the Ascend backend of the experts, with weights that it is given."""
+    """The products of the experts in one backend, with weights that it is given."""
 
     def __init__(self, chosen: str) -> None:
         super().__init__()
-        product = AscendGroupedMatmul if chosen == "ascend" else GroupedMatmul
+        product = _PRODUCTS[chosen]
         self.gate_matmul, self.up_matmul, self.down_matmul = product(), product(), product()
         self.act = SwiGLU()
 

@@ -17,6 +17,7 @@ from telechat_moe.model.experts import ExpertProducts
 from telechat_moe.model.linear import MLP
 from telechat_moe.model.mtp import MTPLayer
 from telechat_moe.model.router import Router
+from telechat_moe.ops import select
 from telechat_moe.ops.attention import AscendAttention, PlainAttention
 from telechat_moe.sharding.cells.collective import (
     Group,
@@ -29,6 +30,7 @@ from telechat_moe.sharding.cells.dispatch import (
     AllToAllDispatch,
     AllToAllVDispatch,
     DispatchSpec,
+    RoutedRowsDispatch,
 )
 from telechat_moe.sharding.layouts import Rule
 from telechat_moe.sharding.mesh import Mesh
@@ -267,15 +269,19 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     elif moe.has_shared:
         _mlp(p, moe.shared)
     _router(p, router, options)
-    rows = "ascend" if options.dispatcher == "alltoallv" else "plain"  # else buffers of each expert
-    moe.experts.products = ExpertProducts(rows)
+    routed = options.dispatcher == "alltoallv"  # the others have buffers of each expert
+    on_ascend = select.target() == "Ascend"
+    products = ("ascend" if on_ascend else "fused") if routed else "plain"
+    moe.experts.products = ExpertProducts(products)
     p.cell(moe.experts, "Experts")
     kinds = {
         "alltoall": AllToAllDispatch,
         "allgather": AllGatherDispatch,
-        "alltoallv": AllToAllVDispatch,
+        "alltoallv": AllToAllVDispatch if on_ascend else RoutedRowsDispatch,
     }
     tensor = p.group(mesh.axes("tp")) if mesh.expert_tp else None
+    dropped = getattr(moe.dispatch, "dropped", None)
+    name = dropped.name if dropped is not None else ""
     moe.dispatch = kinds[options.dispatcher](
         DispatchSpec(
             router.config,
@@ -284,9 +290,14 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
             tensor,
             mesh.sp,
             getattr(moe.dispatch, "capacity_tokens", None),
+            dropped,
         )
     )
-    p.morphed(moe.dispatch.run, "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch")
+    row = "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch"
+    if dropped is not None:
+        row, dropped.name = f"{row}.capacity", name  # MindSpore has renamed it
+    p.morphed(moe.dispatch.run, row)
+    p.cell(moe.dispatch, "Dispatch")
 
 
 def _router(p: Placement, router: Router, options: Options) -> None:

@@ -138,6 +138,7 @@ TABLE: dict[str, dict[str, Rule]] = {
         "to_float": _layout("device ."),
         "accumulate_load": _layout(".", "."),
     },
+    "Dispatch": {"accumulate": _layout(".", ".")},
     "Experts": {
         "cast": _layout("stream ."),
         "cast_gate": _layout("expert . width"),
@@ -165,6 +166,7 @@ WEIGHTS: dict[str, dict[str, str]] = {
     "Experts": {"gate": "expert . width", "up": "expert . width", "down": "expert width ."},
 }
 
+_EXPERTS = ("expert . width", "expert . width", "expert width .")
 # Cells that run on slices (Morph): inputs -> outputs.
 LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "Rope.query": (("batch seq tp .", "batch seq . .", "batch seq . ."), ("batch seq tp .",)),
@@ -183,13 +185,12 @@ LOCAL: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "MTPStub": (("stream .", "stream .", "."), ("stream .", ".")),
     "HiddenStub": (("stream .",), ("stream .",)),
     "LossStub": (("stream .",), (".",)),
-    "Dispatch": (
-        ("device .", "device .", "device .", "expert . width", "expert . width", "expert width ."),
-        ("device .",),
-    ),
-    "Dispatch.expert_tp": (
-        ("token .", "token .", "token .", "expert . width", "expert . width", "expert width ."),
-        ("stream .",),
+    "Dispatch": (("device .", "device .", "device .", *_EXPERTS), ("device .",)),
+    "Dispatch.capacity": (("device .", "device .", "device .", *_EXPERTS), ("device .", ".")),
+    "Dispatch.expert_tp": (("token .", "token .", "token .", *_EXPERTS), ("stream .",)),
+    "Dispatch.expert_tp.capacity": (
+        ("token .", "token .", "token .", *_EXPERTS),
+        ("stream .", "."),
     ),
 }
 

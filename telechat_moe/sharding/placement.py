@@ -222,7 +222,7 @@ class Placement:
             degrees = dict.fromkeys(axis.split("_")[0] for axis in axes)
             self._groups[key] = "-".join([*degrees, *map(str, spacing)])
             create_group(self._groups[key], ranks)
-        return Group(self._groups[key], len(ranks), ranks.index(self.rank))
+        return Group(self._groups[key], len(ranks), ranks.index(self.rank), key)
 
 
 def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:

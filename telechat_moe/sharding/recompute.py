@@ -85,6 +85,7 @@ def recompute(
         block = cell if isinstance(cell, Block) else cell.block
         if block.is_moe:  # counted in the forward pass only
             block.moe.router.accumulate_load.recompute(False)
+            block.moe.dispatch.accumulate.recompute(False)
         if whole:
             cell.recompute(mp_comm_recompute=communication)
             continue

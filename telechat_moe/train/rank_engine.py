@@ -72,9 +72,9 @@ class RankEngine:
         if limits != self.limits:
             self.program.set_limits(*limits)
             self.limits = limits
-        losses, norm, applied, loads = self.program(*scalars, *batches[0])
+        losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
         applied.asnumpy()  # waits for the end of the step
-        return StepOutput(losses, norm, None, applied, loads, None)
+        return StepOutput(losses, norm, None, applied, loads, dropped)
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """See :meth:`telechat_moe.train.engine.Engine.parameters`."""

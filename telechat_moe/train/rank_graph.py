@@ -14,6 +14,7 @@ from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding.apply import Options, Placement, place
+from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
     dispatcher,
     mesh_of,
@@ -112,6 +113,13 @@ def build_step(
             bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
             shared_graph=shared_graph,
             elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
+            droppers=[
+                cell
+                for _, cell in model.cells_and_names()
+                if isinstance(cell, ParallelDispatch)
+                and cell.dropped is not None
+                and placement.is_here(cell.dropped)
+            ],
         )
     step.set_train()
     return step

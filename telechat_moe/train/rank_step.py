@@ -14,6 +14,7 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 
 from telechat_moe.graph.execute import LIMITS, SCHEDULE
 from telechat_moe.model.router import Router
+from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.train.optimizer import AdamW
 from telechat_moe.train.step import UpdateStep
 
@@ -49,6 +50,7 @@ class RankStep(UpdateStep):
         routers: Routers of this stage with their positions among all.
         router_count: Routers of the whole model.
         experts: Experts of each.
+        droppers: Dispatches of this stage that drop pairs.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
@@ -74,6 +76,7 @@ class RankStep(UpdateStep):
         bias_rate: float = 0.0,
         shared_graph: bool = False,
         elsewhere: Sequence[Parameter] = (),
+        droppers: Sequence[ParallelDispatch] = (),
     ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
@@ -104,10 +107,11 @@ class RankStep(UpdateStep):
         self.sum_squares, self.sum_losses = ops.AllReduce(), ops.AllReduce()
         self.sum_loads = ops.AllReduce()
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        self.rows = tuple(
-            Tensor(np.eye(max(1, router_count), dtype=np.float32)[:, row : row + 1])
-            for row, _ in routers
-        )
+        # A row for each router of the model, and one that begins with the number of dropped pairs.
+        places = np.eye(router_count + 1, dtype=np.float32)[:, :, None]
+        self.rows = tuple(Tensor(places[row]) for row, _ in routers)
+        self.last_row = Tensor(places[-1] * np.eye(1, experts, dtype=np.float32))
+        self.droppers = nn.CellList(list(droppers), auto_prefix=False)
         self.router_count, self.add = router_count, ops.AddN()
         self.experts = experts
 
@@ -133,7 +137,7 @@ class RankStep(UpdateStep):
         return ops.sqrt(self.sum_squares(self.sum_all(self.stack(squares))))
 
     def construct(self, *batch: Tensor) -> tuple[Tensor, ...]:
-        """Return ``(losses [3], norm, applied, loads [layers, E])``, the same on all devices.
+        """Return ``(losses [3], norm, applied, loads [layers, E], dropped [1])``, the same on all devices.
 
         ``optimizer.scalars`` are in the parameters of :data:`SCHEDULE`.
         """
@@ -141,28 +145,32 @@ class RankStep(UpdateStep):
         norm = self.global_norm(grads)
         losses = self.sum_losses(losses * self.loss_share)
         applied = self.counts(norm, ops.reduce_sum(losses))
-        loads = self.take_loads(losses)
+        loads, dropped = self.take_loads(losses)
         if applied:
             self.apply(grads, norm, loads, (self.rate, self.epsilon, self.decay))
         if self.accumulates:
-            done = (losses, norm, applied, loads)
+            done = (losses, norm, applied, loads, dropped)
             for accumulated in self.accu_grads:
                 self.assign(accumulated, self.zeros(self.depend(accumulated, done)))
-        return losses, norm, applied, loads
+        return losses, norm, applied, loads, dropped
 
     def zeros(self, x: Tensor) -> Tensor:
         """Return zeros like ``x``, not as a constant: ``ZerosLike`` would become one as large as ``x``."""
         return self.to_type(self.less(x, x), x.dtype)
 
-    def take_loads(self, losses: Tensor) -> Tensor:
-        """Return what the routers of all devices counted, ``[layers, E]``, and clear the counters."""
-        nothing = ops.zeros((max(1, self.router_count), self.experts), ms.float32)
+    def take_loads(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what routers ``[layers, E]`` and dispatches ``[1]`` of all devices counted, and clear the counters."""
+        nothing = ops.zeros((self.router_count + 1, self.experts), ms.float32)
         counted = (self.depend(nothing, losses),)
         for i in range(len(self.routers)):
             load_E = self.depend(self.routers[i].expert_load, losses)
             counted += (self.product(self.rows[i], load_E),)
+        for dispatch in self.droppers:
+            counted += (self.product(self.last_row, self.depend(dispatch.dropped, losses)),)
         # A stage without routers has nothing to add, and AddN on CPU takes two at least.
         loads = self.sum_loads(self.add(counted) if len(self.routers) > 0 else counted[0])
         for router in self.routers:
             self.assign(router.expert_load, self.depend(self.zeros_like(router.expert_load), loads))
-        return loads
+        for dispatch in self.droppers:
+            self.assign(dispatch.dropped, self.depend(self.zeros_like(dispatch.dropped), loads))
+        return loads[: max(1, self.router_count)], loads[self.router_count, :1]

@@ -8,10 +8,13 @@ A case is ``LAYOUT:OPTIMIZER`` or ``LAYOUT:OPTIMIZER:FAULT``; ``OPTIMIZER-deep``
 device leaves marks on a process.
 """
 
+import math
 import os
 import pickle
+import random
 import sys
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +78,7 @@ LAYOUTS = {
     "tp2-sp-recompute": Layout(tp=2, sp=True, recompute="whole"),
     "dp2-ep2-recompute": Layout(dp=2, ep=2, recompute="mla_up,norms,swiglu,permute"),
     "dp2-ep2": Layout(dp=2, ep=2),
+    "dp2-ep2-routed": Layout(dp=2, ep=2, dispatcher="alltoallv"),
     "dp2-accumulate": Layout(dp=2, ep=2, micro=2),
     "dp2-zero": Layout(dp=2, zero=True),
     "cp2": Layout(cp=2),
@@ -113,6 +117,9 @@ LAYOUTS = {
         pp=2, tp=2, sp=True, ep=2, vpp=2, micro=4, scheduler="zero_bubble_v"
     ),
     "dp2-tp2-sp-ep4-zero-accumulate": Layout(dp=2, tp=2, sp=True, ep=4, zero=True, micro=3),
+    "dp2-tp2-sp-ep4-routed": Layout(dp=2, tp=2, sp=True, ep=4, dispatcher="alltoallv"),
+    "dp2-tp2-ep2-width-routed": Layout(dp=2, tp=2, ep=2, expert_tp=True, dispatcher="alltoallv"),
+    "pp2-dp2-ep2-routed-vpp2": Layout(pp=2, dp=2, ep=2, vpp=2, micro=4, dispatcher="alltoallv"),
     "pp4-vpp2": Layout(pp=4, vpp=2, micro=4, mtp=0),
     "cp2-tp2-sp-ep4": Layout(cp=2, tp=2, sp=True, ep=4),
     "dp2-cp2-ep2": Layout(dp=2, cp=2, ep=2),
@@ -121,6 +128,40 @@ LAYOUTS = {
     "dp2-cp2-tp2-sp-ep8": Layout(dp=2, cp=2, tp=2, sp=True, ep=8),
     "dp4-tp2-sp-ep2-width-zero": Layout(dp=4, tp=2, sp=True, ep=2, expert_tp=True, zero=True),
 }
+
+
+def drawn(seed: int, count: int) -> dict[str, Layout]:
+    """Return layouts of two to eight devices that nobody chose."""
+    chance, found = random.Random(seed), {}
+    degrees = [x for x in product((1, 2, 4), repeat=4) if 1 < math.prod(x) <= 8 and x[2] < 4]
+    while len(found) < count:
+        dp, tp, cp, pp = chance.choice(degrees)
+        width = chance.random() < 0.25
+        spread = dp if width else dp * tp * cp
+        policy = chance.choice([None, None, "probs", "position"]) if cp == 1 and pp == 1 else None
+        chunks = chance.choice([1, 2]) if pp > 1 else 1
+        layout = Layout(
+            dp, tp, cp, pp,
+            ep=chance.choice([n for n in (1, 2, 4, 8) if spread % n == 0]),
+            sp=tp > 1 and chance.random() < 0.7,
+            expert_tp=width and tp > 1,
+            zero=dp > 1 and chance.random() < 0.5,
+            dispatcher=chance.choice(["alltoall", "allgather"] + ["alltoallv"] * (policy is None)),
+            micro=chance.choice([pp, 2 * pp][chunks - 1 :] if pp > 1 else [1, 1, 2, 3]),
+            policy=policy,
+            tied=pp == 1 and chance.random() < 0.3,
+            z_loss=chance.random() < 0.3,
+            recompute=chance.choice(["", "", "whole", "mla_up,norms,swiglu,permute"]),
+            vpp=chunks,
+            scheduler=chance.choice(["1f1b", "gpipe", "zero_bubble_v"] if chunks > 1 else ["1f1b"]),
+            mtp=chance.choice([0, 1]),
+        )  # fmt: skip
+        if layout not in found.values():
+            found[f"drawn-{len(found)}"] = layout
+    return found
+
+
+LAYOUTS |= drawn(18, 12)
 
 
 @dataclass(frozen=True)
@@ -392,9 +433,10 @@ def work(folder: Path, cases: list[Case]) -> None:
         scalars = make_scalars(case.optimizer)
         found = {"steps": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
-            losses, norm, applied, loads = program(*scalars(s + 1), *map(Tensor, batch))
+            losses, norm, applied, loads, dropped = program(*scalars(s + 1), *map(Tensor, batch))
             answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
             found["steps"].append((*answer, bool(applied.asnumpy())))
+            found["dropped"] = found.get("dropped", 0.0) + float(dropped.asnumpy()[0])
             if s == 0:
                 prefix = MOMENTS[case.optimizer][0]
                 found["first"] = {

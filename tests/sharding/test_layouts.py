@@ -19,7 +19,7 @@ WEIGHTS = {"momentum": 1e-6, "adamw": 1e-4}
 TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
-FAST = {2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum")}
+FAST = {2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum", "dp2-ep2-routed:momentum")}
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
 SLOW_FAULTS = {
     2: (
@@ -103,6 +103,7 @@ def test_a_layout_computes_what_one_process_does(name, found):
         np.testing.assert_array_equal(value, got.reference["last"][bias], err_msg=bias)
 
     assert (got.reference["dropped"] > 0) == (layout.policy is not None)
+    assert all(rank["dropped"] == got.reference["dropped"] for rank in got.ranks)
     for rank in got.ranks:
         assert not any(x.any() for n, x in rank["last"].items() if n.startswith("accu_grads"))
 

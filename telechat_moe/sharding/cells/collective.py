@@ -27,11 +27,13 @@ class Group(NamedTuple):
         name: Name under which it was created.
         size: Members.
         member: Index of this rank among them.
+        ranks: Their global ranks.
     """
 
     name: str
     size: int
     member: int
+    ranks: tuple[int, ...] = ()
 
 
 class SumOverProcesses(nn.Cell):

@@ -5,11 +5,12 @@ F an expert's width, C rows of an expert's buffer, g groups of tokens that share
 """
 
 import math
-from typing import NamedTuple
+import zlib
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.auto_generate import (
     MoeTokenPermute,
     MoeTokenUnpermute,
@@ -19,11 +20,15 @@ from mindspore.ops.auto_generate import (
 
 from telechat_moe.model.dispatch import drops
 from telechat_moe.model.experts import ExpertProducts, Experts
+from telechat_moe.ops.custom import custom_op
 from telechat_moe.ops.permute import (
     AscendPermute,
     AscendUnpermute,
     CapacityPlan,
+    FusedPermute,
+    FusedUnpermute,
     Permute,
+    SortPlan,
     Unpermute,
 )
 from telechat_moe.recipe import ModelConfig
@@ -39,6 +44,7 @@ class DispatchSpec(NamedTuple):
         tensor: Tensor-parallel group if each expert's width is sharded over it, else None.
         scatter: The result is sharded over ``tensor`` by rows (sequence parallel) instead of repeated.
         capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` drops none.
+        dropped: ``[1]`` fp32, the state that counts pairs without a place; None: none is dropped.
     """
 
     config: ModelConfig
@@ -47,6 +53,15 @@ class DispatchSpec(NamedTuple):
     tensor: Group | None = None
     scatter: bool = False
     capacity_tokens: int | None = None
+    dropped: Parameter | None = None
+
+
+def _with_count(x: Any, *others: Any) -> Any:
+    return x, [1]
+
+
+def _with_count_type(x: Any, *others: Any) -> Any:
+    return x, ms.float32
 
 
 class ParallelDispatch(nn.Cell):
@@ -55,13 +70,18 @@ class ParallelDispatch(nn.Cell):
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
         self.products, self.group, self.many = spec.products, spec.group, spec.group.size > 1
-        self.run = Morphed(self.body)
+        self.dropped, self.drops = spec.dropped, spec.dropped is not None
+        self.run = Morphed(self.body, *((_with_count, _with_count_type) if self.drops else ()))
         self.sum_widths = sum_over(spec.tensor, spec.scatter)
+        self.accumulate = ops.AssignAdd()
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return ``[t, H]``; ``experts`` are the weights ``gate_eHF``, ``up_eHF`` and ``down_eFH``."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``[t, H]``, and of dropped pairs this device's share ``[1]``, if they are counted.
+
+        ``experts`` are the weights ``gate_eHF``, ``up_eHF`` and ``down_eFH``.
+        """
         raise NotImplementedError
 
     def body(
@@ -72,17 +92,23 @@ class ParallelDispatch(nn.Cell):
         gate_eHF: Tensor,
         up_eHF: Tensor,
         down_eFH: Tensor,
-    ) -> Tensor:
+    ) -> Any:
         """Return the exchange's result, summed over the shards of an expert's width."""
-        y_tH = self.exchange(x_tH, index_tK, weight_tK, (gate_eHF, up_eHF, down_eFH))
-        return y_tH if self.sum_widths is None else self.sum_widths(y_tH)
+        y_tH, dropped = self.exchange(x_tH, index_tK, weight_tK, (gate_eHF, up_eHF, down_eFH))
+        y_tH = y_tH if self.sum_widths is None else self.sum_widths(y_tH)
+        return (y_tH, dropped) if self.drops else y_tH
 
     def construct(
         self, x_TH: Tensor, index_TK: Tensor, weight_TK: Tensor, experts: Experts
     ) -> Tensor:
         """Return the weighted sum of each token's experts, ``[T, H]``."""
         x_TH = experts.cast(x_TH, experts.carried)
-        return self.run(x_TH, index_TK, weight_TK, *experts.weights())
+        if not self.drops:
+            return self.run(x_TH, index_TK, weight_TK, *experts.weights())
+        y_TH, dropped = self.run(x_TH, index_TK, weight_TK, *experts.weights())
+        if self.training:
+            self.accumulate(self.dropped, dropped)
+        return y_TH
 
 
 class CapacityExchange(ParallelDispatch):
@@ -104,7 +130,11 @@ class CapacityExchange(ParallelDispatch):
         self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
         self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
         self.to_float, self.keep, self.add = ops.Cast(), ops.Mul(), ops.Add()
-        self.at_most, self.less = ops.Minimum(), ops.Less()
+        self.at_most, self.less, self.sub = ops.Minimum(), ops.Less(), ops.Sub()
+        self.select, self.zeros_like = ops.Select(), ops.ZerosLike()
+        self.count = ops.ReduceSum(keep_dims=True)
+        # Devices that share an expert's width have the same tokens.
+        self.share = Tensor(1.0 / (spec.tensor.size if spec.tensor is not None else 1), ms.float32)
 
     def groups_and_capacity(self, tokens: int, top_k: int) -> tuple[int, int]:
         """Return ``(g, C)`` for a device with ``tokens`` tokens."""
@@ -115,20 +145,20 @@ class CapacityExchange(ParallelDispatch):
 
     def fill(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the buffers ``[experts, g * C, H]``, the row of each pair and the weights of those kept.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the buffers ``[experts, g * C, H]``, the row of each pair, the weights of those kept, and the dropped.
 
         Pairs whose index is ``experts`` belong to another device and get no row.
         """
         t, K = index_tK.shape
         H = x_tH.shape[1]
         g, C = self.groups_and_capacity(t, K)
-        slot_tK = index_tK
+        slot_tK, own_tK = index_tK, self.less(index_tK, Tensor(experts, ms.int32))
         if g > 1:
             group_t1 = (np.arange(t, dtype=np.int32) // (t // g))[:, None] * experts
-            slot_tK = self.at_most(
-                self.add(index_tK, Tensor(group_t1.astype(np.int32))), Tensor(g * experts, ms.int32)
-            )
+            slot_tK = self.add(index_tK, Tensor(group_t1.astype(np.int32)))
+            nowhere_tK = self.add(self.zeros_like(index_tK), Tensor(g * experts, ms.int32))
+            slot_tK = self.select(own_tK, slot_tK, nowhere_tK)
         rows = g * experts * C
         row_N, kept_N = self.plan(slot_tK, weight_tK, C, g * experts + 1)
         row_N = self.at_most(row_N, Tensor(rows, ms.int32))
@@ -136,8 +166,10 @@ class CapacityExchange(ParallelDispatch):
         x_PH, _ = self.split(self.permute(x_tH, row_N, rows + 1, kept_N), (rows, 1), 0)
         x_gECH = self.reshape(x_PH, (g, experts, C, H))
         kept_tK = self.reshape(self.to_float(kept_N, ms.float32), (t, K))
+        lost_tK = self.sub(self.to_float(own_tK, ms.float32), kept_tK)
+        dropped = self.keep(self.count(self.reshape(lost_tK, (-1,)), 0), self.share)
         buffer = self.reshape(self.transpose(x_gECH, (1, 0, 2, 3)), (experts, g * C, H))
-        return buffer, row_N, self.keep(weight_tK, kept_tK)
+        return buffer, row_N, self.keep(weight_tK, kept_tK), dropped
 
     def empty(self, y_EPH: Tensor, row_N: Tensor, weight_tK: Tensor, experts: int) -> Tensor:
         """Return each token's weighted sum of its rows ``[t, H]``; the inverse of :meth:`fill`."""
@@ -162,15 +194,15 @@ class AllToAllDispatch(CapacityExchange):
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`ParallelDispatch.exchange`."""
-        buffer, row_N, weight_tK = self.fill(x_tH, index_tK, weight_tK, self.num_experts)
+        buffer, row_N, weight_tK, dropped = self.fill(x_tH, index_tK, weight_tK, self.num_experts)
         if self.many:
             buffer = self.send(buffer)
         buffer = self.products(buffer, *experts)
         if self.many:
             buffer = self.bring_back(buffer)
-        return self.empty(buffer, row_N, weight_tK, self.num_experts)
+        return self.empty(buffer, row_N, weight_tK, self.num_experts), dropped
 
 
 class AllGatherDispatch(CapacityExchange):
@@ -188,12 +220,10 @@ class AllGatherDispatch(CapacityExchange):
             self.gather_weight = ops.AllGather(group.name)
             self.scatter_sum = ops.ReduceScatter(ops.ReduceOp.SUM, group.name)
         self.zero = Tensor(0, ms.int32)
-        self.sub, self.select = ops.Sub(), ops.Select()
-        self.zeros_like = ops.ZerosLike()
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`ParallelDispatch.exchange`."""
         if self.many:
             x_tH, index_tK = self.gather(x_tH), self.gather_index(index_tK)
@@ -204,10 +234,10 @@ class AllGatherDispatch(CapacityExchange):
         local_tK = self.select(
             below_tK, self.add(self.zeros_like(local_tK), self.no_expert), local_tK
         )
-        buffer, row_N, weight_tK = self.fill(x_tH, local_tK, weight_tK, self.local)
+        buffer, row_N, weight_tK, dropped = self.fill(x_tH, local_tK, weight_tK, self.local)
         buffer = self.products(buffer, *experts)
         y_tH = self.empty(buffer, row_N, weight_tK, self.local)
-        return self.scatter_sum(y_tH) if self.many else y_tH
+        return (self.scatter_sum(y_tH) if self.many else y_tH), dropped
 
 
 class AllToAllVDispatch(ParallelDispatch):
@@ -237,11 +267,11 @@ class AllToAllVDispatch(ParallelDispatch):
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`ParallelDispatch.exchange`."""
         x_PH, row_N, size_E = self.permute(x_tH, index_tK)
         if not self.many:
-            return self.unpermute(self.products(x_PH, *experts, size_E), row_N, weight_tK)
+            return self.unpermute(self.products(x_PH, *experts, size_E), row_N, weight_tK), None
         P, H = x_PH.shape
         size_Re = self.to_float(self.reshape(size_E, (self.group.size, self.local)), ms.float32)
         got_Re = self.exchange_sizes(size_Re)
@@ -255,4 +285,87 @@ class AllToAllVDispatch(ParallelDispatch):
         y_QH = self.products(x_QH, *experts, size_e)
         y_QH = self.restore_rows(y_QH, row_Q, None, False, None)
         y_PH = self.reshape(self.bring_back(self.reshape(y_QH, (-1,)), got_R, sent_R), (P, H))
-        return self.unpermute(y_PH, row_N, weight_tK)
+        return self.unpermute(y_PH, row_N, weight_tK), None
+
+
+class RowsToExperts(nn.Cell):
+    """Bring rows that are sorted by expert to the devices of their experts, sorted there by expert and then by sender.
+
+    CPU processes only: the native library exchanges exactly these rows and their numbers (``ops/csrc/link.cc``).
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(auto_prefix=False)
+        self.there, self.back = _exchanges(group)
+
+    def construct(self, x_PH: Tensor, size_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows ``[P R, H]``, how many each expert has ``[e]``, and by sender ``[R e]``.
+
+        There is room for the worst routing; rows of zeros at the end count as the last expert's.
+        """
+        return self.there(x_PH, size_E)
+
+    def bprop(
+        self, x_PH: Tensor, size_E: Tensor, out: tuple[Tensor, ...], dout: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients' way back."""
+        return self.back(dout[0], size_E, out[2]), ops.zeros_like(size_E)
+
+
+class RowsFromExperts(nn.Cell):
+    """The inverse of :class:`RowsToExperts`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(auto_prefix=False)
+        self.there, self.back = _exchanges(group)
+
+    def construct(self, y_QH: Tensor, size_E: Tensor, got_E: Tensor) -> Tensor:
+        """Return ``[P, H]``; the numbers are what :class:`RowsToExperts` took and gave."""
+        return self.back(y_QH, size_E, got_E)
+
+    def bprop(
+        self, y_QH: Tensor, size_E: Tensor, got_E: Tensor, out: Tensor, dout: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send the gradients to the experts."""
+        return self.there(dout, size_E)[0], ops.zeros_like(size_E), ops.zeros_like(got_E)
+
+
+def _rows_and_sizes(x: Any, sizes: Any) -> Any:
+    return x, sizes, sizes
+
+
+def _rows(y: Any, *sizes: Any) -> Any:
+    return y
+
+
+def _exchanges(group: Group) -> tuple[ops.Custom, ops.Custom]:
+    """Return the way to the experts and the way back."""
+    ranks, member = group.ranks, group.member
+    tag = -1 - zlib.crc32(group.name.encode())  # messages of a pipeline have positive ones
+    there = custom_op("MoeDispatch", _rows_and_sizes, 3, ranks=ranks, member=member, tag=tag)
+    return there, custom_op("MoeCombine", _rows, ranks=ranks, member=member, tag=tag)
+
+
+class RoutedRowsDispatch(ParallelDispatch):
+    """What :class:`AllToAllVDispatch` does, on CPU processes: exactly the rows that were routed travel."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        self.plan = SortPlan(spec.config.n_routed_experts)
+        self.permute, self.unpermute = FusedPermute(), FusedUnpermute()
+        if self.many:
+            self.send, self.bring_back = RowsToExperts(spec.group), RowsFromExperts(spec.group)
+
+    def exchange(
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`ParallelDispatch.exchange`."""
+        row_N, pair_P, size_E = self.plan(index_tK)
+        x_PH = self.permute(x_tH, pair_P, row_N)
+        if not self.many:
+            y_PH = self.products(x_PH, *experts, size_E)
+            return self.unpermute(y_PH, pair_P, row_N, weight_tK), None
+        x_QH, size_e, got_E = self.send(x_PH, size_E)
+        y_QH = self.products(x_QH, *experts, size_e)
+        y_PH = self.bring_back(y_QH, size_E, got_E)
+        return self.unpermute(y_PH, pair_P, row_N, weight_tK), None

@@ -1,0 +1,113 @@
+"""Rows to their experts and back between devices, against their definition in NumPy, for every number of devices."""
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telechat_moe.ops import native
+from telechat_moe.ops.native import Kernel, NativeError
+from telechat_moe.ops.permute import permute_reference
+
+WIDTH, MOST = 3, 8
+
+
+def peer(member: int, other: int) -> int:
+    """Return the number by which a member knows another; all are in this process."""
+    return 2000 + member * MOST + other
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends() -> None:
+    for a in range(MOST):
+        for b in range(a):
+            first, second = socket.socketpair()
+            native.load().telechat_link(peer(a, b), first.detach())
+            native.load().telechat_link(peer(b, a), second.detach())
+
+
+def attributes(member: int, members: int) -> dict[str, int | list[int]]:
+    return {"ranks": [peer(member, r) for r in range(members)], "member": member, "tag": -5}
+
+
+def dispatch(member: int, members: int, x: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    rows = np.full((len(x) * members, WIDTH), np.nan, x.dtype)
+    out = [rows, np.full(len(sizes) // members, -1, np.int32), np.full(len(sizes), -1, np.int32)]
+    Kernel("MoeDispatch", attributes(member, members))([x, sizes], out)
+    return out
+
+
+def combine(member: int, members: int, y: np.ndarray, *sizes: np.ndarray) -> np.ndarray:
+    out = np.full((len(y) // members, WIDTH), np.nan, y.dtype)
+    Kernel("MoeCombine", attributes(member, members))([y, *sizes], [out])
+    return out
+
+
+@given(
+    st.integers(1, MOST),
+    st.integers(1, 3),
+    st.integers(0, 9),
+    st.sampled_from([np.float32, np.float16]),
+    st.sampled_from(["any", "one", "own"]),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=60)
+def test_rows_reach_their_experts_and_come_back(members, each, tokens, dtype, routing, random):
+    experts = members * each
+    choose = {"any": experts, "one": 1, "own": each}[
+        routing
+    ]  # the last: few experts, on one device
+    index = [
+        np.array([random.randrange(choose) for _ in range(tokens)], np.int32).reshape(-1, 1)
+        for _ in range(members)
+    ]
+    rows = [
+        (np.arange(tokens * WIDTH).reshape(-1, WIDTH) + 100 * r + 1).astype(dtype)
+        for r in range(members)
+    ]
+    sent = [permute_reference(x, i)[0] for x, i in zip(rows, index, strict=True)]
+    sizes = [np.bincount(i.reshape(-1), minlength=experts).astype(np.int32) for i in index]
+    every = range(members)
+    with ThreadPoolExecutor(members) as pool:
+        got = list(pool.map(lambda r: dispatch(r, members, sent[r], sizes[r]), every))
+        back = list(pool.map(lambda r: combine(r, members, got[r][0], sizes[r], got[r][2]), every))
+    for r in every:
+        own = range(r * each, (r + 1) * each)
+        wanted = [x[i[:, 0] == e] for e in own for x, i in zip(rows, index, strict=True)]
+        wanted = np.concatenate(wanted)
+        np.testing.assert_array_equal(got[r][0][: len(wanted)], wanted)
+        assert not got[r][0][len(wanted) :].any()
+        counts = np.array([s[list(own)] for s in sizes])
+        np.testing.assert_array_equal(got[r][2].reshape(counts.shape), counts)
+        np.testing.assert_array_equal(got[r][1][:-1], counts.sum(0)[:-1])
+        assert got[r][1].sum() == len(got[r][0])
+        np.testing.assert_array_equal(back[r], sent[r])
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    x = np.zeros((4, WIDTH), np.float32)
+    with pytest.raises(NativeError, match="2 experts on 2 devices have 5 of 4 rows"):
+        dispatch(0, 2, x, np.array([2, 3], np.int32))
+    with pytest.raises(NativeError, match="expert 1 has -1 rows"):
+        dispatch(0, 2, x, np.array([5, -1], np.int32))
+    with pytest.raises(NativeError, match="sizes of 3 rows, and 8 rows"):
+        combine(0, 2, np.zeros((8, WIDTH), np.float32), *[np.array([2, 1], np.int32)] * 2)
+
+
+def test_devices_that_disagree_about_the_width_are_told_so() -> None:
+    """Rank 1 has wider rows: what it sends cannot be the rows that it announces."""
+    sizes = np.array([1, 1], np.int32)
+
+    def wide() -> None:
+        out = [np.zeros((4, 8), np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
+        with pytest.raises(NativeError, match="sent 16 bytes for 1 of 2 rows"):
+            Kernel("MoeDispatch", attributes(1, 2))([np.zeros((2, 8), np.float32), sizes], out)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(wide)
+        with pytest.raises(NativeError, match="sent 36 bytes for 1 of 2 rows"):
+            dispatch(0, 2, np.zeros((2, WIDTH), np.float32), sizes)
+        done.result()
