@@ -175,3 +175,20 @@ def test_accumulation_without_stages_computes_what_one_process_does(
     changes |= {"runner_config__batch_size": 1, "model__model_config__batch_size": 1}
     given = arguments(data, tmp_path / "run", 2, **changes)
     assert main([*given, "--steps", "4", "--compare"]) == 0
+
+
+@pytest.mark.slow
+def test_routed_rows_travel_alone(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dropless exchange as on Ascend: no padded buffers, and one process computes the same."""
+    routed = {**DP2_EP2, "telechat_moe__sharding__dispatcher": "alltoallv"}
+    given = arguments(data, tmp_path / "run", 2, **routed)
+    more = ["--steps", "2", "--compare", "--json", str(tmp_path / "report.json")]
+    assert main([*given, *more]) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "report.json").read_text())["differences"]
+    rewritten = {row["ascend"]: row["count"] for row in found["collectives"]}
+    assert rewritten["AlltoAllV"] > 0
+    assert "AlltoAll" not in rewritten
+    assert "native library" in {r["ascend"]: r["cpu"] for r in found["operators"]}["GroupedMatmul"]
+    assert "the rows that the routing says" in found["dispatch"]
