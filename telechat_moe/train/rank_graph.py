@@ -9,6 +9,7 @@ from mindspore.common.initializer import initializer
 
 from telechat_moe.graph.compile import Built, RankGraph, compile_ranks
 from telechat_moe.model import CausalLM
+from telechat_moe.model.dispatch import drops
 from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
@@ -113,6 +114,7 @@ def build_step(
             bias_rate=config.moe_router_bias_update_rate if use_bias else 0.0,
             shared_graph=shared_graph,
             elsewhere=[p for p in model.trainable_params() if not placement.is_here(p)],
+            drops=drops(config) and len(routers) > 0,
             droppers=[
                 cell
                 for _, cell in model.cells_and_names()

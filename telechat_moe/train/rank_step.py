@@ -50,7 +50,8 @@ class RankStep(UpdateStep):
         routers: Routers of this stage with their positions among all.
         router_count: Routers of the whole model.
         experts: Experts of each.
-        droppers: Dispatches of this stage that drop pairs.
+        drops: Pairs are dropped, and counted.
+        droppers: Dispatches of this stage, if so.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
@@ -76,6 +77,7 @@ class RankStep(UpdateStep):
         bias_rate: float = 0.0,
         shared_graph: bool = False,
         elsewhere: Sequence[Parameter] = (),
+        drops: bool = False,
         droppers: Sequence[ParallelDispatch] = (),
     ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
@@ -107,8 +109,9 @@ class RankStep(UpdateStep):
         self.sum_squares, self.sum_losses = ops.AllReduce(), ops.AllReduce()
         self.sum_loads = ops.AllReduce()
         self.rate, self.epsilon, self.decay = (_scalar(name) for name in SCHEDULE)
-        # A row for each router of the model, and one that begins with the number of dropped pairs.
-        places = np.eye(router_count + 1, dtype=np.float32)[:, :, None]
+        # A row for each router of the model, and, if there are any, one that begins with the number of dropped pairs.
+        self.drops, self.count_rows = drops, max(1, router_count + drops)
+        places = np.eye(self.count_rows, dtype=np.float32)[:, :, None]
         self.rows = tuple(Tensor(places[row]) for row, _ in routers)
         self.last_row = Tensor(places[-1] * np.eye(1, experts, dtype=np.float32))
         self.droppers = nn.CellList(list(droppers), auto_prefix=False)
@@ -160,7 +163,7 @@ class RankStep(UpdateStep):
 
     def take_loads(self, losses: Tensor) -> tuple[Tensor, Tensor]:
         """Return what routers ``[layers, E]`` and dispatches ``[1]`` of all devices counted, and clear the counters."""
-        nothing = ops.zeros((self.router_count + 1, self.experts), ms.float32)
+        nothing = ops.zeros((self.count_rows, self.experts), ms.float32)
         counted = (self.depend(nothing, losses),)
         for i in range(len(self.routers)):
             load_E = self.depend(self.routers[i].expert_load, losses)
@@ -173,4 +176,6 @@ class RankStep(UpdateStep):
             self.assign(router.expert_load, self.depend(self.zeros_like(router.expert_load), loads))
         for dispatch in self.droppers:
             self.assign(dispatch.dropped, self.depend(self.zeros_like(dispatch.dropped), loads))
-        return loads[: max(1, self.router_count)], loads[self.router_count, :1]
+        if not self.drops:
+            return loads, self.zeros(losses[:1])
+        return loads[: self.router_count], loads[self.router_count, :1]
