@@ -83,7 +83,9 @@ def read(folder: Path, case: run.Case) -> Found:
     return Found(case, reference, ranks, Job.read(place))
 
 
-def whole(found: Found, state: str, names: Iterable[str]) -> dict[str, np.ndarray]:
+def whole(
+    found: Found, pieces: Sequence[dict[str, np.ndarray]], names: Iterable[str]
+) -> dict[str, np.ndarray]:
     """Return whole tensors from the pieces of all ranks.
 
     Copies must be equal to the last bit, except where something is done wrong on purpose.
@@ -93,10 +95,10 @@ def whole(found: Found, state: str, names: Iterable[str]) -> dict[str, np.ndarra
     for name in names:
         shape = given[name].shape
         tensor, seen = np.full(shape, np.nan, np.float32), {}
-        for rank, held in enumerate(found.ranks):
-            if name not in held[state]:
+        for rank, held in enumerate(pieces):
+            if name not in held:
                 continue
-            piece = held[state][name]
+            piece = held[name]
             where = shard_slices(shape, found.job.ranks[rank], name)
             where = where or tuple(slice(0, n) for n in shape)
             key = tuple((s.start, s.stop) for s in where)
@@ -129,18 +131,43 @@ def steps(ranks: Sequence[dict[str, Any]], part: int) -> np.ndarray:
 def weights(found: Found) -> dict[str, np.ndarray]:
     """Return the model's tensors after the last step; the counter of dropped pairs stays in one process."""
     names = [name for name in found.reference["last"] if not name.endswith(".dropped")]
-    return whole(found, "last", names)
+    return whole(found, [rank["last"] for rank in found.ranks], names)
+
+
+def states(found: Found) -> list[tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Return weights and moments after each of the first steps: whole tensors of the ranks, and of one process."""
+    return [
+        (whole(found, [rank["states"][s] for rank in found.ranks], expected), expected)
+        for s, expected in enumerate(found.reference["states"])
+    ]
+
+
+def gradients(found: Found, side: int) -> list[dict[str, np.ndarray]]:
+    """Return the clipped gradients of the first steps, float64, of one side of :func:`states`.
+
+    They follow from the first moments: ``m' = beta m + c g``.
+    """
+    prefix = run.MOMENTS[found.case.optimizer][0] + "."
+    beta = run.BETAS[0]
+    scale = 1 - beta if found.case.optimizer == "adamw" else 1.0
+    result, before = [], {}
+    for pair in states(found):
+        moments = {n: x.astype(np.float64) for n, x in pair[side].items() if n.startswith(prefix)}
+        result.append({n: (x - beta * before.get(n, 0.0)) / scale for n, x in moments.items()})
+        before = moments
+    return result
 
 
 def errors(found: Found) -> dict[str, float]:
-    """Return the largest relative errors: losses, gradients of the first step, weights after the last."""
+    """Return the largest relative errors: losses, gradients of the first step and of later ones, weights after the last."""
     ours = steps(found.ranks, LOSSES)
     reference = np.array([step[LOSSES] for step in found.reference["steps"][: len(ours)]])
     scale = np.where(reference == 0, 1.0, np.abs(reference))
     measured = {"loss": float(np.max(np.abs(ours - reference) / scale))}
-    first, given = whole(found, "first", found.reference["first"]), found.reference
-    measured["gradient"] = max(difference(first[n], given["first"][n]) for n in first)
-    if len(ours) == len(given["steps"]):
-        last = weights(found)
-        measured["weight"] = max(difference(last[n], given["last"][n]) for n in last)
+    pairs = zip(gradients(found, 0), gradients(found, 1), strict=True)
+    measured["gradient"], *later = (max(difference(a[n], b[n]) for n in b) for a, b in pairs)
+    measured["later gradient"] = max(later)
+    if len(ours) == len(found.reference["steps"]):
+        last, expected = weights(found), found.reference["last"]
+        measured["weight"] = max(difference(last[n], expected[n]) for n in last)
     return measured

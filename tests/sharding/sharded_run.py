@@ -22,6 +22,8 @@ import numpy as np
 from telechat_moe.recipe import load
 
 LENGTH, STEPS, RATE = 16, 10, 3e-3
+RECORDED = 3  # steps whose states are compared
+BETAS = (0.9, 0.95)
 MOMENTS = {"momentum": ("momentum",), "adamw": ("adam_m", "adam_v")}
 
 
@@ -327,7 +329,7 @@ def make_optimizer(kind: str):
 
     if kind == "momentum":
         return lambda params: Momentum(params)
-    return lambda params: AdamW(params, (0.9, 0.95), 1e-8, 0.1)
+    return lambda params: AdamW(params, BETAS, 1e-8, 0.1)
 
 
 # ------------------------------------------------------------------ compile
@@ -384,7 +386,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
             step = TrainStep(model, optimizer, 1.0, micro, rate)
             step.set_train()
         start = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
-        rows, found = batches(case, folder), {"start": start, "batches": None, "steps": []}
+        rows, found = batches(case, folder), {"start": start, "steps": [], "states": []}
         size, prefixes = layout.sequences, MOMENTS[case.optimizer]
         for s, batch in enumerate(rows):
             parts = [
@@ -398,11 +400,9 @@ def reference(folder: Path, cases: list[Case]) -> None:
             answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
             found["steps"].append((*answer, bool(applied.asnumpy())))
             found["dropped"] = found.get("dropped", 0.0) + float(dropped.asnumpy()[0])
-            if s == 0:
-                found["first"] = {
-                    p.name: p.asnumpy().copy() for p in optimizer.get_parameters()
-                    if p.name.split(".")[0] == prefixes[0]
-                }  # fmt: skip
+            if s < RECORDED:
+                states = (*model.trainable_params(), *optimizer.get_parameters())
+                found["states"].append({p.name: p.asnumpy().copy() for p in states})
         found["last"] = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
         for p in model.trainable_params():
             for prefix in (*prefixes, "accu_grads"):
@@ -431,17 +431,14 @@ def work(folder: Path, cases: list[Case]) -> None:
         program = RankProgram(Job.read(folder / case.folder), rank, made)
         program.set_parameters(given["start"])
         scalars = make_scalars(case.optimizer)
-        found = {"steps": []}
+        found = {"steps": [], "states": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
             losses, norm, applied, loads, dropped = program(*scalars(s + 1), *map(Tensor, batch))
             answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
             found["steps"].append((*answer, bool(applied.asnumpy())))
             found["dropped"] = found.get("dropped", 0.0) + float(dropped.asnumpy()[0])
-            if s == 0:
-                prefix = MOMENTS[case.optimizer][0]
-                found["first"] = {
-                    name: x for name, x in program.shards().items() if name.split(".")[0] == prefix
-                }
+            if s < RECORDED:
+                found["states"].append(program.shards())
         found["last"] = program.shards()
         (folder / case.folder / f"out_{rank}.pickle").write_bytes(pickle.dumps(found))
 
