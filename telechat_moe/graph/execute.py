@@ -12,6 +12,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.graph.compile import RankGraph
 from telechat_moe.graph.links import link
 from telechat_moe.graph.mindir import kinds
+from telechat_moe.graph.reorder import Pass, in_order
 from telechat_moe.graph.rewrite import for_cpu
 
 # Parameters that a step reads and the host sets before each call.
@@ -45,18 +46,28 @@ class Job:
     operators: list[dict[str, int]]
 
     @staticmethod
-    def write(folder: Path, graphs: Sequence[RankGraph]) -> "Job":
+    def write(
+        folder: Path,
+        graphs: Sequence[RankGraph],
+        orders: Mapping[int, Sequence[Pass]] | None = None,
+    ) -> "Job":
         """Rewrite the graphs of all ranks for CPU and write them.
 
+        Args:
+            orders: For each rank the order of its passes; None: MindSpore's.
+
         Raises:
-            BadInputError: A rank waits for a message that none sends.
+            BadInputError: A rank waits for a message that none sends, or an order is none of its graph's passes.
         """
         folder.mkdir(parents=True, exist_ok=True)
         groups: dict[str, list[int]] = {}
         light, counts, operators = [], [], []
         sent, received = set[Letter](), set[Letter]()
         for graph in graphs:
-            rewritten = for_cpu(graph.mindir, graph.rank, graph.groups)
+            mindir = graph.mindir
+            if orders is not None:
+                mindir = in_order(mindir, orders[graph.rank])
+            rewritten = for_cpu(mindir, graph.rank, graph.groups)
             (folder / f"rank_{graph.rank}.mindir").write_bytes(rewritten.mindir)
             groups.update({name: list(ranks) for name, ranks in graph.groups.items()})
             light.append(replace(graph, mindir=b""))

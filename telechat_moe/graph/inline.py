@@ -5,11 +5,11 @@ and a closure, the backward with what it needs. MindSpore's CPU backend calls no
 chooses from stay functions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.mindir import Editor, Model, find_value
+from telechat_moe.graph.mindir import Editor, Model, find_value, output_shapes
 
 WRITES = ("Assign", "AssignAdd")
 
@@ -26,16 +26,23 @@ _Value = str | _Closure | tuple["_Value", ...]
 
 
 def inlined(mindir: bytes) -> bytes:
-    """Return a serialised graph without calls; see :func:`inline_calls`."""
+    """Return a serialised graph without calls; see :func:`inline`."""
     model = Model(mindir)
-    inline_calls(model)
+    inline(model)
     return model.proto.SerializeToString()
 
 
-def inline_calls(model: Model) -> None:
+def inline(model: Model) -> None:
+    """Replace the calls in the main graph, and keep the order of writes that they had."""
+    if inline_calls(model):
+        order_writes(model)
+
+
+def inline_calls(model: Model) -> Mapping[str, str]:
     """Replace the calls in the main graph by the nodes of the functions, in the order of the calls.
 
-    What writes a parameter waits for the write before it: in the front end's graph the order of the calls says so.
+    Returns:
+        For each node of a call, the name that the call had in the main graph.
 
     Raises:
         BadInputError: The graph calls what is no function of it.
@@ -43,7 +50,7 @@ def inline_calls(model: Model) -> None:
     main = model.proto.graph
     functions = {function.name for function in model.proto.functions}
     if not any(node.op_type.removeprefix("REF::") in functions for node in main.node):
-        return  # no micro-batches share a function; what a Switch chooses is called by another name
+        return {}  # no micro-batches share a function; what a Switch chooses is called by another name
     inliner = _Inliner(model)
     result = inliner.run(main, {})
     main.output[0].name = inliner.name_of(result)
@@ -53,6 +60,27 @@ def inline_calls(model: Model) -> None:
     kept = [function for function in model.proto.functions if function.name in called]
     del model.proto.functions[:]
     model.proto.functions.extend(kept)
+    return inliner.call_of
+
+
+def order_writes(model: Model) -> None:
+    """Let each write of a parameter wait for the one before it: in the front end's graph the order of the calls says so."""
+    main = model.proto.graph
+    fresh, written = type(main)(), dict[str, str]()
+    editor = Editor(model, fresh.node)
+    for node in main.node:
+        primitive = model.primitive(node)
+        if primitive is not None and primitive.op_type in WRITES:
+            before = written.get(node.input[0])
+            if before is not None:
+                depend = editor.primitive("Depend", side_effect_propagate=1)
+                (shape, element), *_ = output_shapes(node)
+                inputs = [node.input[1], before]
+                node.input[1] = editor.node(depend, inputs, shape, element, node.domain)
+            written[node.input[0]] = node.name
+        fresh.node.add().CopyFrom(node)
+    del main.node[:]
+    main.node.extend(fresh.node)
 
 
 def _is_call(model: Model, node: Any) -> bool:
@@ -69,7 +97,8 @@ class _Inliner:
         # Functions share constants, each written where MindSpore met it first.
         nodes = (node for graph in model.graphs() for node in graph.node)
         self.constants = {node.name: node for node in nodes if node.op_type == "Constant"}
-        self.written: dict[str, str] = {}
+        self.call = ""
+        self.call_of: dict[str, str] = {}
 
     def run(self, graph: Any, known: dict[str, _Value]) -> _Value:
         """Add the nodes of a graph whose inputs are ``known``; return its output."""
@@ -88,7 +117,9 @@ class _Inliner:
             if _is_call(self.model, node):
                 callee = self._value(node.op_type.removeprefix("REF::"), known)
                 if isinstance(callee, _Closure):
+                    outer, self.call = self.call, self.call or node.name
                     known[node.name] = self._call(callee, inputs)
+                    self.call = outer
                     continue
             elif kind == "Partial" and node.name not in chosen:
                 function, *given = inputs
@@ -136,27 +167,15 @@ class _Inliner:
         for constant in names:
             if constant in self.constants and constant not in self.present:
                 self._add(self.constants[constant], [], "")
-        primitive = self.model.primitive(node)
-        if primitive is not None and primitive.op_type in WRITES:
-            names[1] = self._after_write(node, names)
-            self.written[names[0]] = name
         self.present.add(name)
         added = self.fresh.node.add()
         added.CopyFrom(node)
         added.name = name
         added.output[:] = [name]
         added.input[:] = names
+        if self.call and node.op_type != "Constant":
+            self.call_of[name] = self.call
         return name
-
-    def _after_write(self, node: Any, names: Sequence[str]) -> str:
-        """Return what is written, made to wait for the last write of the same parameter."""
-        before = self.written.get(names[0])
-        if before is None:
-            return names[1]
-        depend = self.editor.primitive("Depend", side_effect_propagate=1)
-        tensor = node.attribute[0].tensors[0]
-        shape, element = list(tensor.dims), tensor.data_type
-        return self.editor.node(depend, [names[1], before], shape, element, node.domain)
 
     def name_of(self, value: _Value) -> str:
         """Return the node of a value; of a closure its function, of a tuple with closures a tuple of its nodes."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from telechat_moe.errors import BadInputError
-from telechat_moe.graph.inline import inline_calls
+from telechat_moe.graph.inline import inline
 from telechat_moe.graph.mindir import COLLECTIVES, PEER, Editor, Model, Operation
 from telechat_moe.ops import native
 
@@ -199,7 +199,7 @@ def for_cpu(mindir: bytes, rank: int, groups: Mapping[str, Sequence[int]]) -> Re
         BadInputError: A collective has no static form (AlltoAllV) or an unknown group.
     """
     model = Model(mindir)
-    inline_calls(model)
+    inline(model)
     counts: dict[str, int] = {}
     messages: dict[str, set[Message]] = {"Send": set(), "Receive": set()}
     for graph in model.graphs():

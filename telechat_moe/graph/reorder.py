@@ -1,0 +1,255 @@
+"""Impose a pipeline schedule on a rank's graph: its passes in another order, dX and dW apart.
+
+MindSpore's front end calls a function for the forward (F) and one for the backward of each micro-batch and chunk. Here
+the calls are inlined already. Of a backward, dX (D) is what feeds a message to another stage or the gradients of
+several weights, and dW (W) what feeds the gradient of one weight only. Each weight adds up its gradients in MindSpore's
+own order, whatever the order of the passes: sums have the same bits.
+
+Between two passes there is a token: it waits for the one, and the other waits for it. MindSpore runs kernels in any
+order that their inputs allow.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.inline import WRITES, inline_calls, order_writes
+from telechat_moe.graph.mindir import Editor, Model, Operation, find_value
+from telechat_moe.graph.nodes import Graph, data_inputs
+from telechat_moe.graph.schedule import Event, pass_of
+from telechat_moe.ops import native
+
+Pass = tuple[str, int, int]
+"""``F``, ``D``, ``W`` or ``B`` (D, then W); chunk of the stage; micro-batch."""
+SUMS = "accu_grads."
+FLOAT32 = 1
+# They compute nothing, or MindSpore's backend drops them, so a token does not hold them back.
+_LIGHT = ("Load", "UpdateState", "TupleGetItem", "MakeTuple", "Depend")
+
+
+def in_order(mindir: bytes, order: Sequence[Pass]) -> bytes:
+    """Return a serialised graph without calls, its passes in an order; see :func:`impose`."""
+    model = Model(mindir)
+    passes = passes_of_calls(model)
+    calls = inline_calls(model)
+    impose(model, {node: passes[call] for node, call in calls.items()}, order)
+    order_writes(model)
+    return model.proto.SerializeToString()
+
+
+def passes_of_calls(model: Model) -> dict[str, Event]:
+    """Return the forward or backward that each call in the main graph is."""
+    graph = Graph(model, model.proto.graph)
+    return {name: pass_of(graph, name) for name in graph.calls}
+
+
+def impose(model: Model, passes: Mapping[str, Event], order: Sequence[Pass]) -> None:
+    """Put the passes of the main graph into an order.
+
+    Args:
+        model: Without calls (:func:`telechat_moe.graph.inline.inline_calls`).
+        passes: For each node of a call, what the call was.
+        order: All passes of the stage.
+
+    Raises:
+        BadInputError: The order lacks a pass, has one twice, or has it before one that it needs.
+    """
+    _Orderer(model, passes).run(order)
+
+
+def _show(one: Pass) -> str:
+    return f"{one[0]}(chunk {one[1]} of the stage, micro-batch {one[2]})"
+
+
+class _Orderer:
+    def __init__(self, model: Model, passes: Mapping[str, Event]) -> None:
+        self.model, self.main = model, model.proto.graph
+        self.nodes: dict[str, Any] = {node.name: node for node in self.main.node}
+        kinds = ((name, model.primitive(node)) for name, node in self.nodes.items())
+        self.kinds = {name: p.op_type if p is not None else "" for name, p in kinds}
+        self.passes = passes
+        self._free()
+        self.sums = self._sums()
+        self.pass_of = self._classify()
+        self.members: dict[Pass, list[str]] = defaultdict(list)
+        for name in self.nodes:
+            if name in self.pass_of:
+                self.members[self.pass_of[name]].append(name)
+        self.fresh = type(self.main)()
+        self.editor = Editor(model, self.fresh.node)
+        self.done: set[str] = set()
+        self.token, self.tokens = "", 0
+
+    def _free(self) -> None:
+        """Remove the edges by which MindSpore puts passes and messages into its own order, and tuples of results."""
+        needed: set[str] = set()
+        for name in reversed(self.nodes):
+            if name in needed or name in self.passes or self.kinds[name] in ("Send", "Receive"):
+                needed.update(self.nodes[name].input)
+        same: dict[str, str] = {}
+        for name, node in list(self.nodes.items()):
+            node.input[:] = [same.get(i, i) for i in node.input]
+            ordering = self.kinds[name] == "Depend" and name in needed and name not in self.passes
+            if ordering:
+                same[name] = node.input[0]
+            elif (
+                self.kinds[name] == "TupleGetItem" and self.kinds.get(node.input[0]) == "MakeTuple"
+            ):
+                item = find_value(self.nodes[node.input[1]].attribute, "value")
+                same[name] = self.nodes[node.input[0]].input[item]
+            else:
+                continue
+            del self.nodes[name]
+        out = self.main.output[0]
+        out.name = same.get(out.name, out.name)
+
+    def _sums(self) -> dict[str, list[str]]:
+        """Return the additions to each weight's gradient, in MindSpore's order."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.passes:
+            if self.kinds[name] in WRITES and SUMS in self.nodes[name].input[0]:
+                found[self.nodes[name].input[0]].append(name)
+        return found
+
+    def _classify(self) -> dict[str, Pass]:
+        """Return the pass of each node that belongs to one; additions to gradients are no part of any."""
+        feeds: dict[str, set[str]] = defaultdict(set)  # the weights behind a node, or a message
+        found: dict[str, Pass] = {}
+        additions = {name for names in self.sums.values() for name in names}
+        for name in reversed(self.nodes):
+            node, kind = self.nodes[name], self.kinds[name]
+            if name in additions:
+                feeds[node.input[1]].add(node.input[0])
+                continue
+            event = self.passes.get(name)
+            if kind in ("Send", "Receive"):
+                found[name] = self._of_message(node)
+            if kind == "Send" and found[name][0] == "D":
+                feeds[name] = {"a message", "another"}
+            for source in data_inputs(kind, node.input):
+                if feeds[name]:
+                    feeds[source] |= feeds[name]
+            if event is not None and event.kind == "F":
+                found[name] = ("F", event.chunk, event.micro)
+            elif event is not None and feeds[name]:
+                found[name] = ("D" if len(feeds[name]) > 1 else "W", event.chunk, event.micro)
+        return found
+
+    def _of_message(self, node: Any) -> Pass:
+        operation = Operation("", node, self.model.primitive(node))
+        marks = (*node.node_attr, *node.primal_attr)
+        backward = node.domain.startswith("Gradients") or operation.attribute("is_bp")
+        micro, chunk = (
+            operation.attribute(name) or find_value(marks, name) or 0 for name in ("micro", "chunk")
+        )
+        return ("D" if backward else "F", chunk, micro)
+
+    def run(self, order: Sequence[Pass]) -> None:
+        done: set[Pass] = set()
+        for kind, *where in order:
+            for letter in "DW" if kind == "B" else kind:
+                one: Pass = (letter, where[0], where[1])
+                if one in done:
+                    raise BadInputError(f"the schedule has {_show(one)} twice")
+                done.add(one)
+                if letter == "F" and one not in self.members:
+                    raise BadInputError(f"the graph has no {_show(one)}")
+                self._add_pass(one)
+                if letter == "W":
+                    self._add_sums()
+        missing = min(self.members.keys() - done, default=None)
+        if missing is not None:
+            raise BadInputError(f"the schedule lacks {_show(missing)}")
+        self._add(self.nodes, None)
+        del self.main.node[:]
+        self.main.node.extend(self.fresh.node)
+
+    def _add_pass(self, one: Pass) -> None:
+        self._add(self.members.get(one, ()), one)
+
+    def _add_sums(self) -> None:
+        """Add to the gradients what is there by now."""
+        ready: list[str] = []
+        for weight, additions in self.sums.items():
+            while additions and self.nodes[additions[0]].input[1] in self.done:
+                ready.append(additions[0])
+                self.sums[weight] = additions = additions[1:]
+        for name in ready:
+            self._write(self.nodes[name])
+
+    def _add(self, names: Iterable[str], one: Pass | None) -> None:
+        """Add nodes and what they need, behind the last token, and a token behind them."""
+        fresh: list[str] = []
+        for name in names:
+            self._collect(name, one, fresh)
+        behind: set[str] = set()
+        for name in fresh:
+            self._hold_back(name, behind)
+            self._write(self.nodes[name])
+        if one is not None and fresh:
+            self.token = self._make_token(fresh, one)
+
+    def _collect(self, name: str, one: Pass | None, fresh: list[str]) -> None:
+        """Append a node behind all that it needs and that is not there yet."""
+        waiting = [(name, iter(self.nodes[name].input))] if name not in self.done else []
+        self.done.add(name)
+        while waiting:
+            current, inputs = waiting[-1]
+            for source in inputs:
+                if source in self.nodes and source not in self.done:
+                    other = self.pass_of.get(source)
+                    if other not in (None, one):
+                        raise BadInputError(
+                            f"the schedule has {_show(one or other)} before {_show(other)}"
+                        )
+                    self.done.add(source)
+                    waiting.append((source, iter(self.nodes[source].input)))
+                    break
+            else:
+                fresh.append(current)
+                waiting.pop()
+
+    def _hold_back(self, name: str, behind: set[str]) -> None:
+        """Let a node wait for the token, unless it needs one that does."""
+        node, kind = self.nodes[name], self.kinds[name]
+        if any(source in behind for source in node.input):
+            behind.add(name)
+            return
+        if not self.token or not kind or kind in _LIGHT:
+            return
+        places = [i for i, source in enumerate(node.input) if self._shape(source) is not None]
+        if places:
+            node.input[places[0]] = self._after(node.input[places[0]], node.domain)
+            behind.add(name)
+
+    def _shape(self, name: str) -> Any:
+        """Return the attribute with the shapes of a value; None of constants."""
+        if self.kinds.get(name, "") in ("", "UpdateState"):
+            return None
+        return next((a for a in self.nodes[name].attribute if a.name == "shape"), None)
+
+    def _after(self, source: str, scope: str) -> str:
+        depend = self.editor.primitive("Depend", side_effect_propagate=1)
+        name = self.editor.node(depend, [source, self.token], (), FLOAT32, scope)
+        added = self.fresh.node[-1]
+        added.attribute[0].CopyFrom(self._shape(source))
+        return name
+
+    def _make_token(self, fresh: Sequence[str], one: Pass) -> str:
+        used = {source for name in fresh for source in self.nodes[name].input}
+        light = ("", "Load", "UpdateState")
+        ends = [name for name in fresh if name not in used and self.kinds[name] not in light]
+        scope = "/".join(map(str, ("pass", *one)))
+        waits = self.editor.pack([*ends, *([self.token] if self.token else [])], (), FLOAT32, scope)
+        zero = self.editor.zeros([1], FLOAT32)
+        depend = self.editor.primitive("Depend", side_effect_propagate=1)
+        start = self.editor.node(depend, [zero, waits], [1], FLOAT32, scope)
+        self.tokens += 1
+        # An operator that MindSpore does not fold; while taps record, it writes its number down.
+        tap = self.editor.custom("Tap", str(native.path()), tap=self.tokens)
+        return self.editor.node(tap, [start], [1], FLOAT32, scope)
+
+    def _write(self, node: Any) -> None:
+        self.fresh.node.add().CopyFrom(node)
+        self.done.add(node.name)
