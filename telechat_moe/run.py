@@ -239,7 +239,7 @@ def compile_in_subprocess(recipe: str, overrides: Sequence[str]) -> None:
         RankFailedError: The process failed; carries its message.
     """
     sets = [x for pair in overrides for x in ("--set", pair)]
-    command = [sys.executable, "-m", "telechat_moe.launch.job", recipe, *sets]
+    command = [sys.executable, "-m", "telechat_moe.cli.job", recipe, *sets]
     done = subprocess.run(
         command, env=environment(), stderr=subprocess.PIPE, text=True, check=False
     )

@@ -23,7 +23,7 @@ FLOORS = (
     ("model",),
     ("sharding",),
     ("graph", "data"),
-    ("pipeline", "checkpoint"),
+    ("checkpoint",),
     ("train",),
     ("interop",),
     ("launch",),

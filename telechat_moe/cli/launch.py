@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Launch; return the exit code."""
     from telechat_moe.launch import job as launch
     from telechat_moe.run import load_for
+    from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
     if args.restart < 0:
         raise UsageError(f"--restart {args.restart}: expected 0 or more")
@@ -82,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
         _print_commands(recipe, plan, resume, args.overwrite)
         return 0
     _say_binding(plan)
-    summary = launch.train(recipe, resume=resume, overwrite=args.overwrite, plan=plan)
+    orders = rank_orders(recipe) if plan.through == "own" else None
+    summary = launch.train(
+        recipe, resume=resume, overwrite=args.overwrite, plan=plan, orders=orders
+    )
     stdout_is_taken = write_json(args.json, summary)
     if not summary["finished"]:
         return 130

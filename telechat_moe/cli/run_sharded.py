@@ -41,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
             + ("set a layout" if recipe.devices == 1 else f"use --processes {recipe.devices}")
         )
     from telechat_moe.launch import sharded_run
+    from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
     keep = Path(args.keep) if args.keep else None
-    report = sharded_run.run(recipe, args.steps, compare=args.compare, keep=keep)
+    orders = rank_orders(recipe)
+    report = sharded_run.run(recipe, args.steps, compare=args.compare, keep=keep, orders=orders)
     if not write_json(args.json, report):
         _show(report)
     if not report["finished"]:

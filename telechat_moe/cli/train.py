@@ -51,8 +51,10 @@ def run(args: argparse.Namespace) -> int:
 
     if recipe.devices > 1:
         from telechat_moe.launch import job as launch
+        from telechat_moe.tools.plan.schedules.ranks import rank_orders
 
-        summary = launch.train(recipe, resume=args.resume, overwrite=args.overwrite)
+        orders = rank_orders(recipe)
+        summary = launch.train(recipe, resume=args.resume, overwrite=args.overwrite, orders=orders)
     else:
         trainer = Trainer(
             recipe,

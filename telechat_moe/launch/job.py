@@ -4,7 +4,7 @@ A job folder holds ``recipe.yaml`` (all overrides put in), ``rank_N.mindir`` and
 (:class:`telechat_moe.graph.execute.Job`), ``key`` (a hash of what the graphs were compiled from), and ``control/``
 (:class:`telechat_moe.processes.Control`).
 
-As a program, ``python -m telechat_moe.launch.job RECIPE [--set KEY=VALUE]``, it only compiles.
+Where the recipe chooses a pipeline schedule, the caller hands in the order of each rank's passes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from typing import Any
 
 from telechat_moe import __version__
 from telechat_moe.checkpoint import checkpoint
-from telechat_moe.errors import BadInputError, TelechatMoeError, UsageError
+from telechat_moe.errors import BadInputError, UsageError
 from telechat_moe.files import check_private, keep_others_out, locked, write_atomic
 from telechat_moe.interop import hf
 from telechat_moe.launch.commands import SSH, LaunchNode, check_port, make_nodes
@@ -30,7 +30,7 @@ from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.hosts import Host
 from telechat_moe.launch.multi_host import MultiHostProcesses
 from telechat_moe.processes import Control, RankDiedError, RankFailedError
-from telechat_moe.recipe import Recipe, RecipeError, load
+from telechat_moe.recipe import Recipe, RecipeError
 from telechat_moe.recipe.written import check_written_paths
 from telechat_moe.sharding.recipe import mesh_of
 from telechat_moe.train import preflight
@@ -38,6 +38,8 @@ from telechat_moe.train.metrics import last_step
 
 LOGS = "log"
 RESOLVED = "recipe.yaml"
+Orders = Mapping[int, Sequence[tuple[str, int, int]]]
+"""For each rank the order of its passes (:data:`telechat_moe.graph.reorder.Pass`)."""
 _NOT_IN_GRAPH = (
     *("callbacks", "load_checkpoint", "lr_schedule", "output_dir", "resume_training", "seed"),
     *("telechat_moe", "train_dataset", "train_dataset_task"),
@@ -80,25 +82,35 @@ def _graph_settings(recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
-def write_job(recipe: Recipe, folder: Path) -> Path:
+def write_job(recipe: Recipe, folder: Path, orders: Orders | None = None) -> Path:
     """Compile the step of every rank for CPU and write the job; graphs of an earlier run are reused if they fit.
 
+    Args:
+        orders: See :meth:`telechat_moe.graph.execute.Job.write`.
+
     Raises:
+        BadInputError: The recipe chooses a pipeline schedule and no orders are given.
         RankFailedError: The layout does not fit the model, or MindSpore refuses it.
     """
     keep_others_out()
-    key, written = source_key(_graph_settings(recipe)), folder / "key"
+    schedule = recipe.telechat_moe.sharding.pipeline_schedule
+    if schedule is not None and orders is None:
+        raise BadInputError(
+            f"{recipe.source}: telechat_moe.sharding.pipeline_schedule: {schedule}, which this command does not take; "
+            "remove it, or use `telechat-moe train`, `launch` or `run-sharded`"
+        )
+    key, written = source_key({**_graph_settings(recipe), "orders": orders}), folder / "key"
     if written.exists() and check_private(written).read_text() == key:
         _say(f"graphs of {recipe.devices} ranks: compiled before, in {folder}")
         return folder
     for path in (written, *folder.glob("rank*")):
         path.unlink(missing_ok=True)
-    _compile_job(recipe, folder.absolute())
+    _compile_job(recipe, folder.absolute(), orders)
     written.write_text(key)
     return folder
 
 
-def _compile_job(recipe: Recipe, folder: Path) -> None:
+def _compile_job(recipe: Recipe, folder: Path, orders: Orders | None) -> None:
     """Compile and write a job."""
     from telechat_moe.graph.execute import Job
     from telechat_moe.train.rank_graph import compile_recipe
@@ -112,7 +124,8 @@ def _compile_job(recipe: Recipe, folder: Path) -> None:
         done += 1
         _say(f"compiled {done} of {ranks} ranks ({time.perf_counter() - began:.0f} s)")
 
-    Job.write(folder, compile_recipe(recipe, target="CPU", full_batch=True, done=one_more))
+    graphs = compile_recipe(recipe, target="CPU", full_batch=True, done=one_more)
+    Job.write(folder, graphs, orders)
 
 
 def ascend_operators(recipe: Recipe) -> dict[str, int]:
@@ -212,13 +225,19 @@ def write_resolved(recipe: Recipe, folder: Path) -> Path:
 
 
 def train(
-    recipe: Recipe, *, resume: bool = False, overwrite: bool = False, plan: LaunchPlan | None = None
+    recipe: Recipe,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    plan: LaunchPlan | None = None,
+    orders: Orders | None = None,
 ) -> dict[str, Any]:
     """Train a recipe, one process for each of its devices.
 
     Args:
         resume: See :class:`telechat_moe.train.trainer.Trainer`.
         plan: Where and how; None: on this machine.
+        orders: See :func:`write_job`.
 
     Returns:
         The summary, as in ``summary.json``; of another trainer, only ``finished``.
@@ -239,7 +258,7 @@ def train(
     with only_launch(Path(recipe.output_dir)):
         resolved = write_resolved(recipe, Path(recipe.output_dir) / ".job")
         if plan.through == "own" and recipe.devices > 1:
-            write_job(recipe, resolved.parent)
+            write_job(recipe, resolved.parent, orders)
         _train_to_the_end(recipe, plan, resolved, resume, overwrite)
     summary = Path(recipe.output_dir) / "summary.json"
     if plan.through != "own":
@@ -361,24 +380,3 @@ def _last_good(root: Path) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-
-def main() -> int:
-    """Compile the graphs of a recipe; return the exit code."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="python -m telechat_moe.launch.job")
-    parser.add_argument("recipe")
-    parser.add_argument("--set", action="append", default=[], dest="overrides")
-    args = parser.parse_args()
-    try:
-        recipe = load(args.recipe, args.overrides, use="train")
-        write_job(recipe, Path(recipe.output_dir) / ".job")
-    except TelechatMoeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

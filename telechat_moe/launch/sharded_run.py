@@ -19,6 +19,7 @@ from telechat_moe.launch.host_processes import HostProcesses
 from telechat_moe.launch.job import (
     LOGS,
     RESOLVED,
+    Orders,
     ascend_operators,
     write_job,
     write_resolved,
@@ -74,13 +75,19 @@ DISPATCH = {
 
 
 def run(
-    recipe: Recipe, steps: int, *, compare: bool = False, keep: Path | None = None
+    recipe: Recipe,
+    steps: int,
+    *,
+    compare: bool = False,
+    keep: Path | None = None,
+    orders: Orders | None = None,
 ) -> dict[str, Any]:
     """Run the first steps of a recipe, one CPU process for each device.
 
     Args:
         compare: Run them in one process, too.
         keep: Folder to make for the graphs (MindIR, as executed).
+        orders: See :func:`telechat_moe.launch.job.write_job`.
 
     Returns:
         The report: ``steps``, ``differences``, with ``compare`` also ``single`` and ``relative_errors``.
@@ -96,7 +103,7 @@ def run(
         raise UsageError(f"--keep {keep}: exists; name a folder that does not")
     preflight.require(recipe, overwrite=True, weights=hf.weights)
     output = Path(recipe.output_dir)
-    folder = write_job(recipe, output / ".job")
+    folder = write_job(recipe, output / ".job", orders)
     found = run_ranks(recipe, folder, output / LOGS, steps)
     report: dict[str, Any] = {
         "recipe": str(recipe.source),
@@ -195,8 +202,9 @@ def one_process(recipe: Recipe) -> Recipe:
         recipe.runner_config, batch_size=rows, gradient_accumulation_steps=micro_batches(recipe)
     )
     pipeline = replace(recipe.parallel_config, pipeline_stage=1)
+    sharding = replace(recipe.telechat_moe.sharding, pipeline_schedule=None)
     operators = replace(recipe.telechat_moe.operators, default="plain")
-    own = replace(recipe.telechat_moe, operators=operators)
+    own = replace(recipe.telechat_moe, operators=operators, sharding=sharding)
     return replace(
         recipe,
         use_parallel=False,

@@ -30,6 +30,11 @@ class Stages(NamedTuple):
     head: StageChunk
     v_shape: bool = False
 
+    @property
+    def chunks(self) -> int:
+        """Chunks of a stage: the head is on the last one."""
+        return self.head.chunk + 1
+
 
 def assign_layers(
     layers: int,

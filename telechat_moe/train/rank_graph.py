@@ -79,7 +79,8 @@ def build_step(
         target: ``CPU``: plain backends, to be exported and run on CPU processes; ``Ascend``: the recipe's.
         optimizer: Makes the optimizer; default: the recipe's AdamW.
         shared_graph: Micro-batches share one graph; for Ascend, shape-only stubs replace other stages' cells;
-            default: where there are several, but on CPU only where the graph must be (interleaving, accumulation).
+            default: where there are several, but on CPU only where the graph must be (interleaving, accumulation, a
+            schedule of the recipe).
 
     Raises:
         BadInputError: The layout does not fit the model.
@@ -87,8 +88,7 @@ def build_step(
     mesh, config, stages = mesh_of(recipe), recipe.model_config, stages_of(recipe)
     micro = micro_batches(recipe)
     if shared_graph is None:
-        interleaved = stages is not None and any(at.chunk for at in (*stages.layers, stages.head))
-        shared_graph = micro > 1 and (target == "Ascend" or stages is None or interleaved)
+        shared_graph = micro > 1 and _shares_graph(recipe, target)
     chosen = recipe.telechat_moe.operators
     backends = ("plain", {}) if target == "CPU" else (chosen.default, chosen.backends())
     with select.using(*backends, target):
@@ -125,6 +125,15 @@ def build_step(
         )
     step.set_train()
     return step
+
+
+def _shares_graph(recipe: Recipe, target: str) -> bool:
+    """Return whether micro-batches share one graph: on CPU, where the graph must be, or its passes get another order."""
+    stages = stages_of(recipe)
+    if target == "Ascend" or stages is None:
+        return True
+    interleaved = any(at.chunk for at in (*stages.layers, stages.head))
+    return interleaved or recipe.telechat_moe.sharding.pipeline_schedule is not None
 
 
 def example_batch(recipe: Recipe, full_batch: bool) -> tuple[Tensor, ...]:

@@ -38,14 +38,16 @@ def run_cases(folder: Path, names: Sequence[str]) -> dict[str, Found]:
     return {case.name: read(folder, case) for case in cases}
 
 
-def call(folder: Path, verb: str, names: Sequence[str], processes: int = 0) -> None:
-    """Run a verb of ``sharded_run.py``, on processes if their number is given."""
-    script = [run.__file__, verb, str(folder), *names]
+def call(
+    folder: Path, verb: str, names: Sequence[str], processes: int = 0, script: str = run.__file__
+) -> None:
+    """Run a verb of ``sharded_run.py``, or another script, on processes if their number is given."""
+    words = [script, verb, str(folder), *names]
     drop = ("MS_DEV_PRECOMPILE_ONLY", "MS_ROLE", "MS_NODE_ID", "RANK_ID", "RANK_SIZE")
     environment = {k: v for k, v in os.environ.items() if k not in drop}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
     environment.setdefault("GLOG_v", "3")
-    command = [sys.executable, *script]
+    command = [sys.executable, *words]
     if processes:
         environment["OMP_NUM_THREADS"] = "1"
         logs = folder / "logs"
@@ -54,7 +56,7 @@ def call(folder: Path, verb: str, names: Sequence[str], processes: int = 0) -> N
             *(f"--worker_num={processes}", f"--local_worker_num={processes}"),
             *("--master_addr=127.0.0.1", f"--master_port={_free_port()}"),
             *(f"--log_dir={logs}", "--join=True", "--cluster_time_out=300"),
-            *script,
+            *words,
         ]
     done = subprocess.run(
         command,

@@ -28,6 +28,7 @@ from telechat_moe.interop.mindformers_config import check_decay
 from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
 from telechat_moe.sharding import recipe as sharded
+from telechat_moe.tools.plan.schedules.ranks import rank_orders
 from telechat_moe.train import checkpoints, guard, rank_graph, sample, schedule
 from telechat_moe.train.engine import OneProcess
 from telechat_moe.train.loop import Loop
@@ -214,6 +215,7 @@ def trained(recipe: Recipe) -> str:
     """Return what training makes of a recipe, as text."""
     functions = (sharded.stages_of, sharded.parallel_context, sharded.micro_batches)
     said = [run(recipe), built(recipe), [repr(function(recipe)) for function in functions]]
+    said.append(rank_orders(recipe))
     return json.dumps(said, default=str)
 
 

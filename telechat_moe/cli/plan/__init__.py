@@ -6,7 +6,6 @@ Each sub-verb is a module here with a `VERB`; heavy imports stand inside its run
 from telechat_moe.cli.plan import (
     calibrate,
     layout,
-    run_schedule,
     schedule,
     score,
     search,
@@ -14,7 +13,7 @@ from telechat_moe.cli.plan import (
 )
 from telechat_moe.cli.verb import Verb
 
-MODULES = (layout, search, score, simulate, calibrate, schedule, run_schedule)
+MODULES = (layout, search, score, simulate, calibrate, schedule)
 
 VERB = Verb(
     name="plan",

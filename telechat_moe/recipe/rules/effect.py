@@ -131,6 +131,23 @@ def chunks(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield "parallel.pipeline_config.pipeline_interleave", found, expected
 
 
+def passes(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The planner's programs run on CPU processes; on Ascend MindSpore's scheduler orders the passes."""
+    name, at = r.telechat_moe.sharding.pipeline_schedule, f"{OWN}sharding.pipeline_schedule"
+    if name is None:
+        return
+    if r.parallel_config.pipeline_stage == 1:
+        yield (
+            at,
+            f"{name} with one stage, where it has no effect",
+            "remove it, or pipeline_stage > 1",
+        )
+    elif compiled:
+        found = f"{name} in a graph for Ascend, whose order is MindSpore's"
+        expected = "remove it; `telechat-moe train` and `run-sharded` take it on CPU processes"
+        yield at, found, expected
+
+
 def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """The fixed threshold holds with `use_skip_data_by_global_norm`."""
     keys = ("global_norm_spike_threshold", "global_norm_spike_count_threshold")

@@ -138,6 +138,11 @@ class Sharding:
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.
     False: whole experts on all devices of the expert group (TP-extend-EP)."""
 
+    pipeline_schedule: str | None = field(default=None, metadata=acts("stages", "1f1b", "zb-h1"))
+    """Order of a pipeline's passes on CPU processes: a published schedule of the planner (`telechat-moe plan schedule`),
+    `synthesised`, or a JSON file of a program. dX and dW run apart where it says so. Its chunks must be where the layout
+    has them: one a stage, in turn, or in a V (`zero_bubble_v`). None: MindSpore's own order."""
+
     recompute: list[Recomputed] = field(default_factory=list[Recomputed])
     """Modules computed again in the backward pass: `mla_up` (query and key-value up-projections),
     `norms`, `swiglu` (dense layers and shared experts), `permute` (bringing tokens to experts and back),

@@ -1,0 +1,115 @@
+"""The planner's program as a recipe's pipeline schedule: what each rank runs, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.recipe import Recipe, load
+from telechat_moe.tools.plan.schedules.program import Program
+from telechat_moe.tools.plan.schedules.published import generate
+from telechat_moe.tools.plan.schedules.ranks import rank_orders
+
+STAGES = {
+    "use_parallel": True,
+    "parallel.parallel_mode": 1,
+    "parallel.full_batch": True,
+    "parallel_config.pipeline_stage": 2,
+    "parallel_config.micro_batch_num": 4,
+    "callbacks.1.micro_batch_num": 4,
+    "model.model_config.num_hidden_layers": 4,
+}
+IN_TURN = {
+    "parallel.pipeline_config.pipeline_interleave": True,
+    "model.model_config.pp_interleave_num": 2,
+}
+IN_A_V = {**IN_TURN, "parallel.pipeline_config.pipeline_scheduler": "zero_bubble_v"}
+
+
+def recipe(schedule: object, **changes: object) -> Recipe:
+    values = {**STAGES, **changes, "telechat_moe.sharding.pipeline_schedule": schedule}
+    return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()])
+
+
+def test_ranks_of_a_stage_run_its_passes():
+    layout = {"parallel_config.data_parallel": 2}
+    orders = rank_orders(recipe("zb-h1", **layout))
+    assert orders is not None
+    assert orders[0] == orders[1] != orders[2] == orders[3]
+    # Stage 1 of ZB-H1 with two stages holds one dW back (Qi et al. 2024, figure 3).
+    assert orders[3][:6] == [
+        ("F", 0, 0),
+        ("D", 0, 0),
+        ("F", 0, 1),
+        ("D", 0, 1),
+        ("W", 0, 0),
+        ("F", 0, 2),
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "synthesised"])
+def test_chunks_in_a_v(schedule: str):
+    """Stage 0 holds chunks 0 and 3: the forward of its second one comes after both of stage 1."""
+    orders = rank_orders(recipe(schedule, **IN_A_V))
+    assert orders is not None
+    first, last = orders[0].index(("F", 0, 0)), orders[0].index(("F", 1, 0))
+    assert first < last
+    passes = {(k, c, m) for k in "FDW" for c in (0, 1) for m in range(4)}
+    for order in orders.values():
+        assert {
+            (k, c, m) for kind, c, m in order for k in ("DW" if kind == "B" else kind)
+        } == passes
+
+
+def test_without_a_schedule_the_order_is_mindspores():
+    assert rank_orders(recipe("null")) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layout", "message"),
+    [
+        ("dualpipe", {}, "holds each weight once. Take dualpipev"),
+        ("zb-v", {}, "schedule zb-v: 1 chunks a stage, expected 2"),
+        (
+            "zb-v",
+            IN_TURN,
+            r"stages \[0, 1, 1, 0\], the recipe's on \[0, 1, 0, 1\]; .* zero_bubble_v",
+        ),
+        (
+            "interleaved",
+            IN_A_V,
+            r"on \[0, 1, 1, 0\]; expected pipeline_interleave True with pp_int",
+        ),
+        ("zigzag", {}, "expected one of gpipe, 1f1b, .*, synthesised, or a JSON file of a program"),
+        ("none.json", {}, "cannot be read"),
+    ],
+)
+def test_what_the_layout_cannot_express_is_refused(schedule, layout, message: str):
+    with pytest.raises(BadInputError, match=message) as error:
+        rank_orders(recipe(schedule, **layout))
+    assert f"telechat_moe.sharding.pipeline_schedule: {schedule}" in str(error.value)
+
+
+def write(folder: Path, program: Program) -> Path:
+    path = folder / "mine.json"
+    path.write_text(json.dumps({"program": program.to_json()}))
+    return path
+
+
+def test_a_program_from_a_file(tmp_path: Path):
+    path = write(tmp_path, generate("gpipe", 2, 4, 1))
+    assert rank_orders(recipe(path)) == rank_orders(recipe("gpipe"))
+    for stages, micro in ((2, 2), (4, 4)):
+        with pytest.raises(BadInputError, match=f"for {stages} stages and {micro} micro-batches"):
+            rank_orders(recipe(write(tmp_path, generate("gpipe", stages, micro, 1))))
+
+
+def test_a_deadlock_is_refused_with_its_cycle(tmp_path: Path):
+    good = generate("gpipe", 2, 4, 1)
+    first = list(good.ops[0])
+    first[3], first[4] = first[4], first[3]  # wants a gradient before it sends the last activation
+    second = list(good.ops[1])
+    program = Program("swapped", 2, 4, good.routes, (tuple(first), tuple(second)))
+    with pytest.raises(BadInputError, match=r"deadlocks, each waits for the next:\n.*stage"):
+        rank_orders(recipe(write(tmp_path, program)))

@@ -1,0 +1,185 @@
+"""Run a pipeline's passes in the order of a program, and in MindSpore's, on the same graphs.
+
+    python schedule_run.py compile FOLDER CASE       graphs of all ranks, and a job of each program
+    msrun ... schedule_run.py work FOLDER CASE       one process a rank: all jobs, one after another
+
+A program of its own, because compiling for a simulated device leaves marks on a process.
+"""
+
+import os
+import pickle
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+from sharded_run import LENGTH, Layout, make_optimizer, make_scalars, recipe
+
+from telechat_moe.graph import reorder
+from telechat_moe.tools.plan.schedules.check import check
+from telechat_moe.tools.plan.schedules.program import Kind, Op, Program, Times, loop_route, v_route
+from telechat_moe.tools.plan.schedules.published import GENERATORS, generate
+from telechat_moe.tools.plan.schedules.ranks import stage_order
+from telechat_moe.tools.plan.schedules.synthesise import synthesise
+
+CASES = {
+    "short": Layout(pp=2, micro=3, mtp=0),
+    "two": Layout(pp=2, micro=4),
+    "two-in-turn": Layout(pp=2, micro=4, vpp=2),
+    "two-v": Layout(pp=2, micro=4, vpp=2, scheduler="zero_bubble_v"),
+    "two-spread": Layout(pp=2, dp=2, ep=2, micro=4, zero=True),
+    "four": Layout(pp=4, micro=4, mtp=0),
+    "four-v": Layout(pp=4, micro=8, vpp=2, scheduler="zero_bubble_v", mtp=0),
+}
+OWN = "own"
+FAULTS = {"sums-as-they-come": "random 0", "another-micro-batch": "1f1b"}
+
+
+def random_program(stages: int, route: tuple[int, ...], micro_batches: int, seed: int) -> Program:
+    """Return a program that can run, its order drawn at random: F, D and W apart."""
+    rng, count = random.Random(seed), len(route)
+    done: set[tuple[str, int, int]] = set()
+    left = [(k, c, m) for k in "FDW" for c in range(count) for m in range(micro_batches)]
+    ops: list[list[Op]] = [[] for _ in range(stages)]
+
+    def ready(kind: str, chunk: int, micro: int) -> bool:
+        if kind == "F":
+            return chunk == 0 or ("F", chunk - 1, micro) in done
+        if kind == "W":
+            return ("D", chunk, micro) in done
+        after = ("F", chunk, micro) if chunk == count - 1 else ("D", chunk + 1, micro)
+        return after in done
+
+    while left:
+        part = rng.choice([p for p in left if ready(*p)])
+        left.remove(part)
+        done.add(part)
+        ops[route[part[1]]].append(Op(Kind(part[0]), *part[1:]))
+    name = f"random {seed}"
+    return Program(name, stages, micro_batches, (route,), tuple(map(tuple, ops)))
+
+
+def programs(case: str) -> Iterator[Program]:
+    """Yield the programs that fit a case: all published ones, a synthesised one, random ones."""
+    layout = CASES[case]
+    pp, chunks, micro = layout.pp, layout.vpp, layout.micro_batches
+    v_shape = layout.scheduler == "zero_bubble_v"
+    route = (v_route if v_shape else loop_route)(pp, chunks)
+    if case == "short":
+        yield generate("1f1b", pp, micro, chunks)
+        yield generate("zb-h1", pp, micro, chunks)
+        yield random_program(pp, route, micro, 0)
+        return
+    for name in GENERATORS:
+        need, _ = GENERATORS[name]
+        if (
+            need in (0, chunks)
+            and name != "dualpipe"
+            and not (chunks == 1 and name == "interleaved")
+        ):
+            program = generate(name, pp, micro, chunks)
+            if program.routes == (route,):
+                yield program
+    lasting = np.random.default_rng(1).uniform(1, 3, (3, pp * chunks))
+    place = "v" if v_shape else "loop"
+    yield synthesise(Times(*lasting, comm=0.1), pp, micro, placements=[place]).program
+    yield random_program(pp, route, micro, 0)
+    yield random_program(pp, route, micro, 1)
+
+
+def planted(fault: str):
+    """Return what makes a mistake on purpose while graphs are written."""
+    if fault == "sums-as-they-come":
+
+        def as_they_come(self: reorder._Orderer) -> None:
+            additions = [name for names in self.sums.values() for name in names]
+            for name in additions:
+                if self.nodes[name].input[1] in self.done and name not in self.done:
+                    self._write(self.nodes[name])
+
+        return patch.object(reorder._Orderer, "_add_sums", as_they_come)
+
+    impose = reorder.impose
+
+    def with_two_exchanged(model, *given) -> None:
+        impose(model, *given)
+        kinds = {node.name: model.primitive(node) for node in model.proto.graph.node}
+        sends = [
+            n for n in model.proto.graph.node if getattr(kinds[n.name], "op_type", "") == "Send"
+        ]
+        first, *others = [n for n in sends if n.input]
+        (shape,) = (a for a in first.attribute if a.name == "shape")
+        other = next(n for n in others if shape in n.attribute)
+        first.op_type, other.op_type = other.op_type, first.op_type
+
+    return patch.object(reorder, "impose", with_two_exchanged)
+
+
+def compile_case(folder: Path, case: str) -> None:
+    """Compile the graphs of a case once and write a job for each program."""
+    from telechat_moe.graph.execute import Job
+    from telechat_moe.sharding.recipe import mesh_of
+    from telechat_moe.train.rank_graph import compile_recipe
+
+    chosen = recipe(CASES[case], 2 if case == "short" else 4)
+    momentum = make_optimizer("momentum")
+    graphs = compile_recipe(chosen, target="CPU", optimizer=momentum, shared_graph=True)
+    (folder / "graphs.pickle").write_bytes(pickle.dumps(graphs))
+    mesh, made = mesh_of(chosen), {}
+    Job.write(folder / OWN, graphs)
+    for program in programs(case):
+        check(program)
+        made[program.name] = {r: stage_order(program, mesh.stage(r)) for r in range(mesh.devices)}
+        Job.write(folder / program.name, graphs, made[program.name])
+    for fault, name in FAULTS.items() if case == "short" else ():
+        with planted(fault):
+            Job.write(folder / fault, graphs, made[name])
+    (folder / "orders.pickle").write_bytes(pickle.dumps(made))
+
+
+def work(folder: Path, case: str) -> None:
+    """Run two steps of each job in this process's rank; write losses, norm, loads and all parameters."""
+    import mindspore as ms
+    from mindspore import Tensor
+    from mindspore.communication import get_rank, init
+
+    from telechat_moe.graph.execute import Job, RankProgram
+
+    ms.set_context(mode=ms.GRAPH_MODE)
+    ms.set_device("CPU")
+    init()
+    rank, made, layout = get_rank(), set(), CASES[case]
+    rows = layout.sequences * layout.micro_batches
+    tokens = np.random.default_rng(3).integers(1, 64, (2, 2, rows, LENGTH)).astype(np.int32)
+    places = np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))
+    weight = np.ones((rows, LENGTH), np.float32)
+    for job in sorted(p.name for p in folder.iterdir() if (p / "ranks.json").exists()):
+        program = RankProgram(Job.read(folder / job), rank, made)
+        program.set_parameters({n: _start(n, program) for n in program.parameters})
+        scalars, found = make_scalars("momentum"), []
+        for step, (ids, labels) in enumerate(tokens):
+            answers = program(*scalars(step + 1), *map(Tensor, (ids, labels, weight, places)))
+            found.append([answer.asnumpy().copy() for answer in answers])
+        result = (found, program.shards())
+        (folder / job / f"out_{rank}.pickle").write_bytes(pickle.dumps(result))
+
+
+def _start(name: str, program) -> np.ndarray:
+    """Return the whole tensor that a parameter starts from."""
+    shape = tuple(program.parameters[name].shape)
+    entry = program.graph.layouts.get(name)
+    if entry is not None:
+        shape = tuple(entry[6])
+    if name.startswith(("momentum", "accu_grads")) or name.endswith(("bias", "load", "dropped")):
+        return np.zeros(shape, np.float32)
+    drawn = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.1, shape)
+    return (drawn + name.endswith("norm.weight")).astype(np.float32)
+
+
+if __name__ == "__main__":
+    verb, place, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    os.environ.setdefault("GLOG_v", "3")
+    {"compile": compile_case, "work": work}[verb](place, name)

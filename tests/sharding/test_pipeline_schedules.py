@@ -1,0 +1,108 @@
+"""A schedule of the planner, imposed on the graphs, gives the bits of MindSpore's own order."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mindspore", reason="mindspore is not installed (extra `train`)")
+pytestmark = pytest.mark.mindspore
+
+import schedule_run as run
+import sharded_compare as compare
+
+from telechat_moe.errors import BadInputError
+from telechat_moe.graph.mindir import Model
+from telechat_moe.graph.reorder import in_order
+from telechat_moe.graph.rewrite import for_cpu
+
+SLOW = [name for name in run.CASES if name != "short"]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory) -> Path:
+    """A compiled pipeline of two stages and three micro-batches."""
+    folder = tmp_path_factory.mktemp("short")
+    compare.call(folder, "compile", ["short"], script=run.__file__)
+    return folder
+
+
+def differences(folder: Path, job: str, devices: int) -> list[str]:
+    """Return what differs by a bit from MindSpore's order."""
+    found = []
+    for rank in range(devices):
+        outs = (folder / name / f"out_{rank}.pickle" for name in (run.OWN, job))
+        (steps, state), (other_steps, other_state) = (pickle.loads(p.read_bytes()) for p in outs)
+        assert state.keys() == other_state.keys()
+        found += [n for n in state if state[n].tobytes() != other_state[n].tobytes()]
+        for step, others in zip(steps, other_steps, strict=True):
+            assert np.isfinite(step[0]).all()
+            found += [
+                "answer" for a, b in zip(step, others, strict=True) if a.tobytes() != b.tobytes()
+            ]
+    return found
+
+
+def run_all(folder: Path, case: str) -> None:
+    """Run every job of a case; each must have the bits of MindSpore's order."""
+    devices = run.CASES[case].devices
+    compare.call(folder, "work", [case], devices, script=run.__file__)
+    for program in run.programs(case):
+        assert differences(folder, program.name, devices) == [], program.name
+
+
+def test_bits_of_the_own_order(short: Path):
+    """dX and dW in one go and apart, in the schedule's and in any order; what is wrong on purpose is seen."""
+    run_all(short, "short")
+    for fault in run.FAULTS:
+        assert differences(short, fault, 2), fault
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_every_program(tmp_path: Path, case: str):
+    compare.call(tmp_path, "compile", [case], script=run.__file__)
+    run_all(tmp_path, case)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_passes_follow_each_other(short: Path, rank: int):
+    """Every product of a pass waits for all products of the pass before it: no runtime can change the order."""
+    graph = pickle.loads((short / "graphs.pickle").read_bytes())[rank]
+    order = pickle.loads((short / "orders.pickle").read_bytes())["random 0"][rank]
+    model = Model(for_cpu(in_order(graph.mindir, order), rank, graph.groups).mindir)
+    kinds = {n.name: p.op_type for n in model.proto.graph.node if (p := model.primitive(n))}
+    token, behind, passes = 0, dict[str, int](), [set[str]() for _ in range(len(order) + 1)]
+    held: dict[str, set[str]] = {}
+    for node in model.proto.graph.node:
+        kind = kinds.get(node.name, "")
+        before = max((behind[i] for i in node.input if i in behind), default=0)
+        held[node.name] = set().union(*(held[i] for i in node.input if i in held))
+        if node.domain.startswith("pass/") and kind == "Custom":
+            token += 1
+            assert passes[token - 1] <= held[node.name]
+            before = token
+        elif kind in ("MatMul", "BatchMatMul"):
+            assert before == token, f"{node.domain} runs before its pass, number {token}"
+            passes[token].add(node.name)
+            held[node.name].add(node.name)
+        behind[node.name] = before
+    assert token == len(order)
+    assert sum(map(len, passes[:-1])) > 10 * len(order)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda order: order[1:], r"before F\(chunk 0 of the stage, micro-batch 0\)|lacks F"),
+        (lambda order: order[:-1], r"lacks W\(chunk 0 of the stage, micro-batch 2\)"),
+        (lambda order: [*order, order[-1]], r"W\(chunk 0 of the stage, micro-batch 2\) twice"),
+        (lambda order: order[::-1], "before"),
+    ],
+)
+def test_an_order_of_other_passes_is_refused(short: Path, change, message: str):
+    graph = pickle.loads((short / "graphs.pickle").read_bytes())[0]
+    order = pickle.loads((short / "orders.pickle").read_bytes())["zb-h1"][0]
+    with pytest.raises(BadInputError, match=message):
+        in_order(graph.mindir, change(order))
