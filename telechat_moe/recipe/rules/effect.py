@@ -148,6 +148,15 @@ def passes(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield at, found, expected
 
 
+def sequence_pipeline(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Parts of a sequence need keys and values of the parts before; MindFormers' legacy Llama keeps them, MLA does not."""
+    name = getattr(r.parallel.pipeline_config, "pipeline_scheduler", "1f1b")
+    if name in ("seqpipe", "seqvpp"):
+        found = f"{name}, which sends parts of a sequence apart through attention that keeps no earlier keys and values"
+        expected = "1f1b, gpipe, seqsmartvpp or zero_bubble_v"
+        yield "parallel.pipeline_config.pipeline_scheduler", found, expected
+
+
 def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """The fixed threshold holds with `use_skip_data_by_global_norm`."""
     keys = ("global_norm_spike_threshold", "global_norm_spike_count_threshold")
