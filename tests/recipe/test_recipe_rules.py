@@ -288,6 +288,13 @@ CASES: dict[str, list[tuple[str, dict[str, str | None], str]]] = {
             {"parallel.pipeline_config.pipeline_scheduler": "zero_bubble_v"},
             "parallel.pipeline_config.pipeline_scheduler",
         ),
+        (
+            LARGE,
+            {
+                "parallel.pipeline_config": "{pipeline_interleave: True, pipeline_scheduler: seqvpp}",
+            },
+            "parallel.pipeline_config.pipeline_scheduler",
+        ),
     ],
     "sequence_parts": [
         (LARGE, {P + "seq_split_num": "2"}, P + "seq_split_num"),

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe import Recipe
@@ -72,7 +73,9 @@ def _program(name: str, stages: int, micro: int, chunks: int, placement: str) ->
         data = json.loads(Path(name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadInputError(f"cannot be read: {error}") from None
-    return Program.from_json(data.get("program", data) if isinstance(data, dict) else data)
+    if isinstance(data, dict) and "program" in data:
+        data = cast("dict[str, Any]", data)["program"]
+    return Program.from_json(data)
 
 
 def _check_fit(program: Program, stages: int, micro: int, route: tuple[int, ...]) -> None:
