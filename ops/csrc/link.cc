@@ -125,12 +125,14 @@ struct MessageState : State {
   explicit MessageState(Attributes& a) : rank(static_cast<int>(a.integer("peer"))), tag(a.integer("tag")) {}
 };
 
-// Experts spread evenly over ranks. A device has rows sorted by expert; after the exchange, all devices' rows for its own
-// experts, sorted by expert and then by sender, and zeros behind them: there is room for the worst routing.
+// Experts spread evenly over ranks. A device has rows sorted by expert, and behind them rows that go nowhere; after the exchange,
+// all devices' rows for its own experts, sorted by expert and then by sender, and zeros behind them. There is room for the worst
+// routing: `times` as many rows as a device has.
 struct ExpertState : State {
   std::vector<int64_t> ranks;
-  int64_t member, tag;
-  explicit ExpertState(Attributes& a) : ranks(a.integers("ranks")), member(a.integer("member")), tag(a.integer("tag")) {}
+  int64_t member, tag, times;
+  explicit ExpertState(Attributes& a)
+      : ranks(a.integers("ranks")), member(a.integer("member")), tag(a.integer("tag")), times(a.integer("times")) {}
 
   // Send each member its part, and return what each has sent, this one's own part included.
   std::vector<Bytes> exchange(std::vector<Bytes> parts) const {
@@ -198,12 +200,12 @@ TELECHAT_RUN(Receive) {
   std::memcpy(out.data, bytes.data(), bytes.size());
 }
 
-// x [P, H] sorted by expert, sizes [E] -> rows of this device's experts [P R, H], sizes of these (the last with the zeros
+// x [P, H] sorted by expert, sizes [E] -> rows of this device's experts [P times, H], sizes of these (the last with the zeros
 // behind), sizes [R E/R] by sender.
 TELECHAT_INIT(MoeDispatch, ExpertState)
 TELECHAT_SHAPES(MoeDispatch) {
   const auto members = static_cast<int64_t>(in.attributes().integers("ranks").size());
-  return {{in.dim(0, 0) * members, in.dim(0, 1)}, {in.dim(1, 0) / members}, {in.dim(1, 0)}};
+  return {{in.dim(0, 0) * in.attributes().integer("times"), in.dim(0, 1)}, {in.dim(1, 0) / members}, {in.dim(1, 0)}};
 }
 TELECHAT_RUN(MoeDispatch) {
   const auto& s = call.state<ExpertState>();
@@ -211,7 +213,7 @@ TELECHAT_RUN(MoeDispatch) {
   const int64_t E = call[1].size(), e = E / R, P = call[0].dim(0), width = P ? bytes_of(call[0]) / P : 0;
   const auto* sizes = call[1].as<const int32_t>("sizes");
   const auto start = starts_of(sizes, E);
-  check(E == e * R && start[E] == P, "%ld experts on %ld devices have %ld of %ld rows", static_cast<long>(E), static_cast<long>(R),
+  check(E == e * R && start[E] <= P, "%ld experts on %ld devices have %ld of %ld rows", static_cast<long>(E), static_cast<long>(R),
         static_cast<long>(start[E]), static_cast<long>(P));
   const char* x = static_cast<const char*>(call[0].data);
   const int64_t head = e * static_cast<int64_t>(sizeof(int32_t));
@@ -232,20 +234,22 @@ TELECHAT_RUN(MoeDispatch) {
     check(said <= P && static_cast<int64_t>(parts[r].size()) == head + said * width, "rank %ld sent %ld bytes for %ld of %ld rows",
           static_cast<long>(s.ranks[r]), static_cast<long>(parts[r].size()), static_cast<long>(said), static_cast<long>(P));
   }
-  std::memset(rows, 0, P * R * width);
+  const int64_t room = P * s.times, arrived = starts_of(got, E)[E];
+  check(arrived <= room, "%ld rows arrived, with room for %ld", static_cast<long>(arrived), static_cast<long>(room));
+  std::memset(rows, 0, room * width);
   std::fill(own, own + e, 0);
   sorted_by_expert(got, R, e, [&](int64_t r, int64_t from, int64_t to, int64_t count) {
     if (count) std::memcpy(rows + to * width, parts[r].data() + head + from * width, count * width);
   });
-  int64_t left = P * R;
-  for (int64_t i = 0; i < E; i++) own[i % e] += got[i], left -= got[i];
-  own[e - 1] += static_cast<int32_t>(left);
+  for (int64_t i = 0; i < E; i++) own[i % e] += got[i];
+  own[e - 1] += static_cast<int32_t>(room - arrived);
 }
 
-// The way back. y [P R, H] as MoeDispatch gives it, its sizes [E] and its sizes by sender -> [P, H] sorted by expert.
+// The way back. y [P times, H] as MoeDispatch gives it, its sizes [E] and its sizes by sender -> [P, H] sorted by expert, zeros
+// for rows that went nowhere.
 TELECHAT_INIT(MoeCombine, ExpertState)
 TELECHAT_SHAPES1(MoeCombine) {
-  return {in.dim(0, 0) / static_cast<int64_t>(in.attributes().integers("ranks").size()), in.dim(0, 1)};
+  return {in.dim(0, 0) / in.attributes().integer("times"), in.dim(0, 1)};
 }
 TELECHAT_RUN(MoeCombine) {
   const auto& s = call.state<ExpertState>();
@@ -253,7 +257,7 @@ TELECHAT_RUN(MoeCombine) {
   const int64_t E = call[1].size(), e = E / R, P = call[3].dim(0), width = P ? bytes_of(call[3]) / P : 0;
   const auto *sizes = call[1].as<const int32_t>("sizes"), *got = call[2].as<const int32_t>("sizes by sender");
   const auto start = starts_of(sizes, E);
-  check(call[0].dim(0) == P * R && start[E] == P && starts_of(got, E)[E] <= P * R, "sizes of %ld rows, and %ld rows", static_cast<long>(start[E]),
+  check(call[0].dim(0) == P * s.times && start[E] <= P && starts_of(got, E)[E] <= P * s.times, "sizes of %ld rows, and %ld rows", static_cast<long>(start[E]),
         static_cast<long>(call[0].dim(0)));
   const char* y = static_cast<const char*>(call[0].data);
   std::vector<Bytes> parts(R);
@@ -269,4 +273,5 @@ TELECHAT_RUN(MoeCombine) {
           static_cast<long>(parts[r].size()), static_cast<long>(bytes));
     if (bytes) std::memcpy(out + start[r * e] * width, parts[r].data(), bytes);
   }
+  std::memset(out + start[E] * width, 0, (P - start[E]) * width);
 }

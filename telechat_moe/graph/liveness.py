@@ -129,7 +129,10 @@ class _Walk:
             return tuple(inputs)
         if kind == "TupleGetItem":
             item, packed = function.item_of(node), inputs[0]
-            return packed[item] if isinstance(packed, tuple) and item is not None else packed
+            if not isinstance(packed, tuple) or item is None:
+                return packed
+            # What ShapeCalc finds out about dynamic shapes is on the host, and its outputs are not written down.
+            return packed[item] if item < len(packed) else Tensor()
         if kind == "Partial":
             first: Closure = inputs[0]
             return Closure(first.name, (*first.values, *inputs[1:]))

@@ -388,7 +388,7 @@ class _Site:
             certain = max(out or 0, given or 0)
             element = self.node.shapes[0][1] if self.node.shapes else 0
             if not certain:
-                return self.expected.elements * ITEM_BYTES.get(element, 4), 0
+                return self._even_elements() * ITEM_BYTES.get(element, 4), 0
             return certain, certain
         if self.node.kind == "Send":
             into = self.function.shapes.get(source, [])
@@ -397,6 +397,16 @@ class _Site:
         if self.node.kind == "ReduceScatter":
             size *= number
         return size, size
+
+    def _even_elements(self) -> int:
+        """Return the elements of an AlltoAllV: so wide are its rows, and so many there are of those that were routed."""
+        linked = self.links.of(self.node) if self.node.scope.startswith("Gradients") else None
+        primitive = self.function.model.primitive((linked or self.node).proto)
+        share = find_value(primitive.attribute, "even_share") or 1.0
+        width = self.attribute("block_size")
+        if not (width and self.expected.rows):
+            return self.expected.elements
+        return round(self.expected.rows * share * width)
 
 
 def _parameter_module(name: str | None) -> str:

@@ -252,9 +252,8 @@ def _exchange(operation: Operation, editor: Editor, before: str | None) -> set[M
     """Make an exchange of rows follow the collective before it; return the messages to all other devices."""
     ranks, member = operation.attribute("ranks"), operation.attribute("member")
     (shape, element), *_ = operation.shapes()
-    rows = shape[0] * len(ranks)
-    if operation.attribute("reg_op_name") == "MoeDispatch":
-        rows = shape[0] // len(ranks)
+    rows, times = shape[0], operation.attribute("times")
+    rows = rows // times if operation.attribute("reg_op_name") == "MoeDispatch" else rows * times
     if before is not None:
         depend = editor.primitive("Depend", side_effect_propagate=1)
         inputs = [operation.node.input[0], before]

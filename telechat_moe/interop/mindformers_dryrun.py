@@ -25,6 +25,7 @@ from telechat_moe.graph.read import Expected
 from telechat_moe.graph.report import Subject
 from telechat_moe.processes import CompileError, in_clean_process
 from telechat_moe.recipe import Recipe, RecipeError, find, load, loads, sections
+from telechat_moe.recipe.experts import NODE_DEVICES
 from telechat_moe.recipe.rules.data import unlisted_columns
 from telechat_moe.recipe.schema.model import DEEPSEEK_V3
 from telechat_moe.sharding.mesh import Mesh
@@ -222,7 +223,11 @@ def subject_of(name: str, given: Mapping[str, Any]) -> Subject:
     }
     sp = bool(_section(name, given, "parallel_config").get("use_seq_parallel"))
     zero1 = bool(_section(name, given, "parallel").get("enable_parallel_optimizer"))
-    mesh = Mesh(**sizes, sp=sp, zero1=zero1)
+    model, node = _model(name, given), 0
+    if model.get("moe_token_dispatcher_type") == "alltoall_deredundency":
+        model = {"model": {"model_config": model}}
+        node = _integer(name, model, f"{MODEL}.npu_nums_per_device", NODE_DEVICES)
+    mesh = Mesh(**sizes, sp=sp, zero1=zero1, node=node)
     return Subject(name, mesh, _exchange(name, given, mesh), f"MindFormers {MINDFORMERS}")
 
 

@@ -1,4 +1,4 @@
-"""Which expert-parallel degrees fit the other degrees of a layout.
+"""Which expert-parallel degrees fit the other degrees of a layout, and how tokens reach experts on several nodes.
 
 Experts take the innermost devices first: each degree is used up before the next. Whole experts spread over tensor, then
 context, then data parallelism, ``(tp, cp, dp)``; experts that tensor parallelism shards spread over ``(dp,)``.
@@ -6,6 +6,21 @@ context, then data parallelism, ``(tp, cp, dp)``; experts that tensor parallelis
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from telechat_moe.recipe.schema.model import ModelConfig
+
+HOPS = {"alltoall_deredundency": "gather", "alltoall_zero_redundancy": "once"}
+"""Values of `moe_token_dispatcher_type` with a hop between nodes -> which tokens make it: all, or once to nodes that need it."""
+NODE_DEVICES = 8
+"""MindFormers' default of `npu_nums_per_device`."""
+
+
+def hop_between_nodes(model: "ModelConfig") -> tuple[str, int]:
+    """Return a value of :data:`HOPS` and the devices of a node; ``("", 0)``: tokens reach their experts in one hop."""
+    hop = HOPS.get(model.moe_token_dispatcher_type or "", "")
+    return hop, (model.npu_nums_per_device or NODE_DEVICES) if hop else 0
 
 
 def expert_shares(ep: int, degrees: Sequence[int]) -> list[int] | None:

@@ -26,12 +26,12 @@ from telechat_moe.sharding.cells.collective import (
     VocabularyRows,
 )
 from telechat_moe.sharding.cells.dispatch import (
-    AllGatherDispatch,
-    AllToAllDispatch,
     AllToAllVDispatch,
     DispatchSpec,
+    PaddedDispatch,
     RoutedRowsDispatch,
 )
+from telechat_moe.sharding.cells.hierarchical import RoutedNodeDispatch, SortedNodeDispatch
 from telechat_moe.sharding.layouts import Rule
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.placement import Placement, unplaced
@@ -46,6 +46,7 @@ class Options:
 
     Args:
         dispatcher: ``alltoall``, ``allgather`` or ``alltoallv``.
+        hop: Which tokens pass between nodes in a first hop, see :data:`telechat_moe.recipe.experts.HOPS`; empty: there is none.
         sequences: ``B`` of a micro-batch, over all devices.
         stages: Where the cells are in the pipeline; None without one.
         mask: The batch brings an attention mask.
@@ -59,6 +60,7 @@ class Options:
     mask: bool = False
     shared_graph: bool = False
     stubs: bool = False
+    hop: str = ""
 
 
 def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement:
@@ -274,25 +276,30 @@ def _moe(p: Placement, moe: MoE, options: Options) -> None:
     products = ("ascend" if on_ascend else "fused") if routed else "plain"
     moe.experts.products = ExpertProducts(products)
     p.cell(moe.experts, "Experts")
-    kinds = {
-        "alltoall": AllToAllDispatch,
-        "allgather": AllGatherDispatch,
-        "alltoallv": AllToAllVDispatch if on_ascend else RoutedRowsDispatch,
-    }
+    groups = {hop: p.group_of("ep", ranks) for hop, ranks in mesh.node_groups(p.rank).items()}
+    within, across = groups["within"], groups["across"]
+    if options.dispatcher == "allgather":
+        within, across = across, within
     tensor = p.group(mesh.axes("tp")) if mesh.expert_tp else None
     dropped = getattr(moe.dispatch, "dropped", None)
     name = dropped.name if dropped is not None else ""
-    moe.dispatch = kinds[options.dispatcher](
-        DispatchSpec(
-            router.config,
-            moe.experts.products,
-            p.group(mesh.axes("ep")),
-            tensor,
-            mesh.sp,
-            getattr(moe.dispatch, "capacity_tokens", None),
-            dropped,
-        )
+    spec = DispatchSpec(
+        router.config,
+        moe.experts.products,
+        within,
+        across,
+        tensor,
+        mesh.sp,
+        getattr(moe.dispatch, "capacity_tokens", None),
+        dropped,
     )
+    if not routed:
+        moe.dispatch = PaddedDispatch(spec)
+    elif options.hop:
+        kind = SortedNodeDispatch if on_ascend else RoutedNodeDispatch
+        moe.dispatch = kind(spec, options.hop == "once")
+    else:
+        moe.dispatch = (AllToAllVDispatch if on_ascend else RoutedRowsDispatch)(spec)
     row = "Dispatch.expert_tp" if mesh.expert_tp else "Dispatch"
     if dropped is not None:
         row, dropped.name = f"{row}.capacity", name  # MindSpore has renamed it

@@ -32,6 +32,7 @@ class Mesh:
         expert_tp: Split each expert's width over ``tp`` and spread experts over ``dp`` only, instead of
             whole experts over all devices.
         zero1: Optimizer states are spread over the devices that hold the same weights.
+        node: Devices of a node, whose ranks follow each other, where tokens reach experts in two hops; 0: in one.
 
     Raises:
         BadInputError: The degrees do not fit together.
@@ -45,6 +46,7 @@ class Mesh:
     sp: bool = False
     expert_tp: bool = False
     zero1: bool = False
+    node: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp", "ep"):
@@ -123,6 +125,16 @@ class Mesh:
             )
         ]
 
+    def node_groups(self, rank: int) -> dict[str, list[int]]:
+        """Return the two hops of a rank's expert group: ``within`` its node, and ``across`` nodes in the same place."""
+        group = self.group(rank, self.axes("ep"))
+        if not self.node:
+            return {"within": group, "across": [rank]}
+        return {
+            "within": [r for r in group if r // self.node == rank // self.node],
+            "across": [r for r in group if r % self.node == rank % self.node],
+        }
+
     def stage(self, rank: int) -> int:
         """Return the pipeline stage of a rank."""
         return rank // self.stage_devices
@@ -140,6 +152,9 @@ class Mesh:
         subsets = chain.from_iterable(combinations(degrees, n + 1) for n in range(len(degrees)))
         matching = (s for s in subsets if self.group(rank, self.axes(*s)) == wanted)
         names = [" x ".join(subset) for subset in islice(matching, 1)]
+        if self.node:
+            hops = self.node_groups(rank).items()
+            names += [f"ep {hop} nodes" for hop, group in hops if group == wanted]
         if self.ep > 1:
             inner = self.axes("ep")
             outer = [a for a in self.axes("dp", "cp", "tp") if a not in inner]
@@ -155,6 +170,10 @@ class Mesh:
         Groups along axes of the mesh are :meth:`group` of the new rank; others, and pairs between stages, move
         by the same steps along each axis.
         """
+        if self.node:  # no axes of the mesh
+            for hop, group in self.node_groups(old).items():
+                if sorted(ranks) == group:
+                    return self.node_groups(new)[hop]
         here, there = self.coordinates(old), self.coordinates(new)
         moved: list[int] = []
         for rank in ranks:
@@ -174,5 +193,6 @@ class Mesh:
         parts = [f"{n}{getattr(self, n)}" for n in ("dp", "cp", "tp", "pp") if getattr(self, n) > 1]
         parts += ["sp"] if self.sp and self.tp > 1 else []
         parts += [f"ep{self.ep}" + (" x tp" if self.expert_tp else "")] if self.ep > 1 else []
+        parts += [f"nodes of {self.node}"] if self.node else []
         parts += ["zero1"] if self.zero1 and self.dp * self.cp > 1 else []
         return " ".join(parts) or "one device"

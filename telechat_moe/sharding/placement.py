@@ -22,7 +22,12 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.model.block import Block
 from telechat_moe.model.causal_lm import Embedding
 from telechat_moe.model.mtp import MTPLayer
-from telechat_moe.sharding.cells.collective import Group, Morphed, ParallelCrossEntropy
+from telechat_moe.sharding.cells.collective import (
+    ALONE,
+    Group,
+    Morphed,
+    ParallelCrossEntropy,
+)
 from telechat_moe.sharding.cells.shape_only import (
     BlockStub,
     EmbeddingStub,
@@ -210,19 +215,21 @@ class Placement:
 
     def group(self, axes: Sequence[str]) -> Group:
         """Return the group along ``axes``, created once."""
+        degrees = dict.fromkeys(axis.split("_")[0] for axis in axes)
+        return self.group_of("-".join(degrees), self.mesh.group(self.rank, axes))
+
+    def group_of(self, name: str, ranks: Sequence[int]) -> Group:
+        """Return the group of evenly spaced ranks, created once; the first that asks for it names it."""
         from mindspore.communication import create_group
 
-        ranks = self.mesh.group(self.rank, axes)
-        if len(ranks) == 1:
-            return Group("", 1, 0)
         key = tuple(ranks)
+        if len(key) == 1:
+            return ALONE._replace(ranks=key)
         if key not in self._groups:
             # What tells an evenly spaced group from others: first rank, distance, number.
-            spacing = (ranks[0], ranks[1] - ranks[0], len(ranks))
-            degrees = dict.fromkeys(axis.split("_")[0] for axis in axes)
-            self._groups[key] = "-".join([*degrees, *map(str, spacing)])
-            create_group(self._groups[key], ranks)
-        return Group(self._groups[key], len(ranks), ranks.index(self.rank), key)
+            self._groups[key] = "-".join([name, *map(str, (key[0], key[1] - key[0], len(key)))])
+            create_group(self._groups[key], list(key))
+        return Group(self._groups[key], len(key), key.index(self.rank), key)
 
 
 def refuse_cut_axis(primitive: ops.Primitive, rule: Rule, mesh: Mesh) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.experts import hop_between_nodes
 from telechat_moe.sharding.mesh import Mesh
 from telechat_moe.sharding.stages import StageChunk, Stages, assign_layers
 
@@ -25,6 +26,7 @@ def mesh_of(recipe: Recipe) -> Mesh:
         sp=p.use_seq_parallel and p.model_parallel > 1,
         expert_tp=recipe.telechat_moe.sharding.expert_tensor_parallel and p.model_parallel > 1,
         zero1=recipe.parallel.enable_parallel_optimizer,
+        node=hop_between_nodes(recipe.model_config)[1],
     )
 
 
@@ -77,10 +79,12 @@ def recomputed_layers(recipe: Recipe) -> set[int]:
 
 
 def dispatcher(recipe: Recipe, target: str) -> str:
-    """Return how tokens reach their experts on a target."""
+    """Return how rows reach their experts on a target, within a node where there are two hops."""
     asked = recipe.telechat_moe.sharding.dispatcher
     config = recipe.model_config
     drops = bool(config.moe_token_drop_policy) and config.moe_expert_capacity_factor is not None
+    if asked == "auto" and hop_between_nodes(config)[0] == "once":
+        return "alltoallv"  # buffers for the worst routing would take every token to every node
     if asked == "auto":
         blocks = recipe.telechat_moe.operators.of("grouped_matmul") == "plain"
         return "alltoallv" if target == "Ascend" and not drops and not blocks else "alltoall"

@@ -43,7 +43,7 @@ def _permute(block: Block) -> Iterator[object]:
     if block.is_moe:
         dispatch = block.moe.dispatch
         yield dispatch.permute
-        yield getattr(dispatch, "sort_rows", None)  # of the exchange by AlltoAllV
+        yield getattr(getattr(dispatch, "rows", None), "sort_rows", None)  # of an AlltoAllV
 
 
 # Names of telechat_moe.sharding.recompute -> cells and primitives of a block. "moe" is its cell.

@@ -14,6 +14,7 @@ from telechat_moe.model.router import Router
 from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.experts import hop_between_nodes
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
@@ -52,6 +53,7 @@ def placed_model(
         shared_graph,
         # Stubs change the numbers of the messages, by which processes match them.
         shared_graph and target == "Ascend",
+        hop_between_nodes(recipe.model_config)[0],
     )
     routers = [cell for _, cell in model.cells_and_names() if isinstance(cell, Router)]
     placement = place(model, mesh, rank, options)

@@ -14,7 +14,7 @@ from telechat_moe.processes import in_children
 from telechat_moe.recipe import load
 from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
-LENGTH, SEQUENCES, MICRO = 16, 4, 2
+LENGTH, SEQUENCES, MICRO, NODE = 16, 4, 2, 2
 SHARED = {"dp": 2, "tp": 2, "sp": True, "pp": 2, "target": "Ascend"}
 LAYOUTS = {
     "dp2": {"dp": 2},
@@ -28,6 +28,7 @@ LAYOUTS = {
     "ep2tp2": {"dp": 2, "tp": 2, "sp": True, "ep": 2},
     "ep2_expert_tp": {"dp": 2, "tp": 2, "sp": True, "ep": 2, "etp": True},
     "ep4_allgather": {"dp": 2, "tp": 2, "sp": True, "ep": 4, "dispatcher": "allgather"},
+    "ep4_nodes": {"dp": 2, "tp": 2, "sp": True, "ep": 4, "hop": "alltoall_deredundency"},
     "zero": {"dp": 2, "tp": 2, "sp": True, "zero": True},
     "zero_ep2": {"dp": 4, "ep": 2, "zero": True},
     "cp2": {"cp": 2},
@@ -45,6 +46,8 @@ LAYOUTS = {
     "shared_vpp2": {**SHARED, "vpp": 2, "micro": 4},
     "shared_recompute": {**SHARED, "ep": 2, "recompute": True},
     "shared_accumulate": {"dp": 2, "ep": 2, "accumulate": 3, "target": "Ascend"},
+    "gathered": {"dp": 4, "ep": 4, "hop": "alltoall_deredundency", "target": "Ascend"},
+    "once": {"dp": 4, "ep": 4, "hop": "alltoall_zero_redundancy", "target": "Ascend"},
 }
 
 
@@ -93,6 +96,9 @@ def overrides(layout):
         "telechat_moe.sharding.expert_tensor_parallel": layout.get("etp", False),
         "telechat_moe.sharding.dispatcher": layout.get("dispatcher", "auto"),
     }
+    if layout.get("hop"):
+        settings["model.model_config.moe_token_dispatcher_type"] = layout["hop"]
+        settings["model.model_config.npu_nums_per_device"] = NODE
     if layout.get("vpp"):
         settings["parallel.pipeline_config.pipeline_interleave"] = True
     if layout.get("recompute"):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import combinations
 
 import pytest
 
@@ -54,7 +55,7 @@ class Sizes:
         self.dp, self.cp, self.tp, self.ep = (layout.get(n, 1) for n in ("dp", "cp", "tp", "ep"))
         self.sp, self.etp = layout.get("sp", False), layout.get("etp", False)
         self.zero = layout.get("zero", False)
-        self.gathers = layout.get("dispatcher") == "allgather"
+        self.gathers, self.hops = layout.get("dispatcher") == "allgather", "hop" in layout
         self.sequences = small.sequences(layout)
         self.devices = self.dp * self.cp * self.tp
         tokens = self.sequences * small.LENGTH
@@ -70,6 +71,8 @@ class Sizes:
         self.all = tuple(range(self.devices))
         step = self.cp * self.tp if self.etp else 1
         self.experts = tuple(range(0, self.ep * step, step))
+        self.node = self.experts[: small.NODE]
+        self.nodes = self.experts[:: small.NODE]
         self.expert_copies = tuple(range(0, self.devices, self.ep * step))
 
 
@@ -140,6 +143,12 @@ def experts(s, ledger, module):
         ledger.put("local", "AllGather", s.experts, rows * H)
         ledger.put("local", "AllGather", s.experts, rows * TOP_K, times=2)  # experts, weights
         ledger.put("local", "ReduceScatter", s.experts, rows * H)
+    elif s.hops:  # tokens of all nodes, then buffers of this node's experts
+        rows = s.device * len(s.nodes)
+        ledger.put("local", "AllGather", s.nodes, rows * H)
+        ledger.put("local", "AllGather", s.nodes, rows * TOP_K, times=2)
+        ledger.put("local", "AlltoAll", s.node, EXPERTS // len(s.nodes) * rows * H, times=2)
+        ledger.put("local", "ReduceScatter", s.nodes, rows * H)
     else:
         rows = s.token if s.etp else s.device
         ledger.put("local", "AlltoAll", s.experts, EXPERTS * rows * H, times=2)
@@ -268,6 +277,8 @@ def test_backward_mirrors_forward(found, name):
     gone.put("", "AllReduce", s.data, 1)
     if s.gathers:
         gone.put("", "ReduceScatter", s.experts, s.device * s.ep * TOP_K, times=2)
+    if s.hops:
+        gone.put("", "ReduceScatter", s.nodes, s.device * len(s.nodes) * TOP_K, times=2)
     if s.etp:
         gone.put("", "ReduceScatter", s.tensor, s.token * TOP_K, times=2)
     for (_, *rest), times in gone.items():
@@ -444,3 +455,47 @@ def test_ascend_s_attention_keeps_its_module(found):
     modules = {module for _, module, kind, _ in alive if kind == "FlashAttentionScore"}
     blocks = ("layers.0", "layers.1", "mtp.0.block")
     assert modules == {f"{block}.attention.core" for block in blocks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gathered", "once"])
+def test_hops_between_nodes(found, name):
+    """Between nodes: every token to every node, or once to those that need it, as counted over all choices of experts."""
+    (reading,) = found(name)
+    s = Sizes(small.LAYOUTS[name])
+    nodes, own = len(s.nodes), EXPERTS // len(s.nodes)
+    between, inside = Counter(), Counter()
+    for c in reading.collectives:
+        if "dispatch" in c.module and c.purpose == "activations":
+            group = {s.nodes: between, s.node: inside}[c.ranks]
+            group[c.phase, c.kind, c.bytes] += c.times
+    layers = 2
+    row, routing = s.device * nodes * H * FLOAT, s.device * nodes * TOP_K * FLOAT
+    expected = {
+        ("forward", "AllGather", row): layers,
+        ("forward", "AllGather", routing): 2 * layers,
+        ("forward", "ReduceScatter", row): layers,
+        ("backward", "ReduceScatter", row): layers,
+        ("backward", "ReduceScatter", routing): layers,  # experts have no derivative
+        ("backward", "AllGather", row): layers,
+    }
+    if name == "once":
+        chosen = list(combinations(range(EXPERTS), TOP_K))
+        pairs = sum(len({expert // own for expert in some}) for some in chosen) / len(chosen)
+        row, routing = (
+            round(s.device * pairs * n) * FLOAT for n in (H, 2 * TOP_K)
+        )  # routing: experts and weights
+        expected = {
+            ("forward", "AlltoAll", nodes * FLOAT): layers,
+            ("forward", "AlltoAllV", row): 2 * layers,
+            ("forward", "AlltoAllV", routing): layers,
+            ("backward", "AlltoAllV", row): 2 * layers,
+            ("backward", "AlltoAllV", routing): layers,
+        }
+    assert between == expected
+    rows = s.device * TOP_K * H * FLOAT
+    assert inside == {
+        ("forward", "AlltoAll", own * FLOAT): layers,
+        ("forward", "AlltoAllV", rows): 2 * layers,
+        ("backward", "AlltoAllV", rows): 2 * layers,
+    }

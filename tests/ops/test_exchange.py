@@ -30,7 +30,12 @@ def _ends() -> None:
 
 
 def attributes(member: int, members: int) -> dict[str, int | list[int]]:
-    return {"ranks": [peer(member, r) for r in range(members)], "member": member, "tag": -5}
+    return {
+        "ranks": [peer(member, r) for r in range(members)],
+        "member": member,
+        "tag": -5,
+        "times": members,
+    }
 
 
 def dispatch(member: int, members: int, x: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
@@ -93,8 +98,39 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         dispatch(0, 2, x, np.array([2, 3], np.int32))
     with pytest.raises(NativeError, match="expert 1 has -1 rows"):
         dispatch(0, 2, x, np.array([5, -1], np.int32))
-    with pytest.raises(NativeError, match="sizes of 3 rows, and 8 rows"):
-        combine(0, 2, np.zeros((8, WIDTH), np.float32), *[np.array([2, 1], np.int32)] * 2)
+    with pytest.raises(NativeError, match="sizes of 5 rows, and 8 rows"):
+        combine(0, 2, np.zeros((8, WIDTH), np.float32), *[np.array([4, 1], np.int32)] * 2)
+    with pytest.raises(NativeError, match="3 rows arrived, with room for 0"):
+        Kernel("MoeDispatch", {**attributes(0, 1), "times": 0})(
+            [x, np.array([3], np.int32)], [x[:0], np.zeros(1, np.int32), np.zeros(1, np.int32)]
+        )
+
+
+def test_rows_behind_those_of_the_experts_go_nowhere() -> None:
+    """With room for as many rows as a device has, of which the first belong to experts."""
+    rows = [
+        (np.arange(4 * WIDTH).reshape(4, WIDTH) + 100 * r + 1).astype(np.float32) for r in (0, 1)
+    ]
+    sizes = [np.array([1, 1], np.int32), np.array([0, 2], np.int32)]
+    attribute = [{**attributes(r, 2), "times": 1} for r in (0, 1)]
+    got = [
+        [np.full((4, WIDTH), np.nan, np.float32), np.zeros(1, np.int32), np.zeros(2, np.int32)]
+        for _ in (0, 1)
+    ]
+    back = [np.full((4, WIDTH), np.nan, np.float32) for _ in (0, 1)]
+
+    def there_and_back(r: int) -> None:
+        Kernel("MoeDispatch", attribute[r])([rows[r], sizes[r]], got[r])
+        Kernel("MoeCombine", attribute[r])([got[r][0], sizes[r], got[r][2]], [back[r]])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(there_and_back, (0, 1)))
+    np.testing.assert_array_equal(got[0][0], [rows[0][0], *[[0] * WIDTH] * 3])
+    np.testing.assert_array_equal(got[1][0], [rows[0][1], rows[1][0], rows[1][1], [0] * WIDTH])
+    for r in (0, 1):
+        assert got[r][1] == [4]
+        np.testing.assert_array_equal(back[r][:2], rows[r][:2])
+        assert not back[r][2:].any()
 
 
 def test_devices_that_disagree_about_the_width_are_told_so() -> None:

@@ -7,7 +7,14 @@ from unittest import mock
 from telechat_moe.graph import rewrite
 
 # Faults in the layout, compiled in; the others are faults in the rewriting.
-LAYOUT = ("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary")
+LAYOUT = (
+    "cut-softmax",
+    "no-sum-of-balance",
+    "no-sum-of-widths",
+    "no-sum-of-vocabulary",
+    "nodes-of-other-devices",
+    "no-token-to-other-nodes",
+)
 
 
 @contextmanager
@@ -16,6 +23,7 @@ def in_layout(fault: str) -> Iterator[None]:
     from telechat_moe.sharding import placement
     from telechat_moe.sharding.cells import collective as parallel
     from telechat_moe.sharding.cells import dispatch as parallel_dispatch
+    from telechat_moe.sharding.cells import hierarchical
     from telechat_moe.sharding.layouts import TABLE, Rule
 
     if fault == "cut-softmax":
@@ -46,6 +54,23 @@ def in_layout(fault: str) -> Iterator[None]:
             whole(self, group._replace(size=1))
 
         with mock.patch.object(parallel.TokenCrossEntropy, "__init__", alone):
+            yield
+    elif fault == "nodes-of-other-devices":
+        own = parallel_dispatch.OwnExperts.__init__
+
+        def other(self, group, experts):
+            own(self, group._replace(member=(group.member + 1) % group.size), experts)
+
+        with mock.patch.object(parallel_dispatch.OwnExperts, "__init__", other):
+            yield
+    elif fault == "no-token-to-other-nodes":
+        needs = hierarchical.NodesOfTokens.__init__
+
+        def fewer(self, nodes, experts):
+            needs(self, nodes, experts)
+            self.on = self.on * (1 - self.on)  # no node has an expert of any token
+
+        with mock.patch.object(hierarchical.NodesOfTokens, "__init__", fewer):
             yield
     else:
         yield

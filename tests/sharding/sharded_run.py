@@ -50,6 +50,9 @@ class Layout:
     scheduler: str = "1f1b"
     offset: tuple[tuple[int, ...], ...] = ()  # by chunk and stage
     mtp: int = 1
+    hop: str = ""  # between nodes: gather or once
+    node: int = 0
+    crowd: bool = False  # every token goes to the same experts
 
     @property
     def devices(self) -> int:
@@ -58,12 +61,12 @@ class Layout:
     @property
     def sequences(self) -> int:
         """Sequences of a micro-batch, over all devices."""
-        return self.dp if self.cp > 1 else 4
+        return self.dp if self.cp > 1 else max(4, self.dp)
 
     @property
     def single(self) -> "Layout":
         """The same batch and model on one device."""
-        plain = {"policy", "documents", "tied", "z_loss", "mtp"}
+        plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd"}
         same = {k: v for k, v in asdict(self).items() if k in plain}
         return Layout(micro=self.micro_batches, **same)
 
@@ -164,6 +167,45 @@ def drawn(seed: int, count: int) -> dict[str, Layout]:
 
 
 LAYOUTS |= drawn(18, 12)
+# Two hops to the experts: between nodes of ``node`` devices, and within a node.
+GATHER, ONCE = {"hop": "gather", "node": 2}, {"hop": "once", "node": 2}
+EXACT = {**GATHER, "dispatcher": "alltoallv"}
+SP = {"tp": 2, "sp": True}
+LAYOUTS |= {
+    "dp2-ep2-once-nodes-of-one": Layout(dp=2, ep=2, hop="once", node=1),
+    # four processes
+    "dp4-ep4-gather": Layout(dp=4, ep=4, **GATHER),
+    "dp4-ep4-gather-exact": Layout(dp=4, ep=4, **EXACT),
+    "dp4-ep4-gather-capacity": Layout(dp=4, ep=4, **GATHER, policy="probs"),
+    "dp4-ep4-gather-exact-crowd": Layout(dp=4, ep=4, **EXACT, crowd=True),
+    "dp4-ep4-once": Layout(dp=4, ep=4, **ONCE, zero=True, micro=2),
+    "dp4-ep4-once-capacity": Layout(dp=4, ep=4, **ONCE, policy="position"),
+    "dp4-ep4-once-crowd": Layout(dp=4, ep=4, **ONCE, crowd=True),
+    "dp4-ep4-once-crowd-capacity": Layout(dp=4, ep=4, **ONCE, crowd=True, policy="probs"),
+    "tp4-sp-ep4-gather-exact": Layout(tp=4, sp=True, ep=4, **EXACT),
+    "dp2-tp2-ep4-gather": Layout(dp=2, tp=2, ep=4, **GATHER),
+    "dp2-tp2-sp-ep4-gather-capacity": Layout(dp=2, **SP, ep=4, **GATHER, policy="position"),
+    "dp2-tp2-sp-ep4-once": Layout(dp=2, **SP, ep=4, **ONCE),
+    "dp2-tp2-ep4-once-recompute": Layout(dp=2, tp=2, ep=4, **ONCE, recompute="permute,swiglu"),
+    "cp2-tp2-sp-ep4-once": Layout(cp=2, **SP, ep=4, **ONCE),
+    "dp2-cp2-ep4-gather": Layout(dp=2, cp=2, ep=4, **GATHER),
+    # eight
+    "dp8-ep8-gather": Layout(dp=8, ep=8, **GATHER),
+    "dp8-ep8-gather-nodes-of-four": Layout(dp=8, ep=8, hop="gather", node=4, policy="probs"),
+    "dp8-ep8-once": Layout(dp=8, ep=8, **ONCE, policy="probs"),
+    "dp8-ep8-once-nodes-of-four": Layout(dp=8, ep=8, hop="once", node=4),
+    "dp8-ep4-once": Layout(dp=8, ep=4, **ONCE),
+    "dp4-tp2-sp-ep8-exact": Layout(
+        dp=4, **SP, ep=8, hop="gather", node=4, dispatcher="alltoallv", recompute="whole"
+    ),
+    "dp2-cp2-tp2-sp-ep8-once": Layout(dp=2, cp=2, **SP, ep=8, hop="once", node=4),
+    "dp4-tp2-sp-ep4-width-once": Layout(
+        dp=4, **SP, ep=4, expert_tp=True, hop="once", node=4, policy="probs"
+    ),
+    "dp4-tp2-ep4-width-gather": Layout(dp=4, tp=2, ep=4, expert_tp=True, hop="gather", node=4),
+    "pp2-dp4-ep4-once": Layout(pp=2, dp=4, ep=4, **ONCE),
+    "pp2-dp2-tp2-sp-ep4-gather-vpp2": Layout(pp=2, dp=2, **SP, ep=4, **GATHER, vpp=2, micro=4),
+}
 
 
 @dataclass(frozen=True)
@@ -194,6 +236,7 @@ class Case:
         single = self.layout.single
         parts = [self.optimizer, self.layout.sequences, self.layers, single.micro]
         parts += [single.policy, single.documents, single.tied, single.z_loss, single.mtp]
+        parts += ["crowd"] * single.crowd
         return "reference_" + "_".join(map(str, parts))
 
 
@@ -250,6 +293,10 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         "telechat_moe.sharding.expert_tensor_parallel": layout.expert_tp,
         "telechat_moe.sharding.dispatcher": layout.dispatcher,
     }
+    if layout.hop:
+        kinds = {"gather": "alltoall_deredundency", "once": "alltoall_zero_redundancy"}
+        settings["model.model_config.moe_token_dispatcher_type"] = kinds[layout.hop]
+        settings["model.model_config.npu_nums_per_device"] = layout.node
     if layout.recompute == "whole":
         settings["recompute_config.recompute"] = True
     elif layout.recompute:
@@ -360,6 +407,15 @@ def compile_cases(folder: Path, cases: list[Case]) -> None:
 # ------------------------------------------------------------------ one process
 
 
+def crowd(model) -> None:
+    """Have the biases of selection send every token to the last expert, and its other choices to the one before."""
+    from mindspore import Tensor
+
+    for p in model.get_parameters():
+        if p.name.endswith("expert_bias"):
+            p.set_data(Tensor(100.0 * np.arange(p.shape[0], dtype=np.float32)))
+
+
 def reference(folder: Path, cases: list[Case]) -> None:
     """Run the model in one process for each kind of batch and model among the cases."""
     import mindspore as ms
@@ -379,6 +435,8 @@ def reference(folder: Path, cases: list[Case]) -> None:
         with select.using("plain"):
             model = CausalLM(config, own.moe_block_rows, own.moe_capacity_tokens)
             initialize(model, 1)
+            if layout.crowd:
+                crowd(model)
             model.set_train()
             optimizer = make_optimizer(case.optimizer)(model.trainable_params())
             micro = layout.micro_batches

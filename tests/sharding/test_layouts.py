@@ -22,7 +22,10 @@ LATER_GRADIENTS = {"momentum": BOUND, "adamw": 1e-4}
 TOP_K = 2
 
 # By number of processes. The gradient's scale shows with momentum alone, the states' layout with both.
-FAST = {2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum", "dp2-ep2-routed:momentum")}
+FAST = {
+    2: ("tp2-sp-ep2:momentum", "pp2-vpp2:momentum", "dp2-ep2-routed:momentum"),
+    4: ("dp2-tp2-sp-ep4-once:momentum",),
+}
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
 SLOW_FAULTS = {
     2: (
@@ -34,14 +37,25 @@ SLOW_FAULTS = {
     4: (
         "dp2-tp2-ep2-width:momentum:no-sum-of-widths",
         "pp2-dp2-ep2:momentum:another-pair",
+        "dp4-ep4-gather:momentum:nodes-of-other-devices",
+        "dp4-ep4-once:momentum:no-token-to-other-nodes",
     ),
 }
+
+
+def optimizers(layout):
+    """Return the optimizers to try; how tokens reach experts does not touch them."""
+    if layout.hop:
+        return ("momentum",)
+    return ("momentum" if layout.pp > 1 else "momentum-deep", "adamw")
+
+
 FAST_CASES = [name for names in FAST.values() for name in names]
 SLOW = {
     devices: tuple(
         f"{name}:{optimizer}"
         for name, layout in run.LAYOUTS.items()
-        for optimizer in ("momentum" if layout.pp > 1 else "momentum-deep", "adamw")
+        for optimizer in optimizers(layout)
         if layout.devices == devices and f"{name}:{optimizer}" not in FAST_CASES
     )
     for devices in (2, 4, 8)
@@ -54,7 +68,7 @@ AT_ONCE = 8  # a process keeps the graphs that it has loaded
 def groups():
     """Return the cases that run together."""
     for devices, names in FAST.items():
-        yield (*names, *FAST_FAULTS[devices])
+        yield (*names, *FAST_FAULTS.get(devices, ()))
     for devices, names in SLOW.items():
         yield from (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE))
         yield SLOW_FAULTS.get(devices, ())
@@ -135,6 +149,8 @@ def test_the_cases_split_in_every_way():
     for flag in ("zero", "sp", "expert_tp", "documents", "tied", "z_loss"):
         assert any(getattr(x, flag) for x in layouts), flag
     assert any(x.ep > x.dp for x in layouts), "experts over tensor-parallel devices"
+    for hop in ("gather", "once"):
+        assert any(x.hop == hop and x.ep > x.dp for x in layouts), hop
     assert len(run.LAYOUTS) >= 16
     asked = [name for names in [*FAST.values(), *SLOW.values()] for name in names]
     assert {name.split(":")[0] for name in asked} == set(run.LAYOUTS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from telechat_moe.recipe.check import section_keys
+from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
 from telechat_moe.recipe.schema.model import ModelConfig
 
@@ -79,6 +80,47 @@ def expert_layout(r: Recipe, compiled: bool) -> Iterator[Broken]:
     if own.expert_tensor_parallel and (r.devices == 1 or p.model_parallel == 1):
         found = "True with model_parallel 1, where it has no effect"
         yield f"{OWN}sharding.expert_tensor_parallel", found, "False, or model_parallel > 1"
+
+
+def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """A hop between nodes needs an expert group that spreads over whole nodes, and rows that are not at hand."""
+    m, p, own = r.model.model_config, r.parallel_config, r.telechat_moe
+    at, key = (
+        "model.model_config.npu_nums_per_device",
+        "model.model_config.moe_token_dispatcher_type",
+    )
+    if not isinstance(m, ModelConfig):
+        return
+    kind, (hop, node) = m.moe_token_dispatcher_type, hop_between_nodes(m)
+    if not hop:
+        if m.npu_nums_per_device not in (None, NODE_DEVICES):
+            found = f"{m.npu_nums_per_device} with moe_token_dispatcher_type {kind or 'alltoall'}, where it has no effect"
+            yield at, found, f"remove it, or one of {', '.join(HOPS)} there"
+        return
+    ep, stride = p.expert_parallel, 1
+    if own.sharding.expert_tensor_parallel:
+        stride = p.model_parallel * p.context_parallel
+    inner, rest = divmod(node, stride)
+    group = f"expert_parallel {ep}" + (f" with {stride} devices an expert" if stride > 1 else "")
+    if r.devices == 1 or ep <= max(inner, 1):
+        found = (
+            f"{kind} with {group} and nodes of {node} devices, which takes no token to another node"
+        )
+        expected = f"alltoall, or expert_parallel of several nodes ({at.split('.')[-1]} {node})"
+        yield key, found, expected
+    elif rest or ep % inner:
+        found = f"{node} with {group}, which does not spread over whole nodes"
+        yield at, found, f"a multiple of {stride}, of which expert_parallel is one"
+    chosen, other = own.sharding.dispatcher, f"{OWN}sharding.dispatcher"
+    if chosen == "allgather":
+        found = f"allgather with {kind}: every device sees all tokens in one hop"
+        yield other, found, "auto, or moe_token_dispatcher_type alltoall"
+    elif hop == "once" and chosen == "alltoall":
+        found = f"alltoall with {kind}: padded buffers would take every token to every node"
+        yield other, found, "auto, alltoallv, or moe_token_dispatcher_type alltoall_deredundency"
+    elif hop == "once" and own.operators.of("grouped_matmul") == "plain":
+        found = f"plain with {kind}, whose rows are sorted by expert"
+        yield f"{OWN}operators.grouped_matmul", found, "another backend"
 
 
 def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:

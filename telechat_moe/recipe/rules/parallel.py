@@ -226,7 +226,7 @@ def _trains_split(r: Recipe) -> bool:
 
 
 def dispatcher(r: Recipe) -> Iterator[Broken]:
-    """Hierarchical dispatch needs expert parallelism beyond one server."""
+    """MindFormers' hop between nodes needs expert parallelism over a node at least; `node_hops` is about our own."""
     m, ep = r.model.model_config, r.parallel_config.expert_parallel
     kind, known = (
         m.moe_token_dispatcher_type,

@@ -88,10 +88,13 @@ class MindFormersModelKeys:
     """1, or a list with 1 for each MoE layer; must agree with `first_k_dense_replace`."""
 
     moe_token_dispatcher_type: Text | None = None
-    """`alltoall`, `alltoall_deredundency`, `alltoall_zero_redundancy` or `allgather`."""
+    """Which way tokens take between devices; `telechat_moe.sharding.dispatcher` says in which form. `alltoall` (None): in one
+    hop. The others need `expert_parallel` over several nodes and take a hop between nodes first, then one within the
+    node. `alltoall_deredundency`: every token goes to every node. `alltoall_zero_redundancy`: once to each node that
+    has one of its experts; MindFormers sends it once to each device that has one instead, with the same result."""
 
     npu_nums_per_device: Positive | None = None
-    """NPUs per server, for hierarchical communication."""
+    """Devices of a node, whose ranks follow each other, where `moe_token_dispatcher_type` takes two hops. None: 8."""
 
     num_key_value_heads: Positive | None = field(
         default=None, metadata=instead_of("num_query_groups", "n_kv_heads")

@@ -129,10 +129,10 @@ class Sharding:
     dispatcher: Literal["auto", "alltoall", "allgather", "alltoallv"] = field(
         default="auto", metadata=acts("experts")
     )
-    """How tokens reach their experts. `alltoallv`: exactly the rows that were routed.
-    `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst case.
-    `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` on Ascend without a
-    capacity, else `alltoall`, also for CPU processes."""
+    """In which form rows reach their experts, within a node where `moe_token_dispatcher_type` takes two hops. `alltoallv`:
+    exactly the rows that were routed. `alltoall`: padded buffers, of `moe_expert_capacity_factor` or, dropless, of the worst
+    case. `allgather`: every device sees all tokens of its expert group. `auto`: `alltoallv` on Ascend without a
+    capacity and with `alltoall_zero_redundancy`, else `alltoall`, also for CPU processes."""
 
     expert_tensor_parallel: bool = field(default=False, metadata=acts("halves"))
     """Cut each expert's width over `model_parallel` and spread experts over `data_parallel` only.

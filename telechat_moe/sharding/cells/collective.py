@@ -36,6 +36,10 @@ class Group(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+ALONE = Group("", 1, 0)
+"""The group of a device without others."""
+
+
 class SumOverProcesses(nn.Cell):
     """Add a tensor over all processes; outside of a graph that MindSpore splits."""
 

@@ -32,7 +32,7 @@ from telechat_moe.ops.permute import (
     Unpermute,
 )
 from telechat_moe.recipe import ModelConfig
-from telechat_moe.sharding.cells.collective import Group, Morphed, sum_over
+from telechat_moe.sharding.cells.collective import ALONE, Group, Morphed, sum_over
 
 
 class DispatchSpec(NamedTuple):
@@ -40,7 +40,9 @@ class DispatchSpec(NamedTuple):
 
     Attributes:
         products: Products of the experts on this device.
-        group: Expert-parallel group.
+        within: Devices between which rows are exchanged: the expert-parallel group, or its part on one node.
+        across: Devices over which tokens are gathered or sent once: those with the same place on all nodes of the
+            expert-parallel group.
         tensor: Tensor-parallel group if each expert's width is sharded over it, else None.
         scatter: The result is sharded over ``tensor`` by rows (sequence parallel) instead of repeated.
         capacity_tokens: Tokens that share a capacity; None: those of the device. ``alltoallv`` drops none.
@@ -49,7 +51,8 @@ class DispatchSpec(NamedTuple):
 
     config: ModelConfig
     products: ExpertProducts
-    group: Group
+    within: Group
+    across: Group = ALONE
     tensor: Group | None = None
     scatter: bool = False
     capacity_tokens: int | None = None
@@ -69,7 +72,7 @@ class ParallelDispatch(nn.Cell):
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(auto_prefix=False)
-        self.products, self.group, self.many = spec.products, spec.group, spec.group.size > 1
+        self.products = spec.products
         self.dropped, self.drops = spec.dropped, spec.dropped is not None
         self.run = Morphed(self.body, *((_with_count, _with_count_type) if self.drops else ()))
         self.sum_widths = sum_over(spec.tensor, spec.scatter)
@@ -111,48 +114,49 @@ class ParallelDispatch(nn.Cell):
         return y_TH
 
 
-class CapacityExchange(ParallelDispatch):
-    """Take rows to their experts through buffers of ``C`` rows an expert, and back.
+class Capacity(nn.Cell):
+    """Give pairs their rows in the experts' buffers, as many as the capacity allows.
 
-    Without a capacity ``C`` is the number of tokens of the device, which no routing can exceed: nothing
-    is dropped, and the shapes do not depend on the routing. That is the static form of the dropless
-    exchange: the same rows travel between the same devices, padded.
+    Without a capacity a buffer has ``C`` rows, one for each token, which no routing can exceed: nothing is dropped, and
+    the shapes do not depend on the routing.
+
+    Args:
+        gathered: Devices whose tokens this device sees; they share no capacity.
     """
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: DispatchSpec, gathered: int = 1) -> None:
+        super().__init__(auto_prefix=False)
         config = spec.config
-        self.num_experts = config.n_routed_experts
+        self.num_experts, self.gathered = config.n_routed_experts, gathered
         self.factor = config.moe_expert_capacity_factor if drops(config) else None
         self.capacity_tokens = spec.capacity_tokens
         policy = config.moe_token_drop_policy if drops(config) else None
         self.plan = CapacityPlan(1, policy or "position")
-        self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
-        self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
-        self.to_float, self.keep, self.add = ops.Cast(), ops.Mul(), ops.Add()
+        self.reshape, self.to_float = ops.Reshape(), ops.Cast()
+        self.keep, self.add = ops.Mul(), ops.Add()
         self.at_most, self.less, self.sub = ops.Minimum(), ops.Less(), ops.Sub()
         self.select, self.zeros_like = ops.Select(), ops.ZerosLike()
         self.count = ops.ReduceSum(keep_dims=True)
         # Devices that share an expert's width have the same tokens.
         self.share = Tensor(1.0 / (spec.tensor.size if spec.tensor is not None else 1), ms.float32)
 
-    def groups_and_capacity(self, tokens: int, top_k: int) -> tuple[int, int]:
-        """Return ``(g, C)`` for a device with ``tokens`` tokens."""
+    def groups_and_rows(self, tokens: int, top_k: int) -> tuple[int, int]:
+        """Return ``(g, C)`` for ``tokens`` tokens."""
         if self.factor is None:
             return 1, tokens
-        size = min(tokens, self.capacity_tokens or tokens)
+        own = tokens // self.gathered
+        size = min(own, self.capacity_tokens or own)
         return tokens // size, math.ceil(self.factor * size * top_k / self.num_experts)
 
-    def fill(
-        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: int
+    def construct(
+        self, index_tK: Tensor, weight_tK: Tensor, experts: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the buffers ``[experts, g * C, H]``, the row of each pair, the weights of those kept, and the dropped.
+        """Return each pair's row among ``[g, experts, C]`` or the one behind them, whether it has one, its weight, and the dropped.
 
         Pairs whose index is ``experts`` belong to another device and get no row.
         """
         t, K = index_tK.shape
-        H = x_tH.shape[1]
-        g, C = self.groups_and_capacity(t, K)
+        g, C = self.groups_and_rows(t, K)
         slot_tK, own_tK = index_tK, self.less(index_tK, Tensor(experts, ms.int32))
         if g > 1:
             group_t1 = (np.arange(t, dtype=np.int32) // (t // g))[:, None] * experts
@@ -160,120 +164,134 @@ class CapacityExchange(ParallelDispatch):
             nowhere_tK = self.add(self.zeros_like(index_tK), Tensor(g * experts, ms.int32))
             slot_tK = self.select(own_tK, slot_tK, nowhere_tK)
         rows = g * experts * C
-        row_N, kept_N = self.plan(slot_tK, weight_tK, C, g * experts + 1)
+        row_N, _ = self.plan(slot_tK, weight_tK, C, g * experts + 1)
         row_N = self.at_most(row_N, Tensor(rows, ms.int32))
         kept_N = self.less(row_N, Tensor(rows, ms.int32))
-        x_PH, _ = self.split(self.permute(x_tH, row_N, rows + 1, kept_N), (rows, 1), 0)
-        x_gECH = self.reshape(x_PH, (g, experts, C, H))
         kept_tK = self.reshape(self.to_float(kept_N, ms.float32), (t, K))
         lost_tK = self.sub(self.to_float(own_tK, ms.float32), kept_tK)
         dropped = self.keep(self.count(self.reshape(lost_tK, (-1,)), 0), self.share)
-        buffer = self.reshape(self.transpose(x_gECH, (1, 0, 2, 3)), (experts, g * C, H))
-        return buffer, row_N, self.keep(weight_tK, kept_tK), dropped
-
-    def empty(self, y_EPH: Tensor, row_N: Tensor, weight_tK: Tensor, experts: int) -> Tensor:
-        """Return each token's weighted sum of its rows ``[t, H]``; the inverse of :meth:`fill`."""
-        t, K = weight_tK.shape
-        H = y_EPH.shape[2]
-        g, C = self.groups_and_capacity(t, K)
-        rows = g * experts * C
-        y_gECH = self.transpose(self.reshape(y_EPH, (experts, g, C, H)), (1, 0, 2, 3))
-        row_N = self.at_most(row_N, Tensor(rows - 1, ms.int32))
-        return self.unpermute(self.reshape(y_gECH, (rows, H)), row_N, weight_tK)
+        return row_N, kept_N, self.keep(weight_tK, kept_tK), dropped
 
 
-class AllToAllDispatch(CapacityExchange):
-    """Experts spread over ``group``: rows travel to the device of their expert and back."""
+class OwnExperts(nn.Cell):
+    """Number the experts of one of several nodes, or devices, from 0; all others are ``experts``."""
+
+    def __init__(self, group: Group, experts: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.first = Tensor(group.member * experts, ms.int32)
+        self.zero, self.elsewhere = Tensor(0, ms.int32), Tensor(experts, ms.int32)
+        self.sub, self.less, self.at_most = ops.Sub(), ops.Less(), ops.Minimum()
+        self.select, self.add, self.zeros_like = ops.Select(), ops.Add(), ops.ZerosLike()
+
+    def construct(self, index_tK: Tensor) -> Tensor:
+        """Return ``[t, K]`` int32."""
+        own_tK = self.sub(index_tK, self.first)
+        below_tK = self.less(own_tK, self.zero)
+        own_tK = self.at_most(own_tK, self.elsewhere)
+        elsewhere_tK = self.add(self.zeros_like(own_tK), self.elsewhere)
+        return self.select(below_tK, elsewhere_tK, own_tK)
+
+
+class GatherTokens(nn.Cell):
+    """Gather the tokens of a group of devices; the results of the group are summed, each device's tokens scattered to it."""
+
+    def __init__(self, group: Group, experts: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.gather, self.gather_index = ops.AllGather(group.name), ops.AllGather(group.name)
+        self.gather_weight = ops.AllGather(group.name)
+        self.scatter_sum = ops.ReduceScatter(ops.ReduceOp.SUM, group.name)
+        self.own = OwnExperts(group, experts)
+
+    def construct(
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return tokens, own experts and weights of the group's tokens, in the order of its devices, and nothing more."""
+        x_MH, index_MK = self.gather(x_tH), self.gather_index(index_tK)
+        return x_MH, self.own(index_MK), self.gather_weight(weight_tK), ()
+
+    def back(self, y_MH: Tensor, places: tuple[Tensor, ...]) -> Tensor:
+        """Return the sum of all devices' results for the tokens of this one, ``[t, H]``."""
+        return self.scatter_sum(y_MH)
+
+
+class PaddedDispatch(ParallelDispatch):
+    """Take rows to their experts through buffers of ``C`` rows an expert, and back.
+
+    Over ``across`` tokens are gathered and results summed, over ``within`` rows are exchanged. Without ``across`` that is
+    the plain all-to-all, without ``within`` the all-gather: every device sees all tokens. With both, rows of several
+    nodes pass between them once. It is the static form of the exchange of routed rows: the same rows travel between
+    the same devices, padded.
+    """
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec)
-        group = spec.group
+        within, across = spec.within, spec.across
+        self.many, self.gathers = within.size > 1, across.size > 1
+        self.experts = spec.config.n_routed_experts // across.size
+        self.places = Capacity(spec, across.size)
+        self.permute, self.unpermute = Permute(differentiable=True), Unpermute()
+        self.reshape, self.transpose, self.split = ops.Reshape(), ops.Transpose(), SplitWithSize()
+        self.at_most = ops.Minimum()
+        if self.gathers:
+            self.gather = GatherTokens(across, self.experts)
         if self.many:
-            self.send = ops.AlltoAll(group.size, 0, 1, group.name)
-            self.bring_back = ops.AlltoAll(group.size, 1, 0, group.name)
+            self.send = ops.AlltoAll(within.size, 0, 1, within.name)
+            self.bring_back = ops.AlltoAll(within.size, 1, 0, within.name)
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`ParallelDispatch.exchange`."""
-        buffer, row_N, weight_tK, dropped = self.fill(x_tH, index_tK, weight_tK, self.num_experts)
+        if self.gathers:
+            x_tH, index_tK, weight_tK, _ = self.gather(x_tH, index_tK, weight_tK)
+        t, K = index_tK.shape
+        E, H = self.experts, x_tH.shape[1]
+        g, C = self.places.groups_and_rows(t, K)
+        rows = g * E * C
+        row_N, kept_N, weight_tK, dropped = self.places(index_tK, weight_tK, E)
+        x_PH, _ = self.split(self.permute(x_tH, row_N, rows + 1, kept_N), (rows, 1), 0)
+        x_EgCH = self.transpose(self.reshape(x_PH, (g, E, C, H)), (1, 0, 2, 3))
+        buffer = self.reshape(x_EgCH, (E, g * C, H))
         if self.many:
             buffer = self.send(buffer)
         buffer = self.products(buffer, *experts)
         if self.many:
             buffer = self.bring_back(buffer)
-        return self.empty(buffer, row_N, weight_tK, self.num_experts), dropped
+        y_gECH = self.transpose(self.reshape(buffer, (E, g, C, H)), (1, 0, 2, 3))
+        row_N = self.at_most(row_N, Tensor(rows - 1, ms.int32))
+        y_tH = self.unpermute(self.reshape(y_gECH, (rows, H)), row_N, weight_tK)
+        return (self.gather.back(y_tH, ()) if self.gathers else y_tH), dropped
 
 
-class AllGatherDispatch(CapacityExchange):
-    """Experts spread over ``group``: every device sees all tokens of the group, and results are summed."""
+class SortedRows(nn.Cell):
+    """Run experts on rows that are sorted by expert: exactly these rows travel to the devices of a group and back (Ascend).
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec)
-        group = spec.group
-        self.local = self.num_experts // group.size
-        self.first = Tensor(group.member * self.local, ms.int32)
-        self.no_expert = Tensor(self.local, ms.int32)
-        if self.many:
-            self.gather = ops.AllGather(group.name)
-            self.gather_index = ops.AllGather(group.name)
-            self.gather_weight = ops.AllGather(group.name)
-            self.scatter_sum = ops.ReduceScatter(ops.ReduceOp.SUM, group.name)
-        self.zero = Tensor(0, ms.int32)
-
-    def exchange(
-        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`ParallelDispatch.exchange`."""
-        if self.many:
-            x_tH, index_tK = self.gather(x_tH), self.gather_index(index_tK)
-            weight_tK = self.gather_weight(weight_tK)
-        local_tK = self.sub(index_tK, self.first)
-        below_tK = self.less(local_tK, self.zero)
-        local_tK = self.at_most(local_tK, self.no_expert)
-        local_tK = self.select(
-            below_tK, self.add(self.zeros_like(local_tK), self.no_expert), local_tK
-        )
-        buffer, row_N, weight_tK, dropped = self.fill(x_tH, local_tK, weight_tK, self.local)
-        buffer = self.products(buffer, *experts)
-        y_tH = self.empty(buffer, row_N, weight_tK, self.local)
-        return (self.scatter_sum(y_tH) if self.many else y_tH), dropped
-
-
-class AllToAllVDispatch(ParallelDispatch):
-    """Experts spread over ``group``: exactly the rows that were routed travel (Ascend; dropless).
-
-    Rows leave sorted by expert, so those for one device are adjacent; how many there are is exchanged first. They
-    arrive by sender and are sorted by expert a second time. Expert numbers do not travel: they follow from the counts.
+    Rows for one device are adjacent; how many there are is exchanged first. They arrive by sender and are sorted by
+    expert a second time. Expert numbers do not travel: they follow from the counts.
     """
 
-    def __init__(self, spec: DispatchSpec) -> None:
-        super().__init__(spec)
-        config, group = spec.config, spec.group
-        self.local = config.n_routed_experts // group.size
-        self.permute, self.unpermute = AscendPermute(config.n_routed_experts), AscendUnpermute()
+    def __init__(self, spec: DispatchSpec, experts: int) -> None:
+        super().__init__(auto_prefix=False)
+        group, width = spec.within, spec.config.hidden_size
+        self.products, self.many, self.devices = spec.products, group.size > 1, group.size
+        self.local = experts // group.size
         self.sort_rows, self.restore_rows = MoeTokenPermute(), MoeTokenUnpermute()
         self.reshape, self.sum = ops.Reshape(), ops.ReduceSum()
         self.to_int32, self.to_int64, self.to_host = ops.Cast(), ops.Cast(), ops.MoveTo()
         self.to_float = ops.Cast()
         self.repeat = RepeatInterleaveTensor()
         if self.many:
-            width = config.hidden_size
             self.exchange_sizes = ops.AlltoAll(group.size, 0, 0, group.name)
             self.send = ops.AlltoAllV(group.name, width)
             self.bring_back = ops.AlltoAllV(group.name, width)
-        experts = np.tile(np.arange(self.local, dtype=np.int32), group.size)
-        self.expert_of_block = Tensor(experts)
+        self.expert_of_block = Tensor(np.tile(np.arange(self.local, dtype=np.int32), group.size))
 
-    def exchange(
-        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`ParallelDispatch.exchange`."""
-        x_PH, row_N, size_E = self.permute(x_tH, index_tK)
+    def construct(self, x_PH: Tensor, size_E: Tensor, experts: tuple[Tensor, ...]) -> Tensor:
+        """Return the experts' results ``[P, H]``; ``size_E`` says how many rows each expert has."""
         if not self.many:
-            return self.unpermute(self.products(x_PH, *experts, size_E), row_N, weight_tK), None
+            return self.products(x_PH, *experts, size_E)
         P, H = x_PH.shape
-        size_Re = self.to_float(self.reshape(size_E, (self.group.size, self.local)), ms.float32)
+        size_Re = self.to_float(self.reshape(size_E, (self.devices, self.local)), ms.float32)
         got_Re = self.exchange_sizes(size_Re)
         sent_R = self.to_host(self.to_int64(self.sum(size_Re, 1), ms.int64), "CPU", True)
         got_R = self.to_host(self.to_int64(self.sum(got_Re, 1), ms.int64), "CPU", True)
@@ -284,22 +302,41 @@ class AllToAllVDispatch(ParallelDispatch):
         size_e = self.to_int32(self.sum(got_Re, 0), ms.int32)
         y_QH = self.products(x_QH, *experts, size_e)
         y_QH = self.restore_rows(y_QH, row_Q, None, False, None)
-        y_PH = self.reshape(self.bring_back(self.reshape(y_QH, (-1,)), got_R, sent_R), (P, H))
-        return self.unpermute(y_PH, row_N, weight_tK), None
+        return self.reshape(self.bring_back(self.reshape(y_QH, (-1,)), got_R, sent_R), (P, H))
+
+
+class AllToAllVDispatch(ParallelDispatch):
+    """Experts spread over ``within``: exactly the rows that were routed travel (Ascend; dropless)."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(spec)
+        experts = spec.config.n_routed_experts
+        self.permute, self.unpermute = AscendPermute(experts), AscendUnpermute()
+        self.rows = SortedRows(spec, experts)
+
+    def exchange(
+        self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`ParallelDispatch.exchange`."""
+        x_PH, row_N, size_E = self.permute(x_tH, index_tK)
+        return self.unpermute(self.rows(x_PH, size_E, experts), row_N, weight_tK), None
 
 
 class RowsToExperts(nn.Cell):
     """Bring rows that are sorted by expert to the devices of their experts, sorted there by expert and then by sender.
 
     CPU processes only: the native library exchanges exactly these rows and their numbers (``ops/csrc/link.cc``).
+
+    Args:
+        times: Room for rows that arrive: as many as a device has, times this.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, times: int) -> None:
         super().__init__(auto_prefix=False)
-        self.there, self.back = _exchanges(group)
+        self.there, self.back = _exchanges(group, times)
 
     def construct(self, x_PH: Tensor, size_E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows ``[P R, H]``, how many each expert has ``[e]``, and by sender ``[R e]``.
+        """Return the rows ``[P times, H]``, how many each expert has ``[e]``, and by sender ``[R e]``.
 
         There is room for the worst routing; rows of zeros at the end count as the last expert's.
         """
@@ -315,9 +352,9 @@ class RowsToExperts(nn.Cell):
 class RowsFromExperts(nn.Cell):
     """The inverse of :class:`RowsToExperts`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, times: int) -> None:
         super().__init__(auto_prefix=False)
-        self.there, self.back = _exchanges(group)
+        self.there, self.back = _exchanges(group, times)
 
     def construct(self, y_QH: Tensor, size_E: Tensor, got_E: Tensor) -> Tensor:
         """Return ``[P, H]``; the numbers are what :class:`RowsToExperts` took and gave."""
@@ -338,34 +375,48 @@ def _rows(y: Any, *sizes: Any) -> Any:
     return y
 
 
-def _exchanges(group: Group) -> tuple[ops.Custom, ops.Custom]:
+def _exchanges(group: Group, times: int) -> tuple[ops.Custom, ops.Custom]:
     """Return the way to the experts and the way back."""
-    ranks, member = group.ranks, group.member
     tag = -1 - zlib.crc32(group.name.encode())  # messages of a pipeline have positive ones
-    there = custom_op("MoeDispatch", _rows_and_sizes, 3, ranks=ranks, member=member, tag=tag)
-    return there, custom_op("MoeCombine", _rows, ranks=ranks, member=member, tag=tag)
+    given: dict[str, Any] = {
+        "ranks": group.ranks,
+        "member": group.member,
+        "tag": tag,
+        "times": times,
+    }
+    there = custom_op("MoeDispatch", _rows_and_sizes, 3, **given)
+    return there, custom_op("MoeCombine", _rows, **given)
+
+
+class RoutedRows(nn.Cell):
+    """What :class:`SortedRows` does, on CPU processes: exactly the rows that were routed travel."""
+
+    def __init__(self, spec: DispatchSpec) -> None:
+        super().__init__(auto_prefix=False)
+        self.products, group = spec.products, spec.within
+        self.send, self.bring_back = (
+            kind(group, group.size) for kind in (RowsToExperts, RowsFromExperts)
+        )
+
+    def construct(self, x_PH: Tensor, size_E: Tensor, experts: tuple[Tensor, ...]) -> Tensor:
+        """Return the experts' results ``[P, H]``, zeros for rows behind those that ``size_E`` counts."""
+        x_QH, size_e, got_E = self.send(x_PH, size_E)
+        return self.bring_back(self.products(x_QH, *experts, size_e), size_E, got_E)
 
 
 class RoutedRowsDispatch(ParallelDispatch):
-    """What :class:`AllToAllVDispatch` does, on CPU processes: exactly the rows that were routed travel."""
+    """What :class:`AllToAllVDispatch` does, on CPU processes."""
 
     def __init__(self, spec: DispatchSpec) -> None:
         super().__init__(spec)
         self.plan = SortPlan(spec.config.n_routed_experts)
         self.permute, self.unpermute = FusedPermute(), FusedUnpermute()
-        if self.many:
-            self.send, self.bring_back = RowsToExperts(spec.group), RowsFromExperts(spec.group)
+        self.rows = RoutedRows(spec)
 
     def exchange(
         self, x_tH: Tensor, index_tK: Tensor, weight_tK: Tensor, experts: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`ParallelDispatch.exchange`."""
         row_N, pair_P, size_E = self.plan(index_tK)
-        x_PH = self.permute(x_tH, pair_P, row_N)
-        if not self.many:
-            y_PH = self.products(x_PH, *experts, size_E)
-            return self.unpermute(y_PH, pair_P, row_N, weight_tK), None
-        x_QH, size_e, got_E = self.send(x_PH, size_E)
-        y_QH = self.products(x_QH, *experts, size_e)
-        y_PH = self.bring_back(y_QH, size_E, got_E)
+        y_PH = self.rows(self.permute(x_tH, pair_P, row_N), size_E, experts)
         return self.unpermute(y_PH, pair_P, row_N, weight_tK), None

@@ -74,6 +74,7 @@ def refuse(recipe: Recipe) -> None:
         ("router_dense_type", c.router_dense_type, "float32"),
         ("qk_layernorm", c.qk_layernorm, True),
         ("dispatcher", dispatcher(recipe, "Ascend"), "alltoallv"),
+        ("moe_token_dispatcher_type", c.moe_token_dispatcher_type or "alltoall", "alltoall"),
         ("use_parallel", recipe.use_parallel, True),
         ("tie_word_embeddings", c.tie_word_embeddings, False),
         ("create_attention_mask", bool(data and data.create_attention_mask), False),
