@@ -31,12 +31,14 @@ def run(args: argparse.Namespace) -> int:
         }
         for word in WORDS
     }
+    groups = mesh.node_groups(args.rank) if mesh.node else {}
+    hops = {f"ep {hop} nodes": ranks for hop, ranks in groups.items()}
     answer = {
         "recipe": str(recipe.source),
         "layout": mesh.describe(),
         "devices": mesh.devices,
         "rank": args.rank,
-        "groups": {d: mesh.group(args.rank, mesh.axes(d)) for d in ("dp", "cp", "tp", "ep")},
+        "groups": {d: mesh.group(args.rank, mesh.axes(d)) for d in ("dp", "cp", "tp", "ep")} | hops,
         "stage": stage,
         "layers": None
         if places is None

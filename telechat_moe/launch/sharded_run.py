@@ -27,6 +27,7 @@ from telechat_moe.launch.job import (
 from telechat_moe.ops.tap import recording
 from telechat_moe.processes import CONTROL, Control
 from telechat_moe.recipe import Recipe, load
+from telechat_moe.recipe.experts import hop_between_nodes
 from telechat_moe.sharding.recipe import dispatcher, mesh_of, micro_batches
 from telechat_moe.train import preflight
 from telechat_moe.train.monitor import SilentMonitor
@@ -71,6 +72,12 @@ DISPATCH = {
     "capacity": "buffers of the recipe's capacity and a static all-to-all, on Ascend too; what does not fit is "
     "dropped on both.",
     "allgather": "tokens of the expert group are gathered by every device, on Ascend too; none is dropped.",
+}
+HOPS = {
+    "": "",
+    "gather": "Tokens of all nodes are gathered, on Ascend too. Within a node: ",
+    "once": "A token is sent once to each node that has one of its experts, on Ascend too; pairs without a capacity are "
+    "dropped before. Within a node: ",
 }
 
 
@@ -168,6 +175,7 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
     every: Counter[str] = sum((Counter(kinds) for kinds in job.operators), Counter())
     kind = dispatcher(recipe, "CPU")
     drops = kind == "alltoall" and dispatcher(recipe, "Ascend") == "alltoall"
+    hop, _ = hop_between_nodes(recipe.model_config)
     forms = PLAIN | ROUTED if kind == "alltoallv" else PLAIN
     return {
         "counted": f"operators on the first rank of each of {mesh.pp} stage(s), collectives on all ranks",
@@ -191,7 +199,9 @@ def differences(recipe: Recipe, folder: Path) -> dict[str, Any]:
             if every[name] > rewritten[name]
         },
         "order": "all collectives of a rank run one after another, in the order of the graph",
-        "dispatch": DISPATCH["capacity" if drops else kind] if mesh.ep > 1 else "no expert group",
+        "dispatch": HOPS[hop] + DISPATCH["capacity" if drops else kind]
+        if mesh.ep > 1
+        else "no expert group",
     }
 
 
