@@ -68,7 +68,7 @@ def in_layout(fault: str) -> Iterator[None]:
 
         def fewer(self, nodes, experts):
             needs(self, nodes, experts)
-            self.on = self.on * (1 - self.on)  # no node has an expert of any token
+            self.on = self.off  # no node has an expert of any token
 
         with mock.patch.object(hierarchical.NodesOfTokens, "__init__", fewer):
             yield
