@@ -4,6 +4,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from telechat_moe.graph.simulated_device import SimulatedDevice, library
@@ -47,6 +48,7 @@ def compile_ranks(
     settings: Mapping[str, Any],
     context: Mapping[str, Any] | None = None,
     done: Callable[[], object] | None = None,
+    switches: Path | None = None,
 ) -> list[RankGraph]:
     """Compile what ``build`` returns for each of ``ranks``, as many at a time as there are cores.
 
@@ -56,6 +58,7 @@ def compile_ranks(
         settings: For ``set_auto_parallel_context``; semi-automatic mode, the rank and the number of
             devices are set here.
         context: For ``set_context``.
+        switches: JSON file of MindSpore's switches for overlap (``parallel_speed_up_json_path``).
 
     Raises:
         CompileError: MindSpore refused a graph, or its compiler died.
@@ -64,10 +67,34 @@ def compile_ranks(
 
     def work(rank: int) -> Callable[[], RankGraph]:
         return lambda: _compile(
-            lambda: build(rank), SimulatedDevice(rank, devices, path), settings, context or {}
+            lambda: build(rank),
+            SimulatedDevice(rank, devices, path),
+            settings,
+            context or {},
+            switches,
         )
 
     return in_children([(work(rank), f"rank {rank} of {devices}") for rank in ranks], done=done)
+
+
+def _set_compiler_context(context: Mapping[str, Any], switches: Path | None) -> None:
+    """Set what the compiler asks its context for.
+
+    With the target MindSpore makes a new C++ context, which knows nothing of what Python set before, and Python keeps
+    the old one; so they are set in the new one, and the old one is put back.
+    """
+    import mindspore as ms
+    from mindspore._c_expression import MSContext
+    from mindspore.context import _context
+
+    python = _context()
+    old, python._context_handle = python._context_handle, MSContext.get_instance()
+    try:
+        ms.set_context(**context)
+        if switches is not None:
+            python._set_speedup_config_path(str(switches))
+    finally:
+        python._context_handle = old
 
 
 def _compile(
@@ -75,6 +102,7 @@ def _compile(
     device: SimulatedDevice,
     settings: Mapping[str, Any],
     context: Mapping[str, Any],
+    switches: Path | None,
 ) -> RankGraph:
     import mindspore as ms
     from mindspore.graph.api import _cell_graph_executor as executor
@@ -93,6 +121,7 @@ def _compile(
     built = build()
     ready = time.perf_counter()
     device.to_ascend()
+    _set_compiler_context(context, switches)
     phase, _ = executor.compile(built.step, *built.inputs, phase="export.mindir")
     done = time.perf_counter()
     mindir = executor._get_func_graph_proto(built.step, phase, "mind_ir")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import Field, asdict, dataclass, is_dataclass
 from typing import Any, Literal, cast
 
+from telechat_moe.recipe import speed_up
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.fields import Takes, is_required
 from telechat_moe.recipe.reads import Judged, judge
@@ -40,7 +41,7 @@ _GRAPH = re.compile(
     r"(?!parallel\.(strategy_ckpt_|dump_|parameter_broadcast)|model\.model_config\.initializer_range)("
     r"(model|optimizer|parallel|parallel_config|recompute_config|runner_wrapper|swap_config)\."
     r"|telechat_moe\.(moe_capacity_tokens|operators|sharding|weight_decay_exclude)"
-    r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth)"
+    r"|use_parallel|pretrained_model_dir|micro_batch_interleave_num|context\.(mode|max_call_depth|ascend_config\.parallel_speed_up)"
     r"|runner_config\.(batch_size|gradient_accumulation_steps)"
     r"|train_dataset\.data_loader\.config\.(create_attention_mask|seq_length))"
 )
@@ -176,7 +177,7 @@ def unread(recipe: Recipe, use: Use) -> Iterator[Broken]:
 
     def judged(key: str) -> bool:
         if use == "mindformers":
-            return plugin and decides(use, key)
+            return plugin and (decides(use, key) or key == speed_up.KEY)
         if key.startswith("model.model_config.") and not isinstance(
             recipe.model.model_config, ModelConfig
         ):

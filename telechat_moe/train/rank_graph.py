@@ -15,6 +15,7 @@ from telechat_moe.ops import select
 from telechat_moe.processes import in_clean_process
 from telechat_moe.recipe import Recipe
 from telechat_moe.recipe.experts import hop_between_nodes
+from telechat_moe.recipe.speed_up import path_of
 from telechat_moe.sharding.apply import Options, Placement, place
 from telechat_moe.sharding.cells.dispatch import ParallelDispatch
 from telechat_moe.sharding.recipe import (
@@ -190,4 +191,4 @@ def compile_recipe(
     devices = mesh_of(recipe).devices
     context = {"max_call_depth": recipe.context.max_call_depth}
     chosen = range(devices) if ranks is None else ranks
-    return compile_ranks(build, list(chosen), devices, settings, context, done)
+    return compile_ranks(build, list(chosen), devices, settings, context, done, path_of(recipe))

@@ -6,6 +6,7 @@ Each takes the recipe and whether it is compiled only (`telechat-moe dryrun`, on
 from collections.abc import Iterator
 from typing import Any, cast
 
+from telechat_moe.recipe import speed_up as switches
 from telechat_moe.recipe.check import section_keys
 from telechat_moe.recipe.experts import HOPS, NODE_DEVICES, hop_between_nodes
 from telechat_moe.recipe.schema import Broken, Recipe
@@ -197,6 +198,20 @@ def sequence_pipeline(r: Recipe, compiled: bool) -> Iterator[Broken]:
         found = f"{name}, which sends parts of a sequence apart through attention that keeps no earlier keys and values"
         expected = "1f1b, gpipe, seqsmartvpp or zero_bubble_v"
         yield "parallel.pipeline_config.pipeline_scheduler", found, expected
+
+
+def speed_up(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """The switches for overlap belong to MindSpore's graph for Ascend, of several devices."""
+    if switches.path_of(r) is None:
+        return
+    alone, cpu = r.devices == 1, not compiled and r.context.device_target == "CPU"
+    if alone or cpu:
+        where = "on one device" if alone else "on CPU processes"
+        found = f"switches of MindSpore's graph for several Ascend devices, without effect {where}"
+        yield switches.KEY, found, "remove it"
+        return
+    yield from switches.problems(r)
+    yield from switches.needs(r)
 
 
 def spike_limits(r: Recipe, compiled: bool) -> Iterator[Broken]:

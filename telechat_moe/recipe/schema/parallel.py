@@ -8,6 +8,15 @@ from telechat_moe.recipe.schema.table import section
 
 
 @section
+class AscendConfig:
+    """`context.ascend_config`: settings of Ascend devices."""
+
+    parallel_speed_up_json_path: Text | None = None
+    """JSON file with MindSpore's switches for communication overlap, found in the recipe's folder, else in the working
+    folder, where MindFormers looks. `dryrun` compiles with it ([graph.md](graph.md#overlap-switches))."""
+
+
+@section
 class Context:
     """`context`: MindSpore's settings. MindFormers drops every other key with a warning."""
 
@@ -16,6 +25,9 @@ class Context:
 
     max_call_depth: Positive = 10000
     """Largest nesting of calls in a graph."""
+
+    ascend_config: AscendConfig | None = None
+    """Settings of Ascend devices."""
 
 
 @section
