@@ -55,6 +55,13 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
         help="compare with what the planner predicts of the recipe",
     )
     parser.add_argument(
+        "--hidden-on",
+        default="ascend-910b",
+        metavar="DEVICE",
+        help="where `pp_1f1b_overlap` pairs passes, say how much of each all-to-all they hide on this device "
+        "(`plan devices`; default ascend-910b)",
+    )
+    parser.add_argument(
         "--target",
         choices=["Ascend", "CPU"],
         default="Ascend",
@@ -144,6 +151,14 @@ def _compile(
         graphs = compile_(wanted, step)
     stages, checked = graphs[: len(ranks)], graphs[len(ranks) :]
     result = report(subject, stages, args.target)
+    if any(stage["overlap"] for stage in result["stages"]):
+        from telechat_moe.tools.plan.cost.device import load_device
+        from telechat_moe.tools.plan.cost.graph_overlap import hide
+
+        device = load_device(args.hidden_on)
+        for stage in result["stages"]:
+            hide(stage["overlap"], device)
+        result["hidden_on"] = device.name
     return result, mesh, stages, checked[0] if checked else None
 
 
@@ -157,10 +172,13 @@ def _ours(
     from telechat_moe.graph.read import Expected
     from telechat_moe.graph.report import Subject
     from telechat_moe.recipe import load
+    from telechat_moe.recipe.speed_up import overlapped
     from telechat_moe.sharding.recipe import even_exchange, mesh_of
 
     recipe = load(name, overrides, devices=devices, use="dryrun")
-    subject = Subject(str(recipe.source), mesh_of(recipe), Expected(*even_exchange(recipe)))
+    sizes = Expected(*even_exchange(recipe))
+    named = overlapped(recipe)
+    subject = Subject(str(recipe.source), mesh_of(recipe), sizes, overlapped=named)
 
     def compile_(ranks: Sequence[int], done: Callable[[], object]) -> list[Any]:
         # unknown to pyright: MindSpore has no types

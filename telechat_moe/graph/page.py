@@ -13,6 +13,7 @@ from telechat_moe.graph.report import (
     check_text,
     difference_tables,
     module_rows,
+    overlap_table,
 )
 from telechat_moe.graph.schedule import Event, timeline
 from telechat_moe.html import Html
@@ -92,6 +93,10 @@ def _stage(stage: dict[str, Any]) -> str:
     head = ["module", "collective", "group", "calls ", "bytes ", "sent "]
     if found:
         parts.append(_table(("Forward collectives by module", head, found)))
+    title, (head, found) = "All-to-alls of passes that overlap", overlap_table(stage)
+    if found:
+        parts.append(_table((title, head, found)))
+        parts += [_pair(number, pair) for number, pair in enumerate(stage["overlap"])]
     kinds = sorted(stage["operators"].items(), key=lambda item: -sum(item[1].values()))
     rows = [[kind, *(counts[p] or "" for p in PHASES)] for kind, counts in kinds]
     again = stage["recomputation"]
@@ -106,6 +111,33 @@ def _stage(stage: dict[str, Any]) -> str:
     parts.append(f"<h3>Operators a step: {count}</h3>{said}")
     parts.append(html.details("by kind", table))
     return "".join(parts)
+
+
+def _pair(number: int, pair: dict[str, Any]) -> str:
+    """Draw one pair in the steady state; empty without times."""
+    slots = [s for s in pair.get("drawn", []) if s["end"] > s["start"]]
+    if not slots:
+        return ""
+    left, length = 90, max(s["end"] for s in slots)
+    lanes = {"compute": 3, "exchange": 3 + LANE}
+    drawn = [f"<text x=0 y={y + 16} class=name>{name}</text>" for name, y in lanes.items()]
+    for s in slots:
+        scale = (WIDTH - left - 8) / length
+        x, w = left + s["start"] * scale, (s["end"] - s["start"]) * scale
+        said = f"{s['pass']}{s['part']}"
+        text = f"<text x={x + w / 2:g} y={lanes[s['lane']] + 15} class=inside>{said}</text>"
+        us = (s["end"] - s["start"]) * 1e6
+        drawn.append(
+            f"<g><title>{s['lane']} {said}: {us:,.0f} us</title><rect x={x:g} y={lanes[s['lane']]} "
+            f"width={max(w - 1, 0.5):g} height={LANE - 5} rx=2 fill='var(--{s['pass']})' />"
+            f"{text if w > 8 * len(said) else ''}</g>"
+        )
+    what = f"pair {number}, {pair['times']} times a step, {length * 1e6:,.0f} us"
+    keys = html.keys(
+        [("var(--F)", "forward"), ("var(--B)", "backward of another micro-batch")],
+        f"{what}; the number of a part is how many exchanges it needs",
+    )
+    return keys + html.svg(WIDTH, 2 * LANE + 6, drawn, what)
 
 
 def _memory(result: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from telechat_moe.graph.nodes import (
     module_of,
     size_of,
 )
+from telechat_moe.graph.overlap import pairs, plain
 from telechat_moe.graph.schedule import Event, events, micro_of
 
 INTEGERS = (6, 7)  # MindIR's int32 and int64
@@ -142,6 +143,7 @@ class Reading:
         memory: Bytes.
         parameters: Name to own shape.
         order: Order of the micro-batches; empty without them.
+        overlap: Pairs of passes that run beside each other, as :func:`.overlap.plain` writes them.
     """
 
     rank: int
@@ -150,6 +152,7 @@ class Reading:
     memory: Memory
     parameters: dict[str, tuple[int, ...]]
     order: list[Event]
+    overlap: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
     def recomputed(self) -> Counter[str]:
@@ -173,12 +176,15 @@ def sent_bytes(kind: str, size: int, number: int) -> int:
     return rounds * size * (number - 1) // number
 
 
-def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
+def read(
+    graph: RankGraph, devices: Devices, expected: Expected, overlapped: Sequence[str] = ()
+) -> Reading:
     """Read the graph of a rank.
 
     Args:
         devices: Devices that it was compiled for.
         expected: Sizes of dynamic exchanges.
+        overlapped: Collectives that ``pp_1f1b_overlap`` names.
     """
     model = Model(graph.mindir)
     functions = {proto.name: Graph(model, proto) for proto in model.graphs()}
@@ -187,6 +193,7 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
     operators: dict[str, Counter[str]] = {phase: Counter() for phase in PHASES}
     links = _Links(functions.values())
     transfers: dict[str, Event] = {}
+    described: dict[str, Collective] = {}
     for name, function in functions.items():
         if not times[name]:
             continue
@@ -198,10 +205,12 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
             if node.kind in COLLECTIVES:
                 site = _Site(graph, devices, expected, links, function, node)
                 collectives.append(site.collective(times[name], micro.get(node.name)))
+                described[node.name] = collectives[-1]
                 if node.kind in PEER:
                     transfers[node.name] = site.transfer()
     main = functions[model.proto.graph.name]
-    living = alive(main, functions, _likely_size(expected))
+    likely = _likely_size(expected)
+    living = alive(main, functions, likely)
     shapes = {p.name.split(":")[-1]: p for p in model.proto.graph.parameter}
     return Reading(
         rank=graph.rank,
@@ -210,6 +219,7 @@ def read(graph: RankGraph, devices: Devices, expected: Expected) -> Reading:
         memory=_memory(shapes, living),
         parameters={name: tuple(p.dims) for name, p in shapes.items()},
         order=events(main, transfers),
+        overlap=plain(pairs(main, functions, overlapped, likely), described) if overlapped else [],
     )
 
 

@@ -27,12 +27,16 @@ NOTES = {
     "certain is what the static shapes say",
     "activations": "most bytes alive at once in the order of the graph, from an operator to its last reader; the "
     "backend's order and sharing of memory may differ",
+    "beside": "operators that neither lead to an all-to-all nor follow from it: in its own micro-batch, and of the "
+    "micro-batch that pp_1f1b_overlap pairs with it, the part that the backend puts beside it; hidden: share of its time, "
+    "by the cost model, steady state",
     "copies": "weights gathered from a sharded optimizer, or in the precision of the products",
     "gradients": "accumulators where there are some, else one gradient a trained parameter (all alive at the "
     "global norm)",
 }
 MEMORY = ("parameters", "optimizer", "gradients", "other", "copies", "activations")
 ALL_KINDS = "together"
+BESIDE = ("same", "paired")
 Table = tuple[str, list[str], list[list[str]]]
 
 
@@ -44,12 +48,14 @@ class Subject(NamedTuple):
         mesh: Its devices.
         expected: Sizes of dynamic exchanges.
         model: Whose model was compiled from it.
+        overlapped: Collectives that ``pp_1f1b_overlap`` names.
     """
 
     name: str
     mesh: Devices
     expected: Expected
     model: str = "telechat-moe"
+    overlapped: tuple[str, ...] = ()
 
 
 def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[str, Any]:
@@ -60,7 +66,7 @@ def report(subject: Subject, graphs: Sequence[RankGraph], target: str) -> dict[s
         target: Backends of the operators.
     """
     mesh = subject.mesh
-    readings = [read(graph, mesh, subject.expected) for graph in graphs]
+    readings = [read(graph, mesh, subject.expected, subject.overlapped) for graph in graphs]
     orders = {r.rank: r.order for r in readings}
     return {
         "recipe": subject.name,
@@ -98,6 +104,7 @@ def _stage(reading: Reading, graph: RankGraph, mesh: Devices) -> dict[str, Any]:
         "alive_at_peak": _alive(reading),
         "order": [_event(event) for event in reading.order],
         "order_text": " ".join(map(str, reading.order)),
+        "overlap": reading.overlap,
         "compile_seconds": round(graph.compile_seconds, 2),
         "build_seconds": round(graph.build_seconds, 2),
         "peak_memory": graph.peak_memory,
@@ -254,8 +261,30 @@ def tables(result: dict[str, Any]) -> list[Table]:
         ]
         head = ["phase", "module", "operator", "shape", "bytes "]
         found.append((f"{name}: largest activations at the peak", head, rows))
+        found.append((f"{name}: all-to-alls of passes that overlap", *overlap_table(stage)))
     found.append(("memory of a device", *_memory_table(result)))
     return [table for table in found if table[2]]
+
+
+def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return what may run beside each all-to-all; ``hidden`` is there if a cost model gave it."""
+    head = ["pair", "pass", "collective", "module", "bytes ", "beside: own micro-batch "]
+    head += ["the paired one ", "time ", "hidden "]
+    rows = [
+        [
+            f"{number} ({pair['times']} x)",
+            f"{x['pass']}{x['index']}",
+            x["kind"],
+            x["module"],
+            size_text(x["bytes"]),
+            *(f"{x[w]['operators']} operators, {x[w]['flops'] / 1e9:.3g} GFLOP" for w in BESIDE),
+            f"{x['seconds'] * 1e6:,.0f} us" if "seconds" in x else "",
+            f"{x['hidden']:.0%}" if "hidden" in x else "",
+        ]
+        for number, pair in enumerate(stage["overlap"])
+        for x in pair["exchanges"]
+    ]
+    return head, rows
 
 
 def _operators(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

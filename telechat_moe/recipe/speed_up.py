@@ -81,7 +81,7 @@ def switches(recipe: Recipe) -> dict[str, Any]:
     """Return what the file says, by the new names; empty without a file. Its problems are :func:`problems`' to tell."""
     path = path_of(recipe)
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+        found: Any = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
     except (OSError, ValueError):
         return {}
     items = cast("dict[str, Any]", found).items() if isinstance(found, dict) else ()
@@ -141,6 +141,19 @@ def _entry(key: str, value: Any, seen: dict[str, str]) -> Iterator[tuple[str, st
         yield f"{word!r}", f"did you mean {near[0]!r}?" if near else _EXPECTED[takes]
 
 
+def overlapped(recipe: Recipe) -> tuple[str, ...]:
+    """Return the collectives that `pp_1f1b_overlap` names."""
+    named = switches(recipe).get("pp_1f1b_overlap")
+    return tuple(filter(None, named.split(","))) if isinstance(named, str) else ()
+
+
 def needs(recipe: Recipe) -> Iterator[Broken]:
     """Yield the switches that are on without what they need beside them."""
-    yield from ()
+    named, config = overlapped(recipe), recipe.parallel.pipeline_config
+    fits = config is not None and config.pipeline_interleave
+    fits = fits and config is not None and config.pipeline_scheduler == "zero_bubble_v"
+    if named and (recipe.parallel_config.pipeline_stage == 1 or not fits):
+        word = config.pipeline_scheduler if config is not None else "no pipeline_config"
+        stages = recipe.parallel_config.pipeline_stage
+        found = f"pp_1f1b_overlap with {stages} stages and {word}, which pairs no passes"
+        yield KEY, found, "parallel.pipeline_config with pipeline_scheduler zero_bubble_v"

@@ -58,6 +58,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with preflight.open_loader(recipe) as loader:
         state = {"version": 1, "model_config": asdict(recipe.model_config), "data": loader.state()}
     checkpoint.save(folder / "run", 1, {"model": model}, state)
+    (folder / "overlap.json").write_text('{"pp_1f1b_overlap": "AlltoAllV"}')
     (folder / "config.json").write_text('{"rope_interleave": false}')
     recipe.given["train_dataset_task"]["dataset_config"] = recipe.given["train_dataset"]
     return recipe.given

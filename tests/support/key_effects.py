@@ -27,6 +27,7 @@ from telechat_moe.errors import TelechatMoeError
 from telechat_moe.interop.mindformers_config import check_decay
 from telechat_moe.model import initialize
 from telechat_moe.recipe import Recipe
+from telechat_moe.recipe.speed_up import switches
 from telechat_moe.sharding import recipe as sharded
 from telechat_moe.tools.plan.schedules.ranks import rank_orders
 from telechat_moe.train import checkpoints, guard, rank_graph, sample, schedule
@@ -224,7 +225,13 @@ def compiled(recipe: Recipe) -> str:
     settings, depth = sharded.parallel_context(recipe), recipe.context.max_call_depth
     batch = rank_graph.example_batch(recipe, settings.get("full_batch", False))
     return repr(
-        [settings, depth, [(x.shape, str(x.dtype)) for x in batch], _placed(recipe, "Ascend")]
+        [
+            settings,
+            depth,
+            switches(recipe),
+            [(x.shape, str(x.dtype)) for x in batch],
+            _placed(recipe, "Ascend"),
+        ]
     )
 
 
