@@ -33,8 +33,7 @@ PLACES = {
     "parallel.pipeline_config.pipeline_interleave": True,
     "parallel.pipeline_config.pipeline_scheduler": "zero_bubble_v",
     "telechat_moe.sharding.dispatcher": "alltoallv",
-    "telechat_moe.operators.grouped_matmul": "ascend",
-    "telechat_moe.operators.permute": "ascend",
+    "train_dataset.data_loader.sizes": "[960, 0, 0]",
 }
 
 

@@ -13,7 +13,7 @@ class AscendConfig:
 
     parallel_speed_up_json_path: Text | None = None
     """JSON file with MindSpore's switches for communication overlap, found in the recipe's folder, else in the working
-    folder, where MindFormers looks. `dryrun` compiles with it ([graph.md](graph.md#overlap-switches))."""
+    folder, where MindFormers looks. `dryrun` compiles with it ([overlap.md](overlap.md))."""
 
 
 @section
