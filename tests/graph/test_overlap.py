@@ -42,9 +42,7 @@ def recipe(folder: Path, switches: dict[str, Any] | None, **changes: object) -> 
     if switches is not None:
         (folder / "overlap.json").write_text(json.dumps(switches))
         values[KEY] = str(folder / "overlap.json")
-    return load(
-        "telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()], use="dryrun"
-    )
+    return load("telechat3_moe/pretrain_tiny.yaml", [f"{k}={v}" for k, v in values.items()])
 
 
 def functions_of(r: Recipe) -> tuple[Graph, dict[str, Graph]]:
