@@ -58,10 +58,11 @@ class Exchange(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A forward and a backward pass that overlap.
+    """A forward and a backward pass that the scheduler marks as a pair.
 
     Attributes:
         times: Pairs of these two functions in a step.
+        free: Whether neither needs the other; else they run one after the other, and nothing of one is beside the other.
         forward: Parts of the forward pass, one more than its exchanges.
         backward: Parts of the backward pass.
         exchanges: Of both passes.
@@ -69,6 +70,7 @@ class Pair(NamedTuple):
     """
 
     times: int
+    free: bool
     forward: list[Work]
     backward: list[Work]
     exchanges: list[Exchange]
@@ -81,7 +83,7 @@ def pairs(
     kinds: Sequence[str],
     size: Callable[[Shape], int],
 ) -> list[Pair]:
-    """Return the pairs of passes that may run beside each other; empty without ``pp_1f1b_overlap``.
+    """Return the pairs of passes that the scheduler marks; empty without ``pp_1f1b_overlap``.
 
     Args:
         main: The step.
@@ -96,17 +98,19 @@ def pairs(
                 ends.setdefault(index, {})[mark] = name
     before = _ancestors(main)
     place = {name: i for i, name in enumerate(main.nodes)}
-    found: Counter[tuple[str, str]] = Counter()
+    found: Counter[tuple[str, str, bool]] = Counter()
     for end in ends.values():
         if len(end) < 2:
             continue
         f, b = end[FORWARD], end[BACKWARD]
-        if before[f] >> place[b] & 1 or before[b] >> place[f] & 1:
-            continue  # one needs the other
+        free = not (before[f] >> place[b] & 1 or before[b] >> place[f] & 1)
         names = [_function(main, functions, end[mark]) for mark in (FORWARD, BACKWARD)]
         if names[0] is not None and names[1] is not None:
-            found[names[0], names[1]] += 1
-    return [_pair(functions, names, times, kinds, size) for names, times in found.items()]
+            found[names[0], names[1], free] += 1
+    return [
+        _pair(functions, (f, b), (times, free), kinds, size)
+        for (f, b, free), times in found.items()
+    ]
 
 
 def _function(main: Graph, functions: Mapping[str, Graph], call: str) -> str | None:
@@ -134,7 +138,7 @@ def _ancestors(graph: Graph) -> dict[str, int]:
 def _pair(
     functions: Mapping[str, Graph],
     names: tuple[str, str],
-    times: int,
+    times: tuple[int, bool],
     kinds: Sequence[str],
     size: Callable[[Shape], int],
 ) -> Pair:
@@ -144,9 +148,9 @@ def _pair(
         one, beside = passes[here], passes[other]
         for index, name in enumerate(one.exchanges):
             part = index + ahead
-            paired = beside.parts[part] if part < len(beside.parts) else Work()
+            paired = beside.parts[part] if times[1] and part < len(beside.parts) else Work()
             exchanges.append(Exchange(name, letter, index, one.free_of(name), paired))
-    return Pair(times, passes[0].parts, passes[1].parts, exchanges, names)
+    return Pair(*times, passes[0].parts, passes[1].parts, exchanges, names)
 
 
 class _Pass:
@@ -227,6 +231,7 @@ def plain(found: Sequence[Pair], described: Mapping[str, Any]) -> list[dict[str,
     return [
         {
             "times": pair.times,
+            "free": pair.free,
             "forward": [work._asdict() for work in pair.forward],
             "backward": [work._asdict() for work in pair.backward],
             "exchanges": [row(x) for x in pair.exchanges],

@@ -272,7 +272,7 @@ def overlap_table(stage: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     head += ["the paired one ", "time ", "hidden "]
     rows = [
         [
-            f"{number} ({pair['times']} x)",
+            f"{number} ({pair['times']} x{'' if pair['free'] else ', one after the other'})",
             f"{x['pass']}{x['index']}",
             x["kind"],
             x["module"],

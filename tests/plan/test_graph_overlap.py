@@ -17,12 +17,13 @@ UNIT = Device(
 )
 
 
-def pair(seconds: float) -> dict[str, object]:
+def pair(seconds: float, free: bool = True) -> dict[str, object]:
     """Return a pair of passes with two parts of a second each, and an exchange of `seconds` after each first part."""
     part = {"operators": 1, "flops": 1.0, "bytes": 0.0}
     exchange = {"index": 0, "bytes": 2 * seconds, "ranks": [0, 1], "same": {}, "paired": {}}
     return {
         "times": 3,
+        "free": free,
         "forward": [part, part],
         "backward": [part, part],
         "exchanges": [{"pass": "F", **exchange}, {"pass": "B", **exchange}],
@@ -52,6 +53,12 @@ def test_share_hidden_by_the_paired_pass(seconds: float, forward: float, backwar
     assert isinstance(rows, list)
     assert [row["hidden"] for row in rows] == pytest.approx([forward, backward])
     assert share(found) == pytest.approx((forward + backward) / 2)
+
+
+def test_passes_one_after_the_other_hide_nothing() -> None:
+    found = [pair(1.0, free=False)]
+    hide(found, UNIT)
+    assert share(found) == 0.0
 
 
 def test_without_exchanges_there_is_no_share() -> None:

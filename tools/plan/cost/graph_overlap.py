@@ -47,7 +47,8 @@ def hide(pairs: list[dict[str, Any]], device: Device) -> None:
         found = {(row["pass"], row["index"]): row for row in pair["exchanges"]}
         for row in found.values():
             row["seconds"] = exchange_s(row, device)
-        slots = _run(parts, {key: row["seconds"] for key, row in found.items()})
+        seconds = {key: row["seconds"] for key, row in found.items()}
+        slots = _run(_order(parts, pair["free"]), parts, seconds)
         compute = [(s.start, s.end) for s in slots if s.lane == "compute"]
         counted = [s for s in slots if s.repeat == COUNTED]
         begin = min(s.start for s in counted)
@@ -88,20 +89,31 @@ REPEATS, COUNTED = 4, 2
 """How often a pair follows itself, and which repeat counts: computation before and after it is there."""
 
 
-def _run(parts: dict[str, list[float]], seconds: dict[tuple[str, int], float]) -> list[_Slot]:
+def _order(parts: dict[str, list[float]], free: bool) -> list[tuple[str, int]]:
+    """Return the parts in the backend's order: in turn, or, where one pass needs the other, the backward pass first."""
+    if not free:
+        return [(letter, j) for letter in "BF" for j in range(len(parts[letter]))]
+    both = [(j, "FB".index(letter), letter) for letter in "FB" for j in range(len(parts[letter]))]
+    return [(letter, j) for j, _, letter in sorted(both)]
+
+
+def _run(
+    order: list[tuple[str, int]],
+    parts: dict[str, list[float]],
+    seconds: dict[tuple[str, int], float],
+) -> list[_Slot]:
     """Return when each part and each exchange runs: each stream in order, a part after the exchange before it."""
     slots: list[_Slot] = []
     computing = exchanging = 0.0
     for repeat in range(REPEATS):
         arrived = {"F": 0.0, "B": 0.0}
-        for j in range(max(map(len, parts.values()))):
-            for letter in (x for x in "FB" if j < len(parts[x])):
-                start = max(computing, arrived[letter])
-                computing = start + parts[letter][j]
-                slots.append(_Slot("compute", letter, j, repeat, start, computing))
-                if (letter, j) in seconds:
-                    start = max(exchanging, computing)
-                    exchanging = start + seconds[letter, j]
-                    arrived[letter] = exchanging
-                    slots.append(_Slot("exchange", letter, j, repeat, start, exchanging))
+        for letter, j in order:
+            start = max(computing, arrived[letter])
+            computing = start + parts[letter][j]
+            slots.append(_Slot("compute", letter, j, repeat, start, computing))
+            if (letter, j) in seconds:
+                start = max(exchanging, computing)
+                exchanging = start + seconds[letter, j]
+                arrived[letter] = exchanging
+                slots.append(_Slot("exchange", letter, j, repeat, start, exchanging))
     return slots
