@@ -14,8 +14,9 @@ import yaml
 
 from benchmarks.overlap.kernel_list import read_kernels
 from benchmarks.overlap.overlap import predict
+from benchmarks.plan_published import exchanges
 from telechat_moe.errors import BadInputError
-from telechat_moe.tools.plan.cost.collectives import all_reduce, bus
+from telechat_moe.tools.plan.cost.collectives import all_reduce
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.measured_steps import read_csv
 from telechat_moe.tools.plan.cost.score import statistics
@@ -166,36 +167,28 @@ def _ms(summary: Mapping[str, Any], key: str) -> float | None:
 
 
 def _dispatch(entry: Mapping[str, Any], table: str) -> Iterator[PartialStep]:
-    """Yield the bandwidths of dispatch and combine for large messages: the reached share of link or network."""
-    device = load_device("h800")
-    c, one = device.constants, np.array([1.0])
-    for place, sizes in (entry.get("v1_normal_GBps") or {}).items():
-        for group, rates in sizes.items():
-            for way, rate in rates.items():
-                members = float(str(group).removeprefix("ep"))
-                nodes = np.array([1.0 if place == "intranode" else members / device.node_devices])
-                predicted = float(bus(one, nodes, device, c)[0]) / 1e9
-                yield PartialStep(
-                    table=table,
-                    line=0,
-                    part=f"{way} {group}, {place}",
-                    device=device.name,
-                    measured=float(rate),
-                    predicted=predicted,
-                    unit="GB/s",
-                )
-    for key, why in (
-        ("v1_lowlatency_us", "tokens of a call"),
-        ("v2_GBps", "which bytes are counted"),
-    ):
-        for group in entry.get(key) or {}:
-            yield PartialStep(
-                table=table,
-                line=0,
-                part=f"{key} {group}",
-                device=device.name,
-                reason=f"missing: {why}",
-            )
+    """Yield the bandwidths of dispatch and combine for large messages, and the latencies, which are not predicted."""
+    rows = exchanges.read(entry)
+    shares, _ = exchanges.fit(rows)
+    for row in rows:
+        fitted = ", fitted" if row.name in exchanges.FITTED else ""
+        yield PartialStep(
+            table=table,
+            line=0,
+            part=f"{row.way} {row.name}{fitted}",
+            device=row.device,
+            measured=row.measured,
+            predicted=row.predicted(shares),
+            unit="GB/s",
+        )
+    for group in entry.get("v1_lowlatency_us") or {}:
+        yield PartialStep(
+            table=table,
+            line=0,
+            part=f"v1_lowlatency_us {group}",
+            device="h800",
+            reason="missing: the latency kernels are another program",
+        )
 
 
 def summary(parts: Sequence[PartialStep]) -> dict[str, dict[str, float]]:

@@ -47,6 +47,10 @@ class Architecture:
 
     experts: int = 0
     top_k: int = 0
+    expert_groups: int = 1
+    kept_groups: int = 1
+    """Groups of experts, and of how many of them a token may choose; 1: no groups."""
+
     shared_experts: int = 0
     moe_ffn: int = 0
     """Inner width of one routed expert."""
@@ -213,6 +217,8 @@ class Architecture:
             ffn=c.intermediate_size,
             experts=c.n_routed_experts if c.num_moe_layers else 0,
             top_k=c.num_experts_per_tok if c.num_moe_layers else 0,
+            expert_groups=max(1, c.n_group),
+            kept_groups=max(1, c.topk_group),
             shared_experts=c.n_shared_experts,
             moe_ffn=c.moe_intermediate_size,
             shared_ffn=c.shared_width,

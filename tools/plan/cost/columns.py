@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from telechat_moe.tools.plan.cost.architecture import Architecture
-from telechat_moe.tools.plan.cost.layout import STACK, Layout
+from telechat_moe.tools.plan.cost.layout import STACK, Exchange, Layout
 
 Array = NDArray[np.float64]
 
@@ -15,7 +16,7 @@ _ARCHITECTURE = (
     "hidden", "heads", "kv_heads", "head_dim", "value_dim", "mla", "q_lora_rank", "kv_lora_rank", "qk_nope",
     "qk_rope", "ffn", "matrices", "experts", "top_k", "moe_ffn", "shared_width", "mtp", "vocab", "tied", "seq", "positions",
     "attention_weights", "dense_weights", "expert_weights", "shared_weights", "small_weights", "mtp_weights",
-    "dense_layers", "moe_layers", "window", "pair_share",
+    "dense_layers", "moe_layers", "window", "pair_share", "expert_groups", "kept_groups",
 )  # fmt: skip
 _LAYOUT = (
     "dp", "tp", "sequence_parallel", "cp", "pp", "vpp", "ep", "etp", "zero", "opt_shards", "fsdp", "micro_batch",
@@ -117,6 +118,7 @@ _DERIVED: dict[str, Callable[[Layout], float]] = {
     "gpipe": lambda x: x.schedule == "gpipe",
     "last_stage": lambda x: stage_of_chunk(x)[-1],
     "mtp_apart": lambda x: x.ends != "last",
+    "exchange": lambda x: get_args(Exchange).index(x.exchange),
     "mtp_stage": lambda x: stage_of_chunk(x)[-1 - (x.ends != "last")],
     # recipes that count recomputed layers leave MTP out; it is never swapped
     "mtp_again": lambda x: x.recompute_layers is None and x.recompute != "swap",

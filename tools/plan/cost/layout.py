@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from telechat_moe.errors import BadInputError
 from telechat_moe.recipe.schema import Recipe
@@ -14,6 +14,8 @@ Schedule = Literal[
 ]
 Compute = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 Ends = Literal["last", "mtp-before"]
+Exchange = Literal["alltoall", "alltoall_deredundency", "alltoall_zero_redundancy"]
+"""How tokens reach their experts: values of `moe_token_dispatcher_type`; see `expert_exchange`."""
 MODULES = {"norm": "norms", "activation": "swiglu"}
 """Words of `Layout.recompute`, and the names that recipes use for these modules."""
 
@@ -135,6 +137,9 @@ class Layout:
 
     own_graph: bool = False
     """Whether the step is this package's, whose graph keeps what `saved` lists; else it keeps what frameworks share."""
+
+    exchange: Exchange = "alltoall"
+    """How tokens reach experts on other devices; other than direct where `ep` is several whole nodes."""
 
     skips: bool = True
     """The attention kernel skips pairs that no query sees; False: it gets a mask as a matrix and computes all."""
@@ -263,6 +268,9 @@ class Layout:
             gradient_bytes=width,
             optimizer_bytes=8 if width == 4 else 12,
             residual_bytes=4 if c.fp32_residual_connection else 2,
+            exchange=cast("Exchange", kind)
+            if (kind := c.moe_token_dispatcher_type) in get_args(Exchange)
+            else "alltoall",
             skips=not (data and data.create_attention_mask),
             own_graph=True,
         )

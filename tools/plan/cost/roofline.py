@@ -12,6 +12,7 @@ from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.collectives import all_gather, all_reduce, all_to_all
 from telechat_moe.tools.plan.cost.columns import Array, Columns
 from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.expert_exchange import EXCHANGES, exchange_s
 from telechat_moe.tools.plan.cost.memory import whole_layers
 
 SQUARINGS = 3
@@ -257,6 +258,10 @@ def expert_forward(x: Columns, r: Rates) -> Array:
     members = x.ep * x.etp
     copies = x.top_k * x.hierarchical
     once: Array = all_to_all(size, members, np.ones_like(x.ep), r.device, r.c, copies)
+    for i in range(1, len(EXCHANGES)):
+        if np.any(x.exchange == i):
+            by_node = exchange_s(EXCHANGES[i], x, size / x.top_k, r.device, r.c)
+            once = np.where(x.exchange == i, by_node, once)
     shown: Array = np.where(x.ep_overlap > 0, r.c.exposed, 1.0)
     return 2 * once * shown * (members > 1)
 

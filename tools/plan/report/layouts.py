@@ -10,6 +10,7 @@ import numpy as np
 from telechat_moe import html
 from telechat_moe.errors import BadInputError
 from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.expert_exchange import choices
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.search.emit import layout_string, mindspeed_arguments
 from telechat_moe.tools.plan.search.search import Candidate, SearchResult
@@ -53,6 +54,9 @@ def placement(one: dict[str, Any]) -> list[tuple[str, str]]:
     string = one["megatron_layout"]  # or why there is none
     option = f"--pipeline-model-parallel-layout '{string}'"
     words = one["mindspeed_arguments"]
+    if one["exchange_s"]:
+        ways = ", ".join(f"{kind} {s * 1e3:.3g} ms" for kind, s in one["exchange_s"].items())
+        said.append(("tokens to experts, a dispatch", ways))
     return [
         *said,
         ("Megatron", option if string.startswith("E") else string),
@@ -185,6 +189,7 @@ def _layout(plan: SearchResult, c: Candidate) -> dict[str, Any]:
         "chunks": c.layout.chunks,
         "recompute": c.layout.recompute,
         "recompute_layers": c.layout.recompute_layers,
+        "exchange_s": choices(plan.architecture, c.layout, plan.device),
         "ends": c.layout.ends,
         "megatron_layout": said(layout_string),
         "mindspeed_arguments": said(mindspeed_arguments),

@@ -9,6 +9,7 @@ from telechat_moe.recipe.schema import Recipe
 from telechat_moe.tools.plan.cost import cpu_step
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
+from telechat_moe.tools.plan.cost.expert_exchange import choices, told
 from telechat_moe.tools.plan.cost.expert_overlap import hidden
 from telechat_moe.tools.plan.cost.flops import utilisation as utilisation_of
 from telechat_moe.tools.plan.cost.layout import Layout, Schedule
@@ -214,6 +215,10 @@ def notes(step: Step) -> list[str]:
     if step.device.step and layout.devices == 1:
         seconds = cpu_step.predict(a, layout, step.device.step)
         own = [f"one CPU thread, as this machine measured itself: {seconds_text(seconds)} a step"]
+    ways = told(a, layout, step.device)
+    exchange = (
+        [f"one dispatch of tokens to experts ({layout.exchange} here): {ways}"] if ways else []
+    )
     return [
         *own,
         f"{a.name}: {count_text(a.parameters)} parameters, {count_text(a.active_parameters)} active; "
@@ -221,6 +226,7 @@ def notes(step: Step) -> list[str]:
         f"global batch {layout.global_batch} sequences of {a.seq} tokens",
         f"predicted step {seconds_text(step.step_s)}, bubble {step.bubble.total * 100:.2f} % (idle share of the makespan, "
         f"start-up included), peak memory {gib_text(float(step.peak_bytes.max()))} of a device",
+        *exchange,
     ]
 
 
@@ -275,6 +281,12 @@ def _after(step: Step, stage: int, at: float, boxes: list[Box]) -> None:
         at += seconds
 
 
+def layout_exchange(step: Step) -> dict[str, Any]:
+    """Return how tokens reach their experts, and the seconds of a dispatch by each way that the layout allows."""
+    times = choices(step.architecture, step.layout, step.device)
+    return {"chosen": step.layout.exchange, "dispatch_s": times}
+
+
 def report(step: Step) -> dict[str, Any]:
     """Return the figures as plain data."""
     t = step.table
@@ -284,6 +296,7 @@ def report(step: Step) -> dict[str, Any]:
         "devices": step.layout.devices,
         "device": step.device.name,
         "schedule": step.program.name,
+        "exchange": layout_exchange(step),
         "step_s": step.step_s,
         "pipeline_s": step.result.makespan,
         "data_parallel_s": float(t.data_s[0]),

@@ -89,8 +89,12 @@ def _rows(numbers: list[int], pp: int, vpp: int) -> list[Any]:
     return rows[0] if vpp == 1 else rows
 
 
-def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) -> str:
+def write_recipe(
+    name: str, overrides: list[str], layout: Layout, comment: str, node: int | None = None
+) -> str:
     """Return the text of a complete recipe: that of `name` with the user's settings, this layout and a comment at the top.
+
+    `node` are the devices of a node, for exchanges that go by node.
 
     Raises:
         RecipeError: The recipe with this layout breaks a rule.
@@ -105,6 +109,10 @@ def write_recipe(name: str, overrides: list[str], layout: Layout, comment: str) 
     )
     if layout.devices > 1:
         given["parallel.dataset_strategy"] = [[layout.dp, 1]] * columns
+    if layout.exchange != "alltoall" or source.model_config.moe_token_dispatcher_type:
+        given["model.model_config.moe_token_dispatcher_type"] = layout.exchange
+    if layout.exchange != "alltoall" and node is not None:
+        given["model.model_config.npu_nums_per_device"] = node
     changed = source.to_dict()
     for key, value in given.items():
         _put(changed, key, value)

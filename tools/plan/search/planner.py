@@ -8,6 +8,7 @@ from telechat_moe.recipe.load import load
 from telechat_moe.tools.plan.cost.architecture import Architecture
 from telechat_moe.tools.plan.cost.device import load_device
 from telechat_moe.tools.plan.cost.documents import pack, read_lengths
+from telechat_moe.tools.plan.cost.expert_exchange import choices
 from telechat_moe.tools.plan.cost.layout import Layout
 from telechat_moe.tools.plan.report.layouts import distinct
 from telechat_moe.tools.plan.search.emit import write_recipe
@@ -47,7 +48,17 @@ def recipe_text(plan: SearchResult, recipe: str, overrides: list[str], pick: int
         f"Predicted step {best.step_s:.4f} s ({word}), peak {gib_text(best.peak_bytes, 1)}.\n"
         "Not measured."
     )
-    return write_recipe(recipe, overrides, best.layout, comment)
+    layout = best.layout
+    ways = choices(plan.architecture, layout, plan.device)
+    node = plan.device.node_devices
+    if len(ways) > 1:
+        layout = layout.but(exchange=next(iter(ways)))
+        comment += (
+            "\nDispatch of tokens to experts: "
+            + ", ".join(f"{kind} {seconds * 1e3:.3g} ms" for kind, seconds in ways.items())
+            + f"\n(the step is predicted with {best.layout.exchange})."
+        )
+    return write_recipe(recipe, overrides, layout, comment, node)
 
 
 def find(

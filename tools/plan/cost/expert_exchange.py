@@ -1,0 +1,142 @@
+"""Time of the exchange that brings tokens to their experts and back, by the ways that a recipe can choose.
+
+    alltoall                  a row for each (token, expert) pair goes straight to the expert's device
+    alltoall_deredundency     all tokens are gathered across nodes among equal local ranks, then pairs go within the node
+    alltoall_zero_redundancy  a token goes once to each node that has one of its experts, then pairs go within the node
+
+The second and third come back the other way: within the node, then reduced across nodes. DeepEP's kernels are of the third
+kind, but both parts run at once, and within a node a token goes once to each device.
+
+Symbols: T tokens of a device, b bytes of one, K experts a token, n nodes of g devices, E experts. Destinations are
+uniform; with n_group and topk_group they are uniform within groups of experts that are uniform.
+"""
+
+from functools import lru_cache
+from math import comb
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from telechat_moe.tools.plan.cost.architecture import Architecture
+from telechat_moe.tools.plan.cost.collectives import all_gather, all_to_all, latency
+from telechat_moe.tools.plan.cost.columns import Array, Columns, columns
+from telechat_moe.tools.plan.cost.device import Constants, Device
+from telechat_moe.tools.plan.cost.layout import Exchange, Layout
+
+HANDED_ON = 0.905
+"""Rate of a node's links for what also comes from or goes to other nodes, over their rate within one node: fitted to
+DeepEP V1 (EP16 against EP8), see `benchmarks/plan_published/exchanges.py`."""
+
+EXCHANGES: tuple[Exchange, ...] = get_args(Exchange)
+
+
+class Routing(NamedTuple):
+    """How tokens choose experts: K of E, and with `groups` only from `kept` of them (contiguous, equal)."""
+
+    experts: int
+    top_k: int
+    groups: int = 1
+    kept: int = 1
+
+
+def hit(routing: Routing, parts: int) -> float:
+    """Return how many of equal contiguous parts of the experts (nodes, devices) a token goes to, expected.
+
+    It is ``parts`` times the probability that one part has one of its K experts.
+    """
+    e, k, groups, kept = routing
+    groups, kept = (groups, kept) if groups > 1 else (1, 1)
+    allowed, group, part = e * kept // groups, e // groups, e // parts
+
+    def missed(size: int) -> float:
+        """Return the probability that none of K of the allowed experts is among `size` of them."""
+        return comb(allowed - size, k) / comb(allowed, k)
+
+    if part <= group:  # within one group, which may be kept or not
+        return parts * kept / groups * (1 - missed(part))
+    inside = part // group
+    ways = comb(groups, kept)
+    chance = sum(
+        comb(inside, j) * comb(groups - inside, kept - j) / ways * (1 - missed(j * group))
+        for j in range(1, min(inside, kept) + 1)
+    )
+    return parts * chance
+
+
+def reached(x: Columns, nodes: Array) -> Array:
+    """Return :func:`hit` of nodes for configurations."""
+    counts = np.vectorize(lambda *n: _hit(*(int(i) for i in n)), otypes=[float])
+    return counts(x.experts, x.top_k, x.expert_groups, x.kept_groups, nodes)
+
+
+@lru_cache(4096)
+def _hit(experts: int, top_k: int, groups: int, kept: int, nodes: int) -> float:
+    return hit(Routing(experts, top_k, groups, kept), nodes) if experts else 0.0
+
+
+def spans(members: Array, device: Device) -> Array:
+    """Return the nodes of exchanges that may go by node, 1 for those within a node or beside its edges."""
+    node = device.node_devices
+    return np.where((members > node) & (members % node == 0), members // node, 1.0)
+
+
+def exchange_s(kind: Exchange, x: Columns, size: Array, device: Device, c: Constants) -> Array:
+    """Return the seconds of one dispatch or one combine among ``ep x etp`` neighbouring devices.
+
+    Where these are not several whole nodes, rows go straight whatever the kind.
+
+    Args:
+        size: Bytes of the tokens of a device, each counted once.
+    """
+    members, one = x.ep * x.etp, np.ones_like(x.ep)
+    nodes, pairs = spans(members, device), size * x.top_k
+    direct = all_to_all(pairs, members, one, device, c)
+    if kind == "alltoall":
+        return direct
+    node = one * device.node_devices
+    within = all_to_all(pairs, node, one, device, c)
+    if kind == "alltoall_deredundency":
+        across = all_gather(size * nodes, nodes, node, device, c)
+    else:
+        leaving = size * reached(x, nodes) * (1 - 1 / nodes)
+        across = leaving / (device.inter_bandwidth * c.inter_share) + latency(nodes, nodes, c)
+    return np.where(nodes > 1, within + across, direct)
+
+
+def fused_exchange_s(
+    routing: Routing, tokens: float, token_bytes: float, members: int, device: Device, c: Constants
+) -> float:
+    """Return the seconds of DeepEP's kernel: links within nodes and ports between them are busy at once."""
+    inside = min(members, device.node_devices)
+    nodes = members // inside
+    size = tokens * token_bytes
+    # All that a device receives over its links, from its node or handed on; one of `inside` comes from itself.
+    within = size * hit(routing, members) * (1 - 1 / inside)
+    across = size * hit(routing, nodes) * (1 - 1 / nodes)
+    links = device.intra_bandwidth * c.intra_share * (HANDED_ON if nodes > 1 else 1.0)
+    return max(within / links, across / (device.inter_bandwidth * c.inter_share))
+
+
+def choices(architecture: Architecture, layout: Layout, device: Device) -> dict[Exchange, float]:
+    """Return the seconds of one dispatch by each way that the layout allows, the fastest first.
+
+    Empty without experts on several devices; within a node, or where the group is not several whole nodes, or where devices
+    share an expert's width, there is only the direct way.
+    """
+    if not architecture.moe_layers or layout.ep * layout.etp == 1:
+        return {}
+    x = columns([(architecture, layout)])
+    by_node = layout.etp == 1 and spans(x.ep, device)[0] > 1
+    size = 2 * x.micro_batch * x.seq / x.cp / x.tp * x.hidden * x.imbalance
+    c = device.constants
+    times: dict[Exchange, float] = {
+        kind: float(exchange_s(kind, x, size, device, c)[0])
+        for kind in (EXCHANGES if by_node else EXCHANGES[:1])
+    }
+    return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def told(architecture: Architecture, layout: Layout, device: Device) -> str:
+    """Return the times of the ways in words, the fastest first; empty without an exchange."""
+    times = choices(architecture, layout, device)
+    return ", ".join(f"{kind} {seconds * 1e3:.3g} ms" for kind, seconds in times.items())
