@@ -13,10 +13,14 @@ class CrossEntropy(nn.Cell):
 
     A batch whose mask is all zero has loss 0. The fused backend reads the logits once forward and once
     backward and keeps two numbers a row; on Ascend the elementary primitives serve.
+
+    Args:
+        sums: In training return the sum instead of the mean.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sums: bool = False) -> None:
         super().__init__()
+        self.sums = sums
         self.to_float = ops.Cast()
         self.fused = FusedCrossEntropy() if backend("cross_entropy") == "fused" else None
         self.log_softmax = ops.LogSoftmax(-1)
@@ -38,10 +42,15 @@ class CrossEntropy(nn.Cell):
             mask_T: fp32 weights, usually 0 or 1.
         """
         if self.fused is not None:
-            return self.fused(self.to_float(logits_TV, ms.float32), label_T, mask_T)[0]
+            mean = self.fused(self.to_float(logits_TV, ms.float32), label_T, mask_T)[0]
+            if self.sums and self.training:
+                return self.weigh(mean, self.add_tiny(self.sum(mask_T, 0), self.tiny))
+            return mean
         log_p = self.log_softmax(self.to_float(logits_TV, ms.float32))
         picked = self.reshape(self.pick(log_p, 1, self.reshape(label_T, (-1, 1))), (-1,))
         total = self.sum(self.weigh(picked, mask_T), 0)
+        if self.sums and self.training:
+            return self.reshape(self.neg(total), (1,))
         loss = self.neg(self.mean(total, self.add_tiny(self.sum(mask_T, 0), self.tiny)))
         return self.reshape(loss, (1,))
 

@@ -19,6 +19,8 @@ from telechat_moe.graph.rewrite import for_cpu
 SCHEDULE = ("step_rate", "step_epsilon", "step_decay")
 # Gradient norm and loss must be below these; the host may lower them.
 LIMITS = ("step_norm_limit", "step_loss_limit")
+# What sums over tokens are multiplied by; the host sets it before each call of a step that has them.
+TOKEN_WEIGHTS = "step_token_weights"
 # Gradient sums of micro-batches: zero between steps, and of other stages' weights never used.
 SUMS = "accu_grads."
 
@@ -128,7 +130,7 @@ class RankProgram:
         from mindspore import Tensor, ops
 
         for name, parameter in self.parameters.items():
-            if name in SCHEDULE:
+            if name in (*SCHEDULE, TOKEN_WEIGHTS):
                 continue
             if name in LIMITS:
                 if not in_place:
@@ -157,6 +159,13 @@ class RankProgram:
         for name, value in zip(LIMITS, (norm, loss), strict=True):
             if name in self.parameters:
                 ops.assign(self.parameters[name], Tensor(np.float32(value)))
+
+    def set_token_weights(self, weights: np.ndarray) -> None:
+        """Set what the next step multiplies sums over tokens by; no effect on one whose losses are means."""
+        from mindspore import Tensor, ops
+
+        if TOKEN_WEIGHTS in self.parameters:
+            ops.assign(self.parameters[TOKEN_WEIGHTS], Tensor(weights))
 
     def shards(self) -> dict[str, np.ndarray]:
         """Return copies of this rank's parameters."""

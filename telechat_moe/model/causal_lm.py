@@ -114,12 +114,15 @@ class CausalLM(nn.Cell):
                 compute,
                 DTYPES[config.params_dtype],
             )
-        self.loss: nn.Cell = CrossEntropy()
+        self.sums = config.calculate_per_token_loss
+        self.loss: nn.Cell = CrossEntropy(self.sums)
         self.mtp_depth = config.num_nextn_predict_layers
         if self.mtp_depth:
             self.mtp = nn.CellList([MTPLayer(config) for _ in range(self.mtp_depth)])
-            self.mtp_loss: nn.Cell = CrossEntropy()
+            self.mtp_loss: nn.Cell = CrossEntropy(self.sums)
             self.shift: nn.Cell = ShiftLeft()
+            if self.sums:
+                self.concat_mtp = ops.Concat()
             self.mtp_scale = Tensor([(config.mtp_loss_factor or 0.0) / self.mtp_depth], ms.float32)
         self.reshape = ops.Reshape()
         self.add_mtp = ops.Add()
@@ -164,13 +167,15 @@ class CausalLM(nn.Cell):
 
         Returns:
             ``(lm, mtp, aux)``, each ``(1,)`` fp32: next-token cross-entropy, ``factor / depth`` times
-            the sum of the MTP cross-entropies (DeepSeek-V3, equation 25), balance and z-losses.
+            the sum of the MTP cross-entropies (DeepSeek-V3, equation 25), balance and z-losses. In training with
+            ``calculate_per_token_loss`` the cross-entropies are sums over tokens, and ``mtp`` is ``[depth | 1]``, not
+            scaled: only the step knows by how many tokens to divide.
         """
         hidden, aux, context = self.hidden(input_ids, position_ids, attention_mask)
         lm = self.loss(
             self.logits(hidden), self.reshape(labels, (-1,)), self.reshape(loss_mask, (-1,))
         )
-        mtp = self.zero
+        mtp, depths = self.zero, ()
         if self.mtp_depth:
             next_id, label, keep = labels, labels, loss_mask
             for layer in self.mtp:
@@ -183,7 +188,11 @@ class CausalLM(nn.Cell):
                     self.logits(hidden), self.reshape(label, (-1,)), self.reshape(keep, (-1,))
                 )
                 mtp = self.add_mtp(mtp, loss)
+                depths += (loss,)
             mtp = self.scale_mtp(mtp, self.mtp_scale)
+            if self.sums and self.training:
+                # An odd number: MindSpore splits an even number of losses over devices.
+                mtp = self.concat_mtp(depths if self.mtp_depth % 2 else (*depths, self.zero))
         return lm, mtp, aux
 
 

@@ -1,18 +1,28 @@
 """The losses of a model and their gradient, as one graph."""
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 
 class ForwardBackward(nn.Cell):
-    """Losses, and gradients by ``params``, of one micro-batch; the model returns ``(lm, mtp, aux)``, each ``(1,)``."""
+    """Losses, and gradients by ``params``, of one micro-batch; the model returns ``(lm, mtp, aux)``, each ``(1,)``.
 
-    def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
+    Args:
+        token_weights: See ``train.token_weights``: by which next-token and MTP losses are multiplied if they are sums over
+            tokens; None: they are means.
+    """
+
+    def __init__(
+        self, model: nn.Cell, params: ParameterTuple, token_weights: Parameter | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
-        self.model = model
+        self.model, self.token_weights = model, token_weights
 
         def loss(*batch):
             lm, mtp, aux = model(*batch)
+            if self.token_weights is not None:
+                lm = lm * self.token_weights[:1]
+                mtp = ops.reduce_sum(mtp * self.token_weights[1:-1]).reshape((1,))
             return lm + mtp + aux, ops.concat((lm, mtp, aux))
 
         self.gradient = ms.value_and_grad(loss, None, params, has_aux=True)

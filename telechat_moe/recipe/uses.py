@@ -205,6 +205,9 @@ def _only_ours(recipe: Recipe) -> Iterator[Broken]:
     if layers > 1:
         key = "model.model_config.num_nextn_predict_layers"
         yield key, f"{layers}, which MindFormers' monitors do not know", "0 or 1"
+    if recipe.model_config.calculate_per_token_loss:
+        found = "True, which MindFormers' steps do for MindFormers' own networks only"
+        yield "model.model_config.calculate_per_token_loss", found, "remove it"
     asked = {
         "evaluation.interval": own.evaluation.interval or None,
         "saving.max_failed": own.saving.max_failed or None,

@@ -94,9 +94,11 @@ def place(model: CausalLM, mesh: Mesh, rank: int, options: Options) -> Placement
         p.cell(model, "CausalLM.tied")
     else:
         p.cell(model.head, "Linear.column")
-    model.loss = _loss(p, vocabulary)
+    model.loss = _loss(p, vocabulary, model.sums)
     if model.mtp_depth:
-        model.mtp_loss = _loss(p, vocabulary)
+        model.mtp_loss = _loss(p, vocabulary, model.sums)
+        if model.sums:
+            p.put(model.concat_mtp, Rule((".",) * (model.mtp_depth | 1), (), "tuple"))
         model.shift = p.local(model.shift, "ShiftLeft")
         for layer in model.mtp:
             _mtp(p, layer, options)
@@ -186,8 +188,8 @@ def _stages(p: Placement, model: CausalLM, stages: Stages, stubs: bool) -> None:
                 model.mtp[i].embed_norm = p.stub(norm, StageChunk(0, 0))
 
 
-def _loss(p: Placement, vocabulary: Group) -> ParallelCrossEntropy:
-    loss = ParallelCrossEntropy(vocabulary)
+def _loss(p: Placement, vocabulary: Group, sums: bool) -> ParallelCrossEntropy:
+    loss = ParallelCrossEntropy(vocabulary, sums)
     p.cell(loss, "ParallelCrossEntropy")
     p.morphed(loss.token_loss.run, "TokenCrossEntropy")
     return loss

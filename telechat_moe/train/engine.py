@@ -122,6 +122,7 @@ class OneProcess(Engine):
                 wrapper.max_grad_norm if wrapper.use_clip_grad else None,
                 self.micro_batches,
                 config.moe_router_bias_update_rate if config.moe_router_enable_expert_bias else 0.0,
+                config,
             )
         self.train_step.set_train()
         self.evaluate_cell = Evaluate(self.model)
@@ -137,6 +138,7 @@ class OneProcess(Engine):
         if limits != self.limits:
             self.train_step.set_limits(*limits)
             self.limits = limits
+        self.train_step.count_tokens(batches)
         if self.train_step.accumulate is not None:
             for batch in batches[:-1]:
                 self.train_step.accumulate(*batch)

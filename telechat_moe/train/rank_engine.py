@@ -25,6 +25,7 @@ from telechat_moe.train import optimizer, state
 from telechat_moe.train.engine import Batch, Columns, build_model, tensors
 from telechat_moe.train.ranks import Ranks
 from telechat_moe.train.step import Evaluate, StepOutput
+from telechat_moe.train.token_weights import LOSS_MASK, token_weights
 
 MOMENTS = ("adam_m", "adam_v")
 
@@ -72,6 +73,9 @@ class RankEngine:
         if limits != self.limits:
             self.program.set_limits(*limits)
             self.limits = limits
+        masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
+        weights = token_weights(self.model.config, masks, self.micro_batches)
+        self.program.set_token_weights(weights)
         losses, norm, applied, loads, dropped = self.program(*scalars, *batches[0])
         applied.asnumpy()  # waits for the end of the step
         return StepOutput(losses, norm, None, applied, loads, dropped)

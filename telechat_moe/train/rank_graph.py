@@ -30,6 +30,7 @@ from telechat_moe.sharding.recipe import (
 from telechat_moe.sharding.recompute import recompute
 from telechat_moe.train.optimizer import AdamW, from_recipe
 from telechat_moe.train.rank_step import RankStep
+from telechat_moe.train.token_weights import weights_parameter
 
 
 def placed_model(
@@ -96,14 +97,13 @@ def build_step(
     backends = ("plain", {}) if target == "CPU" else (chosen.default, chosen.backends())
     with select.using(*backends, target):
         model, routers, placement = placed_model(recipe, rank, target, shared_graph=shared_graph)
-        make = optimizer or partial(from_recipe, recipe)
         params = [p for p in model.trainable_params() if placement.is_here(p)]
         head = stages.head.stage if stages is not None else 0
         use_bias = config.moe_router_enable_expert_bias
         wrapper = recipe.runner_wrapper
         step = RankStep(
             model,
-            make(params),
+            (optimizer or partial(from_recipe, recipe))(params),
             [placement.shards(p, shard_threshold(recipe)) / mesh.stage_devices for p in params],
             1.0 / mesh.stage_devices if mesh.stage(rank) == head else 0.0,
             [(i, r) for i, r in enumerate(routers) if placement.is_here(r.weight)],
@@ -125,6 +125,7 @@ def build_step(
                 and cell.dropped is not None
                 and placement.is_here(cell.dropped)
             ],
+            token_weights=weights_parameter(config),
         )
     step.set_train()
     return step

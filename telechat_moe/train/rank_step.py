@@ -26,7 +26,7 @@ def _scalar(name: str, value: float = 0.0) -> Parameter:
 
 
 class LossVector(nn.Cell):
-    """The three losses of a model in one tensor, ``[3]``."""
+    """The losses of a model in one tensor, ``[3]``; of one that gives sums over tokens one for each depth."""
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)
@@ -37,6 +37,30 @@ class LossVector(nn.Cell):
         """Return next-token, MTP, balance and z-loss."""
         lm, mtp, aux = self.model(*batch)
         return self.concat((lm, mtp, aux))
+
+
+class LossTerms(nn.Cell):
+    """The three losses of a step from what :class:`LossVector` gives, and what the gradient begins with.
+
+    Args:
+        weights: By what sums over tokens are multiplied, see ``token_weights``; None: the losses are means.
+    """
+
+    def __init__(self, weights: Parameter | None, micro_batches: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.weights = weights
+        terms = 3 if weights is None else weights.shape[0]
+        self.sens = Tensor(np.full(terms, 1.0 / micro_batches, np.float32))
+        rows = np.minimum(np.arange(terms), 1) + (np.arange(terms) == terms - 1)
+        self.rows_3T = Tensor((np.arange(3)[:, None] == rows).astype(np.float32))
+        self.scale, self.spread, self.sum = ops.Mul(), ops.Mul(), ops.ReduceSum()
+
+    def construct(self, losses_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses ``[3]`` and the gradients of the terms."""
+        if self.weights is None:
+            return losses_T, self.sens
+        losses_T = self.scale(losses_T, self.weights)
+        return self.sum(self.spread(self.rows_3T, losses_T), 1), self.scale(self.sens, self.weights)
 
 
 class RankStep(UpdateStep):
@@ -52,6 +76,7 @@ class RankStep(UpdateStep):
         experts: Experts of each.
         drops: Pairs are dropped, and counted.
         droppers: Dispatches of this stage, if so.
+        token_weights: By what the model's losses, sums over tokens, are multiplied; None: they are means.
         pipeline: The micro-batches go through pipeline stages.
         optimizer_sharding: MindSpore shards the optimizer (ZeRO-1).
         alone: For each parameter, whether no other device holds the same shard.
@@ -79,6 +104,7 @@ class RankStep(UpdateStep):
         elsewhere: Sequence[Parameter] = (),
         drops: bool = False,
         droppers: Sequence[ParallelDispatch] = (),
+        token_weights: Parameter | None = None,
     ) -> None:
         # Parameters, because MindSpore's dataset strategy must name every input of the graph, and its virtual
         # dataset only those of the model. The names are graph.execute's.
@@ -99,7 +125,7 @@ class RankStep(UpdateStep):
             self.accu_grads = summed.clone(prefix="accu_grads", init="zeros")
         self.set_routers(routers)
         self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.sens = Tensor(np.full(3, 1.0 / micro_batches, np.float32))
+        self.terms = LossTerms(token_weights, micro_batches)
         self.shares = tuple(Tensor(share, ms.float32) for share in shares)
         self.loss_share = Tensor(loss_share / micro_batches, ms.float32)
         self.depend, self.assign, self.zeros_like = ops.Depend(), ops.Assign(), ops.ZerosLike()
@@ -120,8 +146,8 @@ class RankStep(UpdateStep):
 
     def gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return losses (sum over micro-batches) and gradients (of their mean)."""
-        losses = self.network(*batch)
-        grads = self.gradient(self.network, self.weights)(*batch, self.sens)
+        losses, sens = self.terms(self.network(*batch))
+        grads = self.gradient(self.network, self.weights)(*batch, sens)
         if self.accumulates and not self.sharded:
             grads = self.depend(self.accu_grads, grads)[: len(grads)]
         elif self.accumulates and any(self.alone):

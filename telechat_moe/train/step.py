@@ -14,7 +14,9 @@ from telechat_moe.model.gradient import ForwardBackward
 from telechat_moe.model.router import Router
 from telechat_moe.ops.adamw import FusedNorm
 from telechat_moe.ops.select import backend
+from telechat_moe.recipe import ModelConfig
 from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.token_weights import LOSS_MASK, token_weights, weights_parameter
 
 
 class StepOutput(NamedTuple):
@@ -72,7 +74,9 @@ class Accumulate(nn.Cell):
     theirs while they compute it (GMMAdd); the gradients of all other parameters are added here.
     """
 
-    def __init__(self, model: nn.Cell, params: ParameterTuple) -> None:
+    def __init__(
+        self, model: nn.Cell, params: ParameterTuple, token_weights: Parameter | None = None
+    ) -> None:
         super().__init__(auto_prefix=False)
         sums = [_main_grad(p) for p in params]
         self.main_grads = ParameterTuple(sums)
@@ -83,7 +87,7 @@ class Accumulate(nn.Cell):
                 done.update(cell.accumulate_into(by_name))
         self.others = [i for i, p in enumerate(params) if p.name not in done]
         self.forward_backward = ForwardBackward(
-            model, ParameterTuple([params[i] for i in self.others])
+            model, ParameterTuple([params[i] for i in self.others]), token_weights
         )
         zeros = initializer(Zero(), (3,), ms.float32)
         self.losses = Parameter(zeros, name="accumulated_losses", requires_grad=False)
@@ -187,6 +191,7 @@ class TrainStep(UpdateStep):
         model: See :class:`ForwardBackward`; its routers and capacity dispatches are found in it.
         optimizer: See :class:`UpdateStep`, also for ``max_grad_norm`` and ``bias_rate``.
         micro_batches: Micro-batches of a step; all but the last go through :attr:`accumulate`.
+        config: The model's; with ``calculate_per_token_loss`` call :meth:`count_tokens` before each step.
     """
 
     def __init__(
@@ -196,6 +201,7 @@ class TrainStep(UpdateStep):
         max_grad_norm: float | None = 1.0,
         micro_batches: int = 1,
         bias_rate: float = 0.0,
+        config: ModelConfig | None = None,
     ) -> None:
         cells = [cell for _, cell in model.cells_and_names()]
         # Parameters, so that a change does not recompile the graph; AdamW's scalars come with every call.
@@ -205,11 +211,13 @@ class TrainStep(UpdateStep):
         )
         super().__init__(optimizer, max_grad_norm, bias_rate, *limits)
         self.accumulate = None
+        self.config, self.micro_batches = config, micro_batches
+        self.token_weights = weights_parameter(config) if config is not None else None
         if micro_batches > 1:
-            self.accumulate = Accumulate(model, optimizer.params)
+            self.accumulate = Accumulate(model, optimizer.params, self.token_weights)
             self.share = Tensor(1.0 / micro_batches, ms.float32)
         else:
-            self.forward_backward = ForwardBackward(model, optimizer.params)
+            self.forward_backward = ForwardBackward(model, optimizer.params, self.token_weights)
         self.norm = GlobalNorm(len(optimizer.params))
         self.sum = ops.ReduceSum()
         self.set_routers(list(enumerate(cell for cell in cells if isinstance(cell, Router))))
@@ -224,6 +232,13 @@ class TrainStep(UpdateStep):
         """Let the next steps be applied only where gradient norm and total loss are below these."""
         ops.assign(self.norm_limit, Tensor(norm, ms.float32))
         ops.assign(self.loss_limit, Tensor(loss, ms.float32))
+
+    def count_tokens(self, batches: Sequence[Sequence[Tensor]]) -> None:
+        """Count the tokens of all micro-batches of the next step; no effect where losses are means."""
+        if self.token_weights is not None and self.config is not None:
+            masks = [batch[LOSS_MASK].asnumpy() for batch in batches]
+            weights = token_weights(self.config, masks, self.micro_batches)
+            ops.assign(self.token_weights, Tensor(weights))
 
     def take_loads(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return what routers and dispatches counted, and clear the counters."""

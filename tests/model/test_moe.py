@@ -111,6 +111,47 @@ def test_bias_update():
         np.testing.assert_array_equal(found, np.array(expected, np.float32))
 
 
+def bfloat16(x):
+    """Round to bfloat16, to nearest even."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + ((bits >> 16) & 1) + 0x7FFF) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def test_loads_of_many_ranks_are_exact_where_bfloat16_turns_the_bias_around():
+    """64 ranks with 608 to 676 tokens, 40,840 in all, against a mean of 40,960: the bias must go up.
+
+    In bfloat16 one order of the sum gives 41,216 and another 40,704 (Megatron-LM pull request 7081).
+    """
+    rng = np.random.default_rng(17)
+    while True:
+        ranks = rng.integers(608, 677, 64)
+        spare = np.flatnonzero((ranks > 608) & (ranks < 676))
+        some = rng.choice(spare, abs(40840 - ranks.sum()) % len(spare), replace=False)
+        ranks[some] += np.sign(40840 - ranks.sum())
+        one_by_one, pairs = np.float32(0), bfloat16(ranks)
+        for tokens in pairs:
+            one_by_one = bfloat16(one_by_one + tokens)
+        while len(pairs) > 1:
+            pairs = bfloat16(pairs[0::2] + pairs[1::2])
+        if (ranks.sum(), one_by_one, pairs[0]) == (40840, 41216, 40704):
+            break
+    config = tiny_config(
+        params_dtype="bfloat16", compute_dtype="bfloat16", fp32_residual_connection=False
+    )
+    router = CausalLM(config).layers[1].moe.router
+    assert router.expert_load.dtype == router.expert_bias.dtype == ms.float32
+    for tokens in ranks:
+        router.accumulate_load(router.expert_load, Tensor(np.float32([tokens] + [0] * 7)))
+    load = router.expert_load.asnumpy()
+    assert load[0] == 40840
+    rest = np.full(7, (8 * 40960 - 40840) / 7, np.float32)
+    update = BiasUpdate(0.001)
+    for first, sign in ((load[0], 1), (41216, -1), (40704, 1)):
+        moved = update(Tensor(np.append(np.float32(first), rest))).asnumpy()
+        assert moved[0] == np.float32(0.001) * sign
+    assert bfloat16(0.001) == np.float32(0.00099945068359375)
+
+
 def test_loads_are_counted_in_training_only():
     layer = Layer()
     layer.cell.set_train(False)

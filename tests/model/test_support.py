@@ -18,7 +18,6 @@ OTHER = {
     "attention_bias": True,
     "attention_dropout": 0.5,
     "attention_softmax_in_fp32": False,
-    "calculate_per_token_loss": True,
     "fp16_lm_cross_entropy": True,
     "hidden_dropout": 0.5,
     "moe_router_pre_softmax": True,

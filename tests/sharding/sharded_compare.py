@@ -160,12 +160,20 @@ def gradients(found: Found, side: int) -> list[dict[str, np.ndarray]]:
     return result
 
 
+def compared_loads(found: Found) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loads of all steps, of the processes and of one process."""
+    ours = steps(found.ranks, LOADS)
+    return ours, np.array([step[LOADS] for step in found.reference["steps"][: len(ours)]])
+
+
 def errors(found: Found) -> dict[str, float]:
-    """Return the largest relative errors: losses, gradients of the first step and of later ones, weights after the last."""
+    """Return the largest relative errors: losses, loads, gradients of the first step and of later ones, weights after the last."""
     ours = steps(found.ranks, LOSSES)
     reference = np.array([step[LOSSES] for step in found.reference["steps"][: len(ours)]])
     scale = np.where(reference == 0, 1.0, np.abs(reference))
     measured = {"loss": float(np.max(np.abs(ours - reference) / scale))}
+    loads, expected_loads = compared_loads(found)
+    measured["load"] = float(np.max(np.abs(loads / expected_loads - 1)))
     pairs = zip(gradients(found, 0), gradients(found, 1), strict=True)
     measured["gradient"], *later = (max(difference(a[n], b[n]) for n in b) for a, b in pairs)
     measured["later gradient"] = max(later)

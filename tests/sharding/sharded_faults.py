@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 from telechat_moe.graph import rewrite
 
 # Faults in the layout, compiled in; the others are faults in the rewriting.
 LAYOUT = (
-    "cut-softmax",
-    "no-sum-of-balance",
-    "no-sum-of-widths",
-    "no-sum-of-vocabulary",
-    "nodes-of-other-devices",
-    "no-token-to-other-nodes",
+    *("cut-softmax", "no-sum-of-balance", "no-sum-of-widths", "no-sum-of-vocabulary"),
+    *("nodes-of-other-devices", "no-token-to-other-nodes"),
+    *("mean-of-means", "loads-in-bf16", "loads-twice", "balance-by-shards"),
 )
 
 
@@ -72,8 +70,79 @@ def in_layout(fault: str) -> Iterator[None]:
 
         with mock.patch.object(hierarchical.NodesOfTokens, "__init__", fewer):
             yield
+    elif fault in ROUTER:
+        with ROUTER[fault]():
+            yield
     else:
         yield
+
+
+@contextmanager
+def in_counting(fault: str) -> Iterator[None]:
+    """Count tokens with a fault."""
+    from telechat_moe.train import token_weights as counting
+
+    count = counting.token_weights
+
+    def wrong(config, masks, micro_batches):
+        if fault == "tokens-of-one-split":
+            return count(config, [mask[:, : mask.shape[1] // 2] for mask in masks], micro_batches)
+        weights = count(config, masks, micro_batches)
+        if fault == "mtp-by-next-token":
+            depth = max(1, config.num_nextn_predict_layers)
+            weights[1:-1] = weights[0] * config.mtp_loss_factor / depth
+        return weights
+
+    with mock.patch.object(counting, "token_weights", wrong):
+        yield
+
+
+@contextmanager
+def _loads(twice: bool):
+    """Count the loads of all devices twice, as a recomputed forward pass would, or add them up in bfloat16."""
+    import mindspore as ms
+    from mindspore import nn, ops
+
+    from telechat_moe.train.rank_step import RankStep
+
+    class Sum(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.sum, self.low, self.high = ops.AllReduce(), ops.Cast(), ops.Cast()
+
+        def construct(self, x):
+            x = self.sum(x)
+            return x + x if twice else self.high(self.low(x, ms.bfloat16), ms.float32)
+
+    whole = RankStep.__init__
+
+    def other(self, *args, **kwargs):
+        whole(self, *args, **kwargs)
+        self.sum_loads = Sum()
+
+    with mock.patch.object(RankStep, "__init__", other):
+        yield
+
+
+@contextmanager
+def _balance_by_shards():
+    """Add the balance loss and the z-loss once for each device that shares a sequence."""
+    from telechat_moe.sharding.cells.collective import RouterLosses
+
+    whole = RouterLosses.body
+
+    def body(self, logits_tE, score_tE, chosen_tE):
+        return whole(self, logits_tE, score_tE, chosen_tE) * self.shared
+
+    with mock.patch.object(RouterLosses, "body", body):
+        yield
+
+
+ROUTER = {
+    "loads-in-bf16": partial(_loads, twice=False),
+    "loads-twice": partial(_loads, twice=True),
+    "balance-by-shards": _balance_by_shards,
+}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import pickle
 import random
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from telechat_moe.recipe import load
 
-LENGTH, STEPS, RATE = 16, 10, 3e-3
+STEPS, RATE = 10, 3e-3
 RECORDED = 3  # steps whose states are compared
 BETAS = (0.9, 0.95)
 MOMENTS = {"momentum": ("momentum",), "adamw": ("adam_m", "adam_v")}
@@ -53,6 +53,8 @@ class Layout:
     hop: str = ""  # between nodes: gather or once
     node: int = 0
     crowd: bool = False  # every token goes to the same experts
+    per_token: bool = False
+    length: int = 16
 
     @property
     def devices(self) -> int:
@@ -66,7 +68,7 @@ class Layout:
     @property
     def single(self) -> "Layout":
         """The same batch and model on one device."""
-        plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd"}
+        plain = {"policy", "documents", "tied", "z_loss", "mtp", "crowd", "per_token", "length"}
         same = {k: v for k, v in asdict(self).items() if k in plain}
         return Layout(micro=self.micro_batches, **same)
 
@@ -86,6 +88,14 @@ LAYOUTS = {
     "dp2-ep2-routed": Layout(dp=2, ep=2, dispatcher="alltoallv"),
     "dp2-accumulate": Layout(dp=2, ep=2, micro=2),
     "dp2-zero": Layout(dp=2, zero=True),
+    "dp2-tokens": Layout(dp=2, ep=2, micro=2, mtp=2, per_token=True),
+    "cp2-tokens": Layout(cp=2, micro=2, per_token=True),
+    "pp2-tokens": Layout(pp=2, micro=4, per_token=True),
+    "pp2-vpp2-v-tokens": Layout(
+        pp=2, vpp=2, micro=4, scheduler="zero_bubble_v", mtp=0, per_token=True
+    ),
+    "dp2-many": Layout(dp=2, ep=2, micro=2, length=256),
+    "tp2-sp-ep2-recompute": Layout(tp=2, sp=True, ep=2, recompute="whole", z_loss=True),
     "cp2": Layout(cp=2),
     "pp2": Layout(pp=2),
     "pp2-vpp2": Layout(pp=2, vpp=2, micro=4),
@@ -128,6 +138,9 @@ LAYOUTS = {
     "pp4-vpp2": Layout(pp=4, vpp=2, micro=4, mtp=0),
     "cp2-tp2-sp-ep4": Layout(cp=2, tp=2, sp=True, ep=4),
     "dp2-cp2-ep2": Layout(dp=2, cp=2, ep=2),
+    "cp4-tokens": Layout(cp=4, micro=2, per_token=True),
+    "dp2-pp2-zero-tokens": Layout(dp=2, pp=2, micro=4, zero=True, per_token=True),
+    "cp2-tp2-sp-recompute": Layout(cp=2, tp=2, sp=True, ep=4, recompute="whole", z_loss=True),
     # eight
     "dp2-tp2-pp2-sp-ep4": Layout(dp=2, tp=2, pp=2, sp=True, ep=4),
     "dp2-cp2-tp2-sp-ep8": Layout(dp=2, cp=2, tp=2, sp=True, ep=8),
@@ -236,6 +249,7 @@ class Case:
         single = self.layout.single
         parts = [self.optimizer, self.layout.sequences, self.layers, single.micro]
         parts += [single.policy, single.documents, single.tied, single.z_loss, single.mtp]
+        parts += [single.per_token, single.length]
         parts += ["crowd"] * single.crowd
         return "reference_" + "_".join(map(str, parts))
 
@@ -262,8 +276,8 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         "v_head_dim": 8,
         "moe_intermediate_size": 16,
         "moe_shared_expert_intermediate_size": 16,
-        "seq_length": LENGTH,
-        "max_position_embeddings": LENGTH,
+        "seq_length": layout.length,
+        "max_position_embeddings": layout.length,
         "initializer_range": 0.1,
         "batch_size": rows,
         "use_flash_attention": layout.cp > 1,
@@ -274,7 +288,7 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         model |= {"moe_token_drop_policy": layout.policy, "moe_expert_capacity_factor": 1.0}
     settings = {f"model.model_config.{name}": value for name, value in model.items()}
     settings |= {
-        "train_dataset.data_loader.config.seq_length": LENGTH,
+        "train_dataset.data_loader.config.seq_length": layout.length,
         "runner_config.batch_size": rows,
         "runner_config.gradient_accumulation_steps": accumulate,
         "use_parallel": layout.devices > 1,
@@ -305,6 +319,8 @@ def recipe(layout: Layout, layers: int, sequences: int | None = None):
         settings["model.model_config.untie_embeddings_and_output_weights"] = False
     if layout.policy is not None:
         settings["telechat_moe.moe_capacity_tokens"] = 8
+    if layout.per_token:
+        settings["model.model_config.calculate_per_token_loss"] = True
     if layout.documents:
         columns = "[input_ids, labels, loss_mask, position_ids, attention_mask]"
         settings["train_dataset.input_columns"] = columns
@@ -343,8 +359,8 @@ def batches(case: Case, folder: Path) -> list[tuple[np.ndarray, ...]]:
         f"{name}config.data_path": f"['1', '{prefix}']",
         f"{name}sizes": f"[{rows * STEPS}, 0, 0]",
         f"{name}config.eod_mask_loss": True,
-        f"{name}config.seq_length": LENGTH,
-        "model.model_config.seq_length": LENGTH,
+        f"{name}config.seq_length": layout.length,
+        "model.model_config.seq_length": layout.length,
         f"{name}config.reset_position_ids": layout.documents,
         "lr_schedule.warmup_steps": 1,
     }
@@ -395,8 +411,10 @@ def compile_cases(folder: Path, cases: list[Case]) -> None:
         compiled = case.name if not case.fault else compiled
         if compiled not in done:
             with faults.in_layout(case.fault):
+                means = case.fault == "mean-of-means"
+                layout = replace(case.layout, per_token=case.layout.per_token and not means)
                 done[compiled] = compile_recipe(
-                    recipe(case.layout, case.layers),
+                    recipe(layout, case.layers),
                     target="CPU",
                     optimizer=make_optimizer(case.optimizer),
                 )
@@ -441,7 +459,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
             optimizer = make_optimizer(case.optimizer)(model.trainable_params())
             micro = layout.micro_batches
             rate = config.moe_router_bias_update_rate
-            step = TrainStep(model, optimizer, 1.0, micro, rate)
+            step = TrainStep(model, optimizer, 1.0, micro, rate, config)
             step.set_train()
         start = {p.name: p.asnumpy().copy() for p in model.get_parameters()}
         rows, found = batches(case, folder), {"start": start, "steps": [], "states": []}
@@ -450,6 +468,7 @@ def reference(folder: Path, cases: list[Case]) -> None:
             parts = [
                 tuple(Tensor(x[i * size : (i + 1) * size]) for x in batch) for i in range(micro)
             ]
+            step.count_tokens(parts)
             for part in parts[:-1]:
                 step.accumulate(*part)
             losses, norm, _, applied, loads, dropped = step(
@@ -475,22 +494,29 @@ def reference(folder: Path, cases: list[Case]) -> None:
 def work(folder: Path, cases: list[Case]) -> None:
     """Run this process's rank of each case."""
     import mindspore as ms
+    import sharded_faults as faults
     from mindspore import Tensor
     from mindspore.communication import get_rank, init
 
     from telechat_moe.graph.execute import Job, RankProgram
+    from telechat_moe.train import token_weights
+    from telechat_moe.train.token_weights import LOSS_MASK
 
     ms.set_context(mode=ms.GRAPH_MODE)
     ms.set_device("CPU")
     init()
     rank, made = get_rank(), set()
     for case in cases:
+        config = recipe(case.layout, case.layers).model_config
         given = pickle.loads((folder / f"{case.reference}.pickle").read_bytes())
         program = RankProgram(Job.read(folder / case.folder), rank, made)
         program.set_parameters(given["start"])
         scalars = make_scalars(case.optimizer)
         found = {"steps": [], "states": []}
         for s, batch in enumerate(given["batches"][: 3 if case.fault else STEPS]):
+            with faults.in_counting(case.fault):
+                masks, micro = [batch[LOSS_MASK]], case.layout.micro_batches
+                program.set_token_weights(token_weights.token_weights(config, masks, micro))
             losses, norm, applied, loads, dropped = program(*scalars(s + 1), *map(Tensor, batch))
             answer = (losses.asnumpy().copy(), float(norm.asnumpy()), loads.asnumpy().copy())
             found["steps"].append((*answer, bool(applied.asnumpy())))

@@ -27,6 +27,22 @@ FAST = {
     4: ("dp2-tp2-sp-ep4-once:momentum",),
 }
 FAST_FAULTS = {2: ("tp2-sp-ep2:momentum:slice-of-another-rank",)}
+COUNTING_FAULTS = {
+    2: (
+        "dp2-tokens:momentum:mean-of-means",
+        "dp2-tokens:momentum:mtp-by-next-token",
+        "cp2-tokens:momentum:tokens-of-one-split",
+        "pp2-tokens:momentum:mean-of-means",
+        "dp2-many:momentum:loads-in-bf16",
+        "tp2-sp-ep2-recompute:momentum:loads-twice",
+        "tp2-sp-ep2-recompute:momentum:balance-by-shards",
+    ),
+    4: (
+        "cp4-tokens:momentum:tokens-of-one-split",
+        "cp2-tp2-sp-recompute:momentum:balance-by-shards",
+        "cp2-tp2-sp-recompute:momentum:loads-twice",
+    ),
+}
 SLOW_FAULTS = {
     2: (
         "dp2-ep2:momentum:parts-in-another-order",
@@ -72,6 +88,7 @@ def groups():
     for devices, names in SLOW.items():
         yield from (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE))
         yield SLOW_FAULTS.get(devices, ())
+        yield COUNTING_FAULTS.get(devices, ())
 
 
 def parameters(fast, slow):
@@ -122,7 +139,7 @@ def test_a_layout_computes_what_one_process_does(name, found):
 
     # Loads count every token of the batch once, so they are reduced over all devices that hold some.
     loads = compare.steps(got.ranks, compare.LOADS)
-    tokens = layout.sequences * layout.micro_batches * run.LENGTH
+    tokens = layout.sequences * layout.micro_batches * layout.length
     assert (loads.sum(-1) == tokens * TOP_K).all()
     np.testing.assert_array_equal(loads, [step[compare.LOADS] for step in reference])
     biases = {n: x for n, x in compare.weights(got).items() if n.endswith("expert_bias")}
@@ -140,6 +157,15 @@ def test_a_layout_computes_what_one_process_does(name, found):
 def test_what_is_wrong_on_purpose_is_seen(name, found):
     measured = compare.errors(found(name))
     assert max(measured["loss"], measured["gradient"]) > 100 * BOUND, measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for names in COUNTING_FAULTS.values() for name in names])
+def test_what_is_counted_wrong_is_seen(name, found):
+    """Tokens of another batch, experts' loads in low precision or twice, losses of the router once a device."""
+    measured = compare.errors(found(name))
+    seen = "load" if "loads" in name else "gradient"
+    assert measured[seen] > 100 * BOUND, measured
 
 
 def test_the_cases_split_in_every_way():

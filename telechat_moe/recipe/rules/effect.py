@@ -124,6 +124,21 @@ def node_hops(r: Recipe, compiled: bool) -> Iterator[Broken]:
         yield f"{OWN}operators.grouped_matmul", found, "another backend"
 
 
+def per_token_loss(r: Recipe, compiled: bool) -> Iterator[Broken]:
+    """Which tokens the loss is averaged over matters where a step has several micro-batches."""
+    stages = r.parallel_config.pipeline_stage > 1
+    micro = (
+        r.parallel_config.micro_batch_num if stages else r.runner_config.gradient_accumulation_steps
+    )
+    if r.model.model_config.calculate_per_token_loss and micro == 1:
+        found = "True with one micro-batch a step, whose mean over tokens is that of the step"
+        yield (
+            "model.model_config.calculate_per_token_loss",
+            found,
+            "remove it, or more micro-batches",
+        )
+
+
 def evaluation_batches(r: Recipe, compiled: bool) -> Iterator[Broken]:
     """Without an interval nothing is evaluated; an interval of 0 that is written turns the section off."""
     written = r.given.get("telechat_moe", {}).get("evaluation", {})

@@ -74,6 +74,11 @@ class MindFormersModelKeys:
     untie_embeddings_and_output_weights: bool | None = None
     """The opposite of `tie_word_embeddings`."""
 
+    calculate_per_token_loss: bool = False
+    """Divide the next-token loss and each depth's MTP loss of a step by the tokens that count in it, over all
+    micro-batches and devices. False, as in MindFormers: average each micro-batch over its own tokens, then the
+    micro-batches, whose tokens weigh more where fewer are counted."""
+
     rotary_interleaved: bool | None = None
     """MindFormers refuses it with MLA."""
 

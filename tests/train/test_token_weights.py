@@ -1,0 +1,135 @@
+"""A step's loss is divided by the tokens of its whole batch, MTP's by its own, and not by those of each micro-batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+ms = pytest.importorskip("mindspore", reason="needs mindspore (pip install '.[train]')")
+
+import float64
+from mindspore import Tensor
+from tiny_models import Batch, random_batch, random_weights, tiny_config
+
+from telechat_moe.model import CausalLM
+from telechat_moe.ops import select
+from telechat_moe.train import step as steps
+from telechat_moe.train.optimizer import AdamW
+from telechat_moe.train.step import TrainStep
+from telechat_moe.train.token_weights import token_weights
+
+pytestmark = pytest.mark.mindspore
+LENGTH, KEPT = 16, (1, 9, 16)
+"""Tokens of a sequence, and of each micro-batch that the mask keeps."""
+BOUND = 2e-6
+
+
+def config_of(**changes):
+    given = {"num_nextn_predict_layers": 2, "mtp_loss_factor": 0.3, "seq_length": LENGTH}
+    given |= {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+    return tiny_config(**{**given, "calculate_per_token_loss": True, **changes})
+
+
+def test_two_micro_batches_with_unequal_masks():
+    """One token in a micro-batch and four in the other: each counts a fifth; by the mean of means the first half."""
+    config = config_of(num_nextn_predict_layers=0)
+    masks = [np.zeros((1, LENGTH), np.float32), np.zeros((1, LENGTH), np.float32)]
+    masks[0][0, 2], masks[1][0, [1, 5, 6, 11]] = 1, 1
+    loss = np.arange(2 * LENGTH, dtype=np.float64).reshape(2, 1, LENGTH)
+    weight = token_weights(config, masks, 2)[0]
+    found = np.mean([weight * (x * mask).sum() for x, mask in zip(loss, masks, strict=True)])
+    assert found == pytest.approx((2 + 17 + 21 + 22 + 27) / 5)
+    means = np.mean([(x * m).sum() / m.sum() for x, m in zip(loss, masks, strict=True)])
+    assert means == pytest.approx((2 + (17 + 21 + 22 + 27) / 4) / 2)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_one_token_weighs_one_on_any_number_of_context_parallel_devices(splits):
+    """Counted on one device before an average over devices, it would weigh a half of two and a quarter of four."""
+    mask = np.zeros((1, LENGTH), np.float32)
+    mask[0, 3] = 1
+    parts = np.split(mask, splits, 1)
+    weight = token_weights(config_of(num_nextn_predict_layers=0), [mask], 1)[0]
+    assert sum(weight * part.sum() for part in parts) == pytest.approx(1)
+    mistaken = np.mean([part.sum() / max(part.sum(), 1) for part in parts])
+    assert mistaken == 1 / splits
+
+
+def test_each_depth_has_its_own_count_and_a_mask_that_keeps_nothing_gives_a_number():
+    mask = np.zeros((2, LENGTH), np.float32)
+    mask[0, :3], mask[1, 1] = 1, 1
+    found = token_weights(config_of(), [mask], 2)
+    assert found == pytest.approx([2 / 4, 2 * 0.15 / 3, 2 * 0.15 / 1, 0, 1])
+    assert np.isfinite(token_weights(config_of(), [0 * mask], 2)).all()
+
+
+def micro_batches(config):
+    """Return micro-batches of two sequences with 1, 9 and 16 tokens in the first and all in none."""
+    found = []
+    for i, kept in enumerate(KEPT):
+        batch = random_batch(config, seed=20 + i)
+        mask = np.zeros((len(batch.input_ids), LENGTH), np.float32)
+        mask[0, LENGTH - kept :] = 1
+        found.append(dataclasses.replace(batch, loss_mask=mask))
+    return found
+
+
+def tensors(batch):
+    return [Tensor(x) for x in dataclasses.astuple(batch)[:4]]
+
+
+def run(config, backend, batches):
+    """Return losses, norm and square sums of a step."""
+    ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+    with select.using(backend):
+        model = CausalLM(config)
+        weights = random_weights(model, seed=3)
+        model.set_train()
+        optimizer = AdamW(model.trainable_params(), (0.9, 0.95), 1e-8, 0.1)
+        step = TrainStep(model, optimizer, 1.0, len(batches), config=config)
+        step.set_train()
+    parts = [tensors(batch) for batch in batches]
+    step.count_tokens(parts)
+    for part in parts[:-1]:
+        step.accumulate(*part)
+    losses, norm, squares, *_ = step(*optimizer.scalars(1, 1e-3), *parts[-1])
+    return weights, losses.asnumpy(), float(norm.asnumpy()), squares.asnumpy()
+
+
+def together(batches):
+    rows = zip(*(dataclasses.astuple(batch)[:4] for batch in batches), strict=True)
+    return Batch(*(np.concatenate(row) for row in rows))
+
+
+@pytest.mark.parametrize("backend", [pytest.param("plain", marks=pytest.mark.slow), "auto"])
+def test_a_step_of_micro_batches_is_that_of_all_their_tokens(backend):
+    config = config_of()
+    batches = micro_batches(config)
+    weights, losses, norm, squares = run(config, backend, batches)
+    expected = float64.forward(config, weights, together(batches))
+    np.testing.assert_allclose(losses, [expected.lm, expected.mtp, expected.aux], rtol=BOUND)
+    # Gradients: those of one micro-batch that holds all rows, whose means need no weights.
+    plain = dataclasses.replace(config, calculate_per_token_loss=False)
+    _, _, norm_1, squares_1 = run(plain, backend, [together(batches)])
+    assert norm == pytest.approx(norm_1, rel=1e-5)
+    np.testing.assert_allclose(squares, squares_1, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_known_mistakes_are_seen(monkeypatch):
+    config = config_of()
+    batches = micro_batches(config)
+    plain = dataclasses.replace(config, calculate_per_token_loss=False)
+    weights, lm_of_means, *_ = run(plain, "plain", batches)
+    expected = float64.forward(config, weights, together(batches))
+    assert abs(lm_of_means[0] / expected.lm - 1) > 1e-3, "the mean of means"
+
+    def by_next_token(*args):
+        weights = token_weights(*args)
+        weights[1:-1] = weights[0] * config.mtp_loss_factor / 2
+        return weights
+
+    monkeypatch.setattr(steps, "token_weights", by_next_token)
+    _, losses, *_ = run(config, "plain", batches)
+    assert losses[0] == pytest.approx(expected.lm, rel=BOUND)
+    assert abs(losses[1] / expected.mtp - 1) > 1e-2, "MTP by the count of the next token"
